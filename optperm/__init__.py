@@ -1,0 +1,11 @@
+"""Training methods for JAX as composable Optax gradient transformations."""
+
+from optperm.evaluation import Evaluation as Evaluation
+from optperm.evaluation import evaluate as evaluate
+from optperm.permutation.export import apply_permutation as apply_permutation
+from optperm.permutation.export import export_permutation as export_permutation
+from optperm.permutation.export import permuted_params as permuted_params
+from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesState
+from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
+from optperm.permutation.sgperm import sgperm as sgperm
+from optperm.placement import apply_updates as apply_updates

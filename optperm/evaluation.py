@@ -1,0 +1,134 @@
+"""Loss, gradient and the batch closures that a method may ask for, from one function."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.mapped_axes import varying_like
+
+LossFn = Callable[[optax.Params, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found on one batch.
+
+    Attributes:
+      value: Scalar, the loss.
+      grad: The gradient, a tree like params.
+      aux: What the loss function returned beside the loss; None without `has_aux`.
+      extra_args: Everything a transformation of this library may ask for, by name:
+        `tx.update(e.grad, opt_state, params, **e.extra_args)`.
+    """
+
+    value: jax.Array
+    grad: optax.Updates
+    aux: Any
+    extra_args: dict[str, Any]
+
+
+def evaluate(
+    loss_fn: LossFn,
+    params: optax.Params,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Evaluation:
+    r"""Evaluates a loss on one batch and binds to it the closures that methods may ask for.
+
+    .. math::
+      L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i), \qquad g = \nabla L_B(\theta)
+
+    The closures take params and are bound to this batch, whatever it holds (a random key for dropout
+    included). They are only traced where they are called, so those that no method asks for are free.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the batch's
+        leaves, or `(loss, aux)` with `has_aux`.
+      params: The parameters at which to evaluate.
+      batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
+      has_aux: Whether `loss_fn` returns something beside the loss.
+      axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
+        averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
+
+    Returns:
+      An `Evaluation`. Its `extra_args` holds
+
+      - `value`: the loss; `grad`: the gradient;
+      - `value_fn(params)` and `grad_fn(params)`: the same at other params, on the same batch;
+      - `per_example_grad_fn(params)`: the gradient of each example by itself, a tree like params with
+        a leading axis of the batch's size. It is not averaged over `axis_name`.
+
+    Raises:
+      TypeError: If the loss is not a real scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] * params - batch["y"]) ** 2)
+      >>> batch = {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 2.0])}
+      >>> e = optperm.evaluate(loss_fn, jnp.array(1.0), batch)
+      >>> float(e.value), float(e.grad)
+      (0.5, -1.0)
+      >>> e.extra_args["per_example_grad_fn"](jnp.array(1.0)).tolist()
+      [-2.0, 0.0]
+      >>> tx = optax.sgd(0.1)
+      >>> opt_state = tx.init(jnp.array(1.0))
+      >>> tx = optax.with_extra_args_support(tx)
+      >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
+    """
+
+    def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
+        out = loss_fn(params, batch)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
+            )
+        loss, aux = out if has_aux else (out, None)
+        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            raise TypeError(
+                "loss_fn must return a real scalar, the mean loss over the batch, got "
+                f"{type(loss).__name__} of shape {jnp.shape(loss)}. "
+                "If it returns (loss, aux), pass has_aux=True."
+            )
+        return loss, aux
+
+    def mean(tree: Any) -> Any:
+        return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+    def value_fn(params: optax.Params) -> jax.Array:
+        return mean(loss_and_aux(params, batch)[0])
+
+    def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
+        local = varying_like(params, batch, axis_name)
+        return jax.value_and_grad(loss_and_aux, has_aux=True)(local, batch)
+
+    def grad_fn(params: optax.Params) -> optax.Updates:
+        return mean(value_and_grad(params)[1])
+
+    def per_example_grad_fn(params: optax.Params) -> optax.Updates:
+        local = varying_like(params, batch, axis_name)
+        mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
+
+        def one(example: Any) -> optax.Updates:
+            alone = jax.tree.map(lambda m, leaf: leaf[None] if m else leaf, mapped, example)
+            return jax.grad(lambda p: loss_and_aux(p, alone)[0])(local)
+
+        return jax.vmap(one, in_axes=(axes,))(batch)
+
+    (value, aux), grad = value_and_grad(params)
+    value, grad = mean(value), mean(grad)
+    extra_args = {
+        "value": value,
+        "grad": grad,
+        "value_fn": value_fn,
+        "grad_fn": grad_fn,
+        "per_example_grad_fn": per_example_grad_fn,
+    }
+    return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)

@@ -1,0 +1,1 @@
+"""Training by permutation: SGPerm."""

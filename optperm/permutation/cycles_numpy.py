@@ -1,0 +1,147 @@
+"""SGPerm's cycle search in NumPy: slow, and written to be read.
+
+The compiled kernel (kernel/cycles.cc) gives the same result bit for bit; the tests hold the two
+against each other. Step numbers are those of `optperm.permute_by_cycles`.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating]
+Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+
+def permute_rows(
+    recommendation: Floats,
+    weights: Floats,
+    ranks: Ints,
+    seeds: npt.NDArray[np.uint32],
+    aggressiveness: npt.NDArray[np.float32],
+    partition_size: Ints,
+    drop_remainder: bool,
+) -> tuple[Floats, Ints, Ints]:
+    """Permutes each row once, along the cycles that its recommendation asks for.
+
+    Args:
+      recommendation: (rows, n) float32 or float64. Negative where a weight should rise, positive where
+        it should fall; entries that are zero or not finite sit out.
+      weights: (rows, n), the same dtype. Entries that are not finite never move.
+      ranks: (rows, n) int32, the place of each weight in its row sorted.
+      seeds: (rows, 2) uint32, the randomness of each row's partition.
+      aggressiveness: (rows,) float32.
+      partition_size: (rows,) int32, the entries a subset of the partition, P.
+      drop_remainder: Whether a last subset of fewer than P entries sits out.
+
+    Returns:
+      The new weights and ranks, and the number of entries in each row that moved, (rows,) int32.
+    """
+    new_weights, new_ranks = weights.copy(), ranks.copy()
+    for row in range(weights.shape[0]):
+        w, m = weights[row].astype(np.float64), recommendation[row]
+        by_rank = np.empty(len(w), np.int64)
+        by_rank[ranks[row]] = np.arange(len(w))
+        finite = w[np.isfinite(w)]
+        spread = finite.max() - finite.min() if len(finite) else 0.0
+        moving = np.isfinite(w) & np.isfinite(m) & (m != 0)
+        labels = partition(len(w), int(partition_size[row]), seeds[row], drop_remainder)
+        for label in range(labels.max(initial=-1) + 1):
+            subset = by_rank[labels == label]
+            subset = subset[moving[subset]]
+            if len(subset) < 2:
+                continue
+            subset = subset[np.lexsort((subset, w[subset]))]  # by weight, ties by location
+            epsilon = spread * (np.float64(aggressiveness[row]) + 1.0 / len(subset))
+            taken = subset[search_cycles(w[subset], m[subset], epsilon)]
+            new_weights[row, subset] = weights[row, taken]
+            new_ranks[row, subset] = ranks[row, taken]
+    moved = np.sum(new_ranks != ranks, axis=1, dtype=np.int32)
+    return new_weights, new_ranks, moved
+
+
+def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:
+    """The subset of each of n entries; -1 for those that sit out (step 3).
+
+    The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled by Fisher and Yates with splitmix64.
+    """
+    if size >= n:
+        return np.zeros(n, np.int32)
+    labels = np.arange(n, dtype=np.int32) // size
+    if drop_remainder and n % size:
+        labels[n - n % size :] = -1
+    start = np.uint64(seed[0]) | np.uint64(seed[1]) << np.uint64(32)
+    bounds = np.arange(n, 1, -1, dtype=np.uint64)
+    draws = splitmix64(start, len(bounds))
+    for last, pick in zip(range(n - 1, 0, -1), multiply_high(draws, bounds), strict=True):
+        labels[last], labels[pick] = labels[pick], labels[last]
+    return labels
+
+
+def splitmix64(start: np.uint64, count: int) -> npt.NDArray[np.uint64]:
+    """The first numbers of the generator splitmix64 (Steele, Lea & Flood 2014) from a start."""
+    with np.errstate(over="ignore"):
+        z = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def multiply_high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """floor(a * b / 2^64) for b below 2^32: a uniform number below b from a uniform 64-bit one."""
+    low = (a & np.uint64(0xFFFFFFFF)) * b
+    return ((a >> np.uint64(32)) * b + (low >> np.uint64(32))) >> np.uint64(32)
+
+
+def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.NDArray[np.int64]:
+    """Finds the cycles of one subset, sorted by weight (steps 6 and 7).
+
+    Args:
+      w: (s,) float64, ascending.
+      m: (s,) the recommendation, finite and not zero.
+      epsilon: How far a weight may move.
+
+    Returns:
+      (s,) for each place the place whose weight it takes; its own where nothing moves.
+    """
+    s = len(w)
+    rises = m < 0
+    # Neighbors are an interval of the order: a riser's go up from `first` to below `last`, a faller's
+    # go down from `first` to above `last`; nearest first either way.
+    places = np.arange(s)
+    first = np.where(rises, places + 1, np.searchsorted(w, w, "left") - 1)
+    last = np.where(
+        rises, np.searchsorted(w, w + epsilon, "left"), np.searchsorted(w, w - epsilon, "left") - 1
+    )
+    steps = np.where(rises, 1, -1)
+    taken = places.copy()
+    memorized = np.zeros(s, np.bool_)
+    for source in np.lexsort((-places, -np.abs(m))):  # descending |m|, then the later place first
+        if memorized[source]:
+            continue
+        cycle = _depth_first(source, first, last, steps, memorized)
+        for here, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            taken[here] = following
+        memorized[cycle] = True
+    return taken
+
+
+def _depth_first(source: int, first: Ints, last: Ints, steps: Ints, memorized: Bools) -> list[int]:
+    """The path of a depth-first search from `source` back to it; only the source if there is none."""
+    visited = memorized.copy()
+    visited[source] = True
+    path, cursors = [source], [first[source]]
+    while path:
+        here = path[-1]
+        interval = range(cursors[-1], last[here], steps[here])
+        following = next((c for c in interval if c == source or not visited[c]), None)
+        if following is None:
+            path.pop()
+            cursors.pop()
+        elif following == source:
+            return path
+        else:
+            visited[following] = True
+            cursors[-1] = following + steps[here]
+            path.append(following)
+            cursors.append(first[following])
+    return [source]

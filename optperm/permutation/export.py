@@ -1,0 +1,177 @@
+"""A trained network as its initial weights and a permutation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm import checks
+from optperm.composition import find_state
+from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.permutation.weight_vectors import (
+    OutputAxes,
+    from_matrix,
+    resolve_output_axes,
+    to_matrix,
+)
+
+
+def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax.Params:
+    """The exact weights that a permutation state holds.
+
+    Under plain `optax.apply_updates` the params that training carries along are within one rounding of
+    these; these are bit for bit a permutation of the initial ones.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.sgperm` somewhere in it.
+      params: Current params, of which the leaves are taken that the method does not train (masked to
+        another optimizer). Without them those leaves are `optax.MaskedNode`.
+
+    Returns:
+      A tree like params.
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"bias": jnp.array([0.1, 0.3, 0.2])}
+      >>> opt_state = optperm.sgperm().init(params)
+      >>> bool(jnp.all(optperm.permuted_params(opt_state)["bias"] == params["bias"]))
+      True
+    """
+    weights = _state(opt_state).weights
+    if params is None:
+        return weights
+    try:
+        merged = jax.tree.map(
+            lambda w, p: p if _is_masked(w) else w, weights, params, is_leaf=_is_masked
+        )
+    except ValueError as error:
+        raise ValueError(f"params do not match the optimizer state: {error}") from error
+    checks.check_same_tree("params", params, merged, source="the optimizer state")
+    return merged
+
+
+def export_permutation(
+    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = -1
+) -> Any:
+    """The permutation that takes the initial params to the trained ones.
+
+    Args:
+      initial_params: The params that `init` was called with.
+      opt_state: The state of an optimizer with `optperm.sgperm` somewhere in it.
+      output_axes: As given to `optperm.sgperm`.
+
+    Returns:
+      A tree like params of int32 indices into the flattened initial parameter:
+      `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train
+      are `optax.MaskedNode`.
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` have
+        another structure, shape or dtype; if they are not those the optimizer started from.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> initial = {"bias": jnp.array([0.1, 0.3, 0.2])}
+      >>> tx = optperm.sgperm(aggressiveness=1.0)
+      >>> grads = {"bias": jnp.array([-1.0, 1.0, 0.0])}
+      >>> _, opt_state = tx.update(grads, tx.init(initial), initial)
+      >>> optperm.export_permutation(initial, opt_state)["bias"].tolist()
+      [1, 0, 2]
+    """
+    state = _state(opt_state)
+    initial = _mask_like(jax.tree.map(jnp.asarray, initial_params), state.weights)
+    checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
+
+    def export(path: jax.tree_util.KeyPath, leaf: jax.Array, ranks: jax.Array) -> jax.Array:
+        if leaf.ndim == 0 or leaf.size == 0:
+            return jnp.zeros(leaf.shape, jnp.int32)
+        axes = resolve_output_axes(path, leaf, output_axes)
+        locations = to_matrix(jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape), axes)
+        order = jnp.argsort(to_matrix(leaf, axes), axis=0, stable=True)
+        sorted_locations = jnp.take_along_axis(locations, order, axis=0)
+        found = jnp.take_along_axis(sorted_locations, to_matrix(ranks, axes), axis=0)
+        return from_matrix(found, leaf.shape, axes)
+
+    permutation = jax.tree_util.tree_map_with_path(export, initial, state.ranks)
+    rebuilt = apply_permutation(initial, permutation)
+    for (path, leaf), exact in zip(
+        jax.tree_util.tree_leaves_with_path(rebuilt), jax.tree.leaves(state.weights), strict=True
+    ):
+        if isinstance(leaf, jax.core.Tracer) or isinstance(exact, jax.core.Tracer):
+            continue
+        if np.asarray(leaf).tobytes() != np.asarray(exact).tobytes():
+            raise ValueError(
+                f"initial_params{jax.tree_util.keystr(path)} is not what the optimizer started from: "
+                "its permutation does not give the trained weights. Pass the params that init was "
+                "called with, and the same output_axes."
+            )
+    return permutation
+
+
+def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
+    """Rebuilds trained weights, bit for bit, from the initial ones and a permutation.
+
+    Args:
+      initial_params: A tree of parameters.
+      permutation: What `export_permutation` returned. Where a leaf is `optax.MaskedNode` the initial
+        parameter is returned as it is.
+
+    Returns:
+      A tree like `initial_params`.
+
+    Raises:
+      TypeError: If an index is not an integer.
+      ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> optperm.apply_permutation(jnp.array([0.1, 0.3, 0.2]), jnp.array([1, 0, 2])).tolist()
+      [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
+    """
+    initial = _mask_like(initial_params, permutation)
+    checks.check_same_tree(
+        "permutation", permutation, initial, source="initial_params", dtypes=False
+    )
+
+    def apply(path: jax.tree_util.KeyPath, indices: jax.Array, leaf: Any) -> Any:
+        if _is_masked(indices):
+            return leaf
+        if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
+            raise TypeError(
+                f"permutation{jax.tree_util.keystr(path)} must hold integers, "
+                f"got {jnp.result_type(indices)}."
+            )
+        if not isinstance(indices, jax.core.Tracer):
+            flat = np.sort(np.asarray(indices), axis=None)
+            if not np.array_equal(flat, np.arange(flat.size)):
+                raise ValueError(
+                    f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
+                    f"{flat.size - 1} once."
+                )
+        leaf = jnp.asarray(leaf)
+        return leaf.ravel()[jnp.ravel(indices)].reshape(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=_is_masked)
+
+
+def _state(opt_state: Any) -> PermuteByCyclesState:
+    return find_state(opt_state, PermuteByCyclesState, method="sgperm")
+
+
+def _mask_like(tree: Any, masked: Any) -> Any:
+    """Replaces by MaskedNode the parts of a tree that are MaskedNode in another one."""
+    try:
+        return jax.tree.map(
+            lambda m, part: m if _is_masked(m) else part, masked, tree, is_leaf=_is_masked
+        )
+    except ValueError:
+        return tree
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,384 @@
+"""SGPerm: training a network by permuting its initial weights.
+
+Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural Networks",
+arXiv 2003.02570, 2020.
+"""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm import checks
+from optperm.permutation import cycles
+from optperm.permutation.weight_vectors import (
+    OutputAxes,
+    from_matrix,
+    resolve_output_axes,
+    sort_ranks,
+    to_matrix,
+)
+
+
+class PermuteByCyclesState(NamedTuple):
+    """State of `permute_by_cycles`.
+
+    Attributes:
+      count: Steps taken.
+      key: Data of the threefry key from which every partition is drawn.
+      weights: The exact weights, a permutation of the initial ones in each weight vector.
+      ranks: The rank of each weight among those of its weight vector.
+      share_moved: The share of all weights that the last step moved.
+    """
+
+    count: jax.Array  # int32 ()
+    key: jax.Array  # uint32 (2,)
+    weights: optax.Params  # like params, leaf for leaf
+    ranks: Any  # int32, shaped like params
+    share_moved: jax.Array  # float32 ()
+
+    def placement(self) -> tuple[optax.Params, bool]:
+        """The exact weights; scalars, which are not permuted, are not placed either."""
+        return jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights), True
+
+
+class RecommendationState(NamedTuple):
+    """State of the first half of `sgperm`.
+
+    Attributes:
+      count: Steps taken.
+      recommendation: m, the running recommendation at each location.
+    """
+
+    count: jax.Array  # int32 ()
+    recommendation: optax.Updates  # like params, leaf for leaf
+
+
+def permute_by_cycles(
+    aggressiveness: optax.ScalarOrSchedule,
+    partition_ratio: optax.ScalarOrSchedule,
+    *,
+    min_partition_size: int = 10,
+    include_remainder: bool = True,
+    seed: int | jax.Array = 0,
+    output_axes: OutputAxes = -1,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Permutes each weight vector along cycles in which every weight moves as recommended.
+
+    The updates that come in are a recommendation :math:`m`: negative where the weight should rise,
+    positive where it should fall. A weight vector is all weights that enter one output unit, with
+    :math:`n` entries and :math:`A = \max - \min`. One step, for each:
+
+    1. Cut it at random into disjoint subsets of
+       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries, the last one smaller. Entries whose
+       recommendation is zero or not finite sit out, which leaves :math:`s` of a subset.
+    2. A weight :math:`w` may move to the place of any in :math:`[w, w + \epsilon)` if it should rise, in
+       :math:`[w - \epsilon, w)` if it should fall, with :math:`\epsilon = A (\alpha + 1/s)`.
+    3. In descending order of :math:`|m|`, find from each entry a cycle of such moves through entries that
+       are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
+
+    So each weight vector keeps its values bit for bit, and every moved weight moved the way its
+    recommendation asked, by at most :math:`\epsilon`. Scalars are left alone.
+
+    It computes updates from targets that it keeps in its state: nothing may follow it in a chain.
+    Apply the updates with `optperm.apply_updates` to place weights bit for bit; with
+    `optax.apply_updates` they are within one rounding of it, without ever drifting.
+
+    Args:
+      aggressiveness: :math:`\alpha \ge 0`, a number or a schedule of the step.
+      partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
+      min_partition_size: :math:`P_{\min} \ge 1`, in entries.
+      include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
+      seed: Seed of the random partitions. The same seed gives the same training on every platform.
+      output_axes: The axes of a parameter that index output units: an integer or several, or a
+        function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
+        are one weight vector.
+
+    Returns:
+      A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"bias": jnp.array([0.5, -0.5, 0.0, 0.25])}
+      >>> tx = optperm.permute_by_cycles(aggressiveness=1.0, partition_ratio=1.0)
+      >>> opt_state = tx.init(params)
+      >>> wishes = {"bias": jnp.array([0.0, -2.0, 1.0, 1.0])}  # the second up, the last two down
+      >>> updates, opt_state = tx.update(wishes, opt_state, params)
+      >>> optperm.apply_updates(params, updates, opt_state)["bias"].tolist()
+      [0.5, 0.0, -0.5, 0.25]
+      >>> float(opt_state.share_moved)
+      0.5
+
+    References:
+      Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
+      <https://arxiv.org/abs/2003.02570>`_, 2020
+    """
+    checks.check_in_range("aggressiveness", aggressiveness, 0.0, float("inf"))
+    checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
+    checks.check_count("min_partition_size", min_partition_size)
+    checks.check_flag("include_remainder", include_remainder)
+    checks.check_seed("seed", seed)
+
+    def init_fn(params: optax.Params) -> PermuteByCyclesState:
+        checks.check_real_floating(
+            "params", params, advice="Mask the others to another optimizer with optax.partition."
+        )
+        _warn_of_constant_rows(params, output_axes)
+
+        def init_ranks(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+            if leaf.size == 0 or leaf.ndim == 0:
+                return jnp.zeros(leaf.shape, jnp.int32)
+            axes = resolve_output_axes(path, leaf, output_axes)
+            return from_matrix(sort_ranks(to_matrix(leaf, axes)), leaf.shape, axes)
+
+        return PermuteByCyclesState(
+            count=jnp.zeros([], jnp.int32),
+            key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+            weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            ranks=jax.tree_util.tree_map_with_path(init_ranks, jax.tree.map(jnp.asarray, params)),
+            share_moved=jnp.zeros([], jnp.float32),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: PermuteByCyclesState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, PermuteByCyclesState]:
+        del extra_args
+        params = checks.require_params(params, "permute_by_cycles")
+        checks.check_same_tree("params", params, state.weights, source="the optimizer state")
+        checks.check_same_tree(
+            "updates", updates, state.weights, source="the optimizer state", dtypes=False
+        )
+        alpha = _at_step(aggressiveness, state.count)
+        ratio = _at_step(partition_ratio, state.count)
+        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        step_key = jax.random.fold_in(key, state.count)
+
+        paths_and_weights, structure = jax.tree_util.tree_flatten_with_path(state.weights)
+        results = []
+        for index, ((path, weights), ranks, recommendation) in enumerate(
+            zip(
+                paths_and_weights,
+                jax.tree.leaves(state.ranks),
+                jax.tree.leaves(updates),
+                strict=True,
+            )
+        ):
+            if weights.ndim == 0 or weights.size == 0:
+                results.append((weights, ranks, jnp.zeros([], jnp.int32)))
+                continue
+            axes = resolve_output_axes(path, weights, output_axes)
+            matrix = to_matrix(weights, axes)
+            n, rows = matrix.shape
+            new_matrix, new_ranks, moved = cycles.permute_rows(
+                to_matrix(jnp.asarray(recommendation), axes),
+                matrix,
+                to_matrix(ranks, axes),
+                jax.random.bits(jax.random.fold_in(step_key, index), (rows, 2), jnp.uint32),
+                alpha,
+                jnp.clip(jnp.floor(ratio * n), min(min_partition_size, n), n).astype(jnp.int32),
+                drop_remainder=not include_remainder,
+            )
+            results.append(
+                (
+                    from_matrix(new_matrix, weights.shape, axes),
+                    from_matrix(new_ranks, weights.shape, axes),
+                    jnp.sum(moved),
+                )
+            )
+        new_weights, new_ranks, moved = ([result[part] for result in results] for part in range(3))
+        total = sum(w.size for w in new_weights if w.ndim)
+        new_state = PermuteByCyclesState(
+            count=optax.safe_increment(state.count),
+            key=state.key,
+            weights=jax.tree.unflatten(structure, new_weights),
+            ranks=jax.tree.unflatten(structure, new_ranks),
+            share_moved=sum(
+                (m.astype(jnp.float32) for m in moved), start=jnp.zeros([], jnp.float32)
+            )
+            / max(total, 1),
+        )
+        return jax.tree.map(lambda target, p: target - p, new_state.weights, params), new_state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def sgperm(
+    aggressiveness: optax.ScalarOrSchedule = 0.1,
+    aggressiveness_decay: float = 0.99,
+    min_aggressiveness: float = 0.0,
+    partition_ratio: optax.ScalarOrSchedule = 1.0,
+    partition_growth: float = 1.0,
+    max_partition_ratio: float = 1.0,
+    learning_rate: optax.ScalarOrSchedule = 0.01,
+    momentum: float = 0.9,
+    *,
+    min_partition_size: int = 10,
+    include_remainder: bool = True,
+    seed: int | jax.Array = 0,
+    output_axes: OutputAxes = -1,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SGPerm: trains a network only by permuting its initial weights.
+
+    .. math::
+      \alpha_t &= \max(\beta_1 \alpha_{t-1}, \alpha_{\min}), \qquad
+      \lambda_t = \min(\beta_2 \lambda_{t-1}, \lambda_{\max}) \\
+      m_t &= \eta g_t + \mu m_{t-1}
+
+    and then each weight vector is permuted as :math:`m_t` recommends, by `permute_by_cycles` with
+    :math:`\alpha_t` and :math:`\lambda_t`. The first step uses :math:`\beta_1 \alpha_0`. The network's
+    weights stay those it was initialized with, bit for bit, in another order; biases included, so
+    initialize them at random or train them with another optimizer (`optax.partition`).
+
+    The recommendation stays with the location, not with the weight. Only its sign and its order matter,
+    so the learning rate has no effect but beside a momentum that changes. An entry whose gradient is not
+    finite sits out the step and keeps its recommendation.
+
+    It is a whole optimizer and the last of its chain: gradients may be changed before it (clipped,
+    averaged over replicas), but what follows it, weight decay for instance, would break the permutation.
+
+    Args:
+      aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
+        weight vector's range. A schedule of the step takes the place of the decay.
+      aggressiveness_decay: :math:`\beta_1 \ge 0`, a step.
+      min_aggressiveness: :math:`\alpha_{\min} \ge 0`. With whole weight vectors as subsets, small
+        values jam: see `share_moved` in the state.
+      partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
+        schedule of the step takes the place of the growth.
+      partition_growth: :math:`\beta_2 \ge 0`, a step.
+      max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`.
+      learning_rate: :math:`\eta`, a number or a schedule of the step.
+      momentum: :math:`\mu \in [0, 1]`.
+      min_partition_size: The least entries in a subset.
+      include_remainder: Whether a last subset that is smaller takes part.
+      seed: Seed of the random partitions.
+      output_axes: As in `permute_by_cycles`.
+
+    Returns:
+      A transformation. Its `update` needs `params`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (64, 8))
+      >>> y = x @ jnp.linspace(-1.0, 1.0, 8)
+      >>> loss_fn = lambda w: jnp.mean((x @ w - y) ** 2)
+      >>> start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 8))
+      >>> tx = optperm.sgperm(aggressiveness=0.3, momentum=0.0)
+      >>> w, opt_state = start, tx.init(start)
+      >>> for _ in range(50):
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      >>> bool(loss_fn(w) < 0.1 * loss_fn(start))
+      True
+      >>> bool(jnp.all(jnp.sort(w) == jnp.sort(start)))
+      True
+
+    References:
+      Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
+      <https://arxiv.org/abs/2003.02570>`_, 2020
+    """
+    infinity = float("inf")
+    checks.check_in_range("aggressiveness_decay", aggressiveness_decay, 0.0, infinity)
+    checks.check_in_range("min_aggressiveness", min_aggressiveness, 0.0, infinity)
+    checks.check_in_range("partition_growth", partition_growth, 0.0, infinity)
+    checks.check_in_range("max_partition_ratio", max_partition_ratio, 0.0, 1.0)
+    checks.check_in_range("aggressiveness", aggressiveness, 0.0, infinity)
+    checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
+
+    def decayed(count: jax.Array) -> jax.Array:
+        return jnp.maximum(
+            _geometric(aggressiveness, aggressiveness_decay, count), min_aggressiveness
+        )
+
+    def grown(count: jax.Array) -> jax.Array:
+        return jnp.minimum(
+            _geometric(partition_ratio, partition_growth, count), max_partition_ratio
+        )
+
+    return optax.chain(
+        _recommend(learning_rate, momentum),
+        permute_by_cycles(
+            aggressiveness if callable(aggressiveness) else decayed,
+            partition_ratio if callable(partition_ratio) else grown,
+            min_partition_size=min_partition_size,
+            include_remainder=include_remainder,
+            seed=seed,
+            output_axes=output_axes,
+        ),
+    )
+
+
+def _recommend(
+    learning_rate: optax.ScalarOrSchedule, momentum: float
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps the running recommendation m <- learning_rate * g + momentum * m.
+
+    Where that is not finite the recommendation passed on is not either, so that the entry sits out the
+    step, and the one kept is the old one.
+    """
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("momentum", momentum, 0.0, 1.0)
+
+    def init_fn(params: optax.Params) -> RecommendationState:
+        return RecommendationState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+
+    def update_fn(
+        updates: optax.Updates,
+        state: RecommendationState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, RecommendationState]:
+        del params, extra_args
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        proposed = jax.tree.map(
+            lambda g, m: (rate * g + momentum * m).astype(m.dtype), updates, state.recommendation
+        )
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(jnp.isfinite(new), new, old), proposed, state.recommendation
+        )
+        return proposed, RecommendationState(optax.safe_increment(state.count), kept)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
+    """start * factor^(count + 1): the value is updated before it is used."""
+    power = jnp.asarray(factor, jnp.float32) ** (count + 1).astype(jnp.float32)
+    return jnp.asarray(start, jnp.float32) * power
+
+
+def _at_step(number: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    return jnp.asarray(number(count) if callable(number) else number, jnp.float32)
+
+
+def _warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes) -> None:
+    """Warns of parameters with weight vectors that no permutation can change, where Python sees them."""
+    constant = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
+            continue
+        leaf = jnp.asarray(leaf)
+        matrix = np.asarray(to_matrix(leaf, resolve_output_axes(path, leaf, output_axes)))
+        if np.any(np.all(matrix == matrix[0], axis=0)):
+            constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    if constant:
+        warnings.warn(
+            f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "
+            "cannot train it. Initialize it at random, or train it with another optimizer: "
+            "optax.partition({'permute': optperm.sgperm(), 'other': optax.adam(1e-3)}, labels).",
+            UserWarning,
+            stacklevel=2,
+        )

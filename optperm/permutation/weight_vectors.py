@@ -1,0 +1,60 @@
+"""Weight vectors: the rows that a permutation method permutes.
+
+A weight vector holds all weights that enter one output unit. Here it is a column of the matrix
+(n, rows): a leaf's output axes make the rows, its other axes, flattened in order, the n entries.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+# An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
+OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
+
+
+def resolve_output_axes(
+    path: jax.tree_util.KeyPath, leaf: jax.Array, axes: OutputAxes
+) -> tuple[int, ...]:
+    """The output axes of one leaf as non-negative integers in increasing order; () for rank 0 and 1.
+
+    Raises:
+      ValueError: If an axis is out of range or given twice.
+    """
+    if leaf.ndim < 2:
+        return ()
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    chosen = axes(name, leaf) if callable(axes) else axes
+    chosen = (chosen,) if isinstance(chosen, int) else tuple(chosen)
+    if any(not -leaf.ndim <= axis < leaf.ndim for axis in chosen):
+        raise ValueError(
+            f"output_axes {chosen} are out of range for the parameter {name} of shape {leaf.shape}."
+        )
+    resolved = tuple(sorted(axis % leaf.ndim for axis in chosen))
+    if len(set(resolved)) != len(resolved):
+        raise ValueError(f"output_axes {chosen} name an axis of {name} twice (shape {leaf.shape}).")
+    return resolved
+
+
+def to_matrix(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
+    """Lays a leaf of rank >= 1 out as (n, rows), one weight vector a column."""
+    inputs = [axis for axis in range(leaf.ndim) if axis not in output_axes]
+    rows = math.prod(leaf.shape[axis] for axis in output_axes)
+    moved = jnp.transpose(leaf, (*inputs, *output_axes))
+    return moved.reshape(math.prod(leaf.shape[axis] for axis in inputs), rows)
+
+
+def from_matrix(
+    matrix: jax.Array, shape: tuple[int, ...], output_axes: tuple[int, ...]
+) -> jax.Array:
+    """Undoes `to_matrix` for a leaf of the given shape."""
+    order = (*(axis for axis in range(len(shape)) if axis not in output_axes), *output_axes)
+    moved = matrix.reshape([shape[axis] for axis in order])
+    return jnp.transpose(moved, [order.index(axis) for axis in range(len(shape))])
+
+
+def sort_ranks(matrix: jax.Array) -> jax.Array:
+    """The rank of each entry in its column: 0 for the smallest, ties by location. int32 (n, rows)."""
+    order = jnp.argsort(matrix, axis=0, stable=True)
+    return jnp.argsort(order, axis=0).astype(jnp.int32)

@@ -1,0 +1,84 @@
+"""Applying updates so that weights which a method places land bit for bit.
+
+In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
+places weights, instead of moving them, keeps the exact targets in its state; `apply_updates` reads
+them from there.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.composition import find_states
+
+
+@runtime_checkable
+class PlacingState(Protocol):
+    """A state of a transformation whose updates place params on exact targets."""
+
+    def placement(self) -> tuple[optax.Params, jax.Array | bool]:
+        """The targets, and whether the last update placed the params on them.
+
+        A leaf that the method does not place is an `optax.MaskedNode`.
+        """
+        ...
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
+    """Applies updates to params, bit-exactly where a method places weights.
+
+    Gives `optax.apply_updates(params, updates)` for every leaf that moves by its update, and the exact
+    target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
+    that places weights is the last of its chain: what stands after it changes updates, not targets.
+
+    Args:
+      params: A tree of parameters.
+      updates: A tree of updates of the same structure and shapes.
+      opt_state: The optimizer state that came with `updates`, however composed. One without any
+        placing method is fine: then this is `optax.apply_updates`.
+
+    Returns:
+      The new parameters, of the structure, shapes and dtypes of `params`.
+
+    Raises:
+      ValueError: If two methods in `opt_state` claim to place the same leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"kernel": jnp.array([[0.1], [0.2], [0.3]])}
+      >>> tx = optperm.sgperm(aggressiveness=0.5)
+      >>> opt_state = tx.init(params)
+      >>> grads = {"kernel": jnp.array([[-1.0], [1.0], [0.0]])}
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> optperm.apply_updates(params, updates, opt_state)["kernel"].ravel().tolist()
+      [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
+    """
+    moved = optax.apply_updates(params, updates)
+    placed_anywhere = jax.tree.map(lambda _: False, params)
+    for state in find_states(opt_state, PlacingState):
+        targets, is_placed = state.placement()
+
+        def place(target: Any, new: Any, is_placed: Any = is_placed) -> Any:
+            if _is_masked(target):
+                return new
+            return target if is_placed is True else jnp.where(is_placed, target, new)
+
+        def claim(target: Any, earlier: Any) -> Any:
+            if _is_masked(target):
+                return earlier
+            if earlier:
+                raise ValueError(
+                    "Two methods in the optimizer state place the same parameter: give each "
+                    "its own parameters with optax.partition or optax.masked."
+                )
+            return True
+
+        placed_anywhere = jax.tree.map(claim, targets, placed_anywhere, is_leaf=_is_masked)
+        moved = jax.tree.map(place, targets, moved, is_leaf=_is_masked)
+    return moved
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
