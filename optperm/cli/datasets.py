@@ -110,7 +110,7 @@ def _read_idx_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _read_idx(path: pathlib.Path, rank: int) -> np.ndarray:
-    """Reads an IDX file: two zero bytes, type 8 (uint8), the rank, the sizes as big-endian uint32."""
+    """Reads 0, 0, 8 (for uint8), the rank, the sizes as big-endian uint32, and then the data."""
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:
@@ -177,8 +177,8 @@ def _scaled(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
     is_image = inputs.dtype == np.uint8
     if not (is_image or inputs.dtype.kind == "f") or inputs.ndim < 2 or not inputs.size:
         raise CliError(
-            f"{source}: {key} must be uint8 (scaled by 1/255) or floating (taken as it is), with an "
-            f"axis of examples and at least one more, got {inputs.dtype}{list(inputs.shape)}."
+            f"{source}: {key} must be uint8 (scaled by 1/255) or floating (taken as it is), with "
+            f"an axis of examples and at least one more, got {inputs.dtype}{list(inputs.shape)}."
         )
     with np.errstate(over="ignore"):  # what overflows is counted below
         values = inputs.astype(np.float32)

@@ -17,7 +17,7 @@ class UsageError(CliError):
 
 
 def import_extra(name: str) -> ModuleType:
-    """Imports a module of the optional extra `cli`, so that the rest of the library needs none of it.
+    """Imports a module of the optional extra `cli`, which the rest of the library does without.
 
     Raises:
       CliError: If it is not installed.

@@ -19,11 +19,12 @@ class Method:
     Attributes:
       name: What follows `optperm train`.
       help: What it does, in a line.
-      build: Makes the transformation. Beside its hyperparameters it may have parameters named like
-        what the run knows (`seed`, `num_data`, `batch_size`), which are filled in.
-      flags: The parameters of `build` that become flags, each with its help. Their types and defaults
-        are those of the signature.
-      permutes: Whether the trained weights are the initial ones in another order, to be saved as such.
+      build: Makes the transformation. Beside its hyperparameters it may have parameters named
+        like what the run knows (`seed`, `num_data`, `batch_size`), which are filled in.
+      flags: The parameters of `build` that become flags, each with its help. Their types and
+        defaults are those of the signature.
+      permutes: Whether the trained weights are the initial ones in another order, and are saved
+        as a permutation.
     """
 
     name: str

@@ -70,7 +70,7 @@ class CNN(nn.Module):
         x = x[..., None] if x.ndim == 3 else x
         for features in (16, 32):
             x = nn.relu(_conv(x, features))
-            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
+            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")  # type: ignore[no-untyped-call]
         x = x.reshape(len(x), -1)
         x = nn.relu(_dense(x, self.hidden))
         return _dense(x, self.num_classes)
@@ -99,6 +99,13 @@ def initial_params(spec: NetworkSpec) -> optax.Params:
     example = jnp.zeros((1, *spec.input_shape), jnp.float32)
     params: optax.Params = build(spec).init(key, example)["params"]
     return params
+
+
+def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
+    """The network's outputs (batch, num_classes) for (batch, *input_shape)."""
+    outputs = model.apply({"params": params}, x)
+    assert isinstance(outputs, jax.Array)
+    return outputs
 
 
 def _dense(x: jax.Array, features: int) -> jax.Array:

@@ -1,6 +1,9 @@
 """What a run shows: live progress, a table at the end, and the curve."""
 
+import math
+import os
 import pathlib
+import sys
 from types import TracebackType
 from typing import Any
 
@@ -26,10 +29,9 @@ class Reporter:
         self._console = import_extra("rich.console").Console(quiet=quiet, highlight=False)
         self._epochs = epochs
         self._is_live = self._console.is_interactive and not quiet
-        # The spinner and the bar of these columns have ASCII forms for terminals without Unicode.
+        self._console.on_broken_pipe = self._fall_silent
         self._progress = progress.Progress(
-            progress.SpinnerColumn("line"),
-            progress.BarColumn(bar_width=20),
+            progress.BarColumn(bar_width=10),
             progress.TextColumn("{task.description}", markup=False),
             progress.TimeElapsedColumn(),
             console=self._console,
@@ -58,7 +60,7 @@ class Reporter:
             f"test {record.test_accuracy:.4f}",
             *_part("moved", record.share_moved, "{:.1%}"),
         ]
-        line = "  ".join(parts)
+        line = " ".join(parts)
         self._progress.update(self._task, completed=record.epoch, description=line)
         every = -(-self._epochs // _PLAIN_LINES)
         if not self._is_live and (record.epoch == self._epochs or record.epoch % every == 0):
@@ -88,7 +90,15 @@ class Reporter:
         for name, value in rows.items():
             table.add_row(text(name), text(value))
         self._console.print(table)
+        loss = summary["train_loss"]
+        if loss is not None and not math.isfinite(loss):
+            self._say("The loss is not finite any more: try a smaller --learning-rate.")
         self._say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+
+    def _fall_silent(self) -> None:
+        """Goes on without a reader: a closed pipe (`| head`) is no reason to lose a run."""
+        self._console.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)

@@ -6,9 +6,9 @@
 - `curve.png`: accuracies and share moved;
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
 
-The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for each
-parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). The initial
-params are not stored: they are drawn again from the seed.
+The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for
+each parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). Beside
+a permutation the initial params are not stored: they are drawn again from the seed.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
     """Makes the folder of a new run, never one that holds something already.
 
     Args:
-      out: The folder to make, or None for `runs/<name>`, or `runs/<name>-2` and so on if that exists.
+      out: The folder to make; None for `runs/<name>`, with -2, -3 and so on where that exists.
       name: Name of the run.
 
     Raises:
@@ -93,7 +93,7 @@ def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
 
 def write_steps(folder: pathlib.Path, **columns: np.ndarray | None) -> None:
     """Writes steps.npz: what was recorded at each step."""
-    known = {name: column for name, column in columns.items() if column is not None}
+    known: dict[str, Any] = {name: column for name, column in columns.items() if column is not None}
     np.savez_compressed(folder / "steps.npz", **known)
 
 
@@ -117,8 +117,8 @@ def write_permutation(
     permutation = optperm.export_permutation(initial, opt_state)
     if _digest(optperm.apply_permutation(initial, permutation)) != _digest(trained):
         raise CliError(
-            "the permutation does not give the trained weights, so it was not saved: this is a bug in "
-            "optperm, please report it."
+            "the permutation does not give the trained weights, so it was not saved: this is a bug "
+            "in optperm, please report it."
         )
     _write_network(folder / PERMUTATION_FILE, spec, permutation, trained)
 
@@ -150,9 +150,9 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
     if _digest(leaves) != digest:
         raise CliError(
-            f"{path} gives other weights here than those that were trained: the file is damaged, or "
-            "other versions of JAX and Flax, or another kind of device, draw other initial params. "
-            "summary.json says where it was trained."
+            f"{path} gives other weights here than those that were trained: the file is damaged, "
+            "or other versions of JAX and Flax, or another kind of device, draw other initial "
+            "params. summary.json says what the run was trained with."
         )
     return spec, leaves
 
@@ -177,7 +177,7 @@ def read_summary(folder: pathlib.Path) -> dict[str, Any]:
 def _write_network(
     path: pathlib.Path, spec: models.NetworkSpec, leaves: Any, trained: optax.Params
 ) -> None:
-    arrays = {_PREFIX + name: leaf for name, leaf in _flat(leaves).items()}
+    arrays: dict[str, Any] = {_PREFIX + name: leaf for name, leaf in _flat(leaves).items()}
     np.savez_compressed(path, digest=_digest(trained), **dataclasses.asdict(spec), **arrays)
 
 
@@ -193,11 +193,16 @@ def _read_network(path: pathlib.Path) -> tuple[models.NetworkSpec, Any, str]:
         leaves = {
             name.removeprefix(_PREFIX): file[name] for name in file if name.startswith(_PREFIX)
         }
-        return spec, unflatten_dict(leaves, sep="/"), str(file["digest"])
+        return spec, _nested(leaves), str(file["digest"])
 
 
 def _flat(params: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(leaf) for name, leaf in flatten_dict(params, sep="/").items()}
+    flat = flatten_dict(params, sep="/")  # type: ignore[no-untyped-call]
+    return {name: np.asarray(leaf) for name, leaf in flat.items()}
+
+
+def _nested(leaves: dict[str, np.ndarray]) -> optax.Params:
+    return unflatten_dict(leaves, sep="/")  # type: ignore[no-untyped-call]
 
 
 def _digest(params: optax.Params) -> str:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -15,11 +15,10 @@ import numpy as np
 import optax
 
 import optperm
+from optperm.cli import models
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
 from optperm.composition import find_states
-
-Result = TypeVar("Result")
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
@@ -73,7 +72,7 @@ class TrainingRun:
 
 
 class Interrupt:
-    """Within this context the first Ctrl-C is noted, and the second one raises KeyboardInterrupt."""
+    """A context in which the first Ctrl-C is noted, and the second one raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -91,106 +90,132 @@ class Interrupt:
         self.requested = True
 
 
-def train(
-    model: nn.Module,
-    tx: optax.GradientTransformationExtraArgs,
-    params: optax.Params,
-    data: Dataset,
-    *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    interrupt: Interrupt,
-    on_epoch: Callable[[EpochRecord], None],
-    on_interrupt: Callable[[], None],
-) -> TrainingRun:
-    """Trains a network.
+class Trainer:
+    """Trains one network; compiles when it is made.
 
     Args:
       model: The network.
       tx: The training method.
       params: The initial params.
       data: What to train and test on. All of it is kept on the device.
-      epochs: How often to go through the training examples.
-      batch_size: Examples a step. The shuffle's last examples that fill no batch are left out.
+      batch_size: Examples a step. The last ones of each shuffle that fill no batch are left out.
       seed: Seed of the shuffles.
-      interrupt: Ends training after the epoch in which it is requested.
-      on_epoch: Called with each record.
-      on_interrupt: Called once, while the last epoch still runs.
 
-    Returns:
-      A `TrainingRun`.
+    Raises:
+      CliError: If the method cannot train these params here.
     """
-    # A compiled call blocks its thread for long; in a thread of its own it leaves the main one free to
-    # answer Ctrl-C.
-    pool = concurrent.futures.ThreadPoolExecutor(1)
 
-    def call(function: Callable[..., Result], *arguments: object) -> Result:
-        future = pool.submit(function, *arguments)
-        told = interrupt.requested
-        while not future.done():
-            concurrent.futures.wait([future], timeout=0.1)
-            if interrupt.requested and not told:
-                told = True
-                on_interrupt()
-        return future.result()
-
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    x, y = jnp.asarray(data.x_train), jnp.asarray(data.y_train)
-    steps = len(x) // batch_size
-    records, losses, shares = [], [], []
-
-    def record(epoch: int, metrics: dict[str, Any], seconds: float) -> None:
-        means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        records.append(
-            EpochRecord(
-                epoch=epoch,
-                step=epoch * steps,
-                train_loss=means.get("loss"),
-                train_accuracy=means.get("accuracy"),
-                test_accuracy=call(test.accuracy, params),
-                share_moved=means.get("share_moved"),
-                seconds=seconds,
-            )
-        )
-        on_epoch(records[-1])
-
-    try:
+    def __init__(
+        self,
+        model: nn.Module,
+        tx: optax.GradientTransformationExtraArgs,
+        params: optax.Params,
+        data: Dataset,
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
         start = time.perf_counter()
+        self._key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        self._params = params
+        self._examples = jnp.asarray(data.x_train), jnp.asarray(data.y_train)
+        self._steps = len(data.x_train) // batch_size
+        run_epoch = _epoch_function(model, tx, self._steps, batch_size)
         try:
-            opt_state = tx.init(params)
-            run_epoch = call(
-                _compile_epoch, model, tx, steps, batch_size, (params, opt_state, x, y, key)
-            )
+            self._opt_state = tx.init(params)
+            self._run_epoch = run_epoch.lower(
+                params, self._opt_state, *self._examples, self._key
+            ).compile()
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
-        test = call(TestSet, model, params, data)
-        compile_seconds = time.perf_counter() - start
-        record(0, {}, 0.0)
-        for epoch in range(1, epochs + 1):
-            if interrupt.requested:
-                break
-            start = time.perf_counter()
-            params, opt_state, metrics = call(
-                _run, run_epoch, params, opt_state, x, y, jax.random.fold_in(key, epoch)
-            )
-            seconds = time.perf_counter() - start
-            losses.append(metrics["loss"])
-            shares.append(metrics.get("share_moved", []))
-            record(epoch, metrics, seconds)
-    finally:
-        pool.shutdown(wait=False)
-    share_moved = np.concatenate([[], *shares])
-    return TrainingRun(
-        params=params,
-        opt_state=opt_state,
-        records=records,
-        loss=np.concatenate([[], *losses]),
-        share_moved=share_moved if share_moved.size else None,
-        compile_seconds=compile_seconds,
-        interrupted=interrupt.requested and records[-1].epoch < epochs,
-    )
+        self._test = TestSet(model, params, data)
+        self._compile_seconds = time.perf_counter() - start
+
+    def run(
+        self,
+        epochs: int,
+        *,
+        interrupt: Interrupt,
+        on_epoch: Callable[[EpochRecord], None],
+        on_interrupt: Callable[[], None],
+    ) -> TrainingRun:
+        """Trains from the initial params.
+
+        Args:
+          epochs: How often to go through the training examples.
+          interrupt: Ends training after the epoch in which it is requested.
+          on_epoch: Called with each record.
+          on_interrupt: Called when it is requested, while the epoch still runs.
+
+        Returns:
+          A `TrainingRun`.
+        """
+        # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        params, opt_state = self._params, self._opt_state
+        records, metrics = [self._record(0, params, {}, 0.0)], []
+        on_epoch(records[0])
+        try:
+            for epoch in range(1, epochs + 1):
+                if interrupt.requested:
+                    break
+                start = time.perf_counter()
+                future = pool.submit(self._one_epoch, epoch, params, opt_state)
+                _wait(future, interrupt, on_interrupt)
+                params, opt_state, of_epoch = future.result()
+                seconds = time.perf_counter() - start
+                metrics.append(of_epoch)
+                records.append(self._record(epoch, params, of_epoch, seconds))
+                on_epoch(records[-1])
+        finally:
+            pool.shutdown(wait=False)
+        columns = {
+            name: np.concatenate([of_epoch[name] for of_epoch in metrics])
+            for name in (metrics[0] if metrics else ())
+        }
+        return TrainingRun(
+            params=params,
+            opt_state=opt_state,
+            records=records,
+            loss=columns.get("loss", np.zeros(0, np.float32)),
+            share_moved=columns.get("share_moved"),
+            compile_seconds=self._compile_seconds,
+            interrupted=records[-1].epoch < epochs,
+        )
+
+    def _one_epoch(
+        self, epoch: int, params: optax.Params, opt_state: Any
+    ) -> tuple[optax.Params, Any, dict[str, np.ndarray]]:
+        key = jax.random.fold_in(self._key, epoch)
+        results = self._run_epoch(params, opt_state, *self._examples, key)
+        params, opt_state, metrics = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
+        return params, opt_state, jax.device_get(metrics)
+
+    def _record(
+        self, epoch: int, params: optax.Params, metrics: dict[str, np.ndarray], seconds: float
+    ) -> EpochRecord:
+        means = {name: float(np.mean(values)) for name, values in metrics.items()}
+        return EpochRecord(
+            epoch=epoch,
+            step=epoch * self._steps,
+            train_loss=means.get("loss"),
+            train_accuracy=means.get("accuracy"),
+            test_accuracy=self._test.accuracy(params),
+            share_moved=means.get("share_moved"),
+            seconds=seconds,
+        )
+
+
+def _wait(
+    future: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
+) -> None:
+    told = interrupt.requested
+    while not future.done():
+        concurrent.futures.wait([future], timeout=0.1)
+        if interrupt.requested and not told:
+            told = True
+            on_interrupt()
 
 
 class TestSet:
@@ -214,7 +239,7 @@ class TestSet:
         @jax.jit
         def count_correct(params: optax.Params, x: jax.Array, y: jax.Array) -> jax.Array:
             def in_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-                logits = model.apply({"params": params}, chunk[0])
+                logits = models.logits(model, params, chunk[0])
                 return jnp.sum(jnp.argmax(logits, axis=-1) == chunk[1])
 
             return jnp.sum(jax.lax.map(in_chunk, (x, y)))
@@ -226,15 +251,11 @@ class TestSet:
         return int(self._count_correct(params, self._x, self._y)) / self._size
 
 
-def _compile_epoch(
-    model: nn.Module,
-    tx: optax.GradientTransformationExtraArgs,
-    steps: int,
-    batch_size: int,
-    arguments: tuple[Any, ...],
-) -> Callable[..., Any]:
+def _epoch_function(
+    model: nn.Module, tx: optax.GradientTransformationExtraArgs, steps: int, batch_size: int
+) -> Any:
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-        logits = model.apply({"params": params}, batch["x"])
+        logits = models.logits(model, params, batch["x"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
 
@@ -257,9 +278,4 @@ def _compile_epoch(
         carry, metrics = jax.lax.scan(step, (params, opt_state), order.reshape(steps, batch_size))
         return *carry, metrics
 
-    return run_epoch.lower(*arguments).compile()
-
-
-def _run(run_epoch: Callable[..., Any], *arguments: object) -> Any:
-    params, opt_state, metrics = jax.block_until_ready(run_epoch(*arguments))
-    return params, opt_state, jax.device_get(metrics)
+    return run_epoch
