@@ -82,7 +82,7 @@ def _digits() -> dict[str, np.ndarray]:
 
 def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             missing = [key for key in KEYS if key not in file]
             if missing:
                 raise CliError(

@@ -127,5 +127,5 @@ def draw_curve(path: pathlib.Path, run: TrainingRun, title: str) -> None:
         lines += right.plot(steps, run.share_moved, color="0.7", linewidth=0.8, label="moved")
         right.set_zorder(0)
         axes.set(zorder=1, frame_on=False)
-    axes.legend(handles=lines, loc="lower right")
+    axes.legend(handles=lines, loc="center right")
     figure.savefig(path, dpi=120)

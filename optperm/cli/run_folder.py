@@ -182,7 +182,7 @@ def _write_network(
 
 
 def _read_network(path: pathlib.Path) -> tuple[models.NetworkSpec, Any, str]:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
         spec = models.NetworkSpec(
             model=str(file["model"]),
             hidden=int(file["hidden"]),
