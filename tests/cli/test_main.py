@@ -132,6 +132,18 @@ def test_the_same_flags_give_the_same_training_and_another_seed_another(tmp_path
     assert np.all(results[0] != results[2])
 
 
+def test_each_epoch_sees_every_example_once_in_a_new_order(tmp_path, small_npz):
+    out = tmp_path / "run"
+    flags = ["--data", str(small_npz), "--batch-size", "10", "--epochs", "3"]
+    main(["train", "sgd", "--learning-rate", "0", *flags, "--quiet", "--out", str(out)])
+    with np.load(out / "steps.npz") as steps:
+        loss = np.sort(steps["loss"].reshape(3, 4), axis=1)
+    # Nothing is learned: the batches' losses tell how the examples were shuffled.
+    np.testing.assert_allclose(loss.mean(axis=1), loss.mean(), rtol=1e-5)
+    assert np.all(loss[0] != loss[1])
+    assert np.all(loss[1] != loss[2])
+
+
 def test_sgperm_keeps_the_weights_and_evaluate_reproduces_the_accuracy(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "sgperm", "--hidden", "8", "--epochs", "1", "--out", str(out)]) == 0
@@ -365,10 +377,10 @@ def test_ctrl_c_saves_what_was_learned(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once(tmp_path):
     out = tmp_path / "run"
-    # Nothing ends this epoch within the test: hours of steps in one compiled call.
+    # Nothing ends this epoch within the test: a minute of steps in one compiled call.
     data = tmp_path / "data.npz"
-    x, y = np.zeros((100_000, 900), np.float32), np.zeros(100_000, int)
-    np.savez(data, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10] + 1)
+    x, y = np.zeros((20_000, 900), np.uint8), np.zeros(20_000, int)
+    np.savez_compressed(data, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10] + 1)
     process = start(
         *("sgd", "--data", str(data), "--hidden", "2048", "--batch-size", "1"),
         *("--epochs", "1", "--out", str(out)),
