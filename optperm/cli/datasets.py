@@ -46,7 +46,11 @@ class Dataset:
 
 
 def load(source: str) -> Dataset:
-    """Loads a data set; inputs of uint8 are scaled to [0, 1], floating ones are taken as they are.
+    """Loads a data set.
+
+    The digits are 1257 images to train on and 540 to test on, each pixel standardized by its mean and
+    deviation in training. Of other data, inputs of uint8 are scaled to [0, 1] and floating ones are
+    taken as they are.
 
     Args:
       source: `"digits"`, a folder of IDX files, or an npz file with the arrays of `KEYS`.
@@ -71,12 +75,11 @@ def _digits() -> dict[str, np.ndarray]:
     digits = import_extra("sklearn.datasets").load_digits()
     # The split belongs to the data set: runs with different seeds are tested on the same examples.
     x_train, x_test, y_train, y_test = import_extra("sklearn.model_selection").train_test_split(
-        (digits.images / 16).astype(np.float32),
-        digits.target,
-        test_size=0.2,
-        stratify=digits.target,
-        random_state=0,
+        digits.images.astype(np.float32), digits.target, test_size=0.3, random_state=42
     )
+    mean, deviation = x_train.mean(axis=0), x_train.std(axis=0)
+    deviation[deviation == 0] = 1  # pixels that are blank in every image
+    x_train, x_test = (x_train - mean) / deviation, (x_test - mean) / deviation
     return dict(zip(KEYS, (x_train, y_train, x_test, y_test), strict=True))
 
 

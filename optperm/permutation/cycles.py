@@ -16,15 +16,21 @@ import importlib.metadata
 import os
 import pathlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from optperm.mapped_axes import mark_varying, varying_axes
 from optperm.permutation import cycles_numpy
+
+Results = tuple[jax.Array, ...]
 
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
@@ -76,86 +82,122 @@ def permute_rows(
     Returns:
       The new weights and ranks, and the number of entries moved in each row, (rows,) int32.
     """
-    rows = weights.shape[1]
     dtype = jnp.promote_types(jnp.promote_types(weights.dtype, recommendation.dtype), jnp.float32)
     operands = (
-        recommendation.astype(dtype).T,
-        weights.astype(dtype).T,
-        ranks.T,
-        seeds,
-        jnp.broadcast_to(aggressiveness, (rows,)),
-        jnp.broadcast_to(partition_size, (rows,)),
+        recommendation.astype(dtype)[None],
+        weights.astype(dtype)[None],
+        ranks[None],
+        seeds[None],
+        jnp.broadcast_to(aggressiveness, (1, weights.shape[1])),
+        jnp.broadcast_to(partition_size, (1, weights.shape[1])),
     )
-    axes = varying_axes(operands)
-    operands = mark_varying(operands, axes)
-    new_weights, new_ranks, moved = _dispatch(operands, axes, drop_remainder)
-    # An entry that stays keeps its bits even where the kernel works in a wider dtype.
-    stays = new_ranks.T == ranks
-    return jnp.where(stays, weights, new_weights.T.astype(weights.dtype)), new_ranks.T, moved
+    operands = mark_varying(operands, varying_axes(operands))
+    results = _batched(chosen_kernel(), drop_remainder)(*operands)
+    new_weights, new_ranks, moved = (result[0] for result in results)
+    if dtype != weights.dtype:
+        # The bits of an entry that stays need not survive the kernel's wider dtype: NaNs may not.
+        new_weights = jnp.where(new_ranks == ranks, weights, new_weights.astype(weights.dtype))
+    return new_weights, new_ranks, moved
 
 
-def _dispatch(
-    operands: tuple[jax.Array, ...], axes: frozenset[str], drop_remainder: bool
-) -> tuple[jax.Array, ...]:
-    kernel = chosen_kernel()
-    like = [jax.typeof(x) for x in (operands[1], operands[2], operands[5])]
-    host = functools.partial(_permute_on_host, kernel, drop_remainder)
+@functools.cache
+def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
+    """The kernel on operands with a leading batch axis, which `jax.vmap` makes larger."""
 
-    def by_ffi(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        # Rows lead in the shapes, so that XLA may shard them, and trail in memory, as they do in the
-        # params: the transpositions around the call only rename axes.
-        matrix, vector, columns = (1, 0), (0,), (0, 1)
-        call = jax.ffi.ffi_call(
-            _TARGET_NAMES[operands[1].dtype.name],
-            tuple(like),
-            vmap_method="broadcast_all",
-            input_layouts=[matrix, matrix, matrix, columns, vector, vector],
-            output_layouts=[matrix, matrix, vector],
+    @jax.custom_batching.custom_vmap
+    def call(*operands: jax.Array) -> Results:
+        on_cpu = _by_ffi if kernel == "ffi" else _by_buffers
+        return jax.lax.platform_dependent(
+            *operands,
+            cpu=functools.partial(on_cpu, kernel, drop_remainder),
+            default=functools.partial(_by_callback, kernel, drop_remainder),
         )
-        return tuple(call(*operands, drop_remainder=np.bool_(drop_remainder)))
 
-    def by_buffers(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        def fill(_: Any, outputs: Any, *inputs: Any) -> None:
-            for output, result in zip(outputs, host(*inputs), strict=True):
-                np.asarray(output)[...] = result
+    @call.def_vmap
+    def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
+        merged = [
+            (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
+            for x, b in zip(operands, is_batched, strict=True)
+        ]
+        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
+        return results, (True, True, True)
 
-        return tuple(buffer_callback(fill, tuple(like), vmap_method="broadcast_all")(*operands))
+    return call
 
-    def by_callback(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.pure_callback(host, tuple(like), *operands, vmap_method="broadcast_all"))
 
-    # On the CPU jax.pure_callback can hang under pmap and shard_map; a buffer callback does not.
-    on_cpu = by_ffi if kernel == "ffi" else by_buffers
-    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=by_callback)
+def _result_types(operands: tuple[jax.Array, ...]) -> Results:
+    """New weights, new ranks and counts are like the weights, the ranks and the partition sizes."""
+    return tuple(jax.typeof(operands[index]) for index in (1, 2, 5))
+
+
+def _by_ffi(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
+    del kernel
+    return _partitioned_ffi(*operands, drop_remainder)
+
+
+@functools.partial(custom_partitioning, static_argnums=(6,))
+def _partitioned_ffi(*operands: Any) -> Results:
+    *arrays, drop_remainder = operands
+    call = jax.ffi.ffi_call(_TARGET_NAMES[arrays[1].dtype.name], _result_types(arrays))
+    return tuple(call(*arrays, drop_remainder=np.bool_(drop_remainder)))
+
+
+def _partition(drop_remainder: bool, mesh: Any, operands: Any, results: Any) -> Any:
+    """Leaves each device the rows that it holds; a row itself is never cut."""
+    del results
+    batch, _, rows = operands[1].sharding.spec
+    matrix, vector = P(batch, None, rows), P(batch, rows)
+    specs = (matrix, matrix, matrix, P(batch, rows, None), vector, vector)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+
+    def on_one_device(*local: jax.Array) -> Results:
+        return _partitioned_ffi.fun(*local, drop_remainder)
+
+    return mesh, on_one_device, (shardings[1], shardings[2], shardings[5]), shardings
+
+
+_partitioned_ffi.def_partition(
+    _partition,
+    sharding_rule="b n r, b n r, b n r, b r s, b r, b r -> b n r, b n r, b r",
+    need_replication_factors=("n", "s"),
+)
+
+
+def _by_buffers(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
+    def fill(_: Any, outputs: Any, *inputs: Any) -> None:
+        for output, result in zip(
+            outputs, _permute_on_host(kernel, drop_remainder, *inputs), strict=True
+        ):
+            np.asarray(output)[...] = result
+
+    # On the CPU jax.pure_callback can hang under pmap and shard_map; this does not.
+    results = buffer_callback(fill, _result_types(operands))(*operands)
+    return mark_varying(tuple(results), varying_axes(operands))
+
+
+def _by_callback(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
+    host = functools.partial(_permute_on_host, kernel, drop_remainder)
+    results = jax.pure_callback(host, _result_types(operands), *operands)
+    return mark_varying(tuple(results), varying_axes(operands))
 
 
 def _permute_on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Calls a kernel on host arrays with any number of leading batch axes."""
-    arrays = [np.asarray(operand) for operand in operands]
-    batch, n = arrays[1].shape[:-1], arrays[1].shape[-1]
-    flat = [
-        np.ascontiguousarray(array).reshape(-1, array.shape[-1])
-        if index < 4
-        else np.ascontiguousarray(array).reshape(-1)
-        for index, array in enumerate(arrays)
-    ]
+    """Calls a kernel on host arrays: (batch, n, rows) and (batch, rows)."""
+    arrays = [np.ascontiguousarray(operand) for operand in operands]
+    _, weights, ranks, _, _, partition_size = arrays
     if kernel == "numpy":
-        weights, ranks, moved = cycles_numpy.permute_rows(*flat, drop_remainder)
-    else:
-        weights, ranks = np.empty_like(flat[1]), np.empty_like(flat[2])
-        moved = np.empty(len(weights), np.int32)
-        outputs = (weights, ranks, moved)
-        # Here a row is contiguous in memory: to the kernel, a batch of matrices with one row each.
-        problem = _Problem(
-            len(weights), 1, n, drop_remainder, *(array.ctypes.data for array in (*flat, *outputs))
+        return cycles_numpy.permute_rows(*arrays, drop_remainder)
+    outputs = np.empty_like(weights), np.empty_like(ranks), np.empty_like(partition_size)
+    batch, n, rows = weights.shape
+    pointers = (array.ctypes.data for array in (*arrays, *outputs))
+    problem = _Problem(batch, rows, n, drop_remainder, *pointers)
+    entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
+    entry.restype = ctypes.c_bool
+    if not entry(ctypes.byref(problem)):
+        raise ValueError(
+            "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
         )
-        entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
-        entry.restype = ctypes.c_bool
-        if not entry(ctypes.byref(problem)):
-            raise ValueError(
-                "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
-            )
-    return weights.reshape(*batch, n), ranks.reshape(*batch, n), moved.reshape(batch)
+    return outputs
 
 
 def chosen_kernel() -> str:
@@ -235,7 +277,6 @@ def _register() -> str:
             return "it was built without XLA's headers"
         try:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
-            jax.ffi.register_ffi_target_as_batch_partitionable(target)
         except Exception as error:  # noqa: BLE001  # jaxlib raises its own error types
             return str(error).splitlines()[0]
     return ""

@@ -24,39 +24,54 @@ def permute_rows(
     """Permutes each row once, along the cycles that its recommendation asks for.
 
     Args:
-      recommendation: (rows, n) float32 or float64. Negative where a weight should rise, positive where
-        it should fall; entries that are zero or not finite sit out.
-      weights: (rows, n), the same dtype. Entries that are not finite never move.
-      ranks: (rows, n) int32, the place of each weight in its row sorted.
-      seeds: (rows, 2) uint32, the randomness of each row's partition.
-      aggressiveness: (rows,) float32.
-      partition_size: (rows,) int32, the entries a subset of the partition, P.
+      recommendation: (batch, n, rows) float32 or float64. Negative where a weight should rise, positive
+        where it should fall; entries that are zero or not finite sit out.
+      weights: (batch, n, rows), the same dtype. Entries that are not finite never move.
+      ranks: (batch, n, rows) int32, the place of each weight in its row sorted.
+      seeds: (batch, rows, 2) uint32, the randomness of each row's partition.
+      aggressiveness: (batch, rows) float32.
+      partition_size: (batch, rows) int32, the entries in a subset of the partition, P.
       drop_remainder: Whether a last subset of fewer than P entries sits out.
 
     Returns:
-      The new weights and ranks, and the number of entries in each row that moved, (rows,) int32.
+      The new weights and ranks, and the number of entries in each row that moved, (batch, rows) int32.
     """
     new_weights, new_ranks = weights.copy(), ranks.copy()
-    for row in range(weights.shape[0]):
-        w, m = weights[row].astype(np.float64), recommendation[row]
-        by_rank = np.empty(len(w), np.int64)
-        by_rank[ranks[row]] = np.arange(len(w))
-        finite = w[np.isfinite(w)]
-        spread = finite.max() - finite.min() if len(finite) else 0.0
-        moving = np.isfinite(w) & np.isfinite(m) & (m != 0)
-        labels = partition(len(w), int(partition_size[row]), seeds[row], drop_remainder)
-        for label in range(labels.max(initial=-1) + 1):
-            subset = by_rank[labels == label]
-            subset = subset[moving[subset]]
-            if len(subset) < 2:
-                continue
-            subset = subset[np.lexsort((subset, w[subset]))]  # by weight, ties by location
-            epsilon = spread * (np.float64(aggressiveness[row]) + 1.0 / len(subset))
-            taken = subset[search_cycles(w[subset], m[subset], epsilon)]
-            new_weights[row, subset] = weights[row, taken]
-            new_ranks[row, subset] = ranks[row, taken]
-    moved = np.sum(new_ranks != ranks, axis=1, dtype=np.int32)
-    return new_weights, new_ranks, moved
+    for b, row in np.ndindex(weights.shape[0], weights.shape[2]):
+        column = (b, slice(None), row)
+        row_weights, row_ranks = _permute_row(
+            recommendation[column],
+            weights[column],
+            ranks[column],
+            partition(
+                weights.shape[1], int(partition_size[b, row]), seeds[b, row], drop_remainder
+            ),
+            float(aggressiveness[b, row]),
+        )
+        new_weights[column], new_ranks[column] = row_weights, row_ranks
+    return new_weights, new_ranks, np.sum(new_ranks != ranks, axis=1, dtype=np.int32)
+
+
+def _permute_row(
+    m: Floats, weights: Floats, ranks: Ints, labels: Ints, aggressiveness: float
+) -> tuple[Floats, Ints]:
+    new_weights, new_ranks = weights.copy(), ranks.copy()
+    w = weights.astype(np.float64)
+    by_rank = np.argsort(ranks)
+    finite = w[np.isfinite(w)]
+    spread = finite.max() - finite.min() if len(finite) else 0.0  # A
+    takes_part = np.isfinite(w) & np.isfinite(m) & (m != 0)
+    for label in range(labels.max(initial=-1) + 1):
+        subset = by_rank[labels == label]
+        subset = subset[takes_part[subset]]
+        if len(subset) < 2:
+            continue
+        subset = subset[np.lexsort((subset, w[subset]))]  # by weight, ties by location
+        epsilon = spread * (aggressiveness + 1.0 / len(subset))
+        taken = subset[search_cycles(w[subset], m[subset], epsilon)]
+        new_weights[subset] = weights[taken]
+        new_ranks[subset] = ranks[taken]
+    return new_weights, new_ranks
 
 
 def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:

@@ -39,19 +39,22 @@ def resolve_output_axes(
 
 def to_matrix(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
     """Lays a leaf of rank >= 1 out as (n, rows), one weight vector a column."""
-    inputs = [axis for axis in range(leaf.ndim) if axis not in output_axes]
     rows = math.prod(leaf.shape[axis] for axis in output_axes)
-    moved = jnp.transpose(leaf, (*inputs, *output_axes))
-    return moved.reshape(math.prod(leaf.shape[axis] for axis in inputs), rows)
+    order = _inputs_first(leaf.ndim, output_axes)
+    return jnp.transpose(leaf, order).reshape(leaf.size // rows, rows)
 
 
 def from_matrix(
     matrix: jax.Array, shape: tuple[int, ...], output_axes: tuple[int, ...]
 ) -> jax.Array:
     """Undoes `to_matrix` for a leaf of the given shape."""
-    order = (*(axis for axis in range(len(shape)) if axis not in output_axes), *output_axes)
+    order = _inputs_first(len(shape), output_axes)
     moved = matrix.reshape([shape[axis] for axis in order])
     return jnp.transpose(moved, [order.index(axis) for axis in range(len(shape))])
+
+
+def _inputs_first(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
+    return (*(axis for axis in range(rank) if axis not in output_axes), *output_axes)
 
 
 def sort_ranks(matrix: jax.Array) -> jax.Array:

@@ -53,15 +53,11 @@ class SharedWork {
 };
 
 template <typename Buffer>
-bool HasShape(const Buffer& buffer, ffi::Span<const int64_t> leading, std::initializer_list<int64_t> last) {
+bool HasShape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dimensions = buffer.dimensions();
-  if (dimensions.size() != leading.size() + last.size()) return false;
-  return std::equal(leading.begin(), leading.end(), dimensions.begin()) &&
-         std::equal(last.begin(), last.end(), dimensions.begin() + leading.size());
+  return std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end());
 }
 
-// Weights and the like are (batch..., rows, n) with rows minor in memory, what belongs to a row as a
-// whole is (batch..., rows).
 template <ffi::DataType dtype>
 ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendation, ffi::Buffer<dtype> weights,
                        ffi::Buffer<ffi::S32> ranks, ffi::Buffer<ffi::U32> seeds,
@@ -69,19 +65,16 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
                        ffi::ResultBuffer<dtype> new_weights, ffi::ResultBuffer<ffi::S32> new_ranks,
                        ffi::ResultBuffer<ffi::S32> moved, bool drop_remainder) {
   const auto shape = weights.dimensions();
-  if (shape.size() < 2) return ffi::Error::InvalidArgument("weights must be of rank 2 or more");
-  const auto leading = shape.first(shape.size() - 2);
-  const int64_t rows = shape[shape.size() - 2], n = shape[shape.size() - 1];
-  if (n > INT32_MAX || !HasShape(recommendation, leading, {rows, n}) || !HasShape(ranks, leading, {rows, n}) ||
-      !HasShape(seeds, leading, {rows, 2}) || !HasShape(aggressiveness, leading, {rows}) ||
-      !HasShape(partition_size, leading, {rows}) || !HasShape(*new_weights, leading, {rows, n}) ||
-      !HasShape(*new_ranks, leading, {rows, n}) || !HasShape(*moved, leading, {rows})) {
+  if (shape.size() != 3) return ffi::Error::InvalidArgument("weights must be (batch, n, rows)");
+  const int64_t batch = shape[0], n = shape[1], rows = shape[2];
+  if (n > INT32_MAX || !HasShape(recommendation, {batch, n, rows}) || !HasShape(ranks, {batch, n, rows}) ||
+      !HasShape(seeds, {batch, rows, 2}) || !HasShape(aggressiveness, {batch, rows}) ||
+      !HasShape(partition_size, {batch, rows}) || !HasShape(*new_weights, {batch, n, rows}) ||
+      !HasShape(*new_ranks, {batch, n, rows}) || !HasShape(*moved, {batch, rows})) {
     return ffi::Error::InvalidArgument("the operands' shapes do not match");
   }
+  if (batch * n * rows == 0) return ffi::Error::Success();
   using T = ffi::NativeType<dtype>;
-  int64_t batch = 1;
-  for (int64_t size : leading) batch *= size;
-  if (batch * rows * n == 0) return ffi::Error::Success();
   const optperm::Problem<T> problem{batch,
                                     rows,
                                     n,
