@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "columns.h"
 #include "places.h"
 
 namespace optperm {
@@ -196,10 +197,10 @@ template <typename T>
 class CycleSearch {
  public:
   // For each place the place whose weight it takes.
-  const int32_t* Run(const Entries<T>& entries, double epsilon) {
+  const int32_t* Run(const Entries<T>& entries, double epsilon, bool has_ties) {
     weight_ = entries.weight;
     epsilon_ = epsilon;
-    Prepare(entries);
+    Prepare(entries, has_ties);
     const int32_t* order = sorter_.Sort(entries);
     uint32_t candidates[kLookAhead];
     for (int32_t next = entries.size; next > 0;) {
@@ -217,18 +218,18 @@ class CycleSearch {
   }
 
  private:
-  void Prepare(const Entries<T>& entries) {
+  void Prepare(const Entries<T>& entries, bool has_ties) {
     const int32_t size = entries.size;
     places_.Reset(size);
     uint64_t *alive = places_.alive(), *rising = places_.rising(), *tied = places_.tied();
     for (int32_t begin = 0; begin < size; begin += 64) {
       const int32_t length = std::min(64, size - begin);
+      const Bits<T>* wish = entries.wish + begin;
       uint64_t rises = 0, ties = 0;
-      for (int32_t i = 0; i < length; ++i) {
-        rises |= static_cast<uint64_t>(entries.wish[begin + i] >> (8 * sizeof(T) - 1)) << i;
-      }
-      for (int32_t i = begin == 0; i < length; ++i) {
-        ties |= static_cast<uint64_t>(weight_[begin + i] == weight_[begin + i - 1]) << i;
+      for (int32_t i = 0; i < length; ++i) rises |= uint64_t{wish[i] >> (8 * sizeof(T) - 1)} << i;
+      if (has_ties) {
+        const T* w = weight_ + begin;
+        for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
       }
       alive[begin >> 6] = ~uint64_t{0} >> (64 - length);
       rising[begin >> 6] = rises;
@@ -250,10 +251,9 @@ class CycleSearch {
   // The search from one source, and its cycle.
   //
   // Without ties among the places in question the cycle of a riser is the risers from it up to the first
-  // faller, and that faller, if the faller reaches down to the source. For then the faller is the first
-  // whose way down is not blocked, and none that is further up gets as far. Likewise for a faller. Here
-  // are the cycles that lie within a word of 64 places, without a branch that is hard to predict; the
-  // others are left to SearchWide.
+  // faller, and that faller, if the faller reaches down to the source: no other faller reaches as far
+  // down. If it does not, there is no cycle, ties or not. Likewise for a faller. Here are the cycles that
+  // lie within a word of 64 places, with hardly a branch that is hard to predict.
   void SearchFrom(uint32_t source) {
     const uint32_t index = source >> 6, bit = source & 63;
     const uint64_t alive = places_.alive()[index], rising = places_.rising()[index];
@@ -270,59 +270,75 @@ class CycleSearch {
     const uint64_t range = (highest - lowest) | highest;
     const int32_t base = index << 6;
     const int32_t low = base + LowestBit(lowest), high = base + LowestBit(highest);
-    // If the ends reach each other both ways, every move of the cycle is short enough.
-    const bool simple = ReachesUp(low, high) & ReachesDown(high, low) &
-                        ((places_.tied()[index] & (range ^ lowest)) == 0);
-    if (!simple) return SearchWide(source);
+    const uint64_t tied = places_.tied()[index] & (range ^ lowest);
+    if (!IsPlain(low, high, tied)) return SearchCarefully(source, rises, low, high);
 
     const uint64_t cycle = alive & range;
     places_.alive()[index] = alive & ~cycle;
-    // Around the cycle upwards, four moves at once since most cycles are short; going around more
-    // than once does no harm.
+    // Around the cycle upwards: four moves at once, since few cycles are longer. Going around a shorter
+    // one more than once does no harm.
     uint64_t rest = cycle;
     uint32_t here = low - base;
     int32_t* take = take_.data() + base;
     const uint32_t falls = static_cast<uint32_t>(~rises);
     const auto move = [&] {
       rest &= rest - 1;
-      const uint64_t wraps = uint64_t{0} - static_cast<uint64_t>(rest == 0);
-      rest |= cycle & wraps;
+      rest |= cycle & (uint64_t{0} - static_cast<uint64_t>(rest == 0));
       const uint32_t next = LowestBit(rest);
       const uint32_t swap = (here ^ next) & falls;
       take[here ^ swap] = base + (next ^ swap);
       here = next;
     };
-    move();
-    move();
-    move();
-    const uint64_t fifth = cycle & (cycle - 1);
-    move();
-    (void)fifth;
-    if (LongerThanFour(cycle)) {
+    for (int i = 0; i < 4; ++i) move();
+    uint64_t more = cycle;
+    for (int i = 0; i < 4; ++i) more &= more - 1;
+    if (more != 0) {
       do move();
       while (rest != cycle);
     }
   }
 
-  static bool LongerThanFour(uint64_t bits) {
-    bits &= bits - 1;
-    bits &= bits - 1;
-    bits &= bits - 1;
-    bits &= bits - 1;
-    return bits != 0;
-  }
-
-  // The same for any two ends, and for the cases in which there is no cycle or the general search is
-  // needed.
+  // The same for a source whose word holds no end of its cycle.
   __attribute__((noinline)) void SearchWide(int32_t source) {
     const bool rises = places_.Rises(source);
-    const int32_t end = rises ? places_.Up(Places::kFallers, source + 1)
-                              : places_.Down(Places::kRisers, source - 1);
-    if (end == Places::kNone ||
-        !(rises ? ReachesDown(end, source) : ReachesUp(end, source))) {
-      places_.Remove(source);
-      return;
+    const int32_t end = rises ? places_.Up(Places::kFallers, (source | 63) + 1)
+                              : places_.Down(Places::kRisers, (source & ~63) - 1);
+    if (end == Places::kNone) return places_.Remove(source);
+    const int32_t low = std::min(source, end), high = std::max(source, end);
+    const uint64_t from_low = ~uint64_t{0} << (low & 63), to_high = ~uint64_t{0} >> (63 - (high & 63));
+    const int32_t first = low >> 6, last = high >> 6;
+    uint64_t tied = (places_.tied()[first] & from_low & (from_low - 1)) | (places_.tied()[last] & to_high);
+    for (int32_t i = first + 1; i < last; ++i) tied |= places_.tied()[i];
+    if (!IsPlain(low, high, tied)) return SearchCarefully(source, rises, low, high);
+
+    int32_t here = low;
+    for (int32_t i = first; i <= last; ++i) {
+      uint64_t& alive = places_.alive()[i];
+      uint64_t bits = alive;
+      if (i == first) bits &= from_low;
+      if (i == last) bits &= to_high;
+      alive &= ~bits;
+      if (i == first) bits &= bits - 1;
+      for (; bits != 0; bits &= bits - 1) {
+        const int32_t next = (i << 6) + LowestBit(bits);
+        take_[rises ? here : next] = rises ? next : here;
+        here = next;
+      }
     }
+    take_[rises ? high : low] = rises ? low : high;
+  }
+
+  // Whether a cycle with these ends is one for certain: no ties, and if the ends reach each other both
+  // ways, every move of the cycle is short enough.
+  bool IsPlain(int32_t low, int32_t high, uint64_t tied) const {
+    return ReachesUp(low, high) & ReachesDown(high, low) & (tied == 0);
+  }
+
+  // What is left: the end does not reach the source, or there are ties, or rounding makes the two
+  // directions differ.
+  __attribute__((noinline)) void SearchCarefully(int32_t source, bool rises, int32_t low, int32_t high) {
+    if (!(rises ? ReachesDown(high, low) : ReachesUp(low, high))) return places_.Remove(source);
+    const int32_t end = rises ? high : low;
     path_.assign(1, source);
     for (int32_t here = source; here != end;) {
       int32_t next = rises ? places_.Up(Places::kRisers, here + 1)
@@ -331,10 +347,7 @@ class CycleSearch {
       if (rises ? weight_[source] == weight_[end] : weight_[here] == weight_[next]) {
         return SearchThroughTies(source);
       }
-      if (!(rises ? ReachesUp(here, next) : ReachesDown(here, next))) {
-        places_.Remove(source);
-        return;
-      }
+      if (!(rises ? ReachesUp(here, next) : ReachesDown(here, next))) return places_.Remove(source);
       path_.push_back(next);
       here = next;
     }
@@ -398,7 +411,8 @@ class TilePermuter<T>::Row {
   int32_t Permute(const T* recommendation, T* weights, int32_t* ranks, uint64_t seed,
                   float aggressiveness, int32_t partition_size, bool drop_remainder) {
     if (!SortByRank(recommendation, weights, ranks)) return -1;
-    OrderTies();
+    has_ties_ = HasTies();
+    if (has_ties_) OrderTies();
     const double spread = Spread();
     const bool all_take_part = AllTakePart();
     weights_ = weights;
@@ -439,11 +453,14 @@ class TilePermuter<T>::Row {
     return valid;
   }
 
+  bool HasTies() const {
+    int any = 0;
+    for (int32_t p = 1; p < n_; ++p) any |= row_.weight[p] == row_.weight[p - 1];
+    return any != 0;
+  }
+
   // Until here tied entries are in order of rank.
   void OrderTies() {
-    bool any = false;
-    for (int32_t p = 1; p < n_; ++p) any |= row_.weight[p] == row_.weight[p - 1];
-    if (!any) return;
     for (int32_t begin = 0, end; begin < n_; begin = end) {
       for (end = begin + 1; end < n_ && row_.weight[end] == row_.weight[begin];) ++end;
       if (end - begin == 1) continue;
@@ -473,17 +490,17 @@ class TilePermuter<T>::Row {
     return static_cast<double>(row_.weight[high]) - static_cast<double>(row_.weight[low]);
   }
 
-  // Step 4: a recommendation of zero and what is not finite sit out.
-  bool TakesPart(int32_t p) const {
+  // Step 4: a recommendation of zero and what is not finite sit out. Not 0 if an entry does.
+  Bits<T> SitsOut(int32_t p) const {
     const Bits<T> infinite = ToBits(std::numeric_limits<T>::infinity());
-    const Bits<T> wish = row_.wish[p] & ~kSignBit<T>;
-    return (wish - 1 < infinite - 1) & ((ToBits(row_.weight[p]) & ~kSignBit<T>) < infinite);
+    const Bits<T> wish = row_.wish[p] & ~kSignBit<T>, weight = ToBits(row_.weight[p]) & ~kSignBit<T>;
+    return Bits<T>{wish - 1 >= infinite - 1} | Bits<T>{weight >= infinite};
   }
 
   bool AllTakePart() const {
-    bool all = true;
-    for (int32_t p = 0; p < n_; ++p) all &= TakesPart(p);
-    return all;
+    Bits<T> any = 0;
+    for (int32_t p = 0; p < n_; ++p) any |= SitsOut(p);
+    return any == 0;
   }
 
   // Step 3: label_[rank], the subset of each entry, by the inside-out shuffle of Fisher and Yates.
@@ -509,7 +526,7 @@ class TilePermuter<T>::Row {
       const int32_t k = label ? label[row_.rank[p]] : 0;
       const int32_t to = end_[k];
       Copy(row_, p, grouped_, to);
-      end_[k] = to + TakesPart(p);
+      end_[k] = to + (SitsOut(p) == 0);
     }
     return grouped_.From(0, end_[0]);
   }
@@ -517,7 +534,7 @@ class TilePermuter<T>::Row {
   int32_t PermuteSubset(const Entries<T>& entries, double spread, float aggressiveness) {
     if (entries.size < 2) return 0;
     const double epsilon = spread * (static_cast<double>(aggressiveness) + 1.0 / entries.size);
-    const int32_t* take = search_.Run(entries, epsilon);
+    const int32_t* take = search_.Run(entries, epsilon, has_ties_);
     int32_t moved = 0;
     for (int32_t p = 0; p < entries.size; ++p) {
       const int32_t from = take[p], location = entries.location[p];
@@ -534,6 +551,7 @@ class TilePermuter<T>::Row {
   std::vector<int32_t> label_, end_, tie_;
   std::vector<uint32_t> pick_;
   CycleSearch<T> search_;
+  bool has_ties_ = false;
   T* weights_ = nullptr;
   int32_t* ranks_ = nullptr;
 };
@@ -545,7 +563,12 @@ int64_t NumTiles(const Problem<T>& problem) {
 
 template <typename T>
 TilePermuter<T>::TilePermuter(const Problem<T>& problem)
-    : problem_(problem), row_(std::make_unique<Row>(problem.n)) {}
+    : problem_(problem),
+      stride_(problem.n + 16),  // no power of two: columns would share few lines of the cache
+      row_(std::make_unique<Row>(problem.n)),
+      recommendation_(stride_ * kTileRows),
+      weights_(stride_ * kTileRows),
+      ranks_(stride_ * kTileRows) {}
 
 template <typename T>
 TilePermuter<T>::~TilePermuter() = default;
@@ -556,35 +579,21 @@ bool TilePermuter<T>::Permute(int64_t tile) {
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t batch = tile / tiles, first = tile % tiles * kTileRows;
   const int64_t width = std::min(kTileRows, p.rows - first);
-  const int64_t stride = p.n + 16;
-  static thread_local std::vector<T> m, w;
-  static thread_local std::vector<int32_t> r;
-  m.resize(stride * kTileRows);
-  w.resize(stride * kTileRows);
-  r.resize(stride * kTileRows);
   const int64_t base = batch * p.n * p.rows + first;
-  for (int64_t i = 0; i < p.n; ++i) {
-    for (int64_t c = 0; c < width; ++c) {
-      m[c * stride + i] = p.recommendation[base + i * p.rows + c];
-      w[c * stride + i] = p.weights[base + i * p.rows + c];
-      r[c * stride + i] = p.ranks[base + i * p.rows + c];
-    }
-  }
-  for (int64_t c = 0; c < width; ++c) {
-    const int64_t row = batch * p.rows + first + c;
+  Transpose(p.recommendation + base, p.rows, p.n, width, recommendation_.data(), stride_);
+  Transpose(p.weights + base, p.rows, p.n, width, weights_.data(), stride_);
+  Transpose(p.ranks + base, p.rows, p.n, width, ranks_.data(), stride_);
+  for (int64_t column = 0; column < width; ++column) {
+    const int64_t row = batch * p.rows + first + column, start = column * stride_;
     const uint64_t seed = uint64_t{p.seeds[2 * row + 1]} << 32 | p.seeds[2 * row];
     const int32_t moved =
-        row_->Permute(m.data() + c * stride, w.data() + c * stride, r.data() + c * stride, seed,
-                      p.aggressiveness[row], p.partition_size[row], p.drop_remainder);
+        row_->Permute(&recommendation_[start], &weights_[start], &ranks_[start], seed,
+                      p.aggressiveness[row], std::max(p.partition_size[row], 1), p.drop_remainder);
     if (moved < 0) return false;
     p.moved[row] = moved;
   }
-  for (int64_t i = 0; i < p.n; ++i) {
-    for (int64_t c = 0; c < width; ++c) {
-      p.new_weights[base + i * p.rows + c] = w[c * stride + i];
-      p.new_ranks[base + i * p.rows + c] = r[c * stride + i];
-    }
-  }
+  Transpose(weights_.data(), stride_, width, p.n, p.new_weights + base, p.rows);
+  Transpose(ranks_.data(), stride_, width, p.n, p.new_ranks + base, p.rows);
   return true;
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace optperm {
 
@@ -46,7 +47,10 @@ class TilePermuter {
  private:
   class Row;
   const Problem<T> problem_;
+  const int64_t stride_;  // between the columns of the buffers below
   std::unique_ptr<Row> row_;
+  std::vector<T> recommendation_, weights_;
+  std::vector<int32_t> ranks_;
 };
 
 }  // namespace optperm

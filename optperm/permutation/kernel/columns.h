@@ -1,0 +1,69 @@
+// Copying neighboring columns of a row-major matrix to and from buffers of their own.
+#ifndef OPTPERM_COLUMNS_H_
+#define OPTPERM_COLUMNS_H_
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace optperm {
+
+#if defined(__clang__) || defined(__GNUC__)
+
+// Four 32-bit values, transposed as blocks of four by four.
+using Four = int32_t __attribute__((vector_size(16)));
+
+#if defined(__clang__)
+inline Four FirstHalves(Four a, Four b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline Four SecondHalves(Four a, Four b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+#else
+inline Four FirstHalves(Four a, Four b) { return __builtin_shuffle(a, b, Four{0, 4, 1, 5}); }
+inline Four SecondHalves(Four a, Four b) { return __builtin_shuffle(a, b, Four{2, 6, 3, 7}); }
+#endif
+
+// Transposes the block at `from`, whose lines lie `from_stride` entries apart, to `to`.
+inline void TransposeFour(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
+  Four a, b, c, d;
+  const char* source = static_cast<const char*>(from);
+  std::memcpy(&a, source, 16);
+  std::memcpy(&b, source + 4 * from_stride, 16);
+  std::memcpy(&c, source + 8 * from_stride, 16);
+  std::memcpy(&d, source + 12 * from_stride, 16);
+  const Four ac0 = FirstHalves(a, c), ac1 = SecondHalves(a, c);
+  const Four bd0 = FirstHalves(b, d), bd1 = SecondHalves(b, d);
+  a = FirstHalves(ac0, bd0);
+  b = SecondHalves(ac0, bd0);
+  c = FirstHalves(ac1, bd1);
+  d = SecondHalves(ac1, bd1);
+  char* target = static_cast<char*>(to);
+  std::memcpy(target, &a, 16);
+  std::memcpy(target + 4 * to_stride, &b, 16);
+  std::memcpy(target + 8 * to_stride, &c, 16);
+  std::memcpy(target + 12 * to_stride, &d, 16);
+}
+
+constexpr bool kHasBlocks = true;
+#else
+inline void TransposeFour(const void*, int64_t, void*, int64_t) {}
+constexpr bool kHasBlocks = false;
+#endif
+
+// to[j * to_stride + i] = from[i * from_stride + j] for i < lines, j < width.
+template <typename T>
+void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width, T* to, int64_t to_stride) {
+  int64_t i = 0;
+  if (kHasBlocks && sizeof(T) == 4 && width % 4 == 0) {
+    for (; i + 4 <= lines; i += 4) {
+      for (int64_t j = 0; j < width; j += 4) {
+        TransposeFour(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+      }
+    }
+  }
+  for (; i < lines; ++i) {
+    for (int64_t j = 0; j < width; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+  }
+}
+
+}  // namespace optperm
+
+#endif  // OPTPERM_COLUMNS_H_
