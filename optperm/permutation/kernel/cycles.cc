@@ -14,6 +14,15 @@
 namespace optperm {
 namespace {
 
+// Compiled twice, for any x86-64 processor and for those of the last ten years; the loader chooses.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__)
+#define OPTPERM_FOR_EACH_PROCESSOR \
+  __attribute__((flatten, target_clones("default", "arch=x86-64-v3")))
+#else
+#define OPTPERM_FOR_EACH_PROCESSOR
+#endif
+
 // Weight vectors a tile: one cache line of 32-bit entries, so that reading a tile touches each of its
 // lines once.
 constexpr int64_t kTileRows = 16;
@@ -91,9 +100,8 @@ class WishSorter {
   const int32_t* Sort(const Entries<T>& entries) {
     const int32_t size = entries.size;
     if (static_cast<int64_t>(order_.size()) < size) order_.resize(size);
-    if (size <= 24) {
-      std::iota(order_.begin(), order_.begin() + size, 0);
-      Insert(entries.wish, 0, size);
+    if (size <= kFew) {
+      Count(entries.wish, size);
       return order_.data();
     }
     int place_bits = 1;
@@ -108,7 +116,24 @@ class WishSorter {
   }
 
  private:
+  static constexpr int32_t kFew = 128;
+
   static Bits<T> Size(Bits<T> wish) { return wish & ~kSignBit<T>; }
+
+  // For few entries: the place of each in the order is the number of those that come before it.
+  void Count(const Bits<T>* wish, int32_t size) {
+    using Signed = std::make_signed_t<Bits<T>>;
+    Signed sizes[kFew];
+    uint8_t equal[kFew] = {};
+    const int32_t padded = (size + 15) & ~15;
+    for (int32_t i = 0; i < size; ++i) sizes[i] = Size(wish[i]);
+    for (int32_t i = size; i < padded; ++i) sizes[i] = std::numeric_limits<Signed>::max();
+    for (int32_t i = 0; i < size; ++i) {
+      Signed before = 0;
+      for (int32_t j = 0; j < padded; ++j) before += sizes[j] < sizes[i];
+      order_[before + equal[before]++] = i;
+    }
+  }
 
   template <typename Item, int kDigits>
   void Radix(const Entries<T>& entries, int place_bits, int digit_bits) {
@@ -574,7 +599,7 @@ template <typename T>
 TilePermuter<T>::~TilePermuter() = default;
 
 template <typename T>
-bool TilePermuter<T>::Permute(int64_t tile) {
+OPTPERM_FOR_EACH_PROCESSOR bool TilePermuter<T>::Permute(int64_t tile) {
   const Problem<T>& p = problem_;
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t batch = tile / tiles, first = tile % tiles * kTileRows;
