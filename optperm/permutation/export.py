@@ -56,7 +56,7 @@ def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax
 
 
 def export_permutation(
-    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = -1
+    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = (-1,)
 ) -> Any:
     """The permutation that takes the initial params to the trained ones.
 

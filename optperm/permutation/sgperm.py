@@ -64,7 +64,7 @@ def permute_by_cycles(
     min_partition_size: int = 10,
     include_remainder: bool = True,
     seed: int | jax.Array = 0,
-    output_axes: OutputAxes = -1,
+    output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Permutes each weight vector along cycles in which every weight moves as recommended.
 
@@ -185,7 +185,7 @@ def permute_by_cycles(
                 to_matrix(ranks, axes),
                 jax.random.bits(jax.random.fold_in(step_key, index), (rows, 2), jnp.uint32),
                 alpha,
-                jnp.clip(jnp.floor(ratio * n), min(min_partition_size, n), n).astype(jnp.int32),
+                _partition_size(ratio, n, min_partition_size),
                 drop_remainder=not include_remainder,
             )
             results.append(
@@ -225,7 +225,7 @@ def sgperm(
     min_partition_size: int = 10,
     include_remainder: bool = True,
     seed: int | jax.Array = 0,
-    output_axes: OutputAxes = -1,
+    output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGPerm: trains a network only by permuting its initial weights.
 
@@ -358,6 +358,11 @@ def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
     """start * factor^(count + 1): the value is updated before it is used."""
     power = jnp.asarray(factor, jnp.float32) ** (count + 1).astype(jnp.float32)
     return jnp.asarray(start, jnp.float32) * power
+
+
+def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
+    """P = max(P_min, floor(ratio * n)), and no more than n."""
+    return jnp.clip(jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(minimum, n), n)
 
 
 def _at_step(number: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
