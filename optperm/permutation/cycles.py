@@ -57,7 +57,7 @@ def permute_rows(
       The new weights and ranks, and the number of entries moved in each row, (rows,) int32.
     """
     rows = weights.shape[1]
-    dtype = jnp.promote_types(jnp.promote_types(weights.dtype, recommendation.dtype), jnp.float32)
+    dtype = np.float64 if np.float64 in (weights.dtype, recommendation.dtype) else np.float32
     operands = (
         recommendation.astype(dtype).T,
         weights.astype(dtype).T,

@@ -343,9 +343,13 @@ def _recommend(
     ) -> tuple[optax.Updates, RecommendationState]:
         del params, extra_args
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        proposed = jax.tree.map(
-            lambda g, m: (rate * g + momentum * m).astype(m.dtype), updates, state.recommendation
-        )
+
+        def propose(g: jax.Array, m: jax.Array) -> jax.Array:
+            dtype = np.float64 if np.float64 in (jnp.result_type(g), m.dtype) else np.float32
+            scaled, kept = jnp.asarray(rate, dtype) * jnp.asarray(g, dtype), m.astype(dtype)
+            return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
+
+        proposed = jax.tree.map(propose, updates, state.recommendation)
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), proposed, state.recommendation
         )
@@ -362,7 +366,9 @@ def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
 
 def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
     """P = max(P_min, floor(ratio * n)), and no more than n."""
-    return jnp.clip(jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(minimum, n), n)
+    return jnp.clip(
+        jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
+    )
 
 
 def _at_step(number: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
