@@ -23,9 +23,10 @@ def assert_same_bits(actual, expected):
     """Asserts that two trees agree in structure, shapes, dtypes and every bit (0.0 is not -0.0)."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
-    for path, a, b in zip(paths, jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for path, pair in zip(paths, pairs, strict=True):
         name = jax.tree_util.keystr(path)
-        a, b = np.asarray(a), np.asarray(b)
+        a, b = (np.asarray(leaf) for leaf in pair)
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
 

@@ -1,4 +1,4 @@
-"""Every transformation of this library, each with one entry: the contract and Optax's suites run on all.
+"""Every transformation of this library, one entry each; the contract and Optax's cases run on all.
 
 A new one joins with one line here, and with what it must leave out of Optax's cases in
 `conformance/test_optax.py`.
