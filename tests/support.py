@@ -78,13 +78,13 @@ def random_params(seed=0, dtype=np.float32):
 
 
 def random_like(params, seed):
+    """A tree of normal numbers like params, from an integer."""
+    return random_like_from_key(params, jax.random.key(seed))
+
+
+def random_like_from_key(params, key):
     """A tree of normal numbers like params."""
     leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(
-        structure,
-        [
-            jax.random.normal(key, leaf.shape, leaf.dtype)
-            for key, leaf in zip(keys, leaves, strict=True)
-        ],
-    )
+    keys = jax.random.split(key, len(leaves))
+    drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)
