@@ -342,6 +342,9 @@ def _recommend(
         **extra_args: Any,
     ) -> tuple[optax.Updates, RecommendationState]:
         del params, extra_args
+        checks.check_same_tree(
+            "updates", updates, state.recommendation, source="the optimizer state", dtypes=False
+        )
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def propose(g: jax.Array, m: jax.Array) -> jax.Array:
