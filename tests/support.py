@@ -10,7 +10,7 @@ from optperm.permutation import cycles
 
 
 def require_kernel(name):
-    """Fails the test if a kernel is missing, or skips it where OPTPERM_TEST_WITHOUT_KERNEL is set."""
+    """Fails a test whose kernel is missing, or skips it if OPTPERM_TEST_WITHOUT_KERNEL is set."""
     if name in cycles.available_kernels():
         return
     missing = f"the kernel {name!r} is not available here"

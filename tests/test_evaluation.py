@@ -140,7 +140,7 @@ def everything(params, other, batch, axis_name):
 
 
 def mapped(how, batch):
-    """`everything` with the batch spread over four devices or lanes; leading axis 4 on its outputs."""
+    """`everything` with the batch spread over four devices or lanes, which lead its outputs."""
     params, other = support.random_params(0), support.random_params(1)
     shards = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
     if how in ("pmap", "vmap"):

@@ -67,13 +67,13 @@ def test_two_methods_may_share_a_tree_but_not_a_leaf():
     one = Placed({"a": targets["a"], "b": optax.MaskedNode()}, True)
     two = Placed({"a": optax.MaskedNode(), "b": targets["b"]}, True)
     support.assert_same_bits(optperm.apply_updates(params, updates, (one, two)), targets)
-    with pytest.raises(ValueError, match="Two methods .* same parameter"):
+    with pytest.raises(ValueError, match=r"Two methods .* same parameter"):
         optperm.apply_updates(params, updates, (one, one))
 
 
 @pytest.mark.usefixtures("lenient")
 def test_other_optimizers_are_optax_apply_updates():
-    """Without a placing method it does what `optax.apply_updates` does, dtype cast and None included."""
+    """Without a placing method it does what `optax.apply_updates` does, casts and None included."""
     params = {"w": jnp.bfloat16([1.0, 2.0]), "none": None}
     updates = {"w": jnp.float32([0.1, 0.2]), "none": None}
     support.assert_same_bits(

@@ -74,7 +74,7 @@ def test_params_in_any_container(ours, container):
     """Every pytree of arrays trains, entry for entry as the plain dict does."""
     params = CONTAINERS[container](support.random_params())
     tx = ours.make()
-    after, opt_state = train(tx, params, tx.init(params))
+    after, _ = train(tx, params, tx.init(params))
     chex.assert_trees_all_equal_structs(after, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, params)
     if jax.tree.leaves(params):
@@ -85,7 +85,7 @@ def test_params_in_any_container(ours, container):
 
 
 def test_state_never_changes_its_form(ours):
-    """Structure, shapes, dtypes and weak types after init are those after any step; none is weak."""
+    """Structure, shapes, dtypes and weak types stay those of init; none is weak."""
     params = support.random_params()
     tx = ours.make()
     start = tx.init(params)
@@ -109,8 +109,8 @@ def test_init_under_eval_shape(ours):
 
 
 def test_scan_and_donation_give_what_the_loop_gives(ours):
-    """In donated buffers training is the same bit for bit; as a scan's carry, where XLA may contract
-    a product and a sum into one rounding, to the last digit."""
+    """In donated buffers training is the same bit for bit; as a scan's carry, where XLA may round
+    a product and a sum at once, to the last digit."""
     params = support.random_params()
     tx = ours.make()
     looped = train(tx, params, tx.init(params))

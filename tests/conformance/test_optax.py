@@ -1,8 +1,8 @@
 """Optax's own cases for optimizers, run on every transformation of this library.
 
-The modules `optax/contrib/_common_test.py` and `optax/_src/alias_test.py` are taken from the installed
-Optax. Their cases are parametrized over lists of Optax's optimizers; here the lists are noted down
-instead of expanded, and ours are put in their place.
+The modules `optax/contrib/_common_test.py` and `optax/_src/alias_test.py` are taken from the
+installed Optax. Their cases are parametrized over lists of Optax's optimizers; here the lists are
+noted down instead of expanded, and ours are put in their place.
 """
 
 import functools
@@ -98,11 +98,11 @@ def _is_complex(value):
 
 
 def runs():
-    """Each case with each transformation and each combination of what else it is parametrized over."""
+    """Each case with each transformation and each choice of what else it is parametrized over."""
     for (name, (_, case)), ours in itertools.product(CASES.items(), TRANSFORMATIONS):
         if is_left_out(name, ours.name):
             continue
-        # The one list of optimizers becomes one entry, ours. Complex params are refused, and that is
+        # The one list of optimizers becomes one entry, ours. Complex params are refused, which is
         # tested beside each method.
         (optimizers,) = case.sequences
         entry = dict.fromkeys(optimizers[0]) | {"opt_name": ours.name, "opt_kwargs": ours.arguments}

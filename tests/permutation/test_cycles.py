@@ -17,7 +17,7 @@ from optperm.permutation.weight_vectors import sort_ranks
 
 
 def random_rows(seed, n, rows, dtype):
-    """Weights with ties and zeros, recommendations with ties, zeros and numbers that are not finite."""
+    """Weights and recommendations with ties, zeros and numbers that are not finite."""
     rng = np.random.default_rng(seed)
     levels = rng.choice([0, 3, 30])
     weights = rng.normal(size=(n, rows)).astype(dtype)
@@ -34,8 +34,9 @@ def random_rows(seed, n, rows, dtype):
     return recommendation, weights, seeds
 
 
-def permute(recommendation, weights, seeds, aggressiveness, size, drop_remainder):
+def permute(rows, aggressiveness, size, drop_remainder):
     """`cycles.permute_rows` with the kernel that the environment names, never one cached before."""
+    recommendation, weights, seeds = rows
     run = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=drop_remainder))
     ranks = sort_ranks(jnp.asarray(weights))
     outputs = run(
@@ -73,11 +74,11 @@ def test_compiled_kernels_give_the_bits_of_the_readable_one(compiled, dtype, mon
         for seed, n, rows, case_dtype, size, drop, alpha in CASES:
             if case_dtype != dtype:
                 continue
-            recommendation, weights, seeds = random_rows(seed, n, rows, dtype)
+            arrays = random_rows(seed, n, rows, dtype)
             results = {}
             for kernel in (compiled, "numpy"):
                 monkeypatch.setenv("OPTPERM_KERNEL", kernel)
-                results[kernel] = permute(recommendation, weights, seeds, alpha, size, drop)
+                results[kernel] = permute(arrays, alpha, size, drop)
             for got, expected in zip(results[compiled], results["numpy"], strict=True):
                 support.assert_same_bits(got, expected)
 
@@ -92,7 +93,7 @@ def test_readable_kernel_is_what_the_callback_runs(dtype, monkeypatch):
                 continue
             recommendation, weights, seeds = random_rows(seed, n, rows, dtype)
             ranks = np.asarray(sort_ranks(jnp.asarray(weights)))
-            got = permute(recommendation, weights, seeds, alpha, size, drop)
+            got = permute((recommendation, weights, seeds), alpha, size, drop)
             by_hand = cycles_numpy.permute_rows(
                 recommendation.T,
                 weights.T,
@@ -108,7 +109,7 @@ def test_readable_kernel_is_what_the_callback_runs(dtype, monkeypatch):
 
 
 def permute_by_the_book(weights, recommendation, aggressiveness):
-    """One row as one subset: the method's steps in its own words, with lists and a recursive search."""
+    """One row as one subset: the method's steps with plain lists and a recursive search."""
     spread = float(weights.max()) - float(weights.min())
     active = [i for i in range(len(weights)) if recommendation[i] != 0]
     if len(active) < 2:
@@ -150,7 +151,7 @@ def permute_by_the_book(weights, recommendation, aggressiveness):
 @pytest.mark.parametrize("alpha", [0.0, 0.05, 0.3, 2.0])
 @pytest.mark.parametrize("levels", [0, 4, 25])
 def test_whole_rows_are_permuted_by_the_book(alpha, levels, kernel):
-    """Every kernel does what a plain reading of the method does, with and without ties and zeros."""
+    """Every kernel does what a plain reading of the method does, ties and zeros included."""
     rng = np.random.default_rng(int(alpha * 100) + levels)
     for n in (2, 3, 10, 40):
         weights = rng.normal(size=(n, 12)).astype(np.float32)
@@ -160,7 +161,7 @@ def test_whole_rows_are_permuted_by_the_book(alpha, levels, kernel):
             weights = (np.round(weights * levels) / levels).astype(np.float32)
             recommendation = (np.round(recommendation * levels) / levels).astype(np.float32)
         seeds = np.zeros((12, 2), np.uint32)
-        got, ranks, moved = permute(recommendation, weights, seeds, alpha, n, False)
+        got, ranks, moved = permute((recommendation, weights, seeds), alpha, n, False)
         expected = np.stack(
             [
                 permute_by_the_book(w, m, float(np.float32(alpha)))
@@ -260,7 +261,7 @@ def test_subsets_have_the_sizes_asked_for(n, size, seed):
 
 
 def test_partitions_are_uniform():
-    """All 30 ways to split five entries as 2 + 2 + 1 come equally often (chi-square, fixed seeds)."""
+    """All 30 ways to split five entries as 2 + 2 + 1 come equally often (chi-square)."""
     draws = 6000
     words = np.random.default_rng(7).integers(0, 2**32, (draws, 2), dtype=np.uint32)
     found = {}

@@ -61,7 +61,7 @@ def test_permutation_with_other_output_axes(axes):
 
 @pytest.mark.usefixtures("lenient")
 def test_masked_leaves_stay_with_their_optimizer():
-    """Leaves that another optimizer trains are MaskedNode in the permutation and kept as they are."""
+    """Leaves that another optimizer trains are MaskedNode in the export and kept as they are."""
     params = support.random_params()
     tx = optax.partition(
         {"permute": optperm.sgperm(0.5), "adam": optax.adam(0.1)},
