@@ -32,6 +32,26 @@ _INTERFACE_VERSION = 1
 _TARGET_NAMES = {"float32": "optperm_permute_rows_f32", "float64": "optperm_permute_rows_f64"}
 
 
+class _Problem(ctypes.Structure):
+    """The struct Problem of kernel/cycles.h."""
+
+    _fields_ = (
+        ("batch", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("drop_remainder", ctypes.c_bool),
+        ("recommendation", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("ranks", ctypes.c_void_p),
+        ("seeds", ctypes.c_void_p),
+        ("aggressiveness", ctypes.c_void_p),
+        ("partition_size", ctypes.c_void_p),
+        ("new_weights", ctypes.c_void_p),
+        ("new_ranks", ctypes.c_void_p),
+        ("moved", ctypes.c_void_p),
+    )
+
+
 def permute_rows(
     recommendation: jax.Array,
     weights: jax.Array,
@@ -125,16 +145,16 @@ def _permute_on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple
         weights, ranks = np.empty_like(flat[1]), np.empty_like(flat[2])
         moved = np.empty(len(weights), np.int32)
         outputs = (weights, ranks, moved)
-        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*flat, *outputs)]
-        library = _library()
-        assert library is not None
-        entry = getattr(library, f"{_TARGET_NAMES[weights.dtype.name]}_host")
-        entry(
-            ctypes.c_int64(len(weights)),
-            ctypes.c_int64(n),
-            ctypes.c_bool(drop_remainder),
-            *pointers,
+        # Here a row is contiguous in memory: to the kernel, a batch of matrices with one row each.
+        problem = _Problem(
+            len(weights), 1, n, drop_remainder, *(array.ctypes.data for array in (*flat, *outputs))
         )
+        entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
+        entry.restype = ctypes.c_bool
+        if not entry(ctypes.byref(problem)):
+            raise ValueError(
+                "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
+            )
     return weights.reshape(*batch, n), ranks.reshape(*batch, n), moved.reshape(batch)
 
 

@@ -62,18 +62,18 @@ def permute_rows(
 def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:
     """The subset of each of n entries; -1 for those that sit out (step 3).
 
-    The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled by Fisher and Yates with splitmix64.
+    The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled by the inside-out form of
+    Fisher and Yates' shuffle, with numbers from splitmix64.
     """
     if size >= n:
         return np.zeros(n, np.int32)
+    start = np.uint64(seed[0]) | np.uint64(seed[1]) << np.uint64(32)
+    picks = multiply_high(splitmix64(start, n), np.arange(1, n + 1, dtype=np.uint64))
     labels = np.arange(n, dtype=np.int32) // size
     if drop_remainder and n % size:
         labels[n - n % size :] = -1
-    start = np.uint64(seed[0]) | np.uint64(seed[1]) << np.uint64(32)
-    bounds = np.arange(n, 1, -1, dtype=np.uint64)
-    draws = splitmix64(start, len(bounds))
-    for last, pick in zip(range(n - 1, 0, -1), multiply_high(draws, bounds), strict=True):
-        labels[last], labels[pick] = labels[pick], labels[last]
+    for i, pick in enumerate(picks):
+        labels[i], labels[pick] = labels[pick], labels[i]
     return labels
 
 

@@ -1,0 +1,162 @@
+"""The commands: `train` makes a run folder, `evaluate` tests the network of one."""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+from typing import Any
+
+import jax
+import numpy as np
+
+from optperm.cli import datasets, models, report, run_folder, training
+from optperm.cli.errors import CliError, UsageError, import_extra
+from optperm.cli.methods import Method
+
+INTERRUPTED = 130
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Trains a network, and writes what came of it.
+
+    Args:
+      arguments: The parsed flags of a method.
+
+    Returns:
+      0, or `INTERRUPTED` if Ctrl-C cut the training short.
+
+    Raises:
+      CliError: If data, files or the installation are at fault, or the flags.
+    """
+    # What is missing must come out before the training, not after it.
+    for extra in ("rich", "matplotlib"):
+        import_extra(extra)
+    method: Method = arguments.method
+    data = datasets.load(arguments.data)
+    if arguments.batch_size > len(data.x_train):
+        raise UsageError(
+            f"--batch-size {arguments.batch_size} is more than the {len(data.x_train)} training "
+            "examples. Choose a smaller one."
+        )
+    spec = models.NetworkSpec(
+        model=arguments.model,
+        hidden=arguments.hidden,
+        input_shape=data.x_train.shape[1:],
+        num_classes=data.num_classes,
+        seed=arguments.seed,
+    )
+    model, initial = models.build(spec), models.initial_params(spec)
+    hyperparameters = {name: getattr(arguments, name) for name in method.flags}
+    facts = {
+        "seed": arguments.seed,
+        "num_data": len(data.x_train),
+        "batch_size": arguments.batch_size,
+    }
+    try:
+        tx = method.transformation(hyperparameters, facts)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{method.name}: {error}") from error
+
+    name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
+    reporter = report.Reporter(arguments.epochs, quiet=arguments.quiet)
+
+    def on_epoch(record: training.EpochRecord) -> None:
+        run_folder.append_metrics(folder, dataclasses.asdict(record))
+        reporter.epoch(record)
+
+    with training.Interrupt() as interrupt:
+        with reporter:
+            trainer = training.Trainer(
+                model, tx, initial, data, batch_size=arguments.batch_size, seed=arguments.seed
+            )
+            folder = run_folder.create(getattr(arguments, "out", None), name)
+            run = trainer.run(
+                arguments.epochs,
+                interrupt=interrupt,
+                on_epoch=on_epoch,
+                on_interrupt=reporter.interrupted,
+            )
+        if method.permutes:
+            run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
+        else:
+            run_folder.write_params(folder, spec, run.params)
+        run_folder.write_steps(folder, loss=run.loss, share_moved=run.share_moved)
+        summary = _summary(arguments, data.source, run, hyperparameters)
+        run_folder.write_summary(folder, summary)
+        report.draw_curve(folder / "curve.png", run, name)
+        reporter.summary(summary, folder)
+    return INTERRUPTED if run.interrupted else 0
+
+
+def _summary(
+    arguments: argparse.Namespace,
+    source: str,
+    run: training.TrainingRun,
+    hyperparameters: dict[str, Any],
+) -> dict[str, Any]:
+    last = run.records[-1]
+    return {
+        "method": arguments.method.name,
+        "test_accuracy": last.test_accuracy,
+        "train_accuracy": last.train_accuracy,
+        "train_loss": last.train_loss,
+        # The mean over all steps.
+        "share_moved": None if run.share_moved is None else float(np.mean(run.share_moved)),
+        # Of all steps; compiling and testing come on top.
+        "seconds": sum(record.seconds for record in run.records),
+        "compile_seconds": run.compile_seconds,
+        "interrupted": run.interrupted,
+        "epochs_done": last.epoch,
+        "steps": last.step,
+        "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
+        "data": source,
+        "model": arguments.model,
+        "hidden": arguments.hidden,
+        "seed": arguments.seed,
+        "epochs": arguments.epochs,
+        "batch_size": arguments.batch_size,
+        "hyperparameters": hyperparameters,
+        "device": jax.devices()[0].device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},
+        },
+    }
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Rebuilds the network of a run folder, and prints its test accuracy.
+
+    Args:
+      arguments: `folder`, and `data` where it is not to be the run's.
+
+    Returns:
+      0.
+
+    Raises:
+      CliError: If the network cannot be rebuilt, or its accuracy is not the one in summary.json.
+    """
+    spec, params = run_folder.rebuild(arguments.folder)
+    summary = run_folder.read_summary(arguments.folder)
+    data = datasets.load(getattr(arguments, "data", summary["data"]))
+    if data.x_test.shape[1:] != spec.input_shape:
+        raise CliError(
+            f"{data.source} holds examples of shape {list(data.x_test.shape[1:])}, but the network "
+            f"was trained on shape {list(spec.input_shape)}."
+        )
+    accuracy = training.TestSet(models.build(spec), params, data).accuracy(params)
+    if "data" not in arguments and accuracy != summary["test_accuracy"]:
+        raise CliError(
+            f"the test accuracy is {accuracy}, but summary.json says {summary['test_accuracy']}: "
+            "the data have changed, or the run was on another kind of device."
+        )
+    print(f"test accuracy {accuracy:.4f}")
+    return 0
+
+
+def version(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"

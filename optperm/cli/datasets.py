@@ -1,0 +1,191 @@
+"""Labeled data: scikit-learn's digits, folders of MNIST-format IDX files, and npz files."""
+
+import dataclasses
+import gzip
+import math
+import pathlib
+import zipfile
+import zlib
+
+import numpy as np
+
+from optperm.cli.errors import CliError, import_extra
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+_IDX_FILES = {
+    "x_train": ("train-images", 3),
+    "y_train": ("train-labels", 1),
+    "x_test": ("t10k-images", 3),
+    "y_test": ("t10k-labels", 1),
+}
+# A label far out of range is an error in the data, not a wish for so wide an output layer.
+_MAX_CLASSES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A labeled data set, split into training and test examples.
+
+    Attributes:
+      name: A short name, for the run folder.
+      source: What `--data` has to say to get this data set from any working directory.
+      x_train: float32 (examples, *shape).
+      y_train: int32 (examples,), in [0, num_classes).
+      x_test: float32 (examples, *shape).
+      y_test: int32 (examples,), in [0, num_classes).
+      num_classes: One more than the largest label.
+    """
+
+    name: str
+    source: str
+    x_train: np.ndarray
+    y_train: np.ndarray
+    x_test: np.ndarray
+    y_test: np.ndarray
+    num_classes: int
+
+
+def load(source: str) -> Dataset:
+    """Loads a data set; inputs of uint8 are scaled to [0, 1], floating ones are taken as they are.
+
+    Args:
+      source: `"digits"`, a folder of IDX files, or an npz file with the arrays of `KEYS`.
+
+    Raises:
+      CliError: If there is no such data, or it cannot be used.
+    """
+    if source == "digits":
+        return _checked("digits", source, _digits())
+    path = pathlib.Path(source).resolve()
+    if path.is_dir():
+        return _checked(path.name, str(path), _read_idx_folder(path))
+    if path.is_file():
+        return _checked(path.stem, str(path), _read_npz(path))
+    raise CliError(
+        f"--data {source}: there is no such file or folder. Pass 'digits', a folder of "
+        f"MNIST-format IDX files, or an .npz file with {', '.join(KEYS)}."
+    )
+
+
+def _digits() -> dict[str, np.ndarray]:
+    digits = import_extra("sklearn.datasets").load_digits()
+    # The split belongs to the data set: runs with different seeds are tested on the same examples.
+    x_train, x_test, y_train, y_test = import_extra("sklearn.model_selection").train_test_split(
+        (digits.images / 16).astype(np.float32),
+        digits.target,
+        test_size=0.2,
+        stratify=digits.target,
+        random_state=0,
+    )
+    return dict(zip(KEYS, (x_train, y_train, x_test, y_test), strict=True))
+
+
+def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            missing = [key for key in KEYS if key not in file]
+            if missing:
+                raise CliError(
+                    f"{path} lacks {', '.join(missing)}: an npz file of data must hold "
+                    f"{', '.join(KEYS)}. It holds {', '.join(file) or 'nothing'}."
+                )
+            return {key: np.asarray(file[key]) for key in KEYS}
+    # The TypeError is a .npy file's: it gives an array, which is no context manager.
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise CliError(
+            f"{path} cannot be read as an .npz file of plain arrays ({error}). "
+            "Write it with numpy.savez."
+        ) from error
+
+
+def _read_idx_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    arrays = {}
+    for key, (stem, rank) in _IDX_FILES.items():
+        names = [f"{stem}{dot}idx{rank}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+        found = [folder / name for name in names if (folder / name).is_file()]
+        if not found:
+            raise CliError(f"{folder} holds no {stem} file: looked for {', '.join(names)}.")
+        arrays[key] = _read_idx(found[0], rank)
+    return arrays
+
+
+def _read_idx(path: pathlib.Path, rank: int) -> np.ndarray:
+    """Reads 0, 0, 8 (for uint8), the rank, the sizes as big-endian uint32, and then the data."""
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise CliError(f"{path} cannot be decompressed ({error}).") from error
+    magic = bytes([0, 0, 8, rank])
+    if content[:4] != magic:
+        raise CliError(
+            f"{path} is not an IDX file of uint8 with {rank} axes: it begins with "
+            f"{content[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')}."
+        )
+    start = 4 + 4 * rank
+    if len(content) < start:
+        raise CliError(f"{path} is truncated: it ends within its header of {start} bytes.")
+    shape = [int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4)]
+    if len(content) - start != math.prod(shape):
+        raise CliError(
+            f"{path} is truncated or damaged: its header promises {math.prod(shape)} bytes of data "
+            f"(shape {'x'.join(map(str, shape))}), it holds {len(content) - start}."
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
+    x_train, y_train, x_test, y_test = (arrays[key] for key in KEYS)
+    if x_train.shape[1:] != x_test.shape[1:] or x_train.dtype != x_test.dtype:
+        raise CliError(
+            f"{source}: x_train and x_test must hold examples of one shape and dtype, got "
+            f"{x_train.dtype}{list(x_train.shape)} and {x_test.dtype}{list(x_test.shape)}."
+        )
+    for inputs, labels in (("x_train", "y_train"), ("x_test", "y_test")):
+        _check_labels(source, labels, arrays[labels])
+        if len(arrays[inputs]) != len(arrays[labels]):
+            raise CliError(
+                f"{source}: {inputs} holds {len(arrays[inputs])} examples, but {labels} holds "
+                f"{len(arrays[labels])} labels. Each example needs one label."
+            )
+    return Dataset(
+        name=name,
+        source=source,
+        x_train=_scaled(source, "x_train", x_train),
+        y_train=y_train.astype(np.int32),
+        x_test=_scaled(source, "x_test", x_test),
+        y_test=y_test.astype(np.int32),
+        num_classes=1 + int(max(y_train.max(), y_test.max())),
+    )
+
+
+def _check_labels(source: str, key: str, labels: np.ndarray) -> None:
+    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size:
+        raise CliError(
+            f"{source}: {key} must be a vector of integer labels, one an example, got "
+            f"{labels.dtype}{list(labels.shape)}."
+        )
+    if labels.min() < 0 or labels.max() >= _MAX_CLASSES:
+        raise CliError(
+            f"{source}: {key} must hold labels from 0 to {_MAX_CLASSES - 1}, got labels from "
+            f"{labels.min()} to {labels.max()}. Number the classes from 0."
+        )
+
+
+def _scaled(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
+    is_image = inputs.dtype == np.uint8
+    if not (is_image or inputs.dtype.kind == "f") or inputs.ndim < 2 or not inputs.size:
+        raise CliError(
+            f"{source}: {key} must be uint8 (scaled by 1/255) or floating (taken as it is), with "
+            f"an axis of examples and at least one more, got {inputs.dtype}{list(inputs.shape)}."
+        )
+    with np.errstate(over="ignore"):  # what overflows is counted below
+        values = inputs.astype(np.float32)
+    bad = np.count_nonzero(~np.isfinite(values))
+    if bad:
+        raise CliError(
+            f"{source}: {key} holds {bad} values that are NaN, infinite or beyond float32. "
+            "Replace them, or drop their examples."
+        )
+    return values / np.float32(255) if is_image else values

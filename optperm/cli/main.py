@@ -1,0 +1,172 @@
+"""The console entry `optperm`."""
+
+import argparse
+import io
+import math
+import os
+import pathlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from optperm.cli import commands, datasets, models
+from optperm.cli.errors import CliError
+from optperm.cli.methods import METHODS, Method
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: Arguments, without the program's name; those of the process by default.
+
+    Returns:
+      The exit code: 0; 1 if data, files or the installation are at fault; 2 if the command line is;
+      130 if Ctrl-C ended it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character is no reason to lose a run.
+            stream.reconfigure(errors="backslashreplace")
+    arguments = _parser().parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        if arguments.quiet:
+            warnings.simplefilter("ignore")
+        try:
+            code: int = arguments.command(arguments)
+            return code
+        except CliError as error:
+            return _fail(str(error), error.exit_code)
+        except OSError as error:
+            return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
+        except jax.errors.JaxRuntimeError as error:
+            return _fail(f"JAX: {error}", 1)
+        except KeyboardInterrupt:
+            _fail("stopped by Ctrl-C.", commands.INTERRUPTED)
+            # A compiled call may still run in its thread, and an ordinary exit would wait for it.
+            sys.stdout.flush()
+            os._exit(commands.INTERRUPTED)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"optperm: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"optperm: warning: {message}", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"optperm: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    options: dict[str, Any] = {
+        "allow_abbrev": False,
+        "formatter_class": argparse.ArgumentDefaultsHelpFormatter,
+    }
+    parser = _Parser(prog="optperm", description="Trains networks by optperm's methods.", **options)
+    parser.add_argument(
+        "--version", action="version", version=f"optperm {commands.version('optperm')}"
+    )
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    train = subparsers.add_parser("train", help="train a network", **options)
+    methods = train.add_subparsers(title="methods", required=True, metavar="METHOD")
+    for method in METHODS.values():
+        of_method = methods.add_parser(
+            method.name, help=method.help, description=f"{method.name}: {method.help}", **options
+        )
+        _add_run_flags(of_method)
+        _add_hyperparameters(of_method, method)
+        of_method.set_defaults(command=commands.train, method=method)
+
+    about = "rebuild the network of a run from its files, and test it"
+    evaluate = subparsers.add_parser("evaluate", help=about, description=about, **options)
+    evaluate.add_argument("folder", type=pathlib.Path, help="a run folder")
+    evaluate.add_argument("--data", default=argparse.SUPPRESS, help="other data than the run's")
+    evaluate.set_defaults(command=commands.evaluate, quiet=False)
+    return parser
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    group.add_argument(
+        "--data",
+        default="digits",
+        help="'digits' (scikit-learn's), a folder of MNIST-format IDX files, or an .npz file with "
+        f"{', '.join(datasets.KEYS)}",
+    )
+    group.add_argument("--model", choices=models.MODELS, default="mlp", help="the network")
+    group.add_argument(
+        "--hidden",
+        type=_integer(1, 2**20),
+        default=256,
+        help="units of the hidden layer",
+        metavar="N",
+    )
+    group.add_argument(
+        "--seed",
+        type=_integer(0, 2**32 - 1),
+        default=0,
+        help="of the initial params, the shuffles and the method",
+        metavar="N",
+    )
+    group.add_argument(
+        "--epochs", type=_integer(0), default=10, help="passes through the data", metavar="N"
+    )
+    group.add_argument(
+        "--batch-size", type=_integer(1), default=50, help="examples a step", metavar="N"
+    )
+    group.add_argument(
+        "--out",
+        default=argparse.SUPPRESS,
+        help="folder for the results, which must be new or empty (default: "
+        "runs/METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists)",
+        metavar="FOLDER",
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_hyperparameters(parser: argparse.ArgumentParser, method: Method) -> None:
+    group = parser.add_argument_group(f"hyperparameters of {method.name}")
+    for name, default in method.defaults().items():
+        flag, about = f"--{name.replace('_', '-')}", method.flags[name]
+        if isinstance(default, bool):
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, default=default, help=about)
+        else:
+            kind = _integer() if isinstance(default, int) else _number
+            group.add_argument(flag, type=kind, default=default, help=about, metavar="X")
+
+
+def _integer(low: int | None = None, high: int | None = None) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if low is not None and value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(f"must be at most {high}, got {text}")
+        return value
+
+    return integer
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
+    return value
+
+
+_number.__name__ = "number"  # argparse puts it into its messages
+
+
+if __name__ == "__main__":
+    sys.exit(main())

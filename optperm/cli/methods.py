@@ -1,0 +1,108 @@
+"""The training methods that the command line offers: one table entry each."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+
+import optax
+
+import optperm
+from optperm import checks
+
+Hyperparameter = bool | int | float
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A training method.
+
+    Attributes:
+      name: What follows `optperm train`.
+      help: What it does, in a line.
+      build: Makes the transformation. Beside its hyperparameters it may have parameters named
+        like what the run knows (`seed`, `num_data`, `batch_size`), which are filled in.
+      flags: The parameters of `build` that become flags, each with its help. Their types and
+        defaults are those of the signature.
+      permutes: Whether the trained weights are the initial ones in another order, and are saved
+        as a permutation.
+    """
+
+    name: str
+    help: str
+    build: Callable[..., optax.GradientTransformation]
+    flags: Mapping[str, str]
+    permutes: bool = False
+
+    def defaults(self) -> dict[str, Hyperparameter]:
+        """The default of each flag."""
+        parameters = inspect.signature(self.build).parameters
+        return {name: parameters[name].default for name in self.flags}
+
+    def transformation(
+        self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int]
+    ) -> optax.GradientTransformationExtraArgs:
+        """Builds the transformation from its flags and what the run knows.
+
+        Raises:
+          TypeError: If a hyperparameter is of the wrong type.
+          ValueError: If one is out of range.
+        """
+        wanted = inspect.signature(self.build).parameters
+        known = {name: fact for name, fact in run.items() if name in wanted}
+        return optax.with_extra_args_support(self.build(**hyperparameters, **known))
+
+
+def _sgd(learning_rate: float = 0.1, momentum: float = 0.9) -> optax.GradientTransformation:
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("momentum", momentum, 0.0, 1.0)
+    return optax.sgd(learning_rate, momentum)
+
+
+def _adam(
+    learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+) -> optax.GradientTransformation:
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("b1", b1, 0.0, 1.0)
+    checks.check_in_range("b2", b2, 0.0, 1.0)
+    checks.check_in_range("eps", eps, 0.0, float("inf"))
+    return optax.adam(learning_rate, b1, b2, eps)
+
+
+_ENTRIES = (
+    Method(
+        "sgperm",
+        "train only by permuting the initial weights",
+        optperm.sgperm,
+        {
+            "aggressiveness": "how far a weight moves at first, as a share of its vector's range",
+            "aggressiveness_decay": "factor on the aggressiveness, each step",
+            "min_aggressiveness": "the least aggressiveness",
+            "partition_ratio": "share of a weight vector permuted within itself at first",
+            "partition_growth": "factor on the partition ratio, each step",
+            "max_partition_ratio": "the greatest partition ratio",
+            "learning_rate": "weight of the newest gradient in the recommendation",
+            "momentum": "weight of the last recommendation in the next",
+            "min_partition_size": "least weights permuted within themselves",
+            "include_remainder": "permute a smaller last part of a weight vector as well",
+        },
+        permutes=True,
+    ),
+    Method(
+        "sgd",
+        "stochastic gradient descent with momentum",
+        _sgd,
+        {"learning_rate": "step size", "momentum": "decay of the momentum"},
+    ),
+    Method(
+        "adam",
+        "Adam",
+        _adam,
+        {
+            "learning_rate": "step size",
+            "b1": "decay of the first moment",
+            "b2": "decay of the second moment",
+            "eps": "added to the root of the second moment",
+        },
+    ),
+)
+METHODS = {method.name: method for method in _ENTRIES}

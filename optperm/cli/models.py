@@ -1,0 +1,135 @@
+"""The networks to train, drawn so that every parameter can be permuted."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.cli.errors import UsageError
+
+# Far from the step counts that a method may fold into the key of the same seed.
+_INIT_STREAM = 0x494E_4954
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkSpec:
+    """All it takes to build a network and draw its initial params again.
+
+    Attributes:
+      model: A name in `MODELS`.
+      hidden: Units of the hidden layer.
+      input_shape: Shape of one example.
+      num_classes: Units of the output layer.
+      seed: Seed of the initial params.
+    """
+
+    model: str
+    hidden: int
+    input_shape: tuple[int, ...]
+    num_classes: int
+    seed: int
+
+
+class MLP(nn.Module):
+    """One hidden layer with ReLU.
+
+    Attributes:
+      hidden: Units of the hidden layer.
+      num_classes: Units of the output layer.
+    """
+
+    hidden: int
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (batch, *shape) to logits (batch, num_classes)."""
+        x = x.reshape(len(x), -1)
+        x = nn.relu(_dense(x, self.hidden))
+        return _dense(x, self.num_classes)
+
+
+class CNN(nn.Module):
+    """Two convolutions with pooling, then one hidden layer.
+
+    Attributes:
+      hidden: Units of the hidden layer.
+      num_classes: Units of the output layer.
+    """
+
+    hidden: int
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (batch, height, width) or (batch, height, width, channels) to logits."""
+        x = x[..., None] if x.ndim == 3 else x
+        for features in (16, 32):
+            x = nn.relu(_conv(x, features))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")  # type: ignore[no-untyped-call]
+        x = x.reshape(len(x), -1)
+        x = nn.relu(_dense(x, self.hidden))
+        return _dense(x, self.num_classes)
+
+
+MODELS: dict[str, type[MLP] | type[CNN]] = {"mlp": MLP, "cnn": CNN}
+
+
+def build(spec: NetworkSpec) -> MLP | CNN:
+    """The network that a spec describes.
+
+    Raises:
+      UsageError: If the model cannot take such examples.
+    """
+    if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
+        raise UsageError(
+            "--model cnn needs images, height x width or height x width x channels, and these "
+            f"examples are of shape {list(spec.input_shape)}. Use --model mlp."
+        )
+    return MODELS[spec.model](hidden=spec.hidden, num_classes=spec.num_classes)
+
+
+def initial_params(spec: NetworkSpec) -> optax.Params:
+    """Draws the initial params: the same for the same spec."""
+    key = jax.random.fold_in(jax.random.key(spec.seed, impl="threefry2x32"), _INIT_STREAM)
+    example = jnp.zeros((1, *spec.input_shape), jnp.float32)
+    params: optax.Params = build(spec).init(key, example)["params"]
+    return params
+
+
+def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
+    """The network's outputs (batch, num_classes) for (batch, *input_shape)."""
+    outputs = model.apply({"params": params}, x)
+    assert isinstance(outputs, jax.Array)
+    return outputs
+
+
+def _dense(x: jax.Array, features: int) -> jax.Array:
+    return nn.Dense(
+        features, kernel_init=nn.initializers.he_uniform(), bias_init=_he_uniform(x.shape[-1])
+    )(x)
+
+
+def _conv(x: jax.Array, features: int) -> jax.Array:
+    return nn.Conv(
+        features,
+        (3, 3),
+        kernel_init=nn.initializers.he_uniform(),
+        bias_init=_he_uniform(9 * x.shape[-1]),
+    )(x)
+
+
+def _he_uniform(fan_in: int) -> nn.initializers.Initializer:
+    """The kernel's distribution, for its bias: equal biases could not be trained by permuting."""
+    bound = math.sqrt(6 / fan_in)
+
+    def init(
+        key: jax.Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float32, **_: object
+    ) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init

@@ -1,0 +1,213 @@
+"""The folder of a run: what is written there, and how a network is rebuilt from it.
+
+- `metrics.jsonl`: a line an epoch (`training.EpochRecord`), written as training goes on;
+- `summary.json`: the result, every flag and hyperparameter, versions;
+- `steps.npz`: the loss of each step, and the share of weights moved where the method permutes them;
+- `curve.png`: accuracies and share moved;
+- `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
+
+The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for
+each parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). Beside
+a permutation the initial params are not stored: they are drawn again from the seed.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import pathlib
+import zipfile
+import zlib
+from typing import Any
+
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+import optperm
+from optperm.cli import models
+from optperm.cli.errors import CliError, UsageError
+
+PERMUTATION_FILE, PARAMS_FILE = "permutation.npz", "params.npz"
+_PREFIX = "params/"
+
+
+def create(out: str | None, name: str) -> pathlib.Path:
+    """Makes the folder of a new run, never one that holds something already.
+
+    Args:
+      out: The folder to make; None for `runs/<name>`, with -2, -3 and so on where that exists.
+      name: Name of the run.
+
+    Raises:
+      UsageError: If `out` exists and is not an empty folder.
+      CliError: If the folder cannot be made.
+    """
+    try:
+        if out is None:
+            return _create_next(pathlib.Path("runs"), name)
+        folder = pathlib.Path(out)
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(
+                f"--out {out} exists and is not an empty folder. Earlier results are never "
+                "overwritten: name another folder, or remove this one."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise CliError(f"cannot write to {error.filename}: {error.strerror}.") from error
+    return folder
+
+
+def _create_next(parent: pathlib.Path, name: str) -> pathlib.Path:
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("unreachable")
+
+
+def append_metrics(folder: pathlib.Path, record: dict[str, Any]) -> None:
+    """Adds a line to metrics.jsonl."""
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
+
+
+def write_summary(folder: pathlib.Path, summary: dict[str, Any]) -> None:
+    """Writes summary.json."""
+    text = json.dumps(_without_nan(summary), indent=2, allow_nan=False)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: null stands for the loss of a run that diverged."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+def write_steps(folder: pathlib.Path, **columns: np.ndarray | None) -> None:
+    """Writes steps.npz: what was recorded at each step."""
+    known: dict[str, Any] = {name: column for name, column in columns.items() if column is not None}
+    np.savez_compressed(folder / "steps.npz", **known)
+
+
+def write_params(folder: pathlib.Path, spec: models.NetworkSpec, trained: optax.Params) -> None:
+    """Writes params.npz."""
+    _write_network(folder / PARAMS_FILE, spec, trained, trained)
+
+
+def write_permutation(
+    folder: pathlib.Path,
+    spec: models.NetworkSpec,
+    initial: optax.Params,
+    trained: optax.Params,
+    opt_state: Any,
+) -> None:
+    """Writes permutation.npz, if it takes the initial params to the trained ones bit for bit.
+
+    Raises:
+      CliError: If it does not.
+    """
+    permutation = optperm.export_permutation(initial, opt_state)
+    if _digest(optperm.apply_permutation(initial, permutation)) != _digest(trained):
+        raise CliError(
+            "the permutation does not give the trained weights, so it was not saved: this is a bug "
+            "in optperm, please report it."
+        )
+    _write_network(folder / PERMUTATION_FILE, spec, permutation, trained)
+
+
+def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
+    """Rebuilds the trained network of a run, bit for bit.
+
+    Args:
+      folder: A run folder; only its permutation.npz or params.npz is read.
+
+    Returns:
+      The network's spec, for `models.build`, and its trained params.
+
+    Raises:
+      CliError: If the folder holds no such file, or the weights cannot be rebuilt from it.
+    """
+    files = [folder / name for name in (PERMUTATION_FILE, PARAMS_FILE)]
+    path = next((file for file in files if file.is_file()), None)
+    if path is None:
+        raise CliError(
+            f"{folder} holds no trained network, neither {PERMUTATION_FILE} nor {PARAMS_FILE}. "
+            "Pass the folder of a run that `optperm train` has finished."
+        )
+    try:
+        spec, leaves, digest = _read_network(path)
+        if path.name == PERMUTATION_FILE:
+            leaves = optperm.apply_permutation(models.initial_params(spec), leaves)
+    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
+    if _digest(leaves) != digest:
+        raise CliError(
+            f"{path} gives other weights here than those that were trained: the file is damaged, "
+            "or other versions of JAX and Flax, or another kind of device, draw other initial "
+            "params. summary.json says what the run was trained with."
+        )
+    return spec, leaves
+
+
+def read_summary(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads summary.json.
+
+    Raises:
+      CliError: If there is none, or it is not the summary of a run.
+    """
+    path = folder / "summary.json"
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"data", "test_accuracy"} - set(summary)
+    except (OSError, ValueError, TypeError) as error:
+        raise CliError(f"{path} cannot be read ({error}).") from error
+    if missing:
+        raise CliError(f"{path} is not the summary of a run: it lacks {', '.join(missing)}.")
+    return summary
+
+
+def _write_network(
+    path: pathlib.Path, spec: models.NetworkSpec, leaves: Any, trained: optax.Params
+) -> None:
+    arrays: dict[str, Any] = {_PREFIX + name: leaf for name, leaf in _flat(leaves).items()}
+    np.savez_compressed(path, digest=_digest(trained), **dataclasses.asdict(spec), **arrays)
+
+
+def _read_network(path: pathlib.Path) -> tuple[models.NetworkSpec, Any, str]:
+    with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        spec = models.NetworkSpec(
+            model=str(file["model"]),
+            hidden=int(file["hidden"]),
+            input_shape=tuple(int(size) for size in file["input_shape"]),
+            num_classes=int(file["num_classes"]),
+            seed=int(file["seed"]),
+        )
+        leaves = {
+            name.removeprefix(_PREFIX): file[name] for name in file if name.startswith(_PREFIX)
+        }
+        return spec, _nested(leaves), str(file["digest"])
+
+
+def _flat(params: Any) -> dict[str, np.ndarray]:
+    flat = flatten_dict(params, sep="/")  # type: ignore[no-untyped-call]
+    return {name: np.asarray(leaf) for name, leaf in flat.items()}
+
+
+def _nested(leaves: dict[str, np.ndarray]) -> optax.Params:
+    return unflatten_dict(leaves, sep="/")  # type: ignore[no-untyped-call]
+
+
+def _digest(params: optax.Params) -> str:
+    digest = hashlib.sha256()
+    for name, leaf in sorted(_flat(params).items()):
+        digest.update(name.encode())
+        digest.update(leaf.tobytes())
+    return digest.hexdigest()

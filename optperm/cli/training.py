@@ -1,0 +1,281 @@
+"""The training loop: one compiled call an epoch, stopped by Ctrl-C between two of them."""
+
+import concurrent.futures
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optperm
+from optperm.cli import models
+from optperm.cli.datasets import Dataset
+from optperm.cli.errors import CliError
+from optperm.composition import find_states
+
+# Far from the step counts that a method may fold into the key of the same seed.
+_SHUFFLE_STREAM = 0x5348_5546
+_TEST_CHUNK = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochRecord:
+    """What one epoch came to. Epoch 0 is the network before training.
+
+    Attributes:
+      epoch: Epochs done.
+      step: Steps done.
+      train_loss: Mean over the epoch's batches, each taken before its step.
+      train_accuracy: Likewise.
+      test_accuracy: After the epoch.
+      share_moved: Mean share of the weights that a step moved; None where the method permutes none.
+      seconds: Wall time of the epoch's steps, without compiling and testing.
+    """
+
+    epoch: int
+    step: int
+    train_loss: float | None
+    train_accuracy: float | None
+    test_accuracy: float
+    share_moved: float | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """What training came to.
+
+    Attributes:
+      params: The trained params.
+      opt_state: The last optimizer state.
+      records: One for each epoch, epoch 0 included.
+      loss: (steps,), the loss of each batch before its step.
+      share_moved: (steps,), or None where the method permutes no weights.
+      compile_seconds: Wall time of compiling.
+      interrupted: Whether Ctrl-C ended it.
+    """
+
+    params: optax.Params
+    opt_state: Any
+    records: list[EpochRecord]
+    loss: np.ndarray
+    share_moved: np.ndarray | None
+    compile_seconds: float
+    interrupted: bool
+
+
+class Interrupt:
+    """A context in which the first Ctrl-C is noted, and the second one raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "Interrupt":
+        self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+class Trainer:
+    """Trains one network; compiles when it is made.
+
+    Args:
+      model: The network.
+      tx: The training method.
+      params: The initial params.
+      data: What to train and test on. All of it is kept on the device.
+      batch_size: Examples a step. The last ones of each shuffle that fill no batch are left out.
+      seed: Seed of the shuffles.
+
+    Raises:
+      CliError: If the method cannot train these params here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tx: optax.GradientTransformationExtraArgs,
+        params: optax.Params,
+        data: Dataset,
+        *,
+        batch_size: int,
+        seed: int,
+    ) -> None:
+        start = time.perf_counter()
+        self._key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        self._params = params
+        self._examples = jnp.asarray(data.x_train), jnp.asarray(data.y_train)
+        self._steps = len(data.x_train) // batch_size
+        run_epoch = _epoch_function(model, tx, self._steps, batch_size)
+        try:
+            self._opt_state = tx.init(params)
+            self._run_epoch = run_epoch.lower(
+                params, self._opt_state, *self._examples, self._key
+            ).compile()
+        except (ValueError, TypeError, RuntimeError) as error:
+            # What only the params, or the kernels that are available, can tell a method.
+            raise CliError(str(error)) from error
+        self._test = TestSet(model, params, data)
+        self._compile_seconds = time.perf_counter() - start
+
+    def run(
+        self,
+        epochs: int,
+        *,
+        interrupt: Interrupt,
+        on_epoch: Callable[[EpochRecord], None],
+        on_interrupt: Callable[[], None],
+    ) -> TrainingRun:
+        """Trains from the initial params.
+
+        Args:
+          epochs: How often to go through the training examples.
+          interrupt: Ends training after the epoch in which it is requested.
+          on_epoch: Called with each record.
+          on_interrupt: Called when it is requested, while the epoch still runs.
+
+        Returns:
+          A `TrainingRun`.
+        """
+        # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        params, opt_state = self._params, self._opt_state
+        records, metrics = [self._record(0, params, {}, 0.0)], []
+        on_epoch(records[0])
+        try:
+            for epoch in range(1, epochs + 1):
+                if interrupt.requested:
+                    break
+                start = time.perf_counter()
+                future = pool.submit(self._one_epoch, epoch, params, opt_state)
+                _wait(future, interrupt, on_interrupt)
+                params, opt_state, of_epoch = future.result()
+                seconds = time.perf_counter() - start
+                metrics.append(of_epoch)
+                records.append(self._record(epoch, params, of_epoch, seconds))
+                on_epoch(records[-1])
+        finally:
+            pool.shutdown(wait=False)
+        columns = {
+            name: np.concatenate([of_epoch[name] for of_epoch in metrics])
+            for name in (metrics[0] if metrics else ())
+        }
+        return TrainingRun(
+            params=params,
+            opt_state=opt_state,
+            records=records,
+            loss=columns.get("loss", np.zeros(0, np.float32)),
+            share_moved=columns.get("share_moved"),
+            compile_seconds=self._compile_seconds,
+            interrupted=records[-1].epoch < epochs,
+        )
+
+    def _one_epoch(
+        self, epoch: int, params: optax.Params, opt_state: Any
+    ) -> tuple[optax.Params, Any, dict[str, np.ndarray]]:
+        key = jax.random.fold_in(self._key, epoch)
+        results = self._run_epoch(params, opt_state, *self._examples, key)
+        params, opt_state, metrics = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
+        return params, opt_state, jax.device_get(metrics)
+
+    def _record(
+        self, epoch: int, params: optax.Params, metrics: dict[str, np.ndarray], seconds: float
+    ) -> EpochRecord:
+        means = {name: float(np.mean(values)) for name, values in metrics.items()}
+        return EpochRecord(
+            epoch=epoch,
+            step=epoch * self._steps,
+            train_loss=means.get("loss"),
+            train_accuracy=means.get("accuracy"),
+            test_accuracy=self._test.accuracy(params),
+            share_moved=means.get("share_moved"),
+            seconds=seconds,
+        )
+
+
+def _wait(
+    future: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
+) -> None:
+    told = interrupt.requested
+    while not future.done():
+        concurrent.futures.wait([future], timeout=0.1)
+        if interrupt.requested and not told:
+            told = True
+            on_interrupt()
+
+
+class TestSet:
+    """The test examples, classified in chunks so that the activations of a large set fit.
+
+    Args:
+      model: The network.
+      params: Params of the kind that will be tested.
+      data: Its test examples are kept on the device.
+    """
+
+    def __init__(self, model: nn.Module, params: optax.Params, data: Dataset) -> None:
+        self._size = len(data.x_test)
+        chunk = min(self._size, _TEST_CHUNK)
+        fill = -self._size % chunk
+        x = np.pad(data.x_test, [(0, fill)] + [(0, 0)] * (data.x_test.ndim - 1))
+        y = np.pad(data.y_test, (0, fill), constant_values=-1)  # a label that is never predicted
+        self._x = jnp.asarray(x.reshape(-1, chunk, *x.shape[1:]))
+        self._y = jnp.asarray(y.reshape(-1, chunk))
+
+        @jax.jit
+        def count_correct(params: optax.Params, x: jax.Array, y: jax.Array) -> jax.Array:
+            def in_chunk(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
+                logits = models.logits(model, params, chunk[0])
+                return jnp.sum(jnp.argmax(logits, axis=-1) == chunk[1])
+
+            return jnp.sum(jax.lax.map(in_chunk, (x, y)))
+
+        self._count_correct = count_correct.lower(params, self._x, self._y).compile()
+
+    def accuracy(self, params: optax.Params) -> float:
+        """The share of the test examples that are classified right."""
+        return int(self._count_correct(params, self._x, self._y)) / self._size
+
+
+def _epoch_function(
+    model: nn.Module, tx: optax.GradientTransformationExtraArgs, steps: int, batch_size: int
+) -> Any:
+    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        logits = models.logits(model, params, batch["x"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
+
+    @jax.jit
+    def run_epoch(
+        params: optax.Params, opt_state: Any, x: jax.Array, y: jax.Array, key: jax.Array
+    ) -> tuple[optax.Params, Any, dict[str, jax.Array]]:
+        def step(carry: tuple[optax.Params, Any], indices: jax.Array) -> tuple[Any, Any]:
+            params, opt_state = carry
+            batch = {"x": x[indices], "y": y[indices]}
+            e = optperm.evaluate(loss_fn, params, batch, has_aux=True)
+            updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+            params = optperm.apply_updates(params, updates, opt_state)
+            metrics = {"loss": e.value, "accuracy": e.aux}
+            for state in find_states(opt_state, optperm.PermuteByCyclesState):
+                metrics["share_moved"] = state.share_moved
+            return (params, opt_state), metrics
+
+        order = jax.random.permutation(key, len(x))[: steps * batch_size]
+        carry, metrics = jax.lax.scan(step, (params, opt_state), order.reshape(steps, batch_size))
+        return *carry, metrics
+
+    return run_epoch

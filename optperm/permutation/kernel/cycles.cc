@@ -1,0 +1,596 @@
+#include "cycles.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+#include <vector>
+
+#include "places.h"
+
+namespace optperm {
+namespace {
+
+// Weight vectors a tile: one cache line of 32-bit entries, so that reading a tile touches each of its
+// lines once.
+constexpr int64_t kTileRows = 16;
+
+// Candidates looked at together: enough to spare most of the branches on whether one is still alive,
+// few enough that hardly any is memorized meanwhile.
+constexpr int32_t kLookAhead = 32;
+
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+
+template <typename T>
+constexpr Bits<T> kSignBit = Bits<T>{1} << (8 * sizeof(T) - 1);
+
+template <typename T>
+inline Bits<T> ToBits(T value) {
+  Bits<T> bits;
+  std::memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+
+// The generator splitmix64 (Steele, Lea & Flood 2014), number `index` >= 1 from a start.
+inline uint64_t SplitMix64(uint64_t start, uint64_t index) {
+  uint64_t z = start + index * 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// floor(a * b / 2^64) for b < 2^32: a uniform number below b from a uniform 64-bit one.
+inline uint32_t MultiplyHigh(uint64_t a, uint64_t b) {
+  const uint64_t low = (a & 0xFFFFFFFFu) * b;
+  return static_cast<uint32_t>(((a >> 32) * b + (low >> 32)) >> 32);
+}
+
+// Entries of a weight vector in ascending order of weight, ties by location.
+template <typename T>
+struct Entries {
+  int32_t size = 0;
+  int32_t* location = nullptr;
+  int32_t* rank = nullptr;
+  T* weight = nullptr;
+  Bits<T>* wish = nullptr;  // the bits of the recommendation
+
+  Entries From(int32_t begin, int32_t count) const {
+    return {count, location + begin, rank + begin, weight + begin, wish + begin};
+  }
+};
+
+template <typename T>
+class EntriesBuffer {
+ public:
+  Entries<T> Reserve(int64_t size) {
+    if (static_cast<int64_t>(location_.size()) < size) {
+      location_.resize(size);
+      rank_.resize(size);
+      weight_.resize(size);
+      wish_.resize(size);
+    }
+    return {static_cast<int32_t>(size), location_.data(), rank_.data(), weight_.data(), wish_.data()};
+  }
+
+ private:
+  std::vector<int32_t> location_, rank_;
+  std::vector<T> weight_;
+  std::vector<Bits<T>> wish_;
+};
+
+// Sorts entries by the size of their wish, ties by place: by radix on as many leading bits as a 32- or
+// 64-bit item holds beside the place, and by insertion where those bits are equal.
+template <typename T>
+class WishSorter {
+ public:
+  // Places 0, ..., entries.size - 1 in ascending order.
+  const int32_t* Sort(const Entries<T>& entries) {
+    const int32_t size = entries.size;
+    if (static_cast<int64_t>(order_.size()) < size) order_.resize(size);
+    if (size <= 24) {
+      std::iota(order_.begin(), order_.begin() + size, 0);
+      Insert(entries.wish, 0, size);
+      return order_.data();
+    }
+    int place_bits = 1;
+    while ((int64_t{1} << place_bits) < size) ++place_bits;
+    if (place_bits <= 14) {
+      const int digit_bits = std::min(std::max(place_bits - 1, 4), (32 - place_bits) / 2);
+      Radix<uint32_t, 2>(entries, place_bits, std::min(digit_bits, 10));
+    } else {
+      Radix<uint64_t, 3>(entries, place_bits, 11);
+    }
+    return order_.data();
+  }
+
+ private:
+  static Bits<T> Size(Bits<T> wish) { return wish & ~kSignBit<T>; }
+
+  template <typename Item, int kDigits>
+  void Radix(const Entries<T>& entries, int place_bits, int digit_bits) {
+    const int32_t size = entries.size;
+    const Bits<T>* wish = entries.wish;
+    Bits<T> low = Size(wish[0]), high = low;
+    for (int32_t i = 0; i < size; ++i) {
+      low = std::min(low, Size(wish[i]));
+      high = std::max(high, Size(wish[i]));
+    }
+    int shift = 0;
+    while ((static_cast<uint64_t>(high - low) >> shift) >> (kDigits * digit_bits) != 0) ++shift;
+
+    std::vector<Item>&from = Items<Item>(0), &to = Items<Item>(1);
+    if (static_cast<int64_t>(from.size()) < size) {
+      from.resize(size);
+      to.resize(size);
+    }
+    const Item mask = (Item{1} << digit_bits) - 1;
+    uint32_t starts[kDigits][1 << 11];
+    for (int d = 0; d < kDigits; ++d) std::fill_n(starts[d], mask + 1, 0);
+    for (int32_t i = 0; i < size; ++i) {
+      const Item digits = static_cast<Item>((Size(wish[i]) - low) >> shift);
+      from[i] = digits << place_bits | static_cast<Item>(i);
+      for (int d = 0; d < kDigits; ++d) ++starts[d][digits >> (d * digit_bits) & mask];
+    }
+    uint32_t sums[kDigits] = {};
+    for (Item digit = 0; digit <= mask; ++digit) {
+      for (int d = 0; d < kDigits; ++d) {
+        const uint32_t count = starts[d][digit];
+        starts[d][digit] = sums[d];
+        sums[d] += count;
+      }
+    }
+    for (int d = 0; d < kDigits; ++d) {
+      const Item* source = d % 2 == 0 ? from.data() : to.data();
+      Item* target = d % 2 == 0 ? to.data() : from.data();
+      for (int32_t i = 0; i < size; ++i) {
+        const Item item = source[i];
+        target[starts[d][item >> place_bits >> (d * digit_bits) & mask]++] = item;
+      }
+    }
+    const Item* sorted = kDigits % 2 == 0 ? from.data() : to.data();
+    const Item place_mask = (Item{1} << place_bits) - 1;
+    for (int32_t i = 0; i < size; ++i) order_[i] = static_cast<int32_t>(sorted[i] & place_mask);
+    for (int32_t i = 1; i < size; ++i) {
+      if ((sorted[i] ^ sorted[i - 1]) > place_mask) continue;
+      const int32_t begin = i - 1;
+      while (i < size && (sorted[i] ^ sorted[begin]) <= place_mask) ++i;
+      Insert(wish, begin, i);
+    }
+  }
+
+  // Sorts a run of order_ whose places ascend.
+  void Insert(const Bits<T>* wish, int32_t begin, int32_t end) {
+    if (end - begin > 32) {
+      std::stable_sort(order_.begin() + begin, order_.begin() + end,
+                       [&](int32_t a, int32_t b) { return Size(wish[a]) < Size(wish[b]); });
+      return;
+    }
+    for (int32_t i = begin + 1; i < end; ++i) {
+      const int32_t place = order_[i];
+      const Bits<T> size = Size(wish[place]);
+      int32_t j = i;
+      for (; j > begin && Size(wish[order_[j - 1]]) > size; --j) order_[j] = order_[j - 1];
+      order_[j] = place;
+    }
+  }
+
+  template <typename Item>
+  std::vector<Item>& Items(int which) {
+    if constexpr (sizeof(Item) == 4) {
+      return narrow_[which];
+    } else {
+      return wide_[which];
+    }
+  }
+
+  std::vector<int32_t> order_;
+  std::vector<uint32_t> narrow_[2];
+  std::vector<uint64_t> wide_[2];
+};
+
+// Finds the cycles of one subset: steps 6 and 7 of the method, for entries that all take part.
+template <typename T>
+class CycleSearch {
+ public:
+  // For each place the place whose weight it takes.
+  const int32_t* Run(const Entries<T>& entries, double epsilon) {
+    weight_ = entries.weight;
+    epsilon_ = epsilon;
+    Prepare(entries);
+    const int32_t* order = sorter_.Sort(entries);
+    uint32_t candidates[kLookAhead];
+    for (int32_t next = entries.size; next > 0;) {
+      // Sources in descending |m|, on equal |m| the later place first.
+      const int32_t stop = std::max(0, next - kLookAhead);
+      int32_t count = 0;
+      while (next > stop) {
+        const uint32_t place = order[--next];
+        candidates[count] = place;
+        count += places_.alive()[place >> 6] >> (place & 63) & 1;
+      }
+      for (int32_t i = 0; i < count; ++i) SearchFrom(candidates[i]);
+    }
+    return take_.data();
+  }
+
+ private:
+  void Prepare(const Entries<T>& entries) {
+    const int32_t size = entries.size;
+    places_.Reset(size);
+    uint64_t *alive = places_.alive(), *rising = places_.rising(), *tied = places_.tied();
+    for (int32_t begin = 0; begin < size; begin += 64) {
+      const int32_t length = std::min(64, size - begin);
+      uint64_t rises = 0, ties = 0;
+      for (int32_t i = 0; i < length; ++i) {
+        rises |= static_cast<uint64_t>(entries.wish[begin + i] >> (8 * sizeof(T) - 1)) << i;
+      }
+      for (int32_t i = begin == 0; i < length; ++i) {
+        ties |= static_cast<uint64_t>(weight_[begin + i] == weight_[begin + i - 1]) << i;
+      }
+      alive[begin >> 6] = ~uint64_t{0} >> (64 - length);
+      rising[begin >> 6] = rises;
+      tied[begin >> 6] = ties;
+    }
+    places_.Summarize();
+    if (static_cast<int64_t>(take_.size()) < size) take_.resize(size);
+    std::iota(take_.begin(), take_.begin() + size, 0);
+  }
+
+  // Whether entries may move between two weights: up takes [w, w + epsilon), down [w - epsilon, w).
+  bool ReachesUp(int32_t low, int32_t high) const {
+    return static_cast<double>(weight_[high]) < static_cast<double>(weight_[low]) + epsilon_;
+  }
+  bool ReachesDown(int32_t high, int32_t low) const {
+    return static_cast<double>(weight_[low]) >= static_cast<double>(weight_[high]) - epsilon_;
+  }
+
+  // The search from one source, and its cycle.
+  //
+  // Without ties among the places in question the cycle of a riser is the risers from it up to the first
+  // faller, and that faller, if the faller reaches down to the source. For then the faller is the first
+  // whose way down is not blocked, and none that is further up gets as far. Likewise for a faller. Here
+  // are the cycles that lie within a word of 64 places, without a branch that is hard to predict; the
+  // others are left to SearchWide.
+  void SearchFrom(uint32_t source) {
+    const uint32_t index = source >> 6, bit = source & 63;
+    const uint64_t alive = places_.alive()[index], rising = places_.rising()[index];
+    if ((alive >> bit & 1) == 0) return;
+    const uint64_t rises = uint64_t{0} - (rising >> bit & 1);  // all ones or all zeros
+    const uint64_t one = uint64_t{1} << bit;
+    const uint64_t above = alive & ~rising & ~(one | (one - 1));
+    const uint64_t below = alive & rising & (one - 1);
+    if (((above & rises) | (below & ~rises)) == 0) return SearchWide(source);
+    const uint64_t first_above = above & (uint64_t{0} - above);
+    const uint64_t first_below = uint64_t{1} << HighestBit(below | 1);
+    const uint64_t lowest = (one & rises) | (first_below & ~rises);
+    const uint64_t highest = (first_above & rises) | (one & ~rises);
+    const uint64_t range = (highest - lowest) | highest;
+    const int32_t base = index << 6;
+    const int32_t low = base + LowestBit(lowest), high = base + LowestBit(highest);
+    // If the ends reach each other both ways, every move of the cycle is short enough.
+    const bool simple = ReachesUp(low, high) & ReachesDown(high, low) &
+                        ((places_.tied()[index] & (range ^ lowest)) == 0);
+    if (!simple) return SearchWide(source);
+
+    const uint64_t cycle = alive & range;
+    places_.alive()[index] = alive & ~cycle;
+    // Around the cycle upwards, four moves at once since most cycles are short; going around more
+    // than once does no harm.
+    uint64_t rest = cycle;
+    uint32_t here = low - base;
+    int32_t* take = take_.data() + base;
+    const uint32_t falls = static_cast<uint32_t>(~rises);
+    const auto move = [&] {
+      rest &= rest - 1;
+      const uint64_t wraps = uint64_t{0} - static_cast<uint64_t>(rest == 0);
+      rest |= cycle & wraps;
+      const uint32_t next = LowestBit(rest);
+      const uint32_t swap = (here ^ next) & falls;
+      take[here ^ swap] = base + (next ^ swap);
+      here = next;
+    };
+    move();
+    move();
+    move();
+    const uint64_t fifth = cycle & (cycle - 1);
+    move();
+    (void)fifth;
+    if (LongerThanFour(cycle)) {
+      do move();
+      while (rest != cycle);
+    }
+  }
+
+  static bool LongerThanFour(uint64_t bits) {
+    bits &= bits - 1;
+    bits &= bits - 1;
+    bits &= bits - 1;
+    bits &= bits - 1;
+    return bits != 0;
+  }
+
+  // The same for any two ends, and for the cases in which there is no cycle or the general search is
+  // needed.
+  __attribute__((noinline)) void SearchWide(int32_t source) {
+    const bool rises = places_.Rises(source);
+    const int32_t end = rises ? places_.Up(Places::kFallers, source + 1)
+                              : places_.Down(Places::kRisers, source - 1);
+    if (end == Places::kNone ||
+        !(rises ? ReachesDown(end, source) : ReachesUp(end, source))) {
+      places_.Remove(source);
+      return;
+    }
+    path_.assign(1, source);
+    for (int32_t here = source; here != end;) {
+      int32_t next = rises ? places_.Up(Places::kRisers, here + 1)
+                           : places_.Down(Places::kFallers, here - 1);
+      if (next == Places::kNone || (rises ? next > end : next < end)) next = end;
+      if (rises ? weight_[source] == weight_[end] : weight_[here] == weight_[next]) {
+        return SearchThroughTies(source);
+      }
+      if (!(rises ? ReachesUp(here, next) : ReachesDown(here, next))) {
+        places_.Remove(source);
+        return;
+      }
+      path_.push_back(next);
+      here = next;
+    }
+    for (int32_t place : path_) places_.Remove(place);
+    TakePath();
+  }
+
+  // Depth first, nearest first, as the method says it. Visited places are taken out and put back.
+  void SearchThroughTies(int32_t source) {
+    path_.assign(1, source);
+    visited_.clear();
+    while (!path_.empty()) {
+      const int32_t here = path_.back();
+      int32_t next;
+      if (places_.Rises(here)) {
+        next = places_.AnyUp(here + 1);
+        if (next != Places::kNone && !ReachesUp(here, next)) next = Places::kNone;
+      } else {
+        next = places_.AnyDown(places_.FirstTied(here) - 1);
+        if (next != Places::kNone && !ReachesDown(here, next)) next = Places::kNone;
+      }
+      if (next == source) break;
+      if (next == Places::kNone) {
+        path_.pop_back();
+      } else {
+        places_.Remove(next);
+        visited_.push_back(next);
+        path_.push_back(next);
+      }
+    }
+    for (int32_t place : visited_) places_.Restore(place);
+    places_.Remove(source);
+    for (int32_t place : path_) places_.Remove(place);
+    TakePath();
+  }
+
+  void TakePath() {
+    for (size_t i = 0; i < path_.size(); ++i) {
+      take_[path_[i]] = path_[i + 1 < path_.size() ? i + 1 : 0];
+    }
+  }
+
+  const T* weight_ = nullptr;
+  double epsilon_ = 0;
+  Places places_;
+  WishSorter<T> sorter_;
+  std::vector<int32_t> take_;
+  std::vector<int32_t> path_, visited_;
+};
+
+}  // namespace
+
+// One weight vector at a time.
+template <typename T>
+class TilePermuter<T>::Row {
+ public:
+  explicit Row(int64_t n) : n_(static_cast<int32_t>(n)), row_(row_buffer_.Reserve(n)) {}
+
+  // Permutes weights and ranks, which are in order of location, in place. Returns how many moved, or -1
+  // if the ranks are not a permutation.
+  int32_t Permute(const T* recommendation, T* weights, int32_t* ranks, uint64_t seed,
+                  float aggressiveness, int32_t partition_size, bool drop_remainder) {
+    if (!SortByRank(recommendation, weights, ranks)) return -1;
+    OrderTies();
+    const double spread = Spread();
+    const bool all_take_part = AllTakePart();
+    weights_ = weights;
+    ranks_ = ranks;
+    if (partition_size >= n_) {
+      return PermuteSubset(all_take_part ? row_ : Group(0, nullptr, n_, 1), spread, aggressiveness);
+    }
+    // Steps 3 and 4: each subset has room for all its entries, and one more to write to in passing.
+    const int32_t subsets = n_ / partition_size + (n_ % partition_size != 0);
+    Shuffle(seed, partition_size);
+    Group(seed, label_.data(), partition_size, subsets);
+    int32_t moved = 0;
+    for (int32_t k = 0; k < subsets; ++k) {
+      if (drop_remainder && k == n_ / partition_size) break;
+      const int32_t begin = k * (partition_size + 1);
+      moved += PermuteSubset(grouped_.From(begin, end_[k] - begin), spread, aggressiveness);
+    }
+    return moved;
+  }
+
+ private:
+  bool SortByRank(const T* recommendation, const T* weights, const int32_t* ranks) {
+    const uint32_t n = n_;
+    for (uint32_t i = 0; i < n; ++i) {
+      const uint32_t rank = ranks[i];
+      if (rank >= n) return false;
+      row_.location[rank] = i;
+    }
+    bool valid = true;
+    for (uint32_t rank = 0; rank < n; ++rank) {
+      const uint32_t i = row_.location[rank];
+      if (i >= n) return false;
+      valid &= static_cast<uint32_t>(ranks[i]) == rank;
+      row_.rank[rank] = rank;
+      row_.weight[rank] = weights[i];
+      row_.wish[rank] = ToBits(recommendation[i]);
+    }
+    return valid;
+  }
+
+  // Until here tied entries are in order of rank.
+  void OrderTies() {
+    bool any = false;
+    for (int32_t p = 1; p < n_; ++p) any |= row_.weight[p] == row_.weight[p - 1];
+    if (!any) return;
+    for (int32_t begin = 0, end; begin < n_; begin = end) {
+      for (end = begin + 1; end < n_ && row_.weight[end] == row_.weight[begin];) ++end;
+      if (end - begin == 1) continue;
+      tie_.resize(end - begin);
+      std::iota(tie_.begin(), tie_.end(), begin);
+      std::sort(tie_.begin(), tie_.end(),
+                [&](int32_t a, int32_t b) { return row_.location[a] < row_.location[b]; });
+      const Entries<T> sorted = tie_buffer_.Reserve(end - begin);
+      for (int32_t i = 0; i < end - begin; ++i) Copy(row_, tie_[i], sorted, i);
+      for (int32_t i = 0; i < end - begin; ++i) Copy(sorted, i, row_, begin + i);
+    }
+  }
+
+  static void Copy(const Entries<T>& from, int32_t i, const Entries<T>& to, int32_t j) {
+    to.location[j] = from.location[i];
+    to.rank[j] = from.rank[i];
+    to.weight[j] = from.weight[i];
+    to.wish[j] = from.wish[i];
+  }
+
+  // A, the largest finite weight less the smallest.
+  double Spread() const {
+    int32_t low = 0, high = n_ - 1;
+    while (low < n_ && !std::isfinite(row_.weight[low])) ++low;
+    while (high >= 0 && !std::isfinite(row_.weight[high])) --high;
+    if (low > high) return 0.0;
+    return static_cast<double>(row_.weight[high]) - static_cast<double>(row_.weight[low]);
+  }
+
+  // Step 4: a recommendation of zero and what is not finite sit out.
+  bool TakesPart(int32_t p) const {
+    const Bits<T> infinite = ToBits(std::numeric_limits<T>::infinity());
+    const Bits<T> wish = row_.wish[p] & ~kSignBit<T>;
+    return (wish - 1 < infinite - 1) & ((ToBits(row_.weight[p]) & ~kSignBit<T>) < infinite);
+  }
+
+  bool AllTakePart() const {
+    bool all = true;
+    for (int32_t p = 0; p < n_; ++p) all &= TakesPart(p);
+    return all;
+  }
+
+  // Step 3: label_[rank], the subset of each entry, by the inside-out shuffle of Fisher and Yates.
+  void Shuffle(uint64_t seed, int32_t partition_size) {
+    label_.resize(n_);
+    pick_.resize(n_);
+    for (int32_t i = 0; i < n_; ++i) pick_[i] = MultiplyHigh(SplitMix64(seed, i + 1), i + 1);
+    for (int32_t label = 0, begin = 0; begin < n_; ++label, begin += partition_size) {
+      const int32_t end = std::min(n_ - begin, partition_size) + begin;
+      for (int32_t i = begin; i < end; ++i) {
+        label_[i] = label_[pick_[i]];
+        label_[pick_[i]] = label;
+      }
+    }
+  }
+
+  // Copies the entries that take part to grouped_, subset by subset, from place k * (size + 1) on.
+  Entries<T> Group(uint64_t, const int32_t* label, int32_t size, int32_t subsets) {
+    grouped_ = grouped_buffer_.Reserve(int64_t{subsets} * (size + 1));
+    end_.resize(subsets);
+    for (int32_t k = 0; k < subsets; ++k) end_[k] = k * (size + 1);
+    for (int32_t p = 0; p < n_; ++p) {
+      const int32_t k = label ? label[row_.rank[p]] : 0;
+      const int32_t to = end_[k];
+      Copy(row_, p, grouped_, to);
+      end_[k] = to + TakesPart(p);
+    }
+    return grouped_.From(0, end_[0]);
+  }
+
+  int32_t PermuteSubset(const Entries<T>& entries, double spread, float aggressiveness) {
+    if (entries.size < 2) return 0;
+    const double epsilon = spread * (static_cast<double>(aggressiveness) + 1.0 / entries.size);
+    const int32_t* take = search_.Run(entries, epsilon);
+    int32_t moved = 0;
+    for (int32_t p = 0; p < entries.size; ++p) {
+      const int32_t from = take[p], location = entries.location[p];
+      weights_[location] = entries.weight[from];
+      ranks_[location] = entries.rank[from];
+      moved += from != p;
+    }
+    return moved;
+  }
+
+  const int32_t n_;
+  EntriesBuffer<T> row_buffer_, grouped_buffer_, tie_buffer_;
+  Entries<T> row_, grouped_;
+  std::vector<int32_t> label_, end_, tie_;
+  std::vector<uint32_t> pick_;
+  CycleSearch<T> search_;
+  T* weights_ = nullptr;
+  int32_t* ranks_ = nullptr;
+};
+
+template <typename T>
+int64_t NumTiles(const Problem<T>& problem) {
+  return problem.batch * ((problem.rows + kTileRows - 1) / kTileRows);
+}
+
+template <typename T>
+TilePermuter<T>::TilePermuter(const Problem<T>& problem)
+    : problem_(problem), row_(std::make_unique<Row>(problem.n)) {}
+
+template <typename T>
+TilePermuter<T>::~TilePermuter() = default;
+
+template <typename T>
+bool TilePermuter<T>::Permute(int64_t tile) {
+  const Problem<T>& p = problem_;
+  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int64_t batch = tile / tiles, first = tile % tiles * kTileRows;
+  const int64_t width = std::min(kTileRows, p.rows - first);
+  const int64_t stride = p.n + 16;
+  static thread_local std::vector<T> m, w;
+  static thread_local std::vector<int32_t> r;
+  m.resize(stride * kTileRows);
+  w.resize(stride * kTileRows);
+  r.resize(stride * kTileRows);
+  const int64_t base = batch * p.n * p.rows + first;
+  for (int64_t i = 0; i < p.n; ++i) {
+    for (int64_t c = 0; c < width; ++c) {
+      m[c * stride + i] = p.recommendation[base + i * p.rows + c];
+      w[c * stride + i] = p.weights[base + i * p.rows + c];
+      r[c * stride + i] = p.ranks[base + i * p.rows + c];
+    }
+  }
+  for (int64_t c = 0; c < width; ++c) {
+    const int64_t row = batch * p.rows + first + c;
+    const uint64_t seed = uint64_t{p.seeds[2 * row + 1]} << 32 | p.seeds[2 * row];
+    const int32_t moved =
+        row_->Permute(m.data() + c * stride, w.data() + c * stride, r.data() + c * stride, seed,
+                      p.aggressiveness[row], p.partition_size[row], p.drop_remainder);
+    if (moved < 0) return false;
+    p.moved[row] = moved;
+  }
+  for (int64_t i = 0; i < p.n; ++i) {
+    for (int64_t c = 0; c < width; ++c) {
+      p.new_weights[base + i * p.rows + c] = w[c * stride + i];
+      p.new_ranks[base + i * p.rows + c] = r[c * stride + i];
+    }
+  }
+  return true;
+}
+
+template int64_t NumTiles(const Problem<float>&);
+template int64_t NumTiles(const Problem<double>&);
+template class TilePermuter<float>;
+template class TilePermuter<double>;
+
+}  // namespace optperm
