@@ -124,9 +124,13 @@ def _dispatch(
     def by_callback(*operands: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(jax.pure_callback(host, tuple(like), *operands, vmap_method="broadcast_all"))
 
+    def varying(call: Any) -> Any:
+        # A callback's results are not marked as varying, whatever its operands are.
+        return lambda *operands: mark_varying(call(*operands), axes)
+
     # On the CPU jax.pure_callback can hang under pmap and shard_map; a buffer callback does not.
     on_cpu = by_ffi if kernel == "ffi" else by_buffers
-    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=by_callback)
+    return jax.lax.platform_dependent(*operands, cpu=varying(on_cpu), default=varying(by_callback))
 
 
 def _permute_on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
