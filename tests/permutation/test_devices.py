@@ -190,6 +190,12 @@ def test_params_sharded_over_outputs_keep_their_bits():
     support.assert_same_bits(got, expected)
 
 
+@pytest.mark.xfail(
+    reason="under Shardy a batch partitionable target is gathered unless its custom call carries "
+    "sdy.sharding_rule, as JAX's own linear algebra does",
+    raises=AssertionError,
+    strict=True,
+)
 def test_params_sharded_over_outputs_are_not_gathered(monkeypatch):
     """With XLA's direct call each device permutes its own weight vectors, and nothing travels."""
     support.require_kernel("ffi")
