@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from optperm.mapped_axes import mark_varying, varying_axes
 from optperm.permutation import cycles_numpy
@@ -112,7 +113,9 @@ def _dispatch(
             input_layouts=[matrix, matrix, matrix, columns, vector, vector],
             output_layouts=[matrix, matrix, vector],
         )
-        return tuple(call(*operands, drop_remainder=np.bool_(drop_remainder)))
+        # Without it XLA takes no axis as one to shard, and gathers the rows on every device.
+        with set_xla_metadata(num_batch_dims="1"):
+            return tuple(call(*operands, drop_remainder=np.bool_(drop_remainder)))
 
     def by_buffers(*operands: jax.Array) -> tuple[jax.Array, ...]:
         def fill(_: Any, outputs: Any, *inputs: Any) -> None:
