@@ -1,6 +1,7 @@
 """SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
 
 import functools
+import re
 import subprocess
 import sys
 import textwrap
@@ -190,21 +191,16 @@ def test_params_sharded_over_outputs_keep_their_bits():
     support.assert_same_bits(got, expected)
 
 
-@pytest.mark.xfail(
-    reason="under Shardy a batch partitionable target is gathered unless its custom call carries "
-    "sdy.sharding_rule, as JAX's own linear algebra does",
-    raises=AssertionError,
-    strict=True,
-)
 def test_params_sharded_over_outputs_are_not_gathered(monkeypatch):
-    """With XLA's direct call each device permutes its own weight vectors, and nothing travels."""
+    """With XLA's direct call each device permutes its own weight vectors; no matrix travels."""
     support.require_kernel("ffi")
     monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
     step, arguments, _ = sharded_step()
     program = step.lower(*arguments).compile().as_text()
     assert "optperm_permute_rows_f32" in program
-    assert "all-gather" not in program
-    assert "all-to-all" not in program
+    # The counts of moved entries, one number a row, may be gathered to be summed.
+    assert not re.search(r"\[\d+,\d+\]\S* (all-gather|all-to-all|all-reduce)", program)
+    assert re.search(r"= \(f32\[2,30\]\S* s32\[2,30\]\S* s32\[2\]\S* custom-call", program)
     got, opt_state = step(*arguments)
     for array in (got, opt_state[1].weights, opt_state[1].ranks):
         assert array.sharding.is_equivalent_to(arguments[2].sharding, 2)
