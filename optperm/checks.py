@@ -49,12 +49,18 @@ def _as_scalar(name: str, value: object) -> float:
 
 
 def check_count(name: str, value: object, *, minimum: int = 1) -> None:
-    """Raises unless `value` is an integer (a bool is not one) of at least `minimum`.
+    """Raises unless `value` is an integer (a bool is not one), traced or at least `minimum`.
 
     Raises:
       TypeError: If `value` is not an integer.
       ValueError: If `value` is below `minimum`.
     """
+    if isinstance(value, jax.Array):
+        if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
+            raise TypeError(f"{name} must be an integer, got {value!r}.")
+        if isinstance(value, jax.core.Tracer):
+            return
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value < minimum:
@@ -125,8 +131,4 @@ def check_seed(name: str, value: object) -> None:
       TypeError: If `value` is not an integer.
       ValueError: If `value` is negative.
     """
-    if isinstance(value, jax.Array):
-        if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
-            raise TypeError(f"{name} must be an integer, got {value!r}.")
-        return
     check_count(name, value, minimum=0)

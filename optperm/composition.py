@@ -18,7 +18,7 @@ def find_states(opt_state: Any, state_type: type[State]) -> list[State]:
         return isinstance(node, state_type)
 
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_wanted) if is_wanted(node)]
-    return [_without_variables(state) for state in found]
+    return [without_variables(state) for state in found]
 
 
 def find_state(opt_state: Any, state_type: type[State], *, method: str) -> State:
@@ -50,7 +50,9 @@ def find_state(opt_state: Any, state_type: type[State], *, method: str) -> State
     )
 
 
-def _without_variables(tree: Any) -> Any:
+def without_variables(tree: Any) -> Any:
+    """The tree with the plain array in the place of each variable of `flax.nnx`."""
+
     def is_variable(node: Any) -> bool:
         return hasattr(node, "get_value")
 

@@ -90,10 +90,12 @@ def evaluate(
                 f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
             )
         loss, aux = out if has_aux else (out, None)
-        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        is_number = hasattr(loss, "dtype") or isinstance(loss, float)
+        shape = jnp.shape(loss) if is_number else ()
+        if not is_number or shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+            what = f"{jnp.result_type(loss)}{list(shape)}" if is_number else type(loss).__name__
             raise TypeError(
-                "loss_fn must return a real scalar, the mean loss over the batch, got "
-                f"{type(loss).__name__} of shape {jnp.shape(loss)}. "
+                f"loss_fn must return a real scalar, the mean loss over the batch, got {what}. "
                 "If it returns (loss, aux), pass has_aux=True."
             )
         return loss, aux
@@ -101,7 +103,12 @@ def evaluate(
     def mean(tree: Any) -> Any:
         return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
-    def value_fn(params: optax.Params) -> jax.Array:
+    # Optax's line searches hand on to value_fn what they do not take themselves, and refuse what it
+    # does not take either.
+    def value_fn(
+        params: optax.Params, *, grad_fn: Any = None, per_example_grad_fn: Any = None
+    ) -> jax.Array:
+        del grad_fn, per_example_grad_fn
         return mean(loss_and_aux(params, batch)[0])
 
     def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:

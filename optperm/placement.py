@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.composition import find_states
+from optperm.composition import find_states, without_variables
 
 
 @runtime_checkable
@@ -55,8 +55,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       >>> optperm.apply_updates(params, updates, opt_state)["kernel"].ravel().tolist()
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
     """
-    moved = optax.apply_updates(params, updates)
-    placed_anywhere = jax.tree.map(lambda _: False, params)
+    # States hold plain arrays where params may hold variables of flax.nnx.
+    structure = jax.tree.structure(params)
+    moved = without_variables(optax.apply_updates(params, updates))
+    placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in find_states(opt_state, PlacingState):
         targets, is_placed = state.placement()
 
@@ -77,7 +79,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
         placed_anywhere = jax.tree.map(claim, targets, placed_anywhere, is_leaf=_is_masked)
         moved = jax.tree.map(place, targets, moved, is_leaf=_is_masked)
-    return moved
+    return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 
 
 def _is_masked(node: Any) -> bool:

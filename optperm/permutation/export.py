@@ -56,7 +56,7 @@ def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax
 
 
 def export_permutation(
-    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = -1
+    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = (-1,)
 ) -> Any:
     """The permutation that takes the initial params to the trained ones.
 
@@ -72,7 +72,7 @@ def export_permutation(
 
     Raises:
       ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` have
-        another structure, shape or dtype; if they are not those the optimizer started from.
+        another structure, shape or dtype; if the trained weights are no permutation of them.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -98,13 +98,19 @@ def export_permutation(
         return from_matrix(found, leaf.shape, axes)
 
     permutation = jax.tree_util.tree_map_with_path(export, initial, state.ranks)
-    rebuilt = apply_permutation(initial, permutation)
-    for (path, leaf), exact in zip(
-        jax.tree_util.tree_leaves_with_path(rebuilt), jax.tree.leaves(state.weights), strict=True
+    for (path, leaf), indices, exact in zip(
+        jax.tree_util.tree_leaves_with_path(initial),
+        jax.tree.leaves(permutation),
+        jax.tree.leaves(state.weights),
+        strict=True,
     ):
-        if isinstance(leaf, jax.core.Tracer) or isinstance(exact, jax.core.Tracer):
+        if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
             continue
-        if np.asarray(leaf).tobytes() != np.asarray(exact).tobytes():
+        flat = np.asarray(indices).ravel()
+        if (
+            not _is_permutation(flat)
+            or np.asarray(leaf).ravel()[flat].tobytes() != np.asarray(exact).tobytes()
+        ):
             raise ValueError(
                 f"initial_params{jax.tree_util.keystr(path)} is not what the optimizer started from: "
                 "its permutation does not give the trained weights. Pass the params that init was "
@@ -146,13 +152,12 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
                 f"permutation{jax.tree_util.keystr(path)} must hold integers, "
                 f"got {jnp.result_type(indices)}."
             )
-        if not isinstance(indices, jax.core.Tracer):
-            flat = np.sort(np.asarray(indices), axis=None)
-            if not np.array_equal(flat, np.arange(flat.size)):
-                raise ValueError(
-                    f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
-                    f"{flat.size - 1} once."
-                )
+        is_known = not isinstance(indices, jax.core.Tracer)
+        if is_known and not _is_permutation(np.asarray(indices).ravel()):
+            raise ValueError(
+                f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
+                f"{jnp.size(indices) - 1} once."
+            )
         leaf = jnp.asarray(leaf)
         return leaf.ravel()[jnp.ravel(indices)].reshape(leaf.shape)
 
@@ -161,6 +166,10 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
 
 def _state(opt_state: Any) -> PermuteByCyclesState:
     return find_state(opt_state, PermuteByCyclesState, method="sgperm")
+
+
+def _is_permutation(indices: np.ndarray) -> bool:
+    return np.array_equal(np.sort(indices), np.arange(indices.size))
 
 
 def _mask_like(tree: Any, masked: Any) -> Any:

@@ -64,7 +64,7 @@ def permute_by_cycles(
     min_partition_size: int = 10,
     include_remainder: bool = True,
     seed: int | jax.Array = 0,
-    output_axes: OutputAxes = -1,
+    output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Permutes each weight vector along cycles in which every weight moves as recommended.
 
@@ -185,7 +185,7 @@ def permute_by_cycles(
                 to_matrix(ranks, axes),
                 jax.random.bits(jax.random.fold_in(step_key, index), (rows, 2), jnp.uint32),
                 alpha,
-                jnp.clip(jnp.floor(ratio * n), min(min_partition_size, n), n).astype(jnp.int32),
+                _partition_size(ratio, n, min_partition_size),
                 drop_remainder=not include_remainder,
             )
             results.append(
@@ -225,7 +225,7 @@ def sgperm(
     min_partition_size: int = 10,
     include_remainder: bool = True,
     seed: int | jax.Array = 0,
-    output_axes: OutputAxes = -1,
+    output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGPerm: trains a network only by permuting its initial weights.
 
@@ -342,10 +342,17 @@ def _recommend(
         **extra_args: Any,
     ) -> tuple[optax.Updates, RecommendationState]:
         del params, extra_args
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        proposed = jax.tree.map(
-            lambda g, m: (rate * g + momentum * m).astype(m.dtype), updates, state.recommendation
+        checks.check_same_tree(
+            "updates", updates, state.recommendation, source="the optimizer state", dtypes=False
         )
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+
+        def propose(g: jax.Array, m: jax.Array) -> jax.Array:
+            dtype = np.float64 if np.float64 in (jnp.result_type(g), m.dtype) else np.float32
+            scaled, kept = jnp.asarray(rate, dtype) * jnp.asarray(g, dtype), m.astype(dtype)
+            return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
+
+        proposed = jax.tree.map(propose, updates, state.recommendation)
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), proposed, state.recommendation
         )
@@ -358,6 +365,13 @@ def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
     """start * factor^(count + 1): the value is updated before it is used."""
     power = jnp.asarray(factor, jnp.float32) ** (count + 1).astype(jnp.float32)
     return jnp.asarray(start, jnp.float32) * power
+
+
+def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
+    """P = max(P_min, floor(ratio * n)), and no more than n."""
+    return jnp.clip(
+        jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
+    )
 
 
 def _at_step(number: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:

@@ -1,0 +1,281 @@
+"""What every transformation of this library promises, beside what Optax's own cases ask."""
+
+import functools
+
+import chex
+import flax.core
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+import support
+from flax import nnx
+from transformations import TRANSFORMATIONS
+
+import optperm
+
+pytestmark = pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+
+
+@flax.struct.dataclass
+class Layer:
+    kernel: jax.Array
+    bias: jax.Array
+
+
+CONTAINERS = {
+    "dict": dict,
+    "tuple": lambda p: tuple(p.values()),
+    "list": lambda p: list(p.values()),
+    "one array": lambda p: p["kernel"],
+    "nested": lambda p: {"layer": (p["kernel"], [p["bias"]])},
+    "FrozenDict": flax.core.freeze,
+    "dataclass": lambda p: Layer(**p),
+    "nnx.State": lambda p: nnx.State({k: nnx.Param(x) for k, x in p.items()}),
+    "None leaves": lambda p: {**p, "absent": None},
+    "no leaves": lambda p: {},
+}
+
+
+def loss_fn(params, batch):
+    """Linear in the params, with another pull at each example and each entry."""
+    total = jnp.mean(batch)
+    pulls = support.random_like(params, 17)
+    parts = jax.tree.map(lambda p, g: jnp.sum(p * g).astype(jnp.float32), params, pulls)
+    return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
+
+
+def step(tx, params, opt_state, batch=None):
+    """One step with everything a method may ask for."""
+    batch = jnp.ones((2,)) if batch is None else batch
+    e = optperm.evaluate(loss_fn, params, batch)
+    updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+    return optperm.apply_updates(params, updates, opt_state), opt_state
+
+
+def train(tx, params, opt_state, steps=3):
+    run = jax.jit(functools.partial(step, tx))
+    for index in range(steps):
+        params, opt_state = run(params, opt_state, jnp.full((2,), 1.0 + index))
+    return params, opt_state
+
+
+def signature(tree):
+    """Structure, shapes, dtypes and weak types."""
+    avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), avals
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_params_in_any_container(ours, container):
+    """Every pytree of arrays trains, entry for entry as the plain dict does."""
+    params = CONTAINERS[container](support.random_params())
+    tx = ours.make()
+    after, _ = train(tx, params, tx.init(params))
+    chex.assert_trees_all_equal_structs(after, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, params)
+    if jax.tree.leaves(params):
+        assert any(
+            not np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+        )
+
+
+def test_state_never_changes_its_form(ours):
+    """Structure, shapes, dtypes and weak types stay those of init; none is weak."""
+    params = support.random_params()
+    tx = ours.make()
+    start = tx.init(params)
+    expected = signature(start)
+    assert not any(weak for _, _, weak in expected[1])
+    assert signature(jax.jit(tx.init)(params)) == expected
+    for jitted in (True, False):
+        run = jax.jit(functools.partial(step, tx)) if jitted else functools.partial(step, tx)
+        _, after = run(params, start)
+        assert signature(after) == expected
+
+
+def test_init_under_eval_shape(ours):
+    """The state can be planned without being made."""
+    params = support.random_params()
+    tx = ours.make()
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), tx.init(params))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(tx.init, jax.eval_shape(support.random_params)), tx.init(params)
+    )
+
+
+def test_scan_and_donation_give_what_the_loop_gives(ours):
+    """In donated buffers training is the same bit for bit; as a scan's carry, where XLA may round
+    a product and a sum at once, to the last digit."""
+    params = support.random_params()
+    tx = ours.make()
+    looped = train(tx, params, tx.init(params))
+
+    def body(carry, batch):
+        return step(tx, *carry, batch), None
+
+    batches = jnp.stack([jnp.full((2,), 1.0 + index) for index in range(3)])
+    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), batches)
+    chex.assert_trees_all_close(scanned, looped, rtol=1e-6)
+
+    run = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    p, opt_state = jax.tree.map(jnp.array, params), tx.init(params)
+    for batch in batches:
+        p, opt_state = run(p, opt_state, batch)
+    support.assert_same_bits((p, opt_state), looped)
+
+
+def test_init_keeps_no_alias_of_the_params(ours):
+    """Params may be donated while the state lives: it holds copies."""
+    params = support.random_params()
+    opt_state = ours.make().init(params)
+    held = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}
+    assert held.isdisjoint(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(opt_state))
+    arrays = {name: np.array(leaf) for name, leaf in params.items()}
+    opt_state = ours.make().init(arrays)
+    before = jax.tree.map(np.array, opt_state)
+    for array in arrays.values():
+        array[...] = 0.0
+    support.assert_same_bits(opt_state, before)
+
+
+def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
+    """Params and state that went through Orbax continue bit for bit."""
+    params = support.random_params()
+    tx = ours.make()
+    halfway = train(tx, params, tx.init(params), steps=2)
+    template = jax.tree.map(jnp.zeros_like, (params, tx.init(params)))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", halfway)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", template)
+    support.assert_same_bits(restored, halfway)
+    support.assert_same_bits(train(tx, *restored), train(tx, *halfway))
+
+
+def test_tree_map_params_sees_the_params_of_the_state(ours):
+    """`optax.tree.map_params` maps the entries that mirror params, with a spec beside each."""
+    params = support.random_params()
+    tx = ours.make()
+    opt_state = tx.init(params)
+    specs = {"kernel": "k", "bias": "b"}
+    marked = optax.tree.map_params(
+        tx,
+        lambda leaf, spec: (spec, leaf.shape),
+        opt_state,
+        specs,
+        transform_non_params=lambda _: None,
+    )
+    found = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, tuple) and x[0] in ("k", "b"))
+    assert set(found) == {("k", (12, 5)), ("b", (5,))}
+    unchanged = optax.tree.map_params(tx, lambda leaf: leaf, opt_state)
+    support.assert_same_bits(unchanged, opt_state)
+
+
+def test_mixed_dtypes_keep_theirs(ours):
+    """In one tree each leaf's updates, and the params after them, have its dtype."""
+    with jax.enable_x64(True):
+        dtypes = ("float16", "bfloat16", "float32", "float64")
+        params = {name: jax.random.normal(jax.random.key(0), (9, 2), name) for name in dtypes}
+        tx = ours.make()
+        opt_state = tx.init(params)
+        e = optperm.evaluate(loss_fn, params, jnp.ones((2,), jnp.float32))
+        updates, new_state = jax.jit(lambda s: tx.update(e.grad, s, params, **e.extra_args))(
+            opt_state
+        )
+        after = optperm.apply_updates(params, updates, new_state)
+        chex.assert_trees_all_equal_dtypes(updates, params, after)
+        assert signature(new_state) == signature(opt_state)
+        assert all(not np.array_equal(after[name], params[name]) for name in dtypes)
+
+
+def test_gradients_in_another_precision(ours):
+    """Float32 gradients train bfloat16 params, and the other way round; the params' dtype stays."""
+    for param_dtype, grad_dtype in [("bfloat16", "float32"), ("float32", "bfloat16")]:
+        params = support.random_params(dtype=param_dtype)
+        grads = support.random_like(support.random_params(dtype=grad_dtype), 1)
+        tx = ours.make()
+        updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+        chex.assert_trees_all_equal_dtypes(updates, params)
+        assert signature(opt_state) == signature(tx.init(params))
+
+
+def test_unknown_extra_arguments_are_ignored(ours):
+    """What other methods of a chain need does not disturb this one."""
+    params = support.random_params()
+    tx = ours.make()
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    e = optperm.evaluate(loss_fn, params, jnp.ones((2,)))
+    plain = tx.update(e.grad, tx.init(params), params, **e.extra_args)
+    noisy = tx.update(e.grad, tx.init(params), params, **e.extra_args, no_such_argument=object())
+    support.assert_same_bits(noisy, plain)
+
+
+def test_update_is_pure(ours):
+    """The same call twice gives the same bits, and leaves what it was given alone."""
+    params = support.random_params()
+    tx = ours.make()
+    opt_state = tx.init(params)
+    before = jax.tree.map(np.array, (params, opt_state))
+    first, second = step(tx, params, opt_state), step(tx, params, opt_state)
+    support.assert_same_bits(second, first)
+    support.assert_same_bits((params, opt_state), before)
+
+
+def test_update_without_params_says_so(ours):
+    """Forgetting the params raises a ValueError that shows the right call."""
+    params = support.random_params()
+    tx = ours.make()
+    with pytest.raises(ValueError, match=r"update\(updates, state, params\)"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: {"kernel": p["kernel"]}, "tree structure"),
+        (lambda p: (p["kernel"], p["bias"]), "tree structure"),
+        (lambda p: p | {"bias": p["bias"][:3]}, r"\['bias'\] is float32\[3\]"),
+        (lambda p: p | {"kernel": p["kernel"].T}, r"\['kernel'\] is float32\[5, 12\]"),
+    ],
+)
+def test_trees_that_do_not_match_are_named(ours, spoil, message):
+    """Other params or updates than the state was made for raise, saying which leaf and how."""
+    params = support.random_params()
+    tx = ours.make()
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match=f"params.*{message}"):
+        tx.update(params, opt_state, spoil(params))
+    with pytest.raises(ValueError, match=f"updates.*{message}"):
+        tx.update(spoil(params), opt_state, params)
+
+
+def test_params_of_another_dtype_are_named(ours):
+    """Params cast behind the optimizer's back raise."""
+    params = support.random_params()
+    tx = ours.make()
+    cast = params | {"bias": params["bias"].astype("bfloat16")}
+    with pytest.raises(ValueError, match=r"params\['bias'\] is bfloat16\[5\].*float32\[5\]"):
+        tx.update(params, tx.init(params), cast)
+
+
+def test_exact_targets_survive_plain_apply_updates(ours):
+    """Where weights are placed, `optax.apply_updates` never loses the exact ones in the state."""
+    if not ours.places:
+        pytest.skip("moves weights instead of placing them")
+    params = support.random_params()
+    tx = ours.make()
+    exact, _ = train(tx, params, tx.init(params), steps=20)
+    p, opt_state = params, tx.init(params)
+    update = jax.jit(tx.update)
+    for index in range(20):
+        e = optperm.evaluate(loss_fn, p, jnp.full((2,), 1.0 + index))
+        updates, opt_state = update(e.grad, opt_state, p)
+        p = optax.apply_updates(p, updates)
+    chex.assert_trees_all_close(p, exact, rtol=0, atol=5e-7)
+    updates, opt_state = update(e.grad, opt_state, p)
+    support.assert_permutes(optperm.apply_updates(p, updates, opt_state), params)

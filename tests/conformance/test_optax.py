@@ -1,0 +1,143 @@
+"""Optax's own cases for optimizers, run on every transformation of this library.
+
+The modules `optax/contrib/_common_test.py` and `optax/_src/alias_test.py` are taken from the
+installed Optax. Their cases are parametrized over lists of Optax's optimizers; here the lists are
+noted down instead of expanded, and ours are put in their place.
+"""
+
+import functools
+import importlib.util
+import inspect
+import itertools
+import pathlib
+from unittest import mock
+
+import jax.numpy as jnp
+import optax
+import pytest
+from absl.testing import parameterized
+from transformations import TRANSFORMATIONS
+
+FILES = {"contrib": "contrib/_common_test.py", "alias": "_src/alias_test.py"}
+
+_MINIMUM = "minimizes over all real numbers; a permutation reaches only the values it starts with"
+_LBFGS = "is about L-BFGS alone"
+
+# Each case that is not run, and why: for one transformation, or "*" for all.
+LEFT_OUT = {
+    ("contrib.ContribTest.test_optimizers", "sgperm"): _MINIMUM,
+    ("contrib.ContribTest.test_optimizers", "permute_by_cycles"): _MINIMUM,
+    ("alias.AliasTest.test_optimization", "sgperm"): _MINIMUM,
+    ("alias.AliasTest.test_optimization", "permute_by_cycles"): _MINIMUM,
+    (
+        "contrib.ContribTest."
+        "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
+        "permute_by_cycles",
+    ): "has no learning rate",
+    ("alias.AliasTest.test_explicit_dtype", "*"): "is about arguments of optax.sgd and optax.adam",
+    ("alias.LBFGSTest.test_plain_preconditioning", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_preconditioning_by_lbfgs_on_vectors", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_preconditioning_by_lbfgs_on_trees", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_against_plain_implementation", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_handling_pytrees", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_multiclass_logreg", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_binary_logreg", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_against_scipy", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_minimize_bad_initialization", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_steep_objective", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_lbfgs_complex", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_lbfgs_complex_rosenbrock", "*"): _LBFGS,
+    ("alias.LBFGSTest.test_state_shape_dtype_shard_stability", "*"): _LBFGS,
+}
+
+
+def is_left_out(case, name):
+    return (case, name) in LEFT_OUT or (case, "*") in LEFT_OUT
+
+
+def _noting_product(*sequences, **grid):
+    """Stands in for `absl.testing.parameterized.product`: keeps the lists beside the case."""
+
+    def note(case):
+        case.sequences, case.grid = sequences, grid
+        return case
+
+    return note
+
+
+@functools.cache
+def load(file):
+    """One of Optax's test modules, its cases not expanded."""
+    path = pathlib.Path(optax.__file__).parent / FILES[file]
+    spec = importlib.util.spec_from_file_location(f"optax_{file}_test", path)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.object(parameterized, "product", _noting_product):
+        spec.loader.exec_module(module)
+    return module
+
+
+def cases_of(file):
+    """Every case in one of Optax's test modules, by its full name."""
+    return {
+        f"{file}.{group_name}.{case_name}": (group, case)
+        for group_name, group in inspect.getmembers(load(file), inspect.isclass)
+        if issubclass(group, parameterized.TestCase)
+        for case_name, case in inspect.getmembers(group, inspect.isfunction)
+        if case_name.startswith("test")
+    }
+
+
+CASES = {name: found for file in FILES for name, found in cases_of(file).items()}
+
+
+def _is_complex(value):
+    try:
+        return jnp.issubdtype(jnp.dtype(value), jnp.complexfloating)
+    except TypeError:
+        return False
+
+
+def runs():
+    """Each case with each transformation and each choice of what else it is parametrized over."""
+    for (name, (_, case)), ours in itertools.product(CASES.items(), TRANSFORMATIONS):
+        if is_left_out(name, ours.name):
+            continue
+        # The one list of optimizers becomes one entry, ours. Complex params are refused, which is
+        # tested beside each method.
+        (optimizers,) = case.sequences
+        entry = dict.fromkeys(optimizers[0]) | {"opt_name": ours.name, "opt_kwargs": ours.arguments}
+        grid = {
+            key: [value for value in values if not _is_complex(value)]
+            for key, values in case.grid.items()
+        }
+        for values in itertools.product(*grid.values()):
+            chosen = dict(zip(grid, values, strict=True))
+            label = "-".join(getattr(value, "__name__", str(value)) for value in values)
+            yield pytest.param(
+                name, entry | chosen, id="-".join(filter(None, (ours.name, name, label)))
+            )
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
+@pytest.mark.parametrize(("name", "arguments"), tuple(runs()))
+def test_optax_case(name, arguments, monkeypatch):
+    """A transformation of ours passes what Optax asks of its own optimizers."""
+    file, _, case_name = name.split(".")
+    group, _ = CASES[name]
+    factories = {ours.name: ours.factory for ours in TRANSFORMATIONS}
+    if file == "contrib":
+        monkeypatch.setattr(load(file), "_get_opt_factory", factories.__getitem__)
+    else:
+        monkeypatch.setattr(load(file), "_get_opt", lambda case, opt_name: factories[opt_name])
+    getattr(group(case_name), case_name)(**arguments)
+
+
+def test_every_case_of_optax_is_run_or_left_out_for_a_reason():
+    """Nothing in Optax's files goes unnoticed, and nothing is left out that is not there."""
+    run = {(param.values[0], param.values[1]["opt_name"]) for param in runs()}
+    for case, ours in itertools.product(CASES, TRANSFORMATIONS):
+        assert ((case, ours.name) in run) != is_left_out(case, ours.name), (case, ours.name)
+    names = {"*", *(ours.name for ours in TRANSFORMATIONS)}
+    assert all(case in CASES and name in names for case, name in LEFT_OUT)
+    assert all(LEFT_OUT.values())

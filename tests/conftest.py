@@ -1,0 +1,43 @@
+"""What every test runs under: eight virtual devices, and JAX at its strictest."""
+
+import os
+
+# Has to stand before JAX starts its CPU backend.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import warnings
+
+import hypothesis
+import jax
+import pytest
+import support
+
+from optperm.permutation import cycles
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("optperm")
+
+# That the compiled kernel is missing is said once, here; the tests that need it fail.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    cycles.available_kernels()
+
+
+@pytest.fixture(params=cycles.KERNELS)
+def kernel(request, monkeypatch):
+    """Each kernel in turn. One that is missing fails the test."""
+    support.require_kernel(request.param)
+    monkeypatch.setenv("OPTPERM_KERNEL", request.param)
+    return request.param
+
+
+@pytest.fixture
+def lenient():
+    """Lifts the strict promotion, for code that is not ours."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,0 +1,308 @@
+"""The kernels against each other, and against a plain reading of the method."""
+
+import functools
+import itertools
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+from optperm.permutation import cycles, cycles_numpy
+from optperm.permutation.weight_vectors import sort_ranks
+
+
+def random_rows(seed, n, rows, dtype):
+    """Weights and recommendations with ties, zeros and numbers that are not finite."""
+    rng = np.random.default_rng(seed)
+    levels = rng.choice([0, 3, 30])
+    weights = rng.normal(size=(n, rows)).astype(dtype)
+    recommendation = rng.normal(size=(n, rows)).astype(dtype)
+    if levels:
+        weights = (np.round(weights * levels) / levels).astype(dtype)
+        recommendation = (np.round(recommendation * levels) / levels).astype(dtype)
+    weights[rng.random((n, rows)) < 0.05] = rng.choice([0.0, -0.0])
+    recommendation[rng.random((n, rows)) < 0.1] = 0.0
+    if rng.random() < 0.5:
+        recommendation[rng.random((n, rows)) < 0.1] = rng.choice([np.inf, -np.inf, np.nan])
+        weights[rng.random((n, rows)) < 0.05] = rng.choice([np.inf, -np.inf, np.nan])
+    seeds = rng.integers(0, 2**32, size=(rows, 2), dtype=np.uint32)
+    return recommendation, weights, seeds
+
+
+def permute(rows, aggressiveness, size, drop_remainder):
+    """`cycles.permute_rows` with the kernel that the environment names, never one cached before."""
+    recommendation, weights, seeds = rows
+    run = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=drop_remainder))
+    ranks = sort_ranks(jnp.asarray(weights))
+    outputs = run(
+        jnp.asarray(recommendation),
+        jnp.asarray(weights),
+        ranks,
+        jnp.asarray(seeds),
+        jnp.float32(aggressiveness),
+        jnp.int32(size),
+    )
+    return [np.asarray(output) for output in outputs]
+
+
+def by_hand(rows, ranks, aggressiveness, size, drop_remainder):
+    """The NumPy kernel without JAX: arrays of (n, rows), the same for each row."""
+    vector = np.ones((1, ranks.shape[1]))
+    operands = [*(array[None] for array in (*rows[:2], ranks, rows[2])), vector, vector]
+    operands[4] = (aggressiveness * vector).astype(np.float32)
+    operands[5] = (size * vector).astype(np.int32)
+    return [output[0] for output in cycles_numpy.permute_rows(*operands, drop_remainder)]
+
+
+# A permutation of rows of many lengths; the partitions run from single entries to whole rows.
+CASES = [
+    (seed, n, rows, dtype, size, drop, alpha)
+    for seed, ((n, rows), dtype, (share, drop), alpha) in enumerate(
+        itertools.product(
+            [(1, 3), (2, 40), (7, 20), (33, 9), (200, 4)],
+            ["float32", "float64"],
+            [(0.0, False), (0.3, False), (0.3, True), (1.0, False), (2.0, True)],
+            [0.0, 0.4],
+        )
+    )
+    for size in [max(1, int(share * n))]
+]
+
+
+@pytest.mark.parametrize("compiled", ["ffi", "callback"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compiled_kernels_give_the_bits_of_the_readable_one(compiled, dtype, monkeypatch):
+    """Weights, ranks and moved counts agree bit for bit over all kinds of rows and partitions."""
+    support.require_kernel(compiled)
+    with jax.enable_x64(dtype == "float64"):
+        for seed, n, rows, case_dtype, size, drop, alpha in CASES:
+            if case_dtype != dtype:
+                continue
+            arrays = random_rows(seed, n, rows, dtype)
+            results = {}
+            for kernel in (compiled, "numpy"):
+                monkeypatch.setenv("OPTPERM_KERNEL", kernel)
+                results[kernel] = permute(arrays, alpha, size, drop)
+            for got, expected in zip(results[compiled], results["numpy"], strict=True):
+                support.assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_readable_kernel_is_what_the_callback_runs(dtype, monkeypatch):
+    """Through JAX, in both dtypes, the NumPy kernel gives what it gives when called by hand."""
+    monkeypatch.setenv("OPTPERM_KERNEL", "numpy")
+    with jax.enable_x64(dtype == "float64"):
+        for seed, n, rows, case_dtype, size, drop, alpha in CASES[::3]:
+            if case_dtype != dtype:
+                continue
+            arrays = random_rows(seed, n, rows, dtype)
+            ranks = np.asarray(sort_ranks(jnp.asarray(arrays[1])))
+            got = permute(arrays, alpha, size, drop)
+            support.assert_same_bits(got, by_hand(arrays, ranks, alpha, size, drop))
+
+
+def permute_by_the_book(weights, recommendation, aggressiveness):
+    """One row as one subset: the method's steps with plain lists and a recursive search."""
+    spread = float(weights.max()) - float(weights.min())
+    active = [i for i in range(len(weights)) if recommendation[i] != 0]
+    if len(active) < 2:
+        return weights.copy()
+    active.sort(key=lambda i: (weights[i], i))
+    w = [float(weights[i]) for i in active]
+    m = [recommendation[i] for i in active]
+    epsilon = spread * (aggressiveness + 1.0 / len(active))
+
+    def targets(i):
+        if m[i] < 0:
+            return [j for j in range(i + 1, len(w)) if w[i] <= w[j] < w[i] + epsilon]
+        return [j for j in range(i - 1, -1, -1) if w[i] - epsilon <= w[j] < w[i]]
+
+    used = set()
+
+    def search(path, tried):
+        for j in targets(path[-1]):
+            if j == path[0]:
+                return path
+            if j not in used and j not in tried:
+                tried.add(j)
+                found = search([*path, j], tried)
+                if found:
+                    return found
+        return None
+
+    result = weights.copy()
+    for source in sorted(range(len(w)), key=lambda i: (abs(m[i]), i), reverse=True):
+        if source in used:
+            continue
+        cycle = search([source], {source}) or [source]
+        used.update(cycle)
+        for here, following in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            result[active[here]] = weights[active[following]]
+    return result
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.3, 2.0])
+@pytest.mark.parametrize("levels", [0, 4, 25])
+def test_whole_rows_are_permuted_by_the_book(alpha, levels, kernel):
+    """Every kernel does what a plain reading of the method does, ties and zeros included."""
+    rng = np.random.default_rng(int(alpha * 100) + levels)
+    for n in (2, 3, 10, 40):
+        weights = rng.normal(size=(n, 12)).astype(np.float32)
+        recommendation = rng.normal(size=(n, 12)).astype(np.float32)
+        recommendation[rng.random(recommendation.shape) < 0.2] = 0.0
+        if levels:
+            weights = (np.round(weights * levels) / levels).astype(np.float32)
+            recommendation = (np.round(recommendation * levels) / levels).astype(np.float32)
+        seeds = np.zeros((12, 2), np.uint32)
+        got, ranks, moved = permute((recommendation, weights, seeds), alpha, n, False)
+        expected = np.stack(
+            [
+                permute_by_the_book(w, m, float(np.float32(alpha)))
+                for w, m in zip(weights.T, recommendation.T, strict=True)
+            ],
+            axis=1,
+        )
+        np.testing.assert_array_equal(got, expected)
+        np.testing.assert_array_equal(
+            np.take_along_axis(np.sort(weights, axis=0), ranks, axis=0), got
+        )
+        # A moved entry may have taken a tied weight, which its rank alone shows.
+        assert np.all(moved >= np.sum(got != weights, axis=0))
+
+
+@hypothesis.given(
+    n=st.integers(1, 60),
+    share=st.floats(0.0, 1.2),
+    seed=st.integers(0, 2**32 - 1),
+    alpha=st.floats(0.0, 1.0, width=32),
+    drop=st.booleans(),
+)
+@hypothesis.settings(max_examples=150)
+def test_moves_follow_the_recommendation_within_each_subset_and_its_reach(
+    n, share, seed, alpha, drop
+):
+    """A moved weight stays in its subset, moves the way asked, and by no more than epsilon."""
+    size = max(1, int(share * n))
+    rows = random_rows(seed, n, rows=1, dtype=np.float32)
+    old = np.asarray(sort_ranks(jnp.asarray(rows[1])))
+    outputs = by_hand(rows, old, alpha, size, drop)
+    recommendation, weights, new, new_ranks, ranks = (
+        array.T for array in (*rows[:2], *outputs[:2], old)
+    )
+    seeds, moved = rows[2], outputs[2]
+    w, m, after = weights[0].astype(np.float64), recommendation[0], new[0].astype(np.float64)
+    # The partition is drawn over ranks.
+    labels = cycles_numpy.partition(n, size, seeds[0], drop)[ranks[0]]
+    has_moved = new_ranks[0] != ranks[0]
+    assert moved[0] == np.sum(has_moved)
+    fit = np.isfinite(m) & (m != 0) & np.isfinite(w)
+    assert not np.any(has_moved & ~(fit & (labels >= 0)))
+    spread = np.ptp(w[np.isfinite(w)]) if np.isfinite(w).any() else 0.0
+    for label in range(labels.max(initial=-1) + 1):
+        inside = labels == label
+        np.testing.assert_array_equal(np.sort(new_ranks[0][inside]), np.sort(ranks[0][inside]))
+        s = np.sum(inside & fit)
+        if s < 2:
+            assert not np.any(has_moved & inside)
+            continue
+        epsilon = spread * (np.float64(np.float32(alpha)) + 1.0 / s)
+        risers, fallers = has_moved & inside & (m < 0), has_moved & inside & (m > 0)
+        assert np.all(after[risers] >= w[risers])
+        assert np.all(after[risers] < w[risers] + epsilon)
+        assert np.all(after[fallers] < w[fallers])
+        assert np.all(after[fallers] >= w[fallers] - epsilon)
+
+
+def test_something_moves():
+    """Normal weights with normal recommendations nearly all find a cycle at alpha = 0.1."""
+    rng = np.random.default_rng(0)
+    weights, recommendation = rng.normal(size=(2, 300, 20)).astype(np.float32)
+    ranks = np.argsort(np.argsort(weights, axis=0), axis=0).astype(np.int32)
+    rows = recommendation, weights, np.zeros((20, 2), np.uint32)
+    *_, moved = by_hand(rows, ranks, 0.1, 300, False)
+    assert np.mean(moved) / 300 > 0.8
+
+
+@hypothesis.given(n=st.integers(1, 300), size=st.integers(1, 320), seed=st.integers(0, 2**64 - 1))
+@hypothesis.settings(max_examples=150)
+def test_subsets_have_the_sizes_asked_for(n, size, seed):
+    """Disjoint subsets of P entries, then the remainder, which sits out if it is to be dropped."""
+    words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
+    full, remainder = divmod(n, size) if size < n else (0, n)
+    kept = cycles_numpy.partition(n, size, words, drop_remainder=False)
+    counts = np.bincount(kept)
+    np.testing.assert_array_equal(counts, [size] * full + [remainder] * (remainder > 0))
+    dropped = cycles_numpy.partition(n, size, words, drop_remainder=True)
+    if size >= n or not remainder:
+        np.testing.assert_array_equal(dropped, kept)
+    else:
+        np.testing.assert_array_equal(dropped, np.where(kept == full, -1, kept))
+
+
+def test_partitions_are_uniform():
+    """All 30 ways to split five entries as 2 + 2 + 1 come equally often (chi-square)."""
+    draws = 6000
+    words = np.random.default_rng(7).integers(0, 2**32, (draws, 2), dtype=np.uint32)
+    found = {}
+    for seed in words:
+        labels = tuple(cycles_numpy.partition(5, 2, seed, drop_remainder=False))
+        found[labels] = found.get(labels, 0) + 1
+    assert len(found) == 30
+    expected = draws / 30
+    statistic = sum((count - expected) ** 2 / expected for count in found.values())
+    assert statistic < 52.3  # the 99.5 % quantile of chi-square with 29 degrees of freedom
+
+
+def test_splitmix64_gives_its_published_numbers():
+    """The first outputs for the seed 1234567, from the generator's reference program."""
+    np.testing.assert_array_equal(
+        cycles_numpy.splitmix64(np.uint64(1234567), 3),
+        np.array([6457827717110365317, 3203168211198807973, 9817491932198370423], np.uint64),
+    )
+
+
+def test_multiply_high_is_exact():
+    """The upper half of a product, against Python's own integers."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 2**64, 200, dtype=np.uint64)
+    b = rng.integers(1, 2**32, 200, dtype=np.uint64)
+    expected = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+    np.testing.assert_array_equal(cycles_numpy.multiply_high(a, b), np.array(expected, np.uint64))
+
+
+def test_unknown_kernel_is_named(monkeypatch):
+    """OPTPERM_KERNEL must name one of the three."""
+    monkeypatch.setenv("OPTPERM_KERNEL", "gpu")
+    with pytest.raises(ValueError, match=r"OPTPERM_KERNEL must be one of ffi, .* got 'gpu'"):
+        cycles.chosen_kernel()
+
+
+def test_missing_kernel_is_refused(monkeypatch):
+    """Asking for a kernel that is not there is an error, not a silent fallback."""
+    monkeypatch.setattr(cycles, "available_kernels", lambda: ("numpy",))
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    with pytest.raises(RuntimeError, match=r"asks for the kernel 'ffi'; available here: numpy"):
+        cycles.chosen_kernel()
+
+
+def test_missing_library_is_told_once_with_the_remedy(monkeypatch):
+    """Without the compiled library there is one warning, which says what to do."""
+    cycles.available_kernels.cache_clear()
+    monkeypatch.setattr(cycles, "_library", lambda: None)
+    try:
+        with pytest.warns(RuntimeWarning, match="pip install --force-reinstall"):
+            assert cycles.available_kernels() == ("numpy",)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert cycles.available_kernels() == ("numpy",)
+    finally:
+        cycles.available_kernels.cache_clear()
+        monkeypatch.undo()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cycles.available_kernels()

@@ -1,0 +1,423 @@
+"""SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
+
+import functools
+import re
+import subprocess
+import sys
+import textwrap
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+STEPS = 5
+
+
+def make(**arguments):
+    return optperm.sgperm(0.4, partition_ratio=0.7, **arguments)
+
+
+def params():
+    return support.random_params()
+
+
+def grads(step):
+    """Small integers: their mean over devices is exact, in whatever order it is taken."""
+    return jax.tree.map(lambda g: jnp.round(4 * g), support.random_like(params(), step))
+
+
+@functools.cache
+def alone():
+    """The weights after each step of one device, with nothing around it."""
+    tx = make()
+    opt_state, update, trail = tx.init(params()), jax.jit(tx.update), []
+    for step in range(STEPS):
+        _, opt_state = update(grads(step), opt_state, params())
+        trail.append(optperm.permuted_params(opt_state))
+    assert not np.array_equal(trail[0]["kernel"], trail[-1]["kernel"])
+    support.assert_permutes(trail[-1], params())
+    return trail
+
+
+def loss_fn(p, batch):
+    """Linear, so that the gradient of a batch is the mean of its examples."""
+    parts = jax.tree.map(lambda w, x: jnp.sum(w[None] * x), p, batch)
+    return sum(jax.tree.leaves(parts)) / batch["bias"].shape[0]
+
+
+def batches():
+    """For each step a batch of four examples whose mean, and only that, is the step's gradient."""
+    for step in range(STEPS):
+        noise = [grads(100 * (step + 1) + pair) for pair in range(2)]
+        examples = [
+            jax.tree.map(lambda g, x, sign=sign: g + sign * x, grads(step), x)
+            for x in noise
+            for sign in (1, -1)
+        ]
+        yield jax.tree.map(lambda *xs: jnp.stack(xs), *examples)
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+def take(tree, index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def test_pmap_replicas_agree_with_one_device():
+    """Four replicas that average their gradients hold the bits of the single-device run."""
+    tx = make()
+
+    @functools.partial(jax.pmap, axis_name="batch", devices=jax.devices()[:4])
+    def step(p, opt_state, batch):
+        e = optperm.evaluate(loss_fn, p, batch, axis_name="batch")
+        updates, opt_state = tx.update(e.grad, opt_state, p, **e.extra_args)
+        return optperm.apply_updates(p, updates, opt_state), opt_state
+
+    p, opt_state = stack([params()] * 4), stack([tx.init(params())] * 4)
+    for batch, expected in zip(batches(), alone(), strict=True):
+        p, opt_state = step(p, opt_state, jax.tree.map(lambda x: x[:, None], batch))
+        for replica in range(4):
+            support.assert_same_bits(take(p, replica), expected)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_shard_map_replicas_agree_with_one_device(checked):
+    """Replicated params with a sharded batch give the single-device bits, checked or not."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("batch",))
+    tx = make()
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("batch")),
+        out_specs=(P(), P()),
+        check_vma=checked,
+    )
+    def step(p, opt_state, batch):
+        e = optperm.evaluate(loss_fn, p, batch, axis_name="batch")
+        updates, opt_state = tx.update(e.grad, opt_state, p)
+        return optperm.apply_updates(p, updates, opt_state), opt_state
+
+    p, opt_state = params(), tx.init(params())
+    for batch, expected in zip(batches(), alone(), strict=True):
+        p, opt_state = step(p, opt_state, batch)
+        support.assert_same_bits(p, expected)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_shard_map_trains_a_model_per_device(checked):
+    """Params that vary over the mapped axis are permuted each by their own gradients."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    tx = make()
+    models = [support.random_params(seed) for seed in range(4)]
+    pulls = [support.random_like(params(), seed) for seed in range(4)]
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("model"), P("model")),
+        out_specs=P("model"),
+        check_vma=checked,
+    )
+    def step(p, g):
+        p, g = take(p, 0), take(g, 0)
+        updates, opt_state = tx.update(g, tx.init(p), p)
+        return jax.tree.map(lambda x: x[None], optperm.apply_updates(p, updates, opt_state))
+
+    got = step(stack(models), stack(pulls))
+    for index, (p, g) in enumerate(zip(models, pulls, strict=True)):
+        _, opt_state = jax.jit(tx.update)(g, tx.init(p), p)
+        support.assert_same_bits(take(got, index), optperm.permuted_params(opt_state))
+
+
+def run_with_seed(p, seed):
+    """The weights after a few steps from `p`, under a seed that may be traced."""
+    tx = make(seed=seed)
+    opt_state = tx.init(p)
+    for step in range(3):
+        _, opt_state = tx.update(grads(step), opt_state, p)
+    return optperm.permuted_params(opt_state)
+
+
+def test_vmap_over_networks_and_seeds_is_the_loop():
+    """A batch of networks with seeds of their own gives what each gives by itself, bit for bit."""
+    starts = [support.random_params(seed) for seed in range(4)]
+    got = jax.jit(jax.vmap(run_with_seed))(stack(starts), jnp.arange(4))
+    by_hand = jax.jit(run_with_seed, static_argnums=1)
+    for seed, start in enumerate(starts[:2]):
+        support.assert_same_bits(take(got, seed), by_hand(start, seed))
+    # The seed alone makes a difference.
+    same = jax.jit(jax.vmap(run_with_seed, in_axes=(None, 0)))(starts[0], jnp.arange(2))
+    assert not np.array_equal(same["kernel"][0], same["kernel"][1])
+
+
+def sharded_step():
+    """A step on weight vectors spread over eight devices, its arguments and its outcome."""
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    kernel = jax.random.normal(jax.random.key(0), (30, 16))
+    pull = jax.random.normal(jax.random.key(1), (30, 16))
+    tx = make()
+    sharded, sharded_pull = jax.device_put((kernel, pull), NamedSharding(mesh, P(None, "model")))
+
+    @jax.jit
+    def step(g, opt_state, p):
+        updates, opt_state = tx.update(g, opt_state, p)
+        return optperm.apply_updates(p, updates, opt_state), opt_state
+
+    _, expected = jax.jit(tx.update)(pull, tx.init(kernel), kernel)
+    arguments = (sharded_pull, jax.jit(tx.init)(sharded), sharded)
+    return step, arguments, optperm.permuted_params(expected)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_params_sharded_over_outputs_keep_their_bits():
+    """Weight vectors spread over eight devices are permuted as on one."""
+    step, arguments, expected = sharded_step()
+    got, _ = step(*arguments)
+    support.assert_same_bits(got, expected)
+
+
+def test_params_sharded_over_outputs_are_not_gathered(monkeypatch):
+    """With XLA's direct call each device permutes its own weight vectors; no matrix travels."""
+    support.require_kernel("ffi")
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    step, arguments, _ = sharded_step()
+    program = step.lower(*arguments).compile().as_text()
+    (call,) = (line for line in program.splitlines() if '="optperm_permute_rows_f32"' in line)
+    # Two of the sixteen weight vectors each; only the counts of moved entries may be gathered.
+    assert re.search(r"\[(1,30,2|2,30)\]", call)
+    assert "16" not in call.split("custom-call")[0]
+    assert not re.search(r"\[\d+,\d+\S*\]\S* (all-gather|all-to-all|all-reduce)", program)
+    got, opt_state = step(*arguments)
+    for array in (got, opt_state[1].weights, opt_state[1].ranks):
+        assert array.sharding.is_equivalent_to(arguments[2].sharding, 2)
+
+
+@pytest.mark.slow
+def test_large_leaves_on_eight_devices_do_not_hang():
+    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock."""
+    support.require_kernel("ffi")
+    program = """
+        import functools, os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        os.environ["OPTPERM_KERNEL"] = "ffi"
+        import jax, jax.numpy as jnp, optperm
+        params = jax.random.normal(jax.random.key(0), (1000, 1000))
+        tx = optperm.sgperm(partition_ratio=0.1)
+
+        @functools.partial(jax.pmap, axis_name="batch")
+        def train(params, seed):
+            def step(carry, key):
+                params, opt_state = carry
+                grads = jax.lax.pmean(jax.random.normal(key, params.shape), "batch")
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+
+            keys = jax.random.split(jax.random.key(seed), 200)
+            return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
+
+        out = train(jnp.stack([params] * 8), jnp.arange(8))
+        assert bool(jnp.all(out == out[0]))
+        assert bool(jnp.all(jnp.sort(out[0], axis=0) == jnp.sort(params, axis=0)))
+        print("done")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
+
+
+def assert_trains_as_alone(tx):
+    """Asserts that a wrapped sgperm gives, step by step, the weights it gives alone."""
+    p = params()
+    opt_state, update = tx.init(p), jax.jit(tx.update)
+    for step, expected in enumerate(alone()):
+        updates, opt_state = update(grads(step), opt_state, p)
+        p = optperm.apply_updates(p, updates, opt_state)
+        support.assert_same_bits(p, expected)
+        support.assert_same_bits(optperm.permuted_params(opt_state), expected)
+
+
+def test_in_a_scan():
+    """As the carry of `lax.scan`, compiled once for all steps."""
+    tx = make()
+
+    def step(carry, g):
+        p, opt_state = carry
+        updates, opt_state = tx.update(g, opt_state, p)
+        p = optperm.apply_updates(p, updates, opt_state)
+        return (p, opt_state), p
+
+    stacked = stack([grads(step) for step in range(STEPS)])
+    _, trail = jax.lax.scan(step, (params(), tx.init(params())), stacked)
+    support.assert_same_bits(trail, stack(alone()))
+
+
+WRAPPERS = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e9)), ("permute", tx)),
+    "nested chains": lambda tx: optax.chain(optax.identity(), optax.chain(tx)),
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
+    "partition": lambda tx: optax.partition({"all": tx}, {"kernel": "all", "bias": "all"}),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, every_k_schedule=1).gradient_transformation(),
+}
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_by_optax_it_gives_the_same_bits(wrapper):
+    """Wrappers that change nothing change nothing, and the exact weights are found inside them."""
+    assert_trains_as_alone(WRAPPERS[wrapper](make()))
+
+
+@pytest.mark.usefixtures("lenient")
+def test_clipping_before_it_keeps_signs_and_order():
+    """Without momentum a clip by the global norm, which keeps signs and order, changes nothing."""
+    plain = make(momentum=0.0)
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), plain)
+    p = {"bias": support.bias(20)}
+    signs = jnp.sign(support.bias(20, 1))
+    g = {"bias": signs * 2.0 ** jax.random.permutation(jax.random.key(2), jnp.arange(20.0))}
+    _, expected = plain.update(g, plain.init(p), p)
+    _, got = clipped.update(g, clipped.init(p), p)
+    support.assert_same_bits(optperm.permuted_params(got), optperm.permuted_params(expected))
+    assert not np.array_equal(optperm.permuted_params(got)["bias"], p["bias"])
+
+
+@pytest.mark.usefixtures("lenient")
+def test_partition_with_adam_on_biases():
+    """Kernels are permuted, biases move by Adam: each as it would alone."""
+    p, g = params(), grads(0)
+    adam = optax.adam(0.1)
+    tx = optax.partition({"permute": make(), "adam": adam}, {"kernel": "permute", "bias": "adam"})
+    updates, opt_state = jax.jit(tx.update)(g, tx.init(p), p)
+    after = optperm.apply_updates(p, updates, opt_state)
+    support.assert_permutes(after["kernel"], p["kernel"])
+    assert not np.array_equal(after["kernel"], p["kernel"])
+    steps, _ = jax.jit(adam.update)(g["bias"], adam.init(p["bias"]))
+    support.assert_same_bits(after["bias"], p["bias"] + steps)
+
+
+def test_masked_out_leaves_get_their_updates_back():
+    """What the mask leaves out passes through unchanged, for another transformation to use."""
+    p, g = params(), grads(0)
+    tx = optax.masked(make(), {"kernel": True, "bias": False})
+    updates, opt_state = jax.jit(tx.update)(g, tx.init(p), p)
+    support.assert_same_bits(updates["bias"], g["bias"])
+    after = optperm.apply_updates(p, updates, opt_state)
+    support.assert_permutes(after["kernel"], p["kernel"])
+    assert not np.array_equal(after["kernel"], p["kernel"])
+
+
+@pytest.mark.usefixtures("lenient")
+def test_injected_hyperparameters_are_traced_and_can_be_changed():
+    """Numbers kept in the state give the same bits, and changing them there takes effect."""
+    tx = optax.inject_hyperparams(optperm.sgperm)(aggressiveness=0.4, partition_ratio=0.7)
+    assert_trains_as_alone(tx)
+    opt_state = tx.init(params())
+    opt_state.hyperparams["partition_ratio"] = jnp.float32(0.0)
+    opt_state.hyperparams["min_partition_size"] = jnp.int32(1)
+    _, opt_state = jax.jit(tx.update)(grads(0), opt_state, params())
+    support.assert_same_bits(optperm.permuted_params(opt_state), params())
+
+
+@pytest.mark.usefixtures("lenient")
+def test_multi_steps_permutes_by_the_mean_gradient():
+    """Two half steps of MultiSteps are one step by the mean; between them params stay."""
+    tx = optax.MultiSteps(make(), every_k_schedule=2)
+    p = params()
+    opt_state, update = tx.init(p), jax.jit(tx.update)
+    for step, expected in enumerate(alone()[:3]):
+        before, noise = p, grads(50 + step)
+        for sign in (1, -1):
+            g = jax.tree.map(lambda a, b, sign=sign: a + sign * b, grads(step), noise)
+            updates, opt_state = update(g, opt_state, p)
+            p = optax.apply_updates(p, updates)
+            if sign == 1:
+                support.assert_same_bits(p, before)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), p, expected)
+        support.assert_same_bits(optperm.permuted_params(opt_state), expected)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_apply_if_finite_skips_the_whole_step():
+    """With a NaN anywhere that wrapper keeps the weights, and the next step does not notice."""
+    tx = optax.apply_if_finite(make(), max_consecutive_errors=3)
+    p = params()
+    opt_state, update = tx.init(p), jax.jit(tx.update)
+    broken = jax.tree.map(lambda g: g.at[0].set(jnp.nan), grads(0))
+    for g, expected in [(broken, p), (grads(0), alone()[0]), (broken, alone()[0])]:
+        updates, opt_state = update(g, opt_state, p)
+        p = optperm.apply_updates(p, updates, opt_state)
+        support.assert_same_bits(p, expected)
+
+
+def assert_within_one_rounding(got, exact, start):
+    """Asserts that params follow the exact weights, and that these are a permutation that moved."""
+    moved = False
+    for now, kept, before in zip(*map(jax.tree.leaves, (got, exact, start)), strict=True):
+        support.assert_permutes(kept, before)
+        error = np.abs(support.columns(now) - support.columns(kept))
+        assert np.all(error <= support.ulp_of_largest(before))
+        moved |= not np.array_equal(kept, before)
+    assert moved
+
+
+@pytest.mark.usefixtures("lenient")
+def test_nnx_optimizer():
+    """`nnx.Optimizer` trains an NNX model by it, and its state gives the exact weights."""
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
+    start = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    y = jax.random.normal(jax.random.key(1), (8, 3))
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda m: jnp.mean((m(x) - y) ** 2))(model))
+
+    for _ in range(3):
+        step(model, optimizer)
+    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    exact = optperm.permuted_params(optimizer.opt_state)
+    assert_within_one_rounding(trained, exact, start)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_linen_train_state():
+    """Flax's TrainState trains a Linen model by it, within one rounding of the exact weights."""
+    model = nn.Dense(3, bias_init=nn.initializers.normal(1.0))
+    x = jax.random.normal(jax.random.key(0), (8, 4))
+    y = jax.random.normal(jax.random.key(1), (8, 3))
+    start = model.init(jax.random.key(2), x)["params"]
+    state = TrainState.create(apply_fn=model.apply, params=start, tx=make())
+
+    @jax.jit
+    def step(state):
+        def loss(p):
+            return jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
+
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    for _ in range(3):
+        state = step(state)
+    assert_within_one_rounding(state.params, optperm.permuted_params(state.opt_state), start)

@@ -1,0 +1,179 @@
+"""A trained network as its initial weights and a permutation, and the exact weights in a state."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+
+def train(params, steps=5, **arguments):
+    """The state after a few steps of random gradients."""
+    tx = optperm.sgperm(0.5, partition_ratio=0.7, **arguments)
+    opt_state, update = tx.init(params), jax.jit(tx.update)
+    for step in range(steps):
+        _, opt_state = update(support.random_like(params, step), opt_state, params)
+    return opt_state
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_permutation_rebuilds_the_trained_weights_bit_for_bit(dtype):
+    """In every dtype, with ties and zeros of both signs."""
+    with jax.enable_x64(dtype == "float64"):
+        kernel = jnp.round(2 * jax.random.normal(jax.random.key(0), (20, 3), dtype)) / 2
+        kernel = jnp.where(
+            kernel == 0, jnp.where(jnp.arange(20)[:, None] % 2 == 0, 0.0, -0.0), kernel
+        )
+        params = {
+            "kernel": kernel.astype(dtype),
+            "bias": jax.random.normal(jax.random.key(1), (7,), dtype),
+            "scale": jnp.ones((), dtype),
+            "none": jnp.zeros((0, 3), dtype),
+        }
+        assert len(np.unique(support.as_integers(kernel[:, 0]))) < 20
+        opt_state = train(params)
+        permutation = optperm.export_permutation(params, opt_state)
+        rebuilt = optperm.apply_permutation(params, permutation)
+        support.assert_same_bits(rebuilt, optperm.permuted_params(opt_state))
+        assert not np.array_equal(rebuilt["kernel"], params["kernel"])
+        assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(permutation))
+        assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("axes", [0, (0, 1), (), lambda path, leaf: leaf.ndim - 2])
+def test_permutation_with_other_output_axes(axes):
+    """The export takes the same output_axes as the training, and refuses others."""
+    params = {"kernel": jax.random.normal(jax.random.key(0), (3, 4, 5))}
+    opt_state = train(params, output_axes=axes)
+    permutation = optperm.export_permutation(params, opt_state, output_axes=axes)
+    support.assert_same_bits(
+        optperm.apply_permutation(params, permutation), optperm.permuted_params(opt_state)
+    )
+    with pytest.raises(ValueError, match=r"initial_params\['kernel'\].*output_axes"):
+        optperm.export_permutation(params, opt_state)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_masked_leaves_stay_with_their_optimizer():
+    """Leaves that another optimizer trains are MaskedNode in the export and kept as they are."""
+    params = support.random_params()
+    tx = optax.partition(
+        {"permute": optperm.sgperm(0.5), "adam": optax.adam(0.1)},
+        {"kernel": "permute", "bias": "adam"},
+    )
+    _, opt_state = tx.update(support.random_like(params, 1), tx.init(params), params)
+    permutation = optperm.export_permutation(params, opt_state)
+    assert permutation["bias"] == optax.MaskedNode()
+    rebuilt = optperm.apply_permutation(params, permutation)
+    assert rebuilt["bias"] is params["bias"]
+    support.assert_same_bits(rebuilt["kernel"], optperm.permuted_params(opt_state)["kernel"])
+    assert not np.array_equal(rebuilt["kernel"], params["kernel"])
+
+
+def test_permutation_survives_json_and_npz():
+    """Indices written as JSON or as a compressed archive rebuild the same bits."""
+    params = support.random_params()
+    opt_state = train(params)
+    permutation = optperm.export_permutation(params, opt_state)
+    trained = optperm.permuted_params(opt_state)
+
+    text = json.dumps(jax.tree.map(lambda x: np.asarray(x).tolist(), permutation))
+    from_json = {name: np.array(indices, np.int32) for name, indices in json.loads(text).items()}
+    support.assert_same_bits(optperm.apply_permutation(params, from_json), trained)
+
+    file = io.BytesIO()
+    np.savez_compressed(file, **permutation)
+    file.seek(0)
+    with np.load(file) as archive:
+        support.assert_same_bits(optperm.apply_permutation(params, dict(archive)), trained)
+
+
+def test_export_and_rebuilding_run_under_jit():
+    """Both are pure functions of their trees."""
+    params = support.random_params()
+    opt_state = train(params)
+    permutation = jax.jit(optperm.export_permutation)(params, opt_state)
+    support.assert_same_bits(permutation, optperm.export_permutation(params, opt_state))
+    rebuilt = jax.jit(optperm.apply_permutation)(params, permutation)
+    support.assert_same_bits(rebuilt, optperm.permuted_params(opt_state))
+
+
+def test_other_initial_params_are_refused_by_name():
+    """Wrong values, shapes, dtypes and trees raise a ValueError naming what differs."""
+    params = support.random_params()
+    opt_state = train(params)
+    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is not what the optimizer"):
+        optperm.export_permutation(params | {"bias": params["bias"] + 1}, opt_state)
+    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is float32\[4\]"):
+        optperm.export_permutation(params | {"bias": params["bias"][:4]}, opt_state)
+    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is bfloat16"):
+        optperm.export_permutation(params | {"bias": params["bias"].astype("bfloat16")}, opt_state)
+    with pytest.raises(ValueError, match="initial_params has another tree structure"):
+        optperm.export_permutation({"kernel": params["kernel"]}, opt_state)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda i: i.at[0].set(i[1]),
+        lambda i: i.at[0].set(99),
+        lambda i: i.at[0].set(-1),
+        lambda i: i + 1,
+    ],
+)
+def test_corrupted_permutations_are_refused_by_name(spoil):
+    """Indices given twice or out of range raise instead of rebuilding something."""
+    params = support.random_params()
+    permutation = optperm.export_permutation(params, train(params))
+    with pytest.raises(ValueError, match=r"permutation\['bias'\] must hold each index from 0 to 4"):
+        optperm.apply_permutation(params, permutation | {"bias": spoil(permutation["bias"])})
+
+
+def test_permutations_of_other_params_are_refused_by_name():
+    """Another tree, another shape and indices that are no integers raise."""
+    params = support.random_params()
+    permutation = optperm.export_permutation(params, train(params))
+    with pytest.raises(ValueError, match=r"permutation has another tree structure"):
+        optperm.apply_permutation(params, {"kernel": permutation["kernel"]})
+    with pytest.raises(ValueError, match=r"permutation\['bias'\] is int32\[4\]"):
+        optperm.apply_permutation(params, permutation | {"bias": jnp.arange(4)})
+    with pytest.raises(TypeError, match=r"permutation\['bias'\] must hold integers, got float32"):
+        optperm.apply_permutation(params, permutation | {"bias": jnp.arange(5.0)})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [optperm.permuted_params, lambda opt_state: optperm.export_permutation({}, opt_state)],
+)
+def test_states_with_no_permutation_or_two_are_refused(function):
+    """The message names what was looked for, and how many there were."""
+    params = support.random_params()
+    with pytest.raises(ValueError, match=r"PermuteByCyclesState .*optperm.sgperm.* found none"):
+        function(optax.adam(0.1).init(params))
+    labels = {"kernel": "a", "bias": "b"}
+    twice = optax.partition({"a": optperm.sgperm(), "b": optperm.sgperm()}, labels)
+    with pytest.raises(ValueError, match=r"PermuteByCyclesState .* found 2"):
+        function(twice.init(params))
+
+
+def test_permuted_params_fills_in_what_it_does_not_train():
+    """With params the masked leaves are theirs; the exact weights are still the state's."""
+    params = support.random_params()
+    tx = optax.masked(optperm.sgperm(0.5), {"kernel": True, "bias": False})
+    grads = support.random_like(params, 1)
+    updates, opt_state = tx.update(grads, tx.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    assert optperm.permuted_params(opt_state)["bias"] == optax.MaskedNode()
+    full = optperm.permuted_params(opt_state, moved)
+    assert full["bias"] is moved["bias"]
+    support.assert_permutes(full["kernel"], params["kernel"])
+    with pytest.raises(ValueError, match="params"):
+        optperm.permuted_params(opt_state, {"kernel": params["kernel"]})
+    with pytest.raises(ValueError, match=r"params\['kernel'\]"):
+        optperm.permuted_params(opt_state, moved | {"kernel": jnp.zeros((2, 2))})

@@ -1,0 +1,90 @@
+"""Helpers that several test modules share."""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from optperm.permutation import cycles
+
+
+def require_kernel(name):
+    """Fails a test whose kernel is missing, or skips it if OPTPERM_TEST_WITHOUT_KERNEL is set."""
+    if name in cycles.available_kernels():
+        return
+    missing = f"the kernel {name!r} is not available here"
+    if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):
+        pytest.skip(f"{missing}, and OPTPERM_TEST_WITHOUT_KERNEL is set")
+    pytest.fail(f"{missing}: build it, or set OPTPERM_TEST_WITHOUT_KERNEL")
+
+
+def assert_same_bits(actual, expected):
+    """Asserts that two trees agree in structure, shapes, dtypes and every bit (0.0 is not -0.0)."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for path, pair in zip(paths, pairs, strict=True):
+        name = jax.tree_util.keystr(path)
+        a, b = (np.asarray(leaf) for leaf in pair)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), name
+        assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
+
+
+def columns(leaf):
+    """A leaf as its weight vectors, one a column: the last axis indexes output units."""
+    leaf = np.asarray(leaf)
+    return leaf.reshape(-1, leaf.shape[-1]) if leaf.ndim > 1 else leaf.reshape(-1, 1)
+
+
+def as_integers(array):
+    """The bits of a floating array as unsigned integers of the same width."""
+    array = np.ascontiguousarray(array)
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def assert_permutes(after, before):
+    """Asserts that each weight vector of `after` holds the bits of `before`, in any order."""
+    jax.tree.map(_assert_leaf_permutes, after, before)
+
+
+def _assert_leaf_permutes(after, before):
+    assert after.shape == before.shape
+    assert after.dtype == before.dtype
+    if np.ndim(before):
+        after, before = columns(after), columns(before)
+    np.testing.assert_array_equal(
+        np.sort(as_integers(after), axis=0), np.sort(as_integers(before), axis=0)
+    )
+
+
+def ulp_of_largest(leaf):
+    """The distance between floating numbers at the largest value of each weight vector."""
+    largest = np.abs(columns(leaf)).max(axis=0)
+    return np.spacing(largest)
+
+
+def bias(size, seed=0):
+    return jax.random.normal(jax.random.key(seed), (size,))
+
+
+def random_params(seed=0, dtype=np.float32):
+    """A small network's parameters, without ties."""
+    kernel_key, bias_key = jax.random.split(jax.random.key(seed))
+    return {
+        "kernel": jax.random.normal(kernel_key, (12, 5), dtype),
+        "bias": jax.random.normal(bias_key, (5,), dtype),
+    }
+
+
+def random_like(params, seed):
+    """A tree of normal numbers like params, from an integer."""
+    return random_like_from_key(params, jax.random.key(seed))
+
+
+def random_like_from_key(params, key):
+    """A tree of normal numbers like params."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, drawn)

@@ -1,0 +1,91 @@
+"""`apply_updates`: exact where a method places weights, Optax's own elsewhere."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+
+class Placed(NamedTuple):
+    """A state that places what is not masked, if its last update did."""
+
+    targets: object
+    is_placed: jax.Array | bool
+
+    def placement(self):
+        return self.targets, self.is_placed
+
+
+def far_apart():
+    """Params, targets and updates for which params + updates is not the target."""
+    params = {"a": jnp.float32([1e8, 1.0]), "b": jnp.float32([1.0])}
+    targets = {"a": jnp.float32([0.1, 0.3]), "b": jnp.float32([3.0])}
+    updates = jax.tree.map(lambda t, p: t - p, targets, params)
+    assert not np.array_equal(optax.apply_updates(params, updates)["a"], targets["a"])
+    return params, targets, updates
+
+
+def test_targets_replace_what_rounding_would_lose():
+    """The params become the targets bit for bit, however the state is nested."""
+    params, targets, updates = far_apart()
+    state = Placed(targets, True)
+    for nested in (state, (optax.EmptyState(), (state,)), {"inner": state}):
+        support.assert_same_bits(optperm.apply_updates(params, updates, nested), targets)
+
+
+def test_nothing_is_placed_when_the_last_update_did_not():
+    """Where the state says so, as a Python or a traced boolean, params move by their updates."""
+    params, targets, updates = far_apart()
+    moved = optax.apply_updates(params, updates)
+    support.assert_same_bits(optperm.apply_updates(params, updates, Placed(targets, False)), moved)
+    run = jax.jit(lambda flag: optperm.apply_updates(params, updates, Placed(targets, flag)))
+    support.assert_same_bits(run(False), moved)
+    support.assert_same_bits(run(True), targets)
+
+
+def test_masked_leaves_and_subtrees_move_by_their_updates():
+    """MaskedNode stands for a leaf, or a whole part of the tree, that the method does not place."""
+    params, targets, updates = far_apart()
+    state = Placed({"a": targets["a"], "b": optax.MaskedNode()}, True)
+    got = optperm.apply_updates(params, updates, state)
+    support.assert_same_bits(got, {"a": targets["a"], "b": params["b"] + updates["b"]})
+    nested, steps = {"net": params, "x": params["b"]}, {"net": updates, "x": updates["b"]}
+    state = Placed({"net": optax.MaskedNode(), "x": targets["b"]}, True)
+    got = optperm.apply_updates(nested, steps, state)
+    support.assert_same_bits(got, {"net": optax.apply_updates(params, updates), "x": targets["b"]})
+
+
+def test_two_methods_may_share_a_tree_but_not_a_leaf():
+    """Each places its own leaves; claiming one twice raises."""
+    params, targets, updates = far_apart()
+    one = Placed({"a": targets["a"], "b": optax.MaskedNode()}, True)
+    two = Placed({"a": optax.MaskedNode(), "b": targets["b"]}, True)
+    support.assert_same_bits(optperm.apply_updates(params, updates, (one, two)), targets)
+    with pytest.raises(ValueError, match=r"Two methods .* same parameter"):
+        optperm.apply_updates(params, updates, (one, one))
+
+
+@pytest.mark.usefixtures("lenient")
+def test_other_optimizers_are_optax_apply_updates():
+    """Without a placing method it does what `optax.apply_updates` does, casts and None included."""
+    params = {"w": jnp.bfloat16([1.0, 2.0]), "none": None}
+    updates = {"w": jnp.float32([0.1, 0.2]), "none": None}
+    support.assert_same_bits(
+        optperm.apply_updates(params, updates, optax.adam(0.1).init(params)),
+        optax.apply_updates(params, updates),
+    )
+
+
+def test_scalars_move_by_their_updates_beside_placed_weights():
+    """A chain before sgperm cannot move a scalar, nor does placing overwrite one."""
+    params = {"scale": jnp.float32(1.0), "bias": support.bias(4)}
+    tx = optperm.sgperm()
+    updates, opt_state = tx.update(support.random_like(params, 1), tx.init(params), params)
+    got = optperm.apply_updates(params, updates | {"scale": jnp.float32(0.5)}, opt_state)
+    assert got["scale"] == 1.5
