@@ -33,7 +33,9 @@ def milliseconds(function: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def original_row(weights: np.ndarray, wish: np.ndarray, size: int, rng: np.random.Generator) -> None:
+def original_row(
+    weights: np.ndarray, wish: np.ndarray, size: int, rng: np.random.Generator
+) -> None:
     """Permutes one weight vector as the original does.
 
     Each entry's neighbors are found by comparing it with all others of its subset, and sorted by
@@ -46,7 +48,9 @@ def original_row(weights: np.ndarray, wish: np.ndarray, size: int, rng: np.rando
         subset = subset[wish[subset] != 0]
         if len(subset) > 1:
             subset = subset[np.lexsort((subset, weights[subset]))]
-            weights[subset] = weights[subset][_original_subset(weights[subset], wish[subset], spread)]
+            weights[subset] = weights[subset][
+                _original_subset(weights[subset], wish[subset], spread)
+            ]
 
 
 def _original_subset(weights: np.ndarray, wish: np.ndarray, spread: float) -> list[int]:

@@ -41,7 +41,7 @@ def check_in_range(name: str, value: object, low: float, high: float, *, advice:
 
 def _as_scalar(name: str, value: object) -> float:
     array = np.asarray(value)
-    if array.dtype == bool or array.dtype.kind not in "iuf" and array.dtype != jnp.bfloat16:
+    if array.dtype == bool or (array.dtype.kind not in "iuf" and array.dtype != jnp.bfloat16):
         raise TypeError(f"{name} must be a number or a schedule, got {value!r}.")
     if array.ndim != 0:
         raise ValueError(f"{name} must be a single number, got an array of shape {array.shape}.")
@@ -92,7 +92,8 @@ def check_same_tree(
     Raises:
       ValueError: Naming the first leaf that differs, and how.
     """
-    structure, expected_structure = jax.tree.structure(tree), jax.tree.structure(expected)
+    structure: Any = jax.tree.structure(tree)
+    expected_structure: Any = jax.tree.structure(expected)
     if structure != expected_structure:
         raise ValueError(
             f"{name} has another tree structure than {source}: got {structure}, "

@@ -59,7 +59,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     structure = jax.tree.structure(params)
     moved = without_variables(optax.apply_updates(params, updates))
     placed_anywhere = jax.tree.map(lambda _: False, moved)
-    for state in find_states(opt_state, PlacingState):
+    for state in find_states(opt_state, PlacingState):  # type: ignore[type-abstract]
         targets, is_placed = state.placement()
 
         def place(target: Any, new: Any, is_placed: Any = is_placed) -> Any:

@@ -75,7 +75,7 @@ def _digits() -> dict[str, np.ndarray]:
     digits = import_extra("sklearn.datasets").load_digits()
     # The split belongs to the data set: runs with different seeds are tested on the same examples.
     x_train, x_test, y_train, y_test = import_extra("sklearn.model_selection").train_test_split(
-        digits.images.astype(np.float32), digits.target, test_size=0.3, random_state=42
+        digits.images, digits.target, test_size=0.3, random_state=42
     )
     mean, deviation = x_train.mean(axis=0), x_train.std(axis=0)
     deviation[deviation == 0] = 1  # pixels that are blank in every image

@@ -70,7 +70,7 @@ class CNN(nn.Module):
         x = x[..., None] if x.ndim == 3 else x
         for features in (16, 32):
             x = nn.relu(_conv(x, features))
-            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")  # type: ignore[no-untyped-call]
+            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
         x = x.reshape(len(x), -1)
         x = nn.relu(_dense(x, self.hidden))
         return _dense(x, self.num_classes)

@@ -197,12 +197,12 @@ def _read_network(path: pathlib.Path) -> tuple[models.NetworkSpec, Any, str]:
 
 
 def _flat(params: Any) -> dict[str, np.ndarray]:
-    flat = flatten_dict(params, sep="/")  # type: ignore[no-untyped-call]
+    flat = flatten_dict(params, sep="/")
     return {name: np.asarray(leaf) for name, leaf in flat.items()}
 
 
 def _nested(leaves: dict[str, np.ndarray]) -> optax.Params:
-    return unflatten_dict(leaves, sep="/")  # type: ignore[no-untyped-call]
+    return unflatten_dict(leaves, sep="/")
 
 
 def _digest(params: optax.Params) -> str:

@@ -189,7 +189,7 @@ class Trainer:
     ) -> tuple[optax.Params, Any, dict[str, np.ndarray]]:
         key = jax.random.fold_in(self._key, epoch)
         results = self._run_epoch(params, opt_state, *self._examples, key)
-        params, opt_state, metrics = jax.block_until_ready(results)  # type: ignore[no-untyped-call]
+        params, opt_state, metrics = jax.block_until_ready(results)
         return params, opt_state, jax.device_get(metrics)
 
     def _record(

@@ -16,7 +16,7 @@ import importlib.metadata
 import os
 import pathlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,7 +82,9 @@ def permute_rows(
     Returns:
       The new weights and ranks, and the number of entries moved in each row, (rows,) int32.
     """
-    dtype = jnp.promote_types(jnp.promote_types(weights.dtype, recommendation.dtype), jnp.float32)
+    # The kernel works in float32 or float64: one of them holds both operands exactly.
+    is_double = np.float64 in (weights.dtype, recommendation.dtype)
+    dtype = jnp.dtype(np.float64 if is_double else np.float32)
     operands = (
         recommendation.astype(dtype)[None],
         weights.astype(dtype)[None],
@@ -125,7 +127,7 @@ def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
     return call
 
 
-def _result_types(operands: tuple[jax.Array, ...]) -> Results:
+def _result_types(operands: Sequence[jax.Array]) -> Results:
     """New weights, new ranks and counts are like the weights, the ranks and the partition sizes."""
     return tuple(jax.typeof(operands[index]) for index in (1, 2, 5))
 
@@ -183,10 +185,10 @@ def _by_callback(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
 
 def _permute_on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
     """Calls a kernel on host arrays: (batch, n, rows) and (batch, rows)."""
-    arrays = [np.ascontiguousarray(operand) for operand in operands]
+    arrays: list[Any] = [np.ascontiguousarray(operand) for operand in operands]
     _, weights, ranks, _, _, partition_size = arrays
     if kernel == "numpy":
-        return cycles_numpy.permute_rows(*arrays, drop_remainder)
+        return cycles_numpy.permute_rows(*arrays, drop_remainder=drop_remainder)
     outputs = np.empty_like(weights), np.empty_like(ranks), np.empty_like(partition_size)
     batch, n, rows = weights.shape
     pointers = (array.ctypes.data for array in (*arrays, *outputs))
@@ -277,6 +279,6 @@ def _register() -> str:
             return "it was built without XLA's headers"
         try:
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
-        except Exception as error:  # noqa: BLE001  # jaxlib raises its own error types
+        except Exception as error:  # jaxlib raises its own error types
             return str(error).splitlines()[0]
     return ""

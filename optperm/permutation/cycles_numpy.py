@@ -19,6 +19,7 @@ def permute_rows(
     seeds: npt.NDArray[np.uint32],
     aggressiveness: npt.NDArray[np.float32],
     partition_size: Ints,
+    *,
     drop_remainder: bool,
 ) -> tuple[Floats, Ints, Ints]:
     """Permutes each row once, along the cycles that its recommendation asks for.
@@ -43,9 +44,7 @@ def permute_rows(
             recommendation[column],
             weights[column],
             ranks[column],
-            partition(
-                weights.shape[1], int(partition_size[b, row]), seeds[b, row], drop_remainder
-            ),
+            partition(weights.shape[1], int(partition_size[b, row]), seeds[b, row], drop_remainder),
             float(aggressiveness[b, row]),
         )
         new_weights[column], new_ranks[column] = row_weights, row_ranks

@@ -87,7 +87,7 @@ def export_permutation(
     initial = _mask_like(jax.tree.map(jnp.asarray, initial_params), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
 
-    def export(path: jax.tree_util.KeyPath, leaf: jax.Array, ranks: jax.Array) -> jax.Array:
+    def export(path: tuple[Any, ...], leaf: jax.Array, ranks: jax.Array) -> jax.Array:
         if leaf.ndim == 0 or leaf.size == 0:
             return jnp.zeros(leaf.shape, jnp.int32)
         axes = resolve_output_axes(path, leaf, output_axes)
@@ -144,7 +144,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
         "permutation", permutation, initial, source="initial_params", dtypes=False
     )
 
-    def apply(path: jax.tree_util.KeyPath, indices: jax.Array, leaf: Any) -> Any:
+    def apply(path: tuple[Any, ...], indices: jax.Array, leaf: Any) -> Any:
         if _is_masked(indices):
             return leaf
         if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):

@@ -34,7 +34,7 @@ class PermuteByCyclesState(NamedTuple):
       share_moved: The share of all weights that the last step moved.
     """
 
-    count: jax.Array  # int32 ()
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
     key: jax.Array  # uint32 (2,)
     weights: optax.Params  # like params, leaf for leaf
     ranks: Any  # int32, shaped like params
@@ -53,7 +53,7 @@ class RecommendationState(NamedTuple):
       recommendation: m, the running recommendation at each location.
     """
 
-    count: jax.Array  # int32 ()
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
     recommendation: optax.Updates  # like params, leaf for leaf
 
 
@@ -77,8 +77,8 @@ def permute_by_cycles(
        recommendation is zero or not finite sit out, which leaves :math:`s` of a subset.
     2. A weight :math:`w` may move to the place of any in :math:`[w, w + \epsilon)` if it should rise, in
        :math:`[w - \epsilon, w)` if it should fall, with :math:`\epsilon = A (\alpha + 1/s)`.
-    3. In descending order of :math:`|m|`, find from each entry a cycle of such moves through entries that
-       are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
+    3. In descending order of :math:`|m|`, find from each entry a cycle of such moves through entries
+       that are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
 
     So each weight vector keeps its values bit for bit, and every moved weight moved the way its
     recommendation asked, by at most :math:`\epsilon`. Scalars are left alone.
@@ -132,7 +132,7 @@ def permute_by_cycles(
         )
         _warn_of_constant_rows(params, output_axes)
 
-        def init_ranks(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+        def init_ranks(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             if leaf.size == 0 or leaf.ndim == 0:
                 return jnp.zeros(leaf.shape, jnp.int32)
             axes = resolve_output_axes(path, leaf, output_axes)
@@ -163,19 +163,15 @@ def permute_by_cycles(
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         step_key = jax.random.fold_in(key, state.count)
 
-        paths_and_weights, structure = jax.tree_util.tree_flatten_with_path(state.weights)
-        results = []
-        for index, ((path, weights), ranks, recommendation) in enumerate(
-            zip(
-                paths_and_weights,
-                jax.tree.leaves(state.ranks),
-                jax.tree.leaves(updates),
-                strict=True,
-            )
-        ):
+        def permute_leaf(
+            index: int,
+            path: tuple[Any, ...],
+            weights: jax.Array,
+            ranks: jax.Array,
+            recommendation: jax.Array,
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
             if weights.ndim == 0 or weights.size == 0:
-                results.append((weights, ranks, jnp.zeros([], jnp.int32)))
-                continue
+                return weights, ranks, jnp.zeros([], jnp.int32)
             axes = resolve_output_axes(path, weights, output_axes)
             matrix = to_matrix(weights, axes)
             n, rows = matrix.shape
@@ -188,24 +184,29 @@ def permute_by_cycles(
                 _partition_size(ratio, n, min_partition_size),
                 drop_remainder=not include_remainder,
             )
-            results.append(
-                (
-                    from_matrix(new_matrix, weights.shape, axes),
-                    from_matrix(new_ranks, weights.shape, axes),
-                    jnp.sum(moved),
-                )
+            return (
+                from_matrix(new_matrix, weights.shape, axes),
+                from_matrix(new_ranks, weights.shape, axes),
+                jnp.sum(moved),
             )
-        new_weights, new_ranks, moved = ([result[part] for result in results] for part in range(3))
-        total = sum(w.size for w in new_weights if w.ndim)
+
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state.weights)
+        results = [
+            permute_leaf(index, path, weights, ranks, recommendation)
+            for index, ((path, weights), ranks, recommendation) in enumerate(
+                zip(leaves, jax.tree.leaves(state.ranks), jax.tree.leaves(updates), strict=True)
+            )
+        ]
+        moved = sum(
+            (result[2].astype(jnp.float32) for result in results), jnp.zeros([], jnp.float32)
+        )
+        total = sum(weights.size for _, weights in leaves if weights.ndim)
         new_state = PermuteByCyclesState(
             count=optax.safe_increment(state.count),
             key=state.key,
-            weights=jax.tree.unflatten(structure, new_weights),
-            ranks=jax.tree.unflatten(structure, new_ranks),
-            share_moved=sum(
-                (m.astype(jnp.float32) for m in moved), start=jnp.zeros([], jnp.float32)
-            )
-            / max(total, 1),
+            weights=jax.tree.unflatten(structure, [result[0] for result in results]),
+            ranks=jax.tree.unflatten(structure, [result[1] for result in results]),
+            share_moved=moved / max(total, 1),
         )
         return jax.tree.map(lambda target, p: target - p, new_state.weights, params), new_state
 
@@ -362,7 +363,7 @@ def _recommend(
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
-    """start * factor^(count + 1): the value is updated before it is used."""
+    """Start * factor^(count + 1): the value is updated before it is used."""
     power = jnp.asarray(factor, jnp.float32) ** (count + 1).astype(jnp.float32)
     return jnp.asarray(start, jnp.float32) * power
 
@@ -384,8 +385,8 @@ def _warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes) -> Non
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
             continue
-        leaf = jnp.asarray(leaf)
-        matrix = np.asarray(to_matrix(leaf, resolve_output_axes(path, leaf, output_axes)))
+        array = jnp.asarray(leaf)
+        matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
         if np.any(np.all(matrix == matrix[0], axis=0)):
             constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
     if constant:

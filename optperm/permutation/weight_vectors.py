@@ -6,6 +6,7 @@ A weight vector holds all weights that enter one output unit. Here it is a colum
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int
 
 
 def resolve_output_axes(
-    path: jax.tree_util.KeyPath, leaf: jax.Array, axes: OutputAxes
+    path: tuple[Any, ...], leaf: jax.Array, axes: OutputAxes
 ) -> tuple[int, ...]:
     """The output axes of one leaf as non-negative integers in increasing order; () for rank 0 and 1.
 

@@ -59,7 +59,7 @@ def test_gradient_methods_learn_digits(tmp_path, method, capsys):
 
 def test_cnn_learns_digits(tmp_path):
     out = tmp_path / "run"
-    flags = ["--model", "cnn", "--hidden", "32", "--epochs", "3", "--quiet", "--out", str(out)]
+    flags = ["--model", "cnn", "--hidden", "32", "--epochs", "6", "--quiet", "--out", str(out)]
     assert main(["train", "adam", "--learning-rate", "0.01", *flags]) == 0
     assert read_summary(out)["test_accuracy"] > 0.9
 

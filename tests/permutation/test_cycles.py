@@ -56,7 +56,9 @@ def by_hand(rows, ranks, aggressiveness, size, drop_remainder):
     operands = [*(array[None] for array in (*rows[:2], ranks, rows[2])), vector, vector]
     operands[4] = (aggressiveness * vector).astype(np.float32)
     operands[5] = (size * vector).astype(np.int32)
-    return [output[0] for output in cycles_numpy.permute_rows(*operands, drop_remainder)]
+    return [
+        output[0] for output in cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
+    ]
 
 
 # A permutation of rows of many lengths; the partitions run from single entries to whole rows.
