@@ -58,17 +58,22 @@ inline uint32_t MultiplyHigh(uint64_t a, uint64_t b) {
   return static_cast<uint32_t>(((a >> 32) * b + (low >> 32)) >> 32);
 }
 
+// Where a weight is, and its rank, which goes with it wherever it moves.
+struct Home {
+  int32_t location;
+  int32_t rank;
+};
+
 // Entries of a weight vector in ascending order of weight, ties by location.
 template <typename T>
 struct Entries {
   int32_t size = 0;
-  int32_t* location = nullptr;
-  int32_t* rank = nullptr;
+  Home* home = nullptr;
   T* weight = nullptr;
   Bits<T>* wish = nullptr;  // the bits of the recommendation
 
   Entries From(int32_t begin, int32_t count) const {
-    return {count, location + begin, rank + begin, weight + begin, wish + begin};
+    return {count, home + begin, weight + begin, wish + begin};
   }
 };
 
@@ -76,17 +81,16 @@ template <typename T>
 class EntriesBuffer {
  public:
   Entries<T> Reserve(int64_t size) {
-    if (static_cast<int64_t>(location_.size()) < size) {
-      location_.resize(size);
-      rank_.resize(size);
+    if (static_cast<int64_t>(home_.size()) < size) {
+      home_.resize(size);
       weight_.resize(size);
       wish_.resize(size);
     }
-    return {static_cast<int32_t>(size), location_.data(), rank_.data(), weight_.data(), wish_.data()};
+    return {static_cast<int32_t>(size), home_.data(), weight_.data(), wish_.data()};
   }
 
  private:
-  std::vector<int32_t> location_, rank_;
+  std::vector<Home> home_;
   std::vector<T> weight_;
   std::vector<Bits<T>> wish_;
 };
@@ -439,16 +443,18 @@ class TilePermuter<T>::Row {
     has_ties_ = HasTies();
     if (has_ties_) OrderTies();
     const double spread = Spread();
-    const bool all_take_part = AllTakePart();
     weights_ = weights;
     ranks_ = ranks;
-    if (partition_size >= n_) {
-      return PermuteSubset(all_take_part ? row_ : Group(0, nullptr, n_, 1), spread, aggressiveness);
-    }
-    // Steps 3 and 4: each subset has room for all its entries, and one more to write to in passing.
+    if (partition_size >= n_ && AllTakePart()) return PermuteSubset(row_, spread, aggressiveness);
+    // Steps 3 and 4: each subset has room for all its entries, and for one more to write to in passing.
+    partition_size = std::min(partition_size, n_);
     const int32_t subsets = n_ / partition_size + (n_ % partition_size != 0);
-    Shuffle(seed, partition_size);
-    Group(seed, label_.data(), partition_size, subsets);
+    if (subsets == 1) {
+      label_.assign(n_, 0);
+    } else {
+      Shuffle(seed, partition_size);
+    }
+    Group(partition_size, subsets);
     int32_t moved = 0;
     for (int32_t k = 0; k < subsets; ++k) {
       if (drop_remainder && k == n_ / partition_size) break;
@@ -461,21 +467,19 @@ class TilePermuter<T>::Row {
  private:
   bool SortByRank(const T* recommendation, const T* weights, const int32_t* ranks) {
     const uint32_t n = n_;
+    std::fill_n(row_.home, n, Home{-1, 0});
     for (uint32_t i = 0; i < n; ++i) {
       const uint32_t rank = ranks[i];
       if (rank >= n) return false;
-      row_.location[rank] = i;
+      row_.home[rank] = Home{static_cast<int32_t>(i), static_cast<int32_t>(rank)};
     }
-    bool valid = true;
     for (uint32_t rank = 0; rank < n; ++rank) {
-      const uint32_t i = row_.location[rank];
-      if (i >= n) return false;
-      valid &= static_cast<uint32_t>(ranks[i]) == rank;
-      row_.rank[rank] = rank;
+      const int32_t i = row_.home[rank].location;
+      if (i < 0) return false;  // another rank stood twice
       row_.weight[rank] = weights[i];
       row_.wish[rank] = ToBits(recommendation[i]);
     }
-    return valid;
+    return true;
   }
 
   bool HasTies() const {
@@ -492,7 +496,7 @@ class TilePermuter<T>::Row {
       tie_.resize(end - begin);
       std::iota(tie_.begin(), tie_.end(), begin);
       std::sort(tie_.begin(), tie_.end(),
-                [&](int32_t a, int32_t b) { return row_.location[a] < row_.location[b]; });
+                [&](int32_t a, int32_t b) { return row_.home[a].location < row_.home[b].location; });
       const Entries<T> sorted = tie_buffer_.Reserve(end - begin);
       for (int32_t i = 0; i < end - begin; ++i) Copy(row_, tie_[i], sorted, i);
       for (int32_t i = 0; i < end - begin; ++i) Copy(sorted, i, row_, begin + i);
@@ -500,8 +504,7 @@ class TilePermuter<T>::Row {
   }
 
   static void Copy(const Entries<T>& from, int32_t i, const Entries<T>& to, int32_t j) {
-    to.location[j] = from.location[i];
-    to.rank[j] = from.rank[i];
+    to.home[j] = from.home[i];
     to.weight[j] = from.weight[i];
     to.wish[j] = from.wish[i];
   }
@@ -543,17 +546,15 @@ class TilePermuter<T>::Row {
   }
 
   // Copies the entries that take part to grouped_, subset by subset, from place k * (size + 1) on.
-  Entries<T> Group(uint64_t, const int32_t* label, int32_t size, int32_t subsets) {
+  void Group(int32_t size, int32_t subsets) {
     grouped_ = grouped_buffer_.Reserve(int64_t{subsets} * (size + 1));
     end_.resize(subsets);
     for (int32_t k = 0; k < subsets; ++k) end_[k] = k * (size + 1);
     for (int32_t p = 0; p < n_; ++p) {
-      const int32_t k = label ? label[row_.rank[p]] : 0;
-      const int32_t to = end_[k];
-      Copy(row_, p, grouped_, to);
-      end_[k] = to + (SitsOut(p) == 0);
+      int32_t& end = end_[label_[row_.home[p].rank]];
+      Copy(row_, p, grouped_, end);
+      end += SitsOut(p) == 0;
     }
-    return grouped_.From(0, end_[0]);
   }
 
   int32_t PermuteSubset(const Entries<T>& entries, double spread, float aggressiveness) {
@@ -562,9 +563,9 @@ class TilePermuter<T>::Row {
     const int32_t* take = search_.Run(entries, epsilon, has_ties_);
     int32_t moved = 0;
     for (int32_t p = 0; p < entries.size; ++p) {
-      const int32_t from = take[p], location = entries.location[p];
+      const int32_t from = take[p], location = entries.home[p].location;
       weights_[location] = entries.weight[from];
-      ranks_[location] = entries.rank[from];
+      ranks_[location] = entries.home[from].rank;
       moved += from != p;
     }
     return moved;
