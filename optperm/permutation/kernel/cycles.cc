@@ -228,6 +228,7 @@ class CycleSearch {
   // For each place the place whose weight it takes.
   const int32_t* Run(const Entries<T>& entries, double epsilon, bool has_ties) {
     weight_ = entries.weight;
+    size_ = entries.size;
     epsilon_ = epsilon;
     Prepare(entries, has_ties);
     const int32_t* order = sorter_.Sort(entries);
@@ -384,8 +385,29 @@ class CycleSearch {
     TakePath();
   }
 
+  // Whether a cycle may lead from a source back to it through ties. What comes back from above is a faller
+  // of more weight; what comes back from below is a riser of less, and only a faller as heavy as the source
+  // gets down there, for those of more weight that do not reach the source reach nothing below it either.
+  bool MayReturn(int32_t source, bool rises) {
+    if (rises) {
+      const int32_t above = places_.Up(Places::kFallers, LastTied(source) + 1);
+      if (above != Places::kNone && ReachesDown(above, source)) return true;
+    }
+    const int32_t below = places_.FirstTied(source) - 1;
+    const int32_t target = places_.AnyDown(below), riser = places_.Down(Places::kRisers, below);
+    return target != Places::kNone && ReachesDown(source, target) && riser != Places::kNone &&
+           ReachesUp(riser, source);
+  }
+
+  int32_t LastTied(int32_t place) const {
+    return static_cast<int32_t>(std::upper_bound(weight_ + place, weight_ + size_, weight_[place]) -
+                                weight_) -
+           1;
+  }
+
   // Depth first, nearest first, as the method says it. Visited places are taken out and put back.
   void SearchThroughTies(int32_t source) {
+    if (!MayReturn(source, places_.Rises(source))) return places_.Remove(source);
     path_.assign(1, source);
     visited_.clear();
     while (!path_.empty()) {
@@ -420,6 +442,7 @@ class CycleSearch {
   }
 
   const T* weight_ = nullptr;
+  int32_t size_ = 0;
   double epsilon_ = 0;
   Places places_;
   WishSorter<T> sorter_;
