@@ -3,6 +3,7 @@
 from typing import Any, TypeVar
 
 import jax
+import optax
 
 State = TypeVar("State")
 
@@ -59,3 +60,8 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
     )
+
+
+def is_masked(node: Any) -> bool:
+    """Whether a node stands for a part of the params that a transformation does not see."""
+    return isinstance(node, optax.MaskedNode)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.composition import find_states, without_variables
+from optperm.composition import find_states, is_masked, without_variables
 
 
 @runtime_checkable
@@ -63,12 +63,12 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         targets, is_placed = state.placement()
 
         def place(target: Any, new: Any, is_placed: Any = is_placed) -> Any:
-            if _is_masked(target):
+            if is_masked(target):
                 return new
             return target if is_placed is True else jnp.where(is_placed, target, new)
 
         def claim(target: Any, earlier: Any) -> Any:
-            if _is_masked(target):
+            if is_masked(target):
                 return earlier
             if earlier:
                 raise ValueError(
@@ -77,10 +77,6 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 )
             return True
 
-        placed_anywhere = jax.tree.map(claim, targets, placed_anywhere, is_leaf=_is_masked)
-        moved = jax.tree.map(place, targets, moved, is_leaf=_is_masked)
+        placed_anywhere = jax.tree.map(claim, targets, placed_anywhere, is_leaf=is_masked)
+        moved = jax.tree.map(place, targets, moved, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)

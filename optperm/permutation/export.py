@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optperm import checks
-from optperm.composition import find_state
+from optperm.composition import find_state, is_masked
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
@@ -47,7 +47,7 @@ def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax
         return weights
     try:
         merged = jax.tree.map(
-            lambda w, p: p if _is_masked(w) else w, weights, params, is_leaf=_is_masked
+            lambda w, p: p if is_masked(w) else w, weights, params, is_leaf=is_masked
         )
     except ValueError as error:
         raise ValueError(f"params do not match the optimizer state: {error}") from error
@@ -145,7 +145,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
     )
 
     def apply(path: tuple[Any, ...], indices: jax.Array, leaf: Any) -> Any:
-        if _is_masked(indices):
+        if is_masked(indices):
             return leaf
         if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
             raise TypeError(
@@ -161,7 +161,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
         leaf = jnp.asarray(leaf)
         return leaf.ravel()[jnp.ravel(indices)].reshape(leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=_is_masked)
+    return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
 
 
 def _state(opt_state: Any) -> PermuteByCyclesState:
@@ -176,11 +176,7 @@ def _mask_like(tree: Any, masked: Any) -> Any:
     """Replaces by MaskedNode the parts of a tree that are MaskedNode in another one."""
     try:
         return jax.tree.map(
-            lambda m, part: m if _is_masked(m) else part, masked, tree, is_leaf=_is_masked
+            lambda m, part: m if is_masked(m) else part, masked, tree, is_leaf=is_masked
         )
     except ValueError:
         return tree
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
