@@ -3,13 +3,14 @@
 import argparse
 import dataclasses
 import importlib.metadata
+import pathlib
 import platform
 from typing import Any
 
 import jax
 import numpy as np
 
-from optperm.cli import datasets, models, report, run_folder, training
+from optperm.cli import datasets, models, replicas, report, run_folder, training
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method
 
@@ -28,15 +29,18 @@ def train(arguments: argparse.Namespace) -> int:
     Raises:
       CliError: If data, files or the installation are at fault, or the flags.
     """
-    # What is missing must come out before the training, not after it.
+    # What is missing must come out before the training, not after it, and what is wrong in one
+    # process before it meets the others.
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     method: Method = arguments.method
+    request = _request(arguments)
     data = datasets.load(arguments.data)
-    if arguments.batch_size > len(data.x_train):
+    if arguments.batch_size * request.size > len(data.x_train):
+        each = f" on each of {request.size} devices" if request.size > 1 else ""
         raise UsageError(
-            f"--batch-size {arguments.batch_size} is more than the {len(data.x_train)} training "
-            "examples. Choose a smaller one."
+            f"--batch-size {arguments.batch_size}{each} is more than the {len(data.x_train)} "
+            "training examples. Choose a smaller one."
         )
     spec = models.NetworkSpec(
         model=arguments.model,
@@ -45,12 +49,14 @@ def train(arguments: argparse.Namespace) -> int:
         num_classes=data.num_classes,
         seed=arguments.seed,
     )
-    model, initial = models.build(spec), models.initial_params(spec)
+    model = models.build(spec)
     hyperparameters = {name: getattr(arguments, name) for name in method.flags}
     facts = {
         "seed": arguments.seed,
         "num_data": len(data.x_train),
-        "batch_size": arguments.batch_size,
+        # Of one gradient.
+        "batch_size": arguments.batch_size * (1 if method.period else request.size),
+        "axis_name": request.axis_name,
     }
     try:
         tx = method.transformation(hyperparameters, facts)
@@ -58,34 +64,83 @@ def train(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{method.name}: {error}") from error
 
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
-    reporter = report.Reporter(arguments.epochs, quiet=arguments.quiet)
+    is_quiet = arguments.quiet or request.process_id > 0
+    reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
+    with (
+        replicas.start(request, _shared_facts(arguments, data), on_wait=reporter.waiting) as group,
+        training.Interrupt() as interrupt,
+    ):
+        initial = models.initial_params(spec)
 
-    def on_epoch(record: training.EpochRecord) -> None:
-        run_folder.append_metrics(folder, dataclasses.asdict(record))
-        reporter.epoch(record)
+        def on_epoch(record: training.EpochRecord) -> None:
+            metrics = dataclasses.asdict(record)
+            group.on_main(lambda folder: run_folder.append_metrics(folder, metrics), folder)
+            reporter.epoch(record)
 
-    with training.Interrupt() as interrupt:
         with reporter:
             trainer = training.Trainer(
-                model, tx, initial, data, batch_size=arguments.batch_size, seed=arguments.seed
+                model,
+                tx,
+                initial,
+                data,
+                batch_size=arguments.batch_size,
+                seed=arguments.seed,
+                replicas=group,
+                local_steps=method.period is not None,
             )
-            folder = run_folder.create(getattr(arguments, "out", None), name)
+            folder = group.on_main(run_folder.create, getattr(arguments, "out", None), name)
             run = trainer.run(
                 arguments.epochs,
                 interrupt=interrupt,
                 on_epoch=on_epoch,
                 on_interrupt=reporter.interrupted,
             )
-        if method.permutes:
-            run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
-        else:
-            run_folder.write_params(folder, spec, run.params)
-        run_folder.write_steps(folder, loss=run.loss, share_moved=run.share_moved)
-        summary = _summary(arguments, data.source, run, hyperparameters)
-        run_folder.write_summary(folder, summary)
-        report.draw_curve(folder / "curve.png", run, name)
-        reporter.summary(summary, folder)
+        summary = _summary(arguments, data.source, run, hyperparameters, group)
+
+        def write(folder: pathlib.Path) -> None:
+            if method.permutes:
+                run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
+            else:
+                run_folder.write_params(folder, spec, run.params)
+            run_folder.write_steps(folder, loss=run.loss, share_moved=run.share_moved)
+            run_folder.write_summary(folder, summary)
+            report.draw_curve(folder / "curve.png", run, name)
+            reporter.summary(summary, folder)
+
+        group.on_main(write, folder)
     return INTERRUPTED if run.interrupted else 0
+
+
+def _request(arguments: argparse.Namespace) -> replicas.Request:
+    names = ("coordinator", "num_processes", "process_id")
+    missing = [name for name in names if name not in arguments]
+    if len(missing) == len(names):
+        return replicas.Request(arguments.devices)
+    if missing:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise UsageError(
+            "--coordinator, --num-processes and --process-id go together: without them there is one "
+            f"process. Pass {flags} as well."
+        )
+    if arguments.process_id >= arguments.num_processes:
+        raise UsageError(
+            f"--process-id must be from 0 to {arguments.num_processes - 1} where --num-processes is "
+            f"{arguments.num_processes}, got {arguments.process_id}."
+        )
+    return replicas.Request(
+        arguments.devices, arguments.coordinator, arguments.num_processes, arguments.process_id
+    )
+
+
+def _shared_facts(arguments: argparse.Namespace, data: datasets.Dataset) -> dict[str, Any]:
+    """What all processes of a run must have in common."""
+    flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices", *arguments.method.flags)
+    return {
+        "the method": arguments.method.name,
+        **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in flags},
+        "the digest of the data": datasets.digest(data),
+        **{f"the version of {name}": version(name) for name in ("optperm", "jax")},
+    }
 
 
 def _summary(
@@ -93,8 +148,10 @@ def _summary(
     source: str,
     run: training.TrainingRun,
     hyperparameters: dict[str, Any],
+    group: replicas.Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
+    period = arguments.method.period
     return {
         "method": arguments.method.name,
         "test_accuracy": last.test_accuracy,
@@ -108,6 +165,8 @@ def _summary(
         "interrupted": run.interrupted,
         "epochs_done": last.epoch,
         "steps": last.step,
+        # The trained network holds nothing of them.
+        "steps_since_commit": None if period is None else last.step % hyperparameters[period],
         "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
         "data": source,
         "model": arguments.model,
@@ -116,7 +175,10 @@ def _summary(
         "epochs": arguments.epochs,
         "batch_size": arguments.batch_size,
         "hyperparameters": hyperparameters,
-        "device": jax.devices()[0].device_kind,
+        "replicas": group.size,
+        "devices": arguments.devices,
+        "processes": group.processes,
+        "device": group.device_kind,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 
 import optax
@@ -9,7 +10,7 @@ import optax
 import optperm
 from optperm import checks
 
-Hyperparameter = bool | int | float
+Hyperparameter = bool | int | float | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +21,13 @@ class Method:
       name: What follows `optperm train`.
       help: What it does, in a line.
       build: Makes the transformation. Beside its hyperparameters it may have parameters named
-        like what the run knows (`seed`, `num_data`, `batch_size`), which are filled in.
+        like what the run knows (`seed`, `num_data`, `batch_size`, `axis_name`), which are filled in.
       flags: The parameters of `build` that become flags, each with its help. Their types and
-        defaults are those of the signature.
+        defaults are those of the signature; a string has a `Literal` of its choices for a type.
       permutes: Whether the trained weights are the initial ones in another order, and are saved
         as a permutation.
+      period: The flag that says after how many local steps the replicas commit to their center,
+        which is then what is trained. None where all replicas take each step together.
     """
 
     name: str
@@ -32,14 +35,19 @@ class Method:
     build: Callable[..., optax.GradientTransformation]
     flags: Mapping[str, str]
     permutes: bool = False
+    period: str | None = None
 
     def defaults(self) -> dict[str, Hyperparameter]:
         """The default of each flag."""
         parameters = inspect.signature(self.build).parameters
         return {name: parameters[name].default for name in self.flags}
 
+    def choices(self, name: str) -> tuple[str, ...]:
+        """What a flag that is a string may be."""
+        return typing.get_args(inspect.signature(self.build).parameters[name].annotation)
+
     def transformation(
-        self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int]
+        self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int | str | None]
     ) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation from its flags and what the run knows.
 

@@ -66,6 +66,10 @@ class Reporter:
         if not self._is_live and (record.epoch == self._epochs or record.epoch % every == 0):
             self._say(line)
 
+    def waiting(self) -> None:
+        """Says that the other processes have to be started."""
+        self._say("Waiting for the other processes.")
+
     def interrupted(self) -> None:
         """Says what the first Ctrl-C does."""
         self._say("Finishing this epoch, then saving. Ctrl-C again stops at once.")
@@ -87,6 +91,12 @@ class Reporter:
         }
         if moved is not None:
             rows["moved a step"] = f"{moved:.1%} of the weights"
+        if summary["replicas"] > 1:
+            rows["devices"] = f"{summary['devices']} in each of {summary['processes']} processes"
+            if summary["processes"] == 1:
+                rows["devices"] = str(summary["devices"])
+        if summary["steps_since_commit"]:
+            rows["not committed"] = f"the last {summary['steps_since_commit']} steps"
         for name, value in rows.items():
             table.add_row(text(name), text(value))
         self._console.print(table)

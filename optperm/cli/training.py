@@ -18,7 +18,9 @@ import optperm
 from optperm.cli import models
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
+from optperm.cli.replicas import Replicas
 from optperm.composition import find_states
+from optperm.mapped_axes import varying_axes
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
@@ -53,8 +55,8 @@ class TrainingRun:
     """What training came to.
 
     Attributes:
-      params: The trained params.
-      opt_state: The last optimizer state.
+      params: The trained params; the center's, where the method has one.
+      opt_state: The last optimizer state, of one replica.
       records: One for each epoch, epoch 0 included.
       loss: (steps,), the loss of each batch before its step.
       share_moved: (steps,), or None where the method permutes no weights.
@@ -93,13 +95,21 @@ class Interrupt:
 class Trainer:
     """Trains one network; compiles when it is made.
 
+    Each epoch's shuffle is dealt out: a step of R replicas with batches of B examples takes the
+    examples of one step of a single replica with a batch of R B.
+
     Args:
       model: The network.
       tx: The training method.
       params: The initial params.
-      data: What to train and test on. All of it is kept on the device.
-      batch_size: Examples a step. The last ones of each shuffle that fill no batch are left out.
+      data: What to train and test on. All of it is kept on each device.
+      batch_size: Examples a step, of each replica. The last ones of each shuffle that do not suffice
+        for a step of all replicas are left out.
       seed: Seed of the shuffles.
+      replicas: What the network is trained on.
+      local_steps: Whether each replica keeps params and a state of its own, and the method brings
+        them together in a center (`optperm.center_params`). Else all replicas take the same steps,
+        with the mean of their gradients.
 
     Raises:
       CliError: If the method cannot train these params here.
@@ -114,22 +124,34 @@ class Trainer:
         *,
         batch_size: int,
         seed: int,
+        replicas: Replicas,
+        local_steps: bool = False,
     ) -> None:
         start = time.perf_counter()
-        self._key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-        self._params = params
-        self._examples = jnp.asarray(data.x_train), jnp.asarray(data.y_train)
-        self._steps = len(data.x_train) // batch_size
-        run_epoch = _epoch_function(model, tx, self._steps, batch_size)
+        self._replicas, self._local_steps = replicas, local_steps
+        self._steps = len(data.x_train) // (batch_size * replicas.size)
+        run_epoch = _epoch_function(
+            model,
+            tx,
+            self._steps,
+            batch_size,
+            seed=seed,
+            replicas=replicas,
+            average_grads=not local_steps,
+        )
         try:
-            self._opt_state = tx.init(params)
-            self._run_epoch = run_epoch.lower(
-                params, self._opt_state, *self._examples, self._key
-            ).compile()
+            self._carry = replicas.place((params, tx.init(params)), own=local_steps)
+            self._examples = replicas.place((jnp.asarray(data.x_train), jnp.asarray(data.y_train)))
+            self._run_epoch = (
+                replicas.each(run_epoch, own=local_steps)
+                .lower(self._carry, (*self._examples, np.uint32(0)))
+                .compile()
+            )
+            trained, _ = self._trained(self._carry)
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
-        self._test = TestSet(model, params, data)
+        self._test = TestSet(model, trained, data)
         self._compile_seconds = time.perf_counter() - start
 
     def run(
@@ -144,7 +166,7 @@ class Trainer:
 
         Args:
           epochs: How often to go through the training examples.
-          interrupt: Ends training after the epoch in which it is requested.
+          interrupt: Ends training after the epoch in which it is requested, in any process.
           on_epoch: Called with each record.
           on_interrupt: Called when it is requested, while the epoch still runs.
 
@@ -153,20 +175,20 @@ class Trainer:
         """
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        params, opt_state = self._params, self._opt_state
-        records, metrics = [self._record(0, params, {}, 0.0)], []
+        carry = self._carry
+        records, metrics = [self._record(0, carry, {}, 0.0)], []
         on_epoch(records[0])
         try:
             for epoch in range(1, epochs + 1):
-                if interrupt.requested:
+                if self._replicas.any(interrupt.requested):
                     break
                 start = time.perf_counter()
-                future = pool.submit(self._one_epoch, epoch, params, opt_state)
+                future = pool.submit(self._one_epoch, epoch, carry)
                 _wait(future, interrupt, on_interrupt)
-                params, opt_state, of_epoch = future.result()
+                carry, of_epoch = future.result()
                 seconds = time.perf_counter() - start
                 metrics.append(of_epoch)
-                records.append(self._record(epoch, params, of_epoch, seconds))
+                records.append(self._record(epoch, carry, of_epoch, seconds))
                 on_epoch(records[-1])
         finally:
             pool.shutdown(wait=False)
@@ -174,6 +196,7 @@ class Trainer:
             name: np.concatenate([of_epoch[name] for of_epoch in metrics])
             for name in (metrics[0] if metrics else ())
         }
+        params, opt_state = self._trained(carry)
         return TrainingRun(
             params=params,
             opt_state=opt_state,
@@ -184,16 +207,18 @@ class Trainer:
             interrupted=records[-1].epoch < epochs,
         )
 
-    def _one_epoch(
-        self, epoch: int, params: optax.Params, opt_state: Any
-    ) -> tuple[optax.Params, Any, dict[str, np.ndarray]]:
-        key = jax.random.fold_in(self._key, epoch)
-        results = self._run_epoch(params, opt_state, *self._examples, key)
-        params, opt_state, metrics = jax.block_until_ready(results)
-        return params, opt_state, jax.device_get(metrics)
+    def _one_epoch(self, epoch: int, carry: Any) -> tuple[Any, dict[str, np.ndarray]]:
+        carry, metrics = self._run_epoch(carry, (*self._examples, np.uint32(epoch)))
+        jax.block_until_ready(carry)
+        return carry, jax.device_get(metrics)
+
+    def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
+        """What has been trained, and the optimizer state of one replica."""
+        params, opt_state = self._replicas.first(carry, own=self._local_steps)
+        return optperm.center_params(opt_state) if self._local_steps else params, opt_state
 
     def _record(
-        self, epoch: int, params: optax.Params, metrics: dict[str, np.ndarray], seconds: float
+        self, epoch: int, carry: Any, metrics: dict[str, np.ndarray], seconds: float
     ) -> EpochRecord:
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
         return EpochRecord(
@@ -201,7 +226,7 @@ class Trainer:
             step=epoch * self._steps,
             train_loss=means.get("loss"),
             train_accuracy=means.get("accuracy"),
-            test_accuracy=self._test.accuracy(params),
+            test_accuracy=self._test.accuracy(self._trained(carry)[0]),
             share_moved=means.get("share_moved"),
             seconds=seconds,
         )
@@ -252,21 +277,44 @@ class TestSet:
 
 
 def _epoch_function(
-    model: nn.Module, tx: optax.GradientTransformationExtraArgs, steps: int, batch_size: int
+    model: nn.Module,
+    tx: optax.GradientTransformationExtraArgs,
+    steps: int,
+    batch_size: int,
+    *,
+    seed: int,
+    replicas: Replicas,
+    average_grads: bool,
 ) -> Any:
+    """One replica's part in an epoch."""
+    axis_name = replicas.axis_name
+
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
         logits = models.logits(model, params, batch["x"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
 
-    @jax.jit
+    def deal(epoch: jax.Array, num_examples: int) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
+        hands = order[: steps * replicas.size * batch_size].reshape(steps, -1, batch_size)
+        return hands[:, 0 if axis_name is None else jax.lax.axis_index(axis_name)]
+
     def run_epoch(
-        params: optax.Params, opt_state: Any, x: jax.Array, y: jax.Array, key: jax.Array
-    ) -> tuple[optax.Params, Any, dict[str, jax.Array]]:
+        carry: tuple[optax.Params, Any], shared: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        x, y, epoch = shared
+
         def step(carry: tuple[optax.Params, Any], indices: jax.Array) -> tuple[Any, Any]:
             params, opt_state = carry
             batch = {"x": x[indices], "y": y[indices]}
-            e = optperm.evaluate(loss_fn, params, batch, has_aux=True)
+            e = optperm.evaluate(
+                loss_fn,
+                params,
+                batch,
+                has_aux=True,
+                axis_name=axis_name if average_grads else None,
+            )
             updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
             params = optperm.apply_updates(params, updates, opt_state)
             metrics = {"loss": e.value, "accuracy": e.aux}
@@ -274,8 +322,12 @@ def _epoch_function(
                 metrics["share_moved"] = state.share_moved
             return (params, opt_state), metrics
 
-        order = jax.random.permutation(key, len(x))[: steps * batch_size]
-        carry, metrics = jax.lax.scan(step, (params, opt_state), order.reshape(steps, batch_size))
-        return *carry, metrics
+        carry, metrics = jax.lax.scan(step, carry, deal(epoch, len(x)))
+        return carry, jax.tree.map(_mean_over_replicas, metrics)
 
     return run_epoch
+
+
+def _mean_over_replicas(values: jax.Array) -> jax.Array:
+    """The mean of what differs between replicas: once an epoch, so that steps stay local."""
+    return jax.lax.pmean(values, axes) if (axes := tuple(varying_axes(values))) else values
