@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.mapped_axes import varying_like
+from optperm.mapped_axes import AxisName, varying_like
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -37,7 +37,7 @@ def evaluate(
     batch: Any,
     *,
     has_aux: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisName | None = None,
 ) -> Evaluation:
     r"""Evaluates a loss on one batch and binds to it the closures that methods may ask for.
 

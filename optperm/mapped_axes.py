@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 
 Tree = TypeVar("Tree")
+AxisName = str | tuple[str, ...]
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -28,7 +29,7 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
     return jax.tree.map(mark, tree)
 
 
-def varying_like(tree: Tree, other: Any, axis_name: str | tuple[str, ...] | None) -> Tree:
+def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """Marks `tree` as varying over those of the named axes over which `other` varies.
 
     A gradient with respect to params that do not vary over an axis arrives summed over it; with
