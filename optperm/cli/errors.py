@@ -16,6 +16,10 @@ class UsageError(CliError):
     exit_code = 2
 
 
+class LostProcessError(CliError):
+    """Another process of the run has ended, and what this one still runs may never come to an end."""
+
+
 def import_extra(name: str) -> ModuleType:
     """Imports a module of the optional extra `cli`, which the rest of the library does without.
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from optperm.cli import commands, datasets, models
-from optperm.cli.errors import CliError
+from optperm.cli.errors import CliError, LostProcessError
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.roll_call import Address
 
@@ -40,13 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code: int = arguments.command(arguments)
             return code
+        except LostProcessError as error:
+            _exit_at_once(str(error), error.exit_code)
         except CliError as error:
             return _fail(str(error), error.exit_code)
         except OSError as error:
             return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
         except jax.errors.JaxRuntimeError as error:
-            if jax.distributed.is_initialized():
-                _exit_at_once(f"another process has ended or cannot be reached: {error}", 1)
             return _fail(f"JAX: {error}", 1)
         except KeyboardInterrupt:
             _exit_at_once("stopped by Ctrl-C.", commands.INTERRUPTED)

@@ -9,6 +9,7 @@ import optax
 
 import optperm
 from optperm import checks
+from optperm.distributed.local_steps import Commit
 
 Hyperparameter = bool | int | float | str
 
@@ -76,6 +77,41 @@ def _adam(
     return optax.adam(learning_rate, b1, b2, eps)
 
 
+def _agn(
+    learning_rate: float = 0.1,
+    momentum: float = 0.9,
+    communication_period: int = 10,
+    commit: Commit = "mean",
+    *,
+    axis_name: str | None = None,
+) -> optax.GradientTransformation:
+    return optperm.agn(
+        _sgd(learning_rate, momentum), communication_period, axis_name=axis_name, commit=commit
+    )
+
+
+def _diloco(
+    learning_rate: float = 1e-3,
+    weight_decay: float = 1e-4,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
+    sync_every: int = 20,
+    *,
+    axis_name: str | None = None,
+) -> optax.GradientTransformation:
+    infinity = float("inf")
+    checks.check_in_range("learning_rate", learning_rate, 0.0, infinity)
+    checks.check_in_range("weight_decay", weight_decay, 0.0, infinity)
+    checks.check_in_range("outer_learning_rate", outer_learning_rate, 0.0, infinity)
+    checks.check_in_range("outer_momentum", outer_momentum, 0.0, 1.0)
+    return optperm.diloco(
+        optax.adamw(learning_rate, weight_decay=weight_decay),
+        optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
+        sync_every,
+        axis_name=axis_name,
+    )
+
+
 _ENTRIES = (
     Method(
         "sgperm",
@@ -111,6 +147,31 @@ _ENTRIES = (
             "b2": "decay of the second moment",
             "eps": "added to the root of the second moment",
         },
+    ),
+    Method(
+        "agn",
+        "local steps of SGD, rare commits of the normalized sum of their gradients",
+        _agn,
+        {
+            "learning_rate": "step size, of the local steps and the center's",
+            "momentum": "decay of the momentum, likewise",
+            "communication_period": "local steps from one commit to the next",
+            "commit": "how the replicas' contributions to a commit are combined",
+        },
+        period="communication_period",
+    ),
+    Method(
+        "diloco",
+        "local steps of AdamW, rare outer steps of SGD on how far they went",
+        _diloco,
+        {
+            "learning_rate": "step size of the local steps",
+            "weight_decay": "of the local steps",
+            "outer_learning_rate": "step size of the outer steps",
+            "outer_momentum": "decay of the Nesterov momentum of the outer steps",
+            "sync_every": "local steps from one outer step to the next",
+        },
+        period="sync_every",
     ),
 )
 METHODS = {method.name: method for method in _ENTRIES}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.cli import roll_call
-from optperm.cli.errors import CliError
+from optperm.cli.errors import CliError, LostProcessError
 from optperm.cli.roll_call import Address
 
 AXIS = "replica"
@@ -128,11 +128,26 @@ class Replicas:
         parts = jax.tree.map(lambda leaf: leaf.addressable_data(0), tree)
         return jax.tree.map(lambda part: part[0], parts) if own else parts
 
+    def together(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls what all processes call, and waits for what they compute together.
+
+        Raises:
+          LostProcessError: If another process ended meanwhile.
+        """
+        if self.processes == 1:
+            return jax.block_until_ready(function(*arguments))
+        try:
+            return jax.block_until_ready(function(*arguments))
+        except (ValueError, RuntimeError) as error:  # a collective that fails raises either
+            raise LostProcessError(
+                f"another process has ended or cannot be reached ({error})."
+            ) from error
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process. All of them have to ask, and get one answer."""
         if self.processes == 1:
             return flag
-        return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+        return bool(np.any(self.together(multihost_utils.process_allgather, np.asarray(flag))))
 
     def on_main(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Lets process 0 do what only one may, while the others wait.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from optperm.cli.errors import CliError
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = 6
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _MAX_LINE = 1 << 16

@@ -208,8 +208,8 @@ class Trainer:
         )
 
     def _one_epoch(self, epoch: int, carry: Any) -> tuple[Any, dict[str, np.ndarray]]:
-        carry, metrics = self._run_epoch(carry, (*self._examples, np.uint32(epoch)))
-        jax.block_until_ready(carry)
+        shared = (*self._examples, np.uint32(epoch))
+        carry, metrics = self._replicas.together(self._run_epoch, carry, shared)
         return carry, jax.device_get(metrics)
 
     def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
