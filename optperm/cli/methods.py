@@ -78,8 +78,8 @@ def _adam(
 
 
 def _agn(
-    learning_rate: float = 0.1,
-    momentum: float = 0.9,
+    learning_rate: float = 0.5,
+    momentum: float = 0.5,
     communication_period: int = 10,
     commit: Commit = "mean",
     *,
@@ -91,7 +91,7 @@ def _agn(
 
 
 def _diloco(
-    learning_rate: float = 1e-3,
+    learning_rate: float = 3e-3,
     weight_decay: float = 1e-4,
     outer_learning_rate: float = 0.7,
     outer_momentum: float = 0.9,

@@ -18,8 +18,9 @@ from optperm.cli.errors import CliError, LostProcessError
 from optperm.cli.roll_call import Address
 
 AXIS = "replica"
-# JAX's own waits, for what comes after the roll call: then all processes are there.
-_JAX_SECONDS = 60
+# How long JAX waits for the others at its start and end, when all of them are about to be there, and
+# for a sign of life meanwhile: mostly a failed collective tells sooner that a process has died.
+_MEETING_SECONDS, _SILENCE_SECONDS = 60, 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +223,9 @@ def _connect(
             str(address),
             request.num_processes,
             request.process_id,
-            initialization_timeout=_JAX_SECONDS,
-            shutdown_timeout_seconds=_JAX_SECONDS,
+            initialization_timeout=_MEETING_SECONDS,
+            shutdown_timeout_seconds=_MEETING_SECONDS,
+            heartbeat_timeout_seconds=_SILENCE_SECONDS,
         )
     except RuntimeError as error:
         raise CliError(f"JAX cannot connect the processes: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from optperm.cli.errors import CliError
 
-WAIT_SECONDS = 6
+WAIT_SECONDS = 120
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _MAX_LINE = 1 << 16
@@ -52,6 +52,12 @@ def hold(
       CliError: If the port is taken, process 0 cannot be reached, a process does not come, or this one
         is not of the same run.
     """
+    try:
+        socket.getaddrinfo(*address)
+    except (socket.gaierror, UnicodeError) as error:
+        raise CliError(
+            f"--coordinator {address}: the host {address.host} cannot be found ({error})."
+        ) from error
     if process_id == 0:
         _preside(address, num_processes, facts, on_wait)
     else:
@@ -71,7 +77,11 @@ def _preside(
         server = sockets.enter_context(_listen(address))
         server.settimeout(_POLL_SECONDS)
         on_wait()
-        while missing := sorted(set(range(1, num_processes)) - present.keys()):
+        while True:
+            present = {other: link for other, link in present.items() if not _has_left(link)}
+            missing = sorted(set(range(1, num_processes)) - present.keys())
+            if not missing:
+                break
             if time.monotonic() > deadline:
                 who = ", ".join(map(str, missing))
                 message = (
@@ -81,7 +91,6 @@ def _preside(
                 for connection in present.values():
                     _send(connection, {"error": message})
                 raise CliError(message)
-            present = {other: link for other, link in present.items() if not _has_left(link)}
             try:
                 connection = sockets.enter_context(server.accept()[0])
             except TimeoutError:
@@ -106,7 +115,7 @@ def _objection(
     caller: Mapping[str, Any],
     num_processes: int,
     facts: Mapping[str, Any],
-    present: Mapping[int, Any],
+    present: Mapping[int, socket.socket],
 ) -> str | None:
     process_id = caller["process_id"]
     if caller["num_processes"] != num_processes:
@@ -114,7 +123,7 @@ def _objection(
             f"process {process_id} was started with --num-processes {caller['num_processes']}, "
             f"process 0 with {num_processes}."
         )
-    if process_id in present:
+    if process_id in present and not _has_left(present[process_id]):
         return f"--process-id {process_id} is taken: another process with it has come already."
     differing = [name for name in facts if caller["facts"].get(name) != facts[name]]
     if differing:
@@ -132,10 +141,6 @@ def _attend(address: Address, introduction: Mapping[str, Any]) -> None:
         try:
             connection = socket.create_connection(address, timeout=_ANSWER_SECONDS)
             break
-        except socket.gaierror as error:
-            raise CliError(
-                f"--coordinator {address}: there is no such host ({error.strerror})."
-            ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise CliError(

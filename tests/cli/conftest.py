@@ -1,4 +1,7 @@
+import jax
 import pytest
+
+jax.devices()  # started here, with eight: a test of --devices does not decide how many there are
 
 
 @pytest.fixture(autouse=True)
