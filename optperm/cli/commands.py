@@ -34,10 +34,10 @@ def train(arguments: argparse.Namespace) -> int:
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     method: Method = arguments.method
-    request = _request(arguments)
+    planned = _replicas(arguments)
     data = datasets.load(arguments.data)
-    if arguments.batch_size * request.size > len(data.x_train):
-        each = f" on each of {request.size} devices" if request.size > 1 else ""
+    if arguments.batch_size * planned.size > len(data.x_train):
+        each = f" on each of {planned.size} devices" if planned.size > 1 else ""
         raise UsageError(
             f"--batch-size {arguments.batch_size}{each} is more than the {len(data.x_train)} "
             "training examples. Choose a smaller one."
@@ -55,8 +55,8 @@ def train(arguments: argparse.Namespace) -> int:
         "seed": arguments.seed,
         "num_data": len(data.x_train),
         # Of one gradient.
-        "batch_size": arguments.batch_size * (1 if method.period else request.size),
-        "axis_name": request.axis_name,
+        "batch_size": arguments.batch_size * (1 if method.period else planned.size),
+        "axis_name": planned.axis_name,
     }
     try:
         tx = method.transformation(hyperparameters, facts)
@@ -64,17 +64,16 @@ def train(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{method.name}: {error}") from error
 
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
-    is_quiet = arguments.quiet or request.process_id > 0
+    is_quiet = arguments.quiet or planned.process_id > 0
     reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
     with (
-        replicas.start(request, _shared_facts(arguments, data), on_wait=reporter.waiting) as group,
+        replicas.start(planned, _shared_facts(arguments, data), on_wait=reporter.waiting) as group,
         training.Interrupt() as interrupt,
     ):
         initial = models.initial_params(spec)
 
         def on_epoch(record: training.EpochRecord) -> None:
-            metrics = dataclasses.asdict(record)
-            group.on_main(lambda folder: run_folder.append_metrics(folder, metrics), folder)
+            group.on_main(run_folder.append_metrics, folder, dataclasses.asdict(record))
             reporter.epoch(record)
 
         with reporter:
@@ -111,11 +110,11 @@ def train(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if run.interrupted else 0
 
 
-def _request(arguments: argparse.Namespace) -> replicas.Request:
+def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
     names = ("coordinator", "num_processes", "process_id")
     missing = [name for name in names if name not in arguments]
     if len(missing) == len(names):
-        return replicas.Request(arguments.devices)
+        return replicas.Replicas(arguments.devices)
     if missing:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise UsageError(
@@ -127,7 +126,7 @@ def _request(arguments: argparse.Namespace) -> replicas.Request:
             f"--process-id must be from 0 to {arguments.num_processes - 1} where --num-processes is "
             f"{arguments.num_processes}, got {arguments.process_id}."
         )
-    return replicas.Request(
+    return replicas.Replicas(
         arguments.devices, arguments.coordinator, arguments.num_processes, arguments.process_id
     )
 
@@ -176,8 +175,8 @@ def _summary(
         "batch_size": arguments.batch_size,
         "hyperparameters": hyperparameters,
         "replicas": group.size,
-        "devices": arguments.devices,
-        "processes": group.processes,
+        "devices": group.devices,
+        "processes": group.num_processes,
         "device": group.device_kind,
         "versions": {
             "python": platform.python_version(),

@@ -24,20 +24,26 @@ _MEETING_SECONDS, _SILENCE_SECONDS = 60, 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """Which replicas the command line asks for.
+class Replicas:
+    """The replicas of a run, as one of its processes sees them.
+
+    What all replicas share lies on every device. What each has for itself is stacked along a leading
+    axis, of which every device holds its part.
 
     Attributes:
       devices: Devices of each process.
       coordinator: Where process 0 listens; None for a single process.
       num_processes: How many processes.
       process_id: Which of them this is.
+      mesh: All devices, along `AXIS`, from `start` on; None for a single replica, which runs wherever
+        JAX puts it.
     """
 
     devices: int = 1
     coordinator: Address | None = None
     num_processes: int = 1
     process_id: int = 0
+    mesh: Mesh | None = None
 
     @property
     def size(self) -> int:
@@ -48,34 +54,6 @@ class Request:
     def axis_name(self) -> str | None:
         """The mapped axis of the replicas; None where there is but one."""
         return AXIS if self.size > 1 else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Replicas:
-    """The replicas of a run, as one of its processes sees them.
-
-    What all replicas share lies on every device. What each has for itself is stacked along a leading
-    axis, of which every device holds its part.
-
-    Attributes:
-      mesh: The devices, along `AXIS`; None for one replica, which runs wherever JAX puts it.
-      processes: How many processes.
-      process_id: Which of them this is.
-    """
-
-    mesh: Mesh | None = None
-    processes: int = 1
-    process_id: int = 0
-
-    @property
-    def size(self) -> int:
-        """How many replicas."""
-        return self.mesh.size if self.mesh else 1
-
-    @property
-    def axis_name(self) -> str | None:
-        """The mapped axis inside `each`; None where there is but one replica."""
-        return AXIS if self.mesh else None
 
     @property
     def device_kind(self) -> str:
@@ -135,7 +113,7 @@ class Replicas:
         Raises:
           LostProcessError: If another process ended meanwhile.
         """
-        if self.processes == 1:
+        if self.num_processes == 1:
             return jax.block_until_ready(function(*arguments))
         try:
             return jax.block_until_ready(function(*arguments))
@@ -146,7 +124,7 @@ class Replicas:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process. All of them have to ask, and get one answer."""
-        if self.processes == 1:
+        if self.num_processes == 1:
             return flag
         return bool(np.any(self.together(multihost_utils.process_allgather, np.asarray(flag))))
 
@@ -179,7 +157,7 @@ class Replicas:
 
 @contextlib.contextmanager
 def start(
-    request: Request, facts: Mapping[str, Any], *, on_wait: Callable[[], None]
+    planned: Replicas, facts: Mapping[str, Any], *, on_wait: Callable[[], None]
 ) -> Iterator[Replicas]:
     """Connects the processes, and finds the devices of the replicas.
 
@@ -187,42 +165,42 @@ def start(
     one is, nothing is done at all.
 
     Args:
-      request: Which replicas there shall be.
+      planned: The replicas, without their mesh.
       facts: What has to be the same in all processes: names and JSON values.
       on_wait: Called in process 0 when it begins to wait for the others.
 
     Yields:
-      The `Replicas`. Meanwhile arrays are made on the first of their devices.
+      The replicas with their mesh. Meanwhile arrays are made on the first device of this process.
 
     Raises:
       CliError: If the processes do not find one another, or there are not enough devices.
     """
     known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    if 1 < request.devices > known:
+    if 1 < planned.devices > known:
         # Refused once the backend has started: then its devices must do.
         with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", request.devices)
-    if request.coordinator is not None and request.num_processes > 1:
-        _connect(request, request.coordinator, facts, on_wait)
-    if request.size == 1:
-        yield Replicas()
+            jax.config.update("jax_num_cpu_devices", planned.devices)
+    if planned.coordinator is not None and planned.num_processes > 1:
+        _connect(planned, planned.coordinator, facts, on_wait)
+    if planned.size == 1:
+        yield planned
         return
-    mesh = Mesh(np.array(_devices(request)), AXIS)
+    mesh = Mesh(np.array(_devices(planned)), AXIS)
     with jax.default_device(mesh.local_devices[0]):
-        yield Replicas(mesh, request.num_processes, request.process_id)
+        yield dataclasses.replace(planned, mesh=mesh)
 
 
 def _connect(
-    request: Request, address: Address, facts: Mapping[str, Any], on_wait: Callable[[], None]
+    planned: Replicas, address: Address, facts: Mapping[str, Any], on_wait: Callable[[], None]
 ) -> None:
-    roll_call.hold(address, request.num_processes, request.process_id, facts, on_wait=on_wait)
+    roll_call.hold(address, planned.num_processes, planned.process_id, facts, on_wait=on_wait)
     _silence_native_output()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
             str(address),
-            request.num_processes,
-            request.process_id,
+            planned.num_processes,
+            planned.process_id,
             initialization_timeout=_MEETING_SECONDS,
             shutdown_timeout_seconds=_MEETING_SECONDS,
             heartbeat_timeout_seconds=_SILENCE_SECONDS,
@@ -239,18 +217,18 @@ def _silence_native_output() -> None:
     sys.stdout = stdout
 
 
-def _devices(request: Request) -> list[jax.Device]:
+def _devices(planned: Replicas) -> list[jax.Device]:
     """As many devices of each process, of JAX's own choice if that has enough, else processors."""
     counts = []
     for platform in (None, "cpu"):
-        of_process: list[list[jax.Device]] = [[] for _ in range(request.num_processes)]
+        of_process: list[list[jax.Device]] = [[] for _ in range(planned.num_processes)]
         for device in jax.devices(platform):
             of_process[device.process_index].append(device)
         counts.append(min(map(len, of_process)))
-        if counts[-1] >= request.devices:
-            return [device for some in of_process for device in some[: request.devices]]
+        if counts[-1] >= planned.devices:
+            return [device for some in of_process for device in some[: planned.devices]]
     raise CliError(
-        f"--devices {request.devices}: JAX has started with {max(counts)} already, in this process. "
+        f"--devices {planned.devices}: JAX has started with {max(counts)} already, in this process. "
         "Run optperm as a program of its own, or start this one with the environment variable "
-        f"JAX_NUM_CPU_DEVICES={request.devices}."
+        f"JAX_NUM_CPU_DEVICES={planned.devices}."
     )

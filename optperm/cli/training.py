@@ -235,7 +235,7 @@ class Trainer:
 def _wait(
     future: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
 ) -> None:
-    told = interrupt.requested
+    told = False
     while not future.done():
         concurrent.futures.wait([future], timeout=0.1)
         if interrupt.requested and not told:

@@ -196,7 +196,7 @@ def test_flags_that_do_not_fit_end_with_one_line(tmp_path, data, flags, code, sa
 def test_the_processor_stands_in_where_jax_has_fewer_devices(monkeypatch):
     processors = jax.devices("cpu")
     monkeypatch.setattr(jax, "devices", lambda platform=None: processors[: 8 if platform else 1])
-    with replicas.start(replicas.Request(4), {}, on_wait=lambda: None) as group:
+    with replicas.start(replicas.Replicas(4), {}, on_wait=lambda: None) as group:
         assert list(group.mesh.devices) == processors[:4]
         assert group.size == 4
 
