@@ -30,8 +30,8 @@ class LocalStepsState(NamedTuple):
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica.
-      accumulator: AGN: the sum of the raw local gradients since the last commit; the step after a commit
-        starts it anew. DiLoCo: nothing.
+      accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
+        gradients. DiLoCo: whether all of them were finite.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits that this replica sat out because its contribution was not finite.
     """
@@ -40,7 +40,7 @@ class LocalStepsState(NamedTuple):
     local_state: Any
     center_state: Any
     center: optax.Params  # like params, leaf for leaf
-    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: ()
+    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: bool ()
     pulled: jax.Array  # bool ()
     skipped: jax.Array  # int32 ()
 
@@ -61,6 +61,11 @@ class LocalStepsState(NamedTuple):
 
 class Contribution(Protocol):
     """What a replica contributes to a commit."""
+
+    @property
+    def reads_local_params(self) -> bool:
+        """Whether `total` calls `moved`."""
+        ...
 
     def init(self, params: optax.Params) -> Any:
         """The accumulator at the beginning."""
@@ -135,45 +140,51 @@ def local_steps(
         count = optax.safe_increment(state.count)
         is_commit = count % period == 0
 
-        # A commit leaves the local state alone, which XLA can then update in place; what a pull changes
-        # in it is made good here, by the step that follows.
-        local_axes = varying_axes(state.local_state, state.center, state.center_state)
-        local_state = jax.lax.cond(
-            state.pulled,
-            lambda: mark_varying(_after_pull(state, inner.init), local_axes),
-            lambda: mark_varying(state.local_state, local_axes),
-        )
-        moves, new_local_state = inner.update(updates, local_state, params, **extra_args)
+        # Raw, the gradient would leave NaN in the local state for ever.
+        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
+        moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
         moves = _in_form_of(moves, params)
-        local_state = _in_form_of(new_local_state, local_state)
+        local_state = _in_form_of(local_state, state.local_state)
         accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
 
+        # A commit that looks at where the replica went needs its moves in memory: they leave by the same
+        # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
+        materialized = contribution.reads_local_params
         center_axes = varying_axes(state.center, state.center_state)
-        part_axes = varying_axes(state.skipped, accumulator, state.center, moves)
+        local_axes = varying_axes(params, state.center, moves, accumulator)
 
         def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
             center, center_state = at
             gradient = _in_form_of(gradient, updates)
-            extras = _shared_extras(extra_args, gradient, center, params, axis_name)
-            steps, new_state = outer.update(gradient, center_state, center, **extras)
-            new_state = _in_form_of(new_state, center_state)
-            new_center = apply_updates(center, _in_form_of(steps, center), new_state)
-            stepped: Center = optax.tree.where(is_valid, (new_center, new_state), at)
-            return stepped
 
-        def commit_now() -> tuple[Center, jax.Array]:
+            def move() -> Center:
+                extras = _shared_extras(extra_args, gradient, center, params, axis_name)
+                steps, new_state = outer.update(gradient, center_state, center, **extras)
+                new_state = _in_form_of(new_state, center_state)
+                new_center = apply_updates(center, _in_form_of(steps, center), new_state)
+                return mark_varying((new_center, new_state), center_axes)
+
+            return jax.lax.cond(is_valid, move, lambda: at)
+
+        def commit_now() -> tuple[Center, jax.Array, optax.Updates]:
             moved = functools.partial(apply_updates, params, moves, local_state)
             part = contribution.total(accumulator, state.center, moved)
             at = mark_varying((state.center, state.center_state), center_axes)
-            at, is_finite = _commit(part, at, step_center, commit, axis_name)
-            return mark_varying(at, center_axes), mark_varying(is_finite, part_axes)
+            at, took_part = _commit(part, at, step_center, commit, axis_name)
+            pull = jax.tree.map(jnp.subtract, at[0], params) if materialized else ()
+            return mark_varying(at, center_axes), *mark_varying((took_part, pull), local_axes)
 
-        def keep() -> tuple[Center, jax.Array]:
+        def keep() -> tuple[Center, jax.Array, optax.Updates]:
             at = mark_varying((state.center, state.center_state), center_axes)
-            return at, mark_varying(jnp.ones([], jnp.bool_), part_axes)
+            kept = jnp.ones([], jnp.bool_), moves if materialized else ()
+            return at, *mark_varying(kept, local_axes)
 
-        (center, center_state), took_part = jax.lax.cond(is_commit, commit_now, keep)
-        new_state = LocalStepsState(
+        (center, center_state), took_part, chosen = jax.lax.cond(is_commit, commit_now, keep)
+        if not materialized:
+            chosen = jax.tree.map(
+                lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
+            )
+        return chosen, LocalStepsState(
             count=count,
             local_state=local_state,
             center_state=center_state,
@@ -182,11 +193,6 @@ def local_steps(
             pulled=is_commit,
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
         )
-        # Chosen entry by entry, not in the branches: so the local step stays one fused pass.
-        moves = jax.tree.map(
-            lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
-        )
-        return moves, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -333,19 +339,16 @@ def _mean(tree: Any, axis_name: AxisName | None) -> Any:
     return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
 
-def _after_pull(state: LocalStepsState, init: Callable[[optax.Params], Any]) -> Any:
-    """The local optimizer's state for params that were pulled to the center.
-
-    It lives on; but if it is not finite, as after a gradient that was not, it starts anew. What it
-    places follows the center.
-    """
-    leaves = [x for x in jax.tree.leaves(state.local_state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    is_finite = functools.reduce(
-        jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in leaves), jnp.ones([], jnp.bool_)
+def _after_pull(state: LocalStepsState) -> Any:
+    """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
+    if not find_states(state.local_state, PlacingState):  # type: ignore[type-abstract]
+        return state.local_state
+    axes = varying_axes(state.local_state, state.center_state)
+    return jax.lax.cond(
+        state.pulled,
+        lambda: mark_varying(_with_targets_of(state.local_state, state.center_state), axes),
+        lambda: mark_varying(state.local_state, axes),
     )
-    fresh = _in_form_of(init(state.center), state.local_state)
-    kept = optax.tree.where(is_finite, state.local_state, fresh)
-    return _with_targets_of(kept, state.center_state)
 
 
 def _with_targets_of(state: Any, other: Any) -> Any:
