@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.mapped_axes import AxisName, varying_like
+from optperm.mapped_axes import AxisName, shared, varying_like
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -109,7 +109,7 @@ def evaluate(
         params: optax.Params, *, grad_fn: Any = None, per_example_grad_fn: Any = None
     ) -> jax.Array:
         del grad_fn, per_example_grad_fn
-        return mean(loss_and_aux(params, batch)[0])
+        return mean(loss_and_aux(shared(params, batch, axis_name), batch)[0])
 
     def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
         local = varying_like(params, batch, axis_name)

@@ -14,7 +14,7 @@ import optax
 
 from optperm import checks
 from optperm.composition import find_state, find_states
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes, varying_like
+from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
 from optperm.placement import Placement, PlacingState, apply_updates
 
 Commit = Literal["mean", "sum", "sequential"]
@@ -158,7 +158,7 @@ def local_steps(
             gradient = _in_form_of(gradient, updates)
 
             def move() -> Center:
-                extras = _shared_extras(extra_args, gradient, center, params, axis_name)
+                extras = _common_extras(extra_args, gradient, center, params, axis_name)
                 steps, new_state = outer.update(gradient, center_state, center, **extras)
                 new_state = _in_form_of(new_state, center_state)
                 new_center = apply_updates(center, _in_form_of(steps, center), new_state)
@@ -221,9 +221,7 @@ def _commit(
     )
     if rule == "sequential":
         # Every replica makes the same steps in the same order, so they need not agree on the result.
-        gathered = jax.lax.all_gather(
-            packed, axis_name, to="invarying" if varying_axes(packed) else "varying"
-        )
+        gathered = _all_gather(packed, axis_name, tiled=False)
 
         def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
             return step(at, unflatten(row[:-1]), row[-1] > 0), None
@@ -286,7 +284,7 @@ def _flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     return flat, unflatten
 
 
-def _shared_extras(
+def _common_extras(
     extras: dict[str, Any],
     gradient: optax.Updates,
     center: optax.Params,
@@ -299,40 +297,40 @@ def _shared_extras(
     not use costs nothing; each call of a closure is a collective of its own, within the commit.
     """
 
-    def local(tree: optax.Params) -> optax.Params:
-        # So that the gradient of this replica's loss is its own, not already the sum over all.
-        return varying_like(tree, params, axis_name)
-
-    def averaged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def averaged(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # Optax's line searches look at what value_fn takes
         def mean(at: optax.Params, **options: Any) -> Any:
-            return _mean(function(local(at), **options), axis_name)
+            return _mean(function(place(at, params, axis_name), **options), axis_name)
 
         return mean
 
     def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def gather(at: optax.Params, **options: Any) -> Any:
-            result = function(local(at), **options)
-            if axis_name is None:
-                return result
-            to = "invarying" if varying_axes(result) else "varying"
-            return jax.lax.all_gather(result, axis_name, tiled=True, to=to)
+            result = function(varying_like(at, params, axis_name), **options)
+            return result if axis_name is None else _all_gather(result, axis_name, tiled=True)
 
         return gather
 
-    shared = dict(extras)
-    for name, share in (
-        ("value_fn", averaged),
-        ("grad_fn", averaged),
-        ("per_example_grad_fn", gathered),
-    ):
-        if shared.get(name) is not None:
-            shared[name] = share(shared[name])
-    if shared.get("grad") is not None:
-        shared["grad"] = gradient
-    if shared.get("value") is not None:
-        at_center = shared.get("value_fn")
-        shared["value"] = at_center(center) if at_center else _mean(shared["value"], axis_name)
-    return shared
+    common = dict(extras)
+    if common.get("value_fn") is not None:
+        common["value_fn"] = averaged(common["value_fn"], shared)
+    if common.get("grad_fn") is not None:
+        # At params that are marked as varying, a gradient is not already the sum over all replicas.
+        common["grad_fn"] = averaged(common["grad_fn"], varying_like)
+    if common.get("per_example_grad_fn") is not None:
+        common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
+    if common.get("grad") is not None:
+        common["grad"] = gradient
+    if common.get("value") is not None:
+        at_center = common.get("value_fn")
+        common["value"] = at_center(center) if at_center else _mean(common["value"], axis_name)
+    return common
+
+
+def _all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    to = "invarying" if varying_axes(tree) else "varying"
+    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
 
 
 def _mean(tree: Any, axis_name: AxisName | None) -> Any:
