@@ -307,7 +307,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(reading, mappin
 
 
 def test_a_line_search_within():
-    """L-BFGS, whose search calls and differentiates value_fn, finds the minimum of all replicas' loss."""
+    """L-BFGS, whose search calls and differentiates value_fn, lowers the loss of all replicas."""
     data = batches(1) * 6
 
     def evaluate(params, batch):
