@@ -211,10 +211,11 @@ def _commit(
     Returns:
       The center and its state, and whether this replica took part.
     """
-    flat, unflatten = _flatten(part)
-    is_finite = jnp.all(jnp.isfinite(flat))
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(part)]
+    is_finite = functools.reduce(jnp.logical_and, finite, jnp.ones([], jnp.bool_))
     if axis_name is None:
         return step(at, part, is_finite), is_finite
+    flat, unflatten = _flatten(part)
     # The last entry counts those who take part.
     packed = jnp.append(
         jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
