@@ -164,6 +164,6 @@ def check_axis_is_bound(axis_name: str | tuple[str, ...] | None) -> None:
         jax.lax.axis_size(axis_name or ())
     except NameError as error:
         raise ValueError(
-            f"axis_name {axis_name!r} is not bound here: call update within jax.pmap, jax.shard_map or "
+            f"axis_name {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
             "jax.vmap over an axis of that name, or leave axis_name out for a single replica."
         ) from error

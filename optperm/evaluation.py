@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.mapped_axes import AxisName, varying_like
+from optperm.checks import check_axis_is_bound
+from optperm.mapped_axes import AxisName, shared, varying_like
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -66,6 +67,7 @@ def evaluate(
 
     Raises:
       TypeError: If the loss is not a real scalar.
+      ValueError: If `axis_name` is not bound where this is called.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -82,6 +84,7 @@ def evaluate(
       >>> tx = optax.with_extra_args_support(tx)
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
     """
+    check_axis_is_bound(axis_name)
 
     def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
         out = loss_fn(params, batch)
@@ -109,7 +112,7 @@ def evaluate(
         params: optax.Params, *, grad_fn: Any = None, per_example_grad_fn: Any = None
     ) -> jax.Array:
         del grad_fn, per_example_grad_fn
-        return mean(loss_and_aux(params, batch)[0])
+        return mean(loss_and_aux(shared(params, batch, axis_name), batch)[0])
 
     def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
         local = varying_like(params, batch, axis_name)

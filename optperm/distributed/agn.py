@@ -22,6 +22,7 @@ class _AccumulatedGradient:
     """n = a / T: the mean of the raw gradients along the local steps, each taken before its step."""
 
     period: int | jax.Array
+    reads_local_params: bool = False
 
     def init(self, params: optax.Params) -> optax.Updates:
         return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), wide_dtype(p)), params)
@@ -73,10 +74,10 @@ def agn(
     `per_example_grad_fn` speak for the batches of all replicas, `value` is that of the center and `grad`
     the committed gradient.
 
-    A replica whose accumulated gradient is not finite sits out the commit (`skipped` in its state counts
-    them) and is pulled like the others; its local state, if not finite either, starts anew. Without any
-    finite one the center stays. All replicas must count the same steps: what may skip one, such as
-    `optax.apply_if_finite`, belongs around `optimizer`, not around `agn`.
+    Entries of a gradient that are not finite count as zero in the local step, and a replica that had one
+    sits out the commit: it contributes nothing, is pulled like the others, and counts it (`skipped` in
+    its state). With no replica left the center stays. All replicas must count the same steps: what may
+    skip one, such as `optax.apply_if_finite`, belongs around `optimizer`, not around `agn`.
 
     Args:
       optimizer: Any optimizer. It makes both the local steps and those of the center.

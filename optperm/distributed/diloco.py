@@ -4,10 +4,11 @@ A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 arXiv 2311.08105, 2023.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optperm import checks
@@ -18,21 +19,27 @@ from optperm.mapped_axes import AxisName
 class _Drift:
     """Delta = center - theta: how far the replica went, pointing back, as a gradient does."""
 
-    def init(self, params: optax.Params) -> tuple[()]:
-        del params
-        return ()
+    reads_local_params = True
 
-    def accumulate(self, accumulator: Any, grads: optax.Updates, restart: jax.Array) -> Any:
-        del grads, restart
-        return accumulator
+    def init(self, params: optax.Params) -> jax.Array:
+        del params
+        return jnp.ones([], jnp.bool_)
+
+    def accumulate(
+        self, accumulator: jax.Array, grads: optax.Updates, restart: jax.Array
+    ) -> jax.Array:
+        # The params stay finite whatever the gradients are: that one was not has to be remembered.
+        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        return functools.reduce(jnp.logical_and, finite, accumulator | restart)
 
     def total(
-        self, accumulator: Any, center: optax.Params, moved: Callable[[], optax.Params]
+        self, accumulator: jax.Array, center: optax.Params, moved: Callable[[], optax.Params]
     ) -> optax.Updates:
-        del accumulator
-        return jax.tree.map(
-            lambda c, p: c.astype(wide_dtype(c)) - p.astype(wide_dtype(p)), center, moved()
-        )
+        def drift(c: jax.Array, p: jax.Array) -> jax.Array:
+            dtype = wide_dtype(c)
+            return jnp.where(accumulator, c.astype(dtype) - p.astype(dtype), jnp.nan)
+
+        return jax.tree.map(drift, center, moved())
 
 
 def diloco(

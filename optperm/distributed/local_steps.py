@@ -14,7 +14,7 @@ import optax
 
 from optperm import checks
 from optperm.composition import find_state, find_states
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes, varying_like
+from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
 from optperm.placement import Placement, PlacingState, apply_updates
 
 Commit = Literal["mean", "sum", "sequential"]
@@ -30,8 +30,8 @@ class LocalStepsState(NamedTuple):
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica.
-      accumulator: AGN: the sum of the raw local gradients since the last commit; the step after a commit
-        starts it anew. DiLoCo: nothing.
+      accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
+        gradients. DiLoCo: whether all of them were finite.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits that this replica sat out because its contribution was not finite.
     """
@@ -40,7 +40,7 @@ class LocalStepsState(NamedTuple):
     local_state: Any
     center_state: Any
     center: optax.Params  # like params, leaf for leaf
-    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: ()
+    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: bool ()
     pulled: jax.Array  # bool ()
     skipped: jax.Array  # int32 ()
 
@@ -61,6 +61,11 @@ class LocalStepsState(NamedTuple):
 
 class Contribution(Protocol):
     """What a replica contributes to a commit."""
+
+    @property
+    def reads_local_params(self) -> bool:
+        """Whether `total` calls `moved`."""
+        ...
 
     def init(self, params: optax.Params) -> Any:
         """The accumulator at the beginning."""
@@ -135,45 +140,51 @@ def local_steps(
         count = optax.safe_increment(state.count)
         is_commit = count % period == 0
 
-        # A commit leaves the local state alone, which XLA can then update in place; what a pull changes
-        # in it is made good here, by the step that follows.
-        local_axes = varying_axes(state.local_state, state.center, state.center_state)
-        local_state = jax.lax.cond(
-            state.pulled,
-            lambda: mark_varying(_after_pull(state, inner.init), local_axes),
-            lambda: mark_varying(state.local_state, local_axes),
-        )
-        moves, new_local_state = inner.update(updates, local_state, params, **extra_args)
+        # Raw, the gradient would leave NaN in the local state for ever.
+        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
+        moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
         moves = _in_form_of(moves, params)
-        local_state = _in_form_of(new_local_state, local_state)
+        local_state = _in_form_of(local_state, state.local_state)
         accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
 
+        # A commit that looks at where the replica went needs its moves in memory: they leave by the same
+        # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
+        materialized = contribution.reads_local_params
         center_axes = varying_axes(state.center, state.center_state)
-        part_axes = varying_axes(state.skipped, accumulator, state.center, moves)
+        local_axes = varying_axes(params, state.center, moves, accumulator)
 
         def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
             center, center_state = at
             gradient = _in_form_of(gradient, updates)
-            extras = _shared_extras(extra_args, gradient, center, params, axis_name)
-            steps, new_state = outer.update(gradient, center_state, center, **extras)
-            new_state = _in_form_of(new_state, center_state)
-            new_center = apply_updates(center, _in_form_of(steps, center), new_state)
-            stepped: Center = optax.tree.where(is_valid, (new_center, new_state), at)
-            return stepped
 
-        def commit_now() -> tuple[Center, jax.Array]:
+            def move() -> Center:
+                extras = _common_extras(extra_args, gradient, center, params, axis_name)
+                steps, new_state = outer.update(gradient, center_state, center, **extras)
+                new_state = _in_form_of(new_state, center_state)
+                new_center = apply_updates(center, _in_form_of(steps, center), new_state)
+                return mark_varying((new_center, new_state), center_axes)
+
+            return jax.lax.cond(is_valid, move, lambda: at)
+
+        def commit_now() -> tuple[Center, jax.Array, optax.Updates]:
             moved = functools.partial(apply_updates, params, moves, local_state)
             part = contribution.total(accumulator, state.center, moved)
             at = mark_varying((state.center, state.center_state), center_axes)
-            at, is_finite = _commit(part, at, step_center, commit, axis_name)
-            return mark_varying(at, center_axes), mark_varying(is_finite, part_axes)
+            at, took_part = _commit(part, at, step_center, commit, axis_name)
+            pull = jax.tree.map(jnp.subtract, at[0], params) if materialized else ()
+            return mark_varying(at, center_axes), *mark_varying((took_part, pull), local_axes)
 
-        def keep() -> tuple[Center, jax.Array]:
+        def keep() -> tuple[Center, jax.Array, optax.Updates]:
             at = mark_varying((state.center, state.center_state), center_axes)
-            return at, mark_varying(jnp.ones([], jnp.bool_), part_axes)
+            kept = jnp.ones([], jnp.bool_), moves if materialized else ()
+            return at, *mark_varying(kept, local_axes)
 
-        (center, center_state), took_part = jax.lax.cond(is_commit, commit_now, keep)
-        new_state = LocalStepsState(
+        (center, center_state), took_part, chosen = jax.lax.cond(is_commit, commit_now, keep)
+        if not materialized:
+            chosen = jax.tree.map(
+                lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
+            )
+        return chosen, LocalStepsState(
             count=count,
             local_state=local_state,
             center_state=center_state,
@@ -182,11 +193,6 @@ def local_steps(
             pulled=is_commit,
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
         )
-        # Chosen entry by entry, not in the branches: so the local step stays one fused pass.
-        moves = jax.tree.map(
-            lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
-        )
-        return moves, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -205,19 +211,18 @@ def _commit(
     Returns:
       The center and its state, and whether this replica took part.
     """
-    flat, unflatten = _flatten(part)
-    is_finite = jnp.all(jnp.isfinite(flat))
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(part)]
+    is_finite = functools.reduce(jnp.logical_and, finite, jnp.ones([], jnp.bool_))
     if axis_name is None:
         return step(at, part, is_finite), is_finite
+    flat, unflatten = _flatten(part)
     # The last entry counts those who take part.
     packed = jnp.append(
         jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
     )
     if rule == "sequential":
         # Every replica makes the same steps in the same order, so they need not agree on the result.
-        gathered = jax.lax.all_gather(
-            packed, axis_name, to="invarying" if varying_axes(packed) else "varying"
-        )
+        gathered = _all_gather(packed, axis_name, tiled=False)
 
         def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
             return step(at, unflatten(row[:-1]), row[-1] > 0), None
@@ -280,7 +285,7 @@ def _flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     return flat, unflatten
 
 
-def _shared_extras(
+def _common_extras(
     extras: dict[str, Any],
     gradient: optax.Updates,
     center: optax.Params,
@@ -293,59 +298,56 @@ def _shared_extras(
     not use costs nothing; each call of a closure is a collective of its own, within the commit.
     """
 
-    def local(tree: optax.Params) -> optax.Params:
-        # So that the gradient of this replica's loss is its own, not already the sum over all.
-        return varying_like(tree, params, axis_name)
-
-    def averaged(function: Callable[..., Any]) -> Callable[..., Any]:
+    def averaged(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # Optax's line searches look at what value_fn takes
         def mean(at: optax.Params, **options: Any) -> Any:
-            return _mean(function(local(at), **options), axis_name)
+            return _mean(function(place(at, params, axis_name), **options), axis_name)
 
         return mean
 
     def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def gather(at: optax.Params, **options: Any) -> Any:
-            result = function(local(at), **options)
-            if axis_name is None:
-                return result
-            to = "invarying" if varying_axes(result) else "varying"
-            return jax.lax.all_gather(result, axis_name, tiled=True, to=to)
+            result = function(varying_like(at, params, axis_name), **options)
+            return result if axis_name is None else _all_gather(result, axis_name, tiled=True)
 
         return gather
 
-    shared = dict(extras)
-    for name, share in (
-        ("value_fn", averaged),
-        ("grad_fn", averaged),
-        ("per_example_grad_fn", gathered),
-    ):
-        if shared.get(name) is not None:
-            shared[name] = share(shared[name])
-    if shared.get("grad") is not None:
-        shared["grad"] = gradient
-    if shared.get("value") is not None:
-        at_center = shared.get("value_fn")
-        shared["value"] = at_center(center) if at_center else _mean(shared["value"], axis_name)
-    return shared
+    common = dict(extras)
+    if common.get("value_fn") is not None:
+        common["value_fn"] = averaged(common["value_fn"], shared)
+    if common.get("grad_fn") is not None:
+        # At params that are marked as varying, a gradient is not already the sum over all replicas.
+        common["grad_fn"] = averaged(common["grad_fn"], varying_like)
+    if common.get("per_example_grad_fn") is not None:
+        common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
+    if common.get("grad") is not None:
+        common["grad"] = gradient
+    if common.get("value") is not None:
+        at_center = common.get("value_fn")
+        common["value"] = at_center(center) if at_center else _mean(common["value"], axis_name)
+    return common
+
+
+def _all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    to = "invarying" if varying_axes(tree) else "varying"
+    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
 
 
 def _mean(tree: Any, axis_name: AxisName | None) -> Any:
     return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
 
-def _after_pull(state: LocalStepsState, init: Callable[[optax.Params], Any]) -> Any:
-    """The local optimizer's state for params that were pulled to the center.
-
-    It lives on; but if it is not finite, as after a gradient that was not, it starts anew. What it
-    places follows the center.
-    """
-    leaves = [x for x in jax.tree.leaves(state.local_state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    is_finite = functools.reduce(
-        jnp.logical_and, (jnp.all(jnp.isfinite(leaf)) for leaf in leaves), jnp.ones([], jnp.bool_)
+def _after_pull(state: LocalStepsState) -> Any:
+    """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
+    if not find_states(state.local_state, PlacingState):  # type: ignore[type-abstract]
+        return state.local_state
+    axes = varying_axes(state.local_state, state.center_state)
+    return jax.lax.cond(
+        state.pulled,
+        lambda: mark_varying(_with_targets_of(state.local_state, state.center_state), axes),
+        lambda: mark_varying(state.local_state, axes),
     )
-    fresh = _in_form_of(init(state.center), state.local_state)
-    kept = optax.tree.where(is_finite, state.local_state, fresh)
-    return _with_targets_of(kept, state.center_state)
 
 
 def _with_targets_of(state: Any, other: Any) -> Any:
