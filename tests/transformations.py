@@ -5,6 +5,7 @@ A new one joins with one line here, and with what it must leave out of Optax's c
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,18 +23,50 @@ class Transformation:
       factory: What builds it.
       arguments: The numbers to build it with.
       places: Whether it places params on targets, so that `optperm.apply_updates` is exact for it.
+      extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
     name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     arguments: Mapping[str, Any]
     places: bool = False
+    extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
-        return self.factory(**self.arguments)
+        return self.build(**self.arguments)
+
+    @functools.cached_property
+    def build(self) -> Callable[..., optax.GradientTransformationExtraArgs]:
+        """The factory, with its signature, of what takes the extra arguments from here."""
+
+        @functools.wraps(self.factory)
+        def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+            tx = self.factory(*args, **kwargs)
+
+            def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+                return tx.update(updates, state, params, **{**self.extra_args, **extra_args})
+
+            return optax.GradientTransformationExtraArgs(tx.init, update)
+
+        return build
 
     def __str__(self) -> str:
         return self.name
+
+
+def svrg_and_sgd(
+    learning_rate: optax.ScalarOrSchedule, refresh_probability: float
+) -> optax.GradientTransformationExtraArgs:
+    """Loopless SVRG with something after it."""
+    return optax.chain(
+        optperm.svrg(refresh_probability=refresh_probability),
+        optax.sgd(learning_rate, momentum=0.5),
+    )
+
+
+def bowl(params: optax.Params) -> optax.Updates:
+    """The gradient of half the squared norm."""
+    return params
 
 
 TRANSFORMATIONS = (
@@ -43,5 +76,17 @@ TRANSFORMATIONS = (
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
         places=True,
+    ),
+    Transformation(
+        "svrg",
+        optperm.svrg,
+        {"coefficient": 0.5, "refresh_every": 2},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+    ),
+    Transformation(
+        "svrg_and_sgd",
+        svrg_and_sgd,
+        {"learning_rate": 2e-3, "refresh_probability": 0.3},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
     ),
 )

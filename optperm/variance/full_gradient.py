@@ -199,9 +199,9 @@ def _mean(
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), grad), weight
 
 
-def full_gradient_dtype(dtype: Any) -> Any:
-    """The dtype in which gradients of a dtype are summed: float32, or a wider one."""
-    return jnp.promote_types(dtype, jnp.float32)
+def full_gradient_dtype(*dtypes: Any) -> Any:
+    """The dtype in which gradients of these dtypes are summed: float32, or a wider one."""
+    return jnp.float64 if jnp.float64 in dtypes else jnp.float32
 
 
 def _with_weights(

@@ -73,12 +73,13 @@ def svrg(
 
     - between steps, every few epochs, by `optperm.full_gradient` and `optperm.take_snapshot`;
     - `refresh_every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
-    - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p and
-      else :math:`\tilde\theta_t`, from :math:`\tilde\theta_0 = \theta_0` on. All replicas draw the same.
+    - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
+      else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
     In SVRG :math:`c_t` is 1. On deep networks that mostly *hurts*: a snapshot soon says little about the
     gradient, and the correction adds more variance than it takes away. :math:`\alpha`-SVRG weakens it by
-    a coefficient that falls linearly over the training, from 0.75 to 0 for instance.
+    a coefficient that falls linearly over the training, from 0.75 to 0 for instance; steps at which it
+    is 0 cost what they cost without SVRG.
 
     Both gradients of a step are on the same batch, its random key included, so that they see the same
     dropout mask: draw what is random from a key in the batch.
@@ -89,8 +90,8 @@ def svrg(
     `optax.masked` it sees its own part of the params, and the closures of `optperm.evaluate` take the
     others as they are now: that is exact only as long as those do not change.
 
-    An entry whose correction is not finite passes through uncorrected, and a snapshot that is not finite,
-    or whose full gradient is not, is not taken.
+    An entry whose correction is not finite passes through uncorrected, and a snapshot that is not
+    finite, or whose full gradient is not, is not taken.
 
     Args:
       coefficient: :math:`c_t \ge 0`, a number or a schedule of the step.
@@ -226,13 +227,15 @@ def svrg(
             )
         now, following = refresh(state, params, full_grad_fn)
 
+        c = at_step(coefficient, state.count, float)
+
         def correct(g: Any, at_snapshot: Any, mu: jax.Array, leaf: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(mu.dtype, jnp.result_type(g))
+            wide = full_gradient_dtype(mu.dtype, jnp.result_type(g))
             g, at_snapshot = jnp.asarray(g, wide), jnp.asarray(at_snapshot, wide)
-            c = at_step(coefficient, state.count, wide)
             # In this order what is large and nearly equal cancels first, without a rounding error.
-            corrected = (g - c * at_snapshot) + c * mu.astype(wide)
-            return jnp.where(jnp.isfinite(corrected), corrected, g).astype(jnp.result_type(leaf))
+            corrected = (g - c.astype(wide) * at_snapshot) + c.astype(wide) * mu.astype(wide)
+            corrected = corrected.astype(jnp.result_type(leaf))
+            return jnp.where(jnp.isfinite(corrected), corrected, g.astype(corrected.dtype))
 
         def corrected() -> optax.Updates:
             at_snapshot = mask_like(grad_fn(now.params), now.params)
@@ -246,7 +249,9 @@ def svrg(
                 lambda g, leaf: jnp.asarray(g, jnp.result_type(leaf)), updates, params
             )
 
-        new_updates = _cond(now.is_taken, corrected, unchanged, axes=varying_axes(updates, now))
+        new_updates = _cond(
+            now.is_taken & (c != 0.0), corrected, unchanged, axes=varying_axes(updates, now, c)
+        )
         return new_updates, SvrgState(optax.safe_increment(state.count), state.key, following)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
