@@ -57,15 +57,14 @@ def padded(data, size=SIZE, filling=np.nan):
     return ragged(full, size), list(weights.reshape(-1, size))
 
 
+grad_of_one = jax.jit(jax.grad(loss_fn))
+
+
 def mean_of_single_gradients(params, data, weights=None):
     """In float64, one example at a time."""
     with jax.enable_x64(True):
-        params, data = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x), np.float64), (params, data)
-        )
-        grads = [
-            jax.grad(loss_fn)(params, rows(data, slice(i, i + 1))) for i in range(len(data["y"]))
-        ]
+        params, data = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, data))
+        grads = [grad_of_one(params, rows(data, slice(i, i + 1))) for i in range(len(data["y"]))]
         return jax.tree.map(
             lambda *gs: np.average([np.asarray(g) for g in gs], axis=0, weights=weights), *grads
         )
