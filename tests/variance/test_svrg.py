@@ -59,17 +59,21 @@ def to_dtype(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
-def make_step(tx, data, loss=loss_fn, axis_name=None):
-    """One step of an optimizer, with everything that SVRG may ask for."""
+def correct(tx, params, opt_state, batch, data=None, loss=loss_fn, axis_name=None):
+    """The updates of one step, with everything that SVRG may ask for, and the state after it."""
 
     def full_grad_fn(params):
         return optperm.evaluate(loss, params, data, axis_name=axis_name).grad
 
+    e = optperm.evaluate(loss, params, batch, axis_name=axis_name)
+    return tx.update(e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args)
+
+
+def make_step(tx, data, loss=loss_fn, axis_name=None):
+    """One step of an optimizer."""
+
     def step(params, opt_state, batch):
-        e = optperm.evaluate(loss, params, batch, axis_name=axis_name)
-        updates, opt_state = tx.update(
-            e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
-        )
+        updates, opt_state = correct(tx, params, opt_state, batch, data, loss, axis_name)
         return optax.apply_updates(params, updates), opt_state
 
     return step
@@ -211,9 +215,8 @@ def test_gradients_stay_unbiased_with_less_variance(coefficient):
     opt_state = snapshot_at(tx.init(near), near, data)
     corrected, plain = [], []
     for t in range(EXAMPLES // BATCH):
-        e = optperm.evaluate(loss_fn, params, part(data, t))
-        corrected.append(tx.update(e.grad, opt_state, params, **e.extra_args)[0])
-        plain.append(e.grad)
+        corrected.append(correct(tx, params, opt_state, part(data, t))[0])
+        plain.append(jax.grad(loss_fn)(params, part(data, t)))
     mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), stack(corrected))
     chex.assert_trees_all_close(mean, numpy_grad(params, data), rtol=1e-13, atol=1e-13)
     spread, of_sgd = (np.std(stack(grads)["full"], axis=0).max() for grads in (corrected, plain))
@@ -265,18 +268,13 @@ def test_both_gradients_of_a_step_see_the_same_dropout_mask():
     tx = optperm.svrg()
     mu = support.random_like(params, 3)
     opt_state = optperm.take_snapshot(tx.init(params), params, mu)
-    step = jax.jit(lambda batch: correct(tx, loss, params, opt_state, batch))
     grads = []
     for seed in range(2):
-        updates, grad = step(part(data, 0) | {"key": jax.random.key(seed)})
+        batch = part(data, 0) | {"key": jax.random.key(seed)}
+        updates, _ = jax.jit(functools.partial(correct, tx, loss=loss))(params, opt_state, batch)
         support.assert_same_bits(updates, mu)
-        grads.append(grad["layers_0"]["kernel"])
+        grads.append(jax.grad(loss)(params, batch)["layers_0"]["kernel"])
     assert not np.array_equal(*grads)  # The mask did make a difference.
-
-
-def correct(tx, loss, params, opt_state, batch):
-    e = optperm.evaluate(loss, params, batch)
-    return tx.update(e.grad, opt_state, params, **e.extra_args)[0], e.grad
 
 
 # Precision, and what is not finite.
@@ -371,20 +369,15 @@ def corrected_gradients(tx, take=optperm.take_snapshot):
     data = to_dtype(make_data(), np.float32)
     params = start()
     opt_state = tx.init(params)
-    update = jax.jit(lambda s, p, b: correct_and_state(tx, s, p, b))
+    update = jax.jit(functools.partial(correct, tx))
     trail = []
     for t in range(4):
         if t == 1:
             opt_state = take(opt_state, params, jax.grad(loss_fn)(params, data))
-        updates, opt_state = update(opt_state, params, part(data, t))
+        updates, opt_state = update(params, opt_state, part(data, t))
         params = jax.tree.map(lambda p, u: p - 0.05 * u, params, updates)
         trail.append(updates)
     return trail
-
-
-def correct_and_state(tx, opt_state, params, batch):
-    e = optperm.evaluate(loss_fn, params, batch)
-    return tx.update(e.grad, opt_state, params, **e.extra_args)
 
 
 WRAPPERS = {
@@ -611,6 +604,51 @@ def test_four_devices_train_as_one(how, options):
     expected = run_steps(make_step(tx, data), params, opt_state, batches)
     got = run_on_devices(how, tx, data, batches)
     chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"refresh_every": 3}, {"refresh_probability": 0.4}])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_model_per_device(checked, options):
+    """Params that vary over the mapped axis are corrected each by a snapshot of their own."""
+    tx = optax.chain(optperm.svrg(**options), optax.sgd(RATE))
+    data = to_dtype(make_data(), np.float32)
+    batches = stack([part(data, t) for t in range(6)])
+    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+
+    def train(params):
+        return run_steps(make_step(tx, data), params, tx.init(params), batches)
+
+    def train_own(params):
+        results = train(jax.tree.map(lambda x: x[0], params))
+        return jax.tree.map(lambda x: x[None], results[0])
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    spec = P("model")
+    mapped = jax.shard_map(train_own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+    got = jax.jit(mapped)(starts)
+    expected, _ = jax.jit(jax.vmap(train))(starts)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 1}])
+def test_params_that_leave_a_snapshot_that_devices_share(options):
+    """In checked shard_map a replicated state serves params that differ from device to device."""
+    tx = optperm.svrg(**options)
+    data = to_dtype(make_data(), np.float32)
+    opt_state = snapshot_at(tx.init(start()), start(), data)
+    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+
+    def update(params):
+        return correct(tx, params, opt_state, part(data, 0), data)
+
+    mapped = jax.shard_map(
+        lambda p: jax.tree.map(lambda x: x[None], update(jax.tree.map(lambda x: x[0], p))),
+        mesh=Mesh(np.array(jax.devices()[:4]), ("model",)),
+        in_specs=P("model"),
+        out_specs=P("model"),
+    )
+    got = jax.jit(mapped)(starts)
+    chex.assert_trees_all_close(got, jax.jit(jax.vmap(update))(starts), rtol=1e-5)
 
 
 def test_states_of_replicas_take_a_snapshot_at_once():
