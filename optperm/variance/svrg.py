@@ -76,10 +76,10 @@ def svrg(
     - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
       else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
-    In SVRG :math:`c_t` is 1. On deep networks that mostly *hurts*: a snapshot soon says little about the
-    gradient, and the correction adds more variance than it takes away. :math:`\alpha`-SVRG weakens it by
-    a coefficient that falls linearly over the training, from 0.75 to 0 for instance; steps at which it
-    is 0 cost what they cost without SVRG.
+    In SVRG :math:`c_t` is 1. On large deep networks that mostly *hurts*: a snapshot soon says little of
+    the gradient, and the correction adds more variance than it takes. :math:`\alpha`-SVRG weakens it
+    by a coefficient that falls linearly over the training, from 0.75 to 0 for instance; a step at which
+    it is 0 costs what it costs without SVRG.
 
     Both gradients of a step are on the same batch, its random key included, so that they see the same
     dropout mask: draw what is random from a key in the batch.
