@@ -1,5 +1,9 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
+from optperm.distributed.agn import agn as agn
+from optperm.distributed.diloco import diloco as diloco
+from optperm.distributed.local_steps import LocalStepsState as LocalStepsState
+from optperm.distributed.local_steps import center_params as center_params
 from optperm.evaluation import Evaluation as Evaluation
 from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation

@@ -133,3 +133,37 @@ def check_seed(name: str, value: object) -> None:
       ValueError: If `value` is negative.
     """
     check_count(name, value, minimum=0)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises a ValueError unless `value` is one of the strings allowed."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_transformation(name: str, value: object) -> None:
+    """Raises a TypeError unless `value` is an optimizer as Optax builds them."""
+    if not isinstance(value, optax.GradientTransformation):
+        raise TypeError(
+            f"{name} must be an optax.GradientTransformation such as optax.adam(1e-3), got {value!r}."
+        )
+
+
+def check_axis_name(name: str, value: object) -> None:
+    """Raises a TypeError unless `value` is None, the name of a mapped axis or a tuple of names."""
+    names = value if isinstance(value, tuple) else (value,)
+    if value is not None and not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"{name} must be the name of a mapped axis, a tuple of names, or None, got {value!r}."
+        )
+
+
+def check_axis_is_bound(axis_name: str | tuple[str, ...] | None) -> None:
+    """Raises a ValueError if a named axis is not mapped over where this is traced."""
+    try:
+        jax.lax.axis_size(axis_name or ())
+    except NameError as error:
+        raise ValueError(
+            f"axis_name {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
+            "jax.vmap over an axis of that name, or leave axis_name out for a single replica."
+        ) from error

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm.checks import check_axis_is_bound
 from optperm.composition import fill_masked
-from optperm.mapped_axes import varying_like
+from optperm.mapped_axes import AxisName, shared, varying_like
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -38,7 +39,7 @@ def evaluate(
     batch: Any,
     *,
     has_aux: bool = False,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisName | None = None,
 ) -> Evaluation:
     r"""Evaluates a loss on one batch and binds to it the closures that methods may ask for.
 
@@ -71,6 +72,7 @@ def evaluate(
 
     Raises:
       TypeError: If the loss is not a real scalar.
+      ValueError: If `axis_name` is not bound where this is called.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -87,6 +89,7 @@ def evaluate(
       >>> tx = optax.with_extra_args_support(tx)
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
     """
+    check_axis_is_bound(axis_name)
     here = params
 
     def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
@@ -101,7 +104,7 @@ def evaluate(
         params: optax.Params, *, grad_fn: Any = None, per_example_grad_fn: Any = None
     ) -> jax.Array:
         del grad_fn, per_example_grad_fn
-        return mean(loss_and_aux(params, batch)[0])
+        return mean(loss_and_aux(shared(params, batch, axis_name), batch)[0])
 
     def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
         local = varying_like(params, batch, axis_name)

@@ -4,12 +4,14 @@ There an array carries the mapped axes over which its value may differ. Elsewher
 `jax.vmap`, the unchecked mode) nothing is marked as varying, and nothing has to be.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
 
 Tree = TypeVar("Tree")
+AxisName = str | tuple[str, ...]
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
@@ -28,7 +30,7 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
     return jax.tree.map(mark, tree)
 
 
-def varying_like(tree: Tree, other: Any, axis_name: str | tuple[str, ...] | None) -> Tree:
+def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """Marks `tree` as varying over those of the named axes over which `other` varies.
 
     A gradient with respect to params that do not vary over an axis arrives summed over it; with
@@ -36,3 +38,39 @@ def varying_like(tree: Tree, other: Any, axis_name: str | tuple[str, ...] | None
     """
     names = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
     return mark_varying(tree, names & varying_axes(other))
+
+
+def shared(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
+    """The tree, to evaluate a function of it that each replica averages over the named axes.
+
+    As it is, where varying axes are not tracked, the derivative of the average with respect to such
+    params would be this replica's part alone. Through this it is that of the average.
+
+    Args:
+      tree: Params that are the same on every replica.
+      other: What varies over the axes where varying axes are tracked, such as the batch.
+      axis_name: The axes over which the function's value is averaged.
+    """
+
+    def share(leaf: Any) -> Any:
+        local = varying_like(leaf, other, axis_name)
+        is_summed = varying_axes(local) != varying_axes(leaf)  # by the transpose of that mark
+        return local if axis_name is None or is_summed else _averaged_gradient(axis_name, local)
+
+    return jax.tree.map(share, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _averaged_gradient(axis_name: AxisName, leaf: Any) -> Any:
+    return leaf
+
+
+def _average_cotangent(axis_name: AxisName, _: None, cotangent: Any) -> tuple[Any]:
+    axes = varying_axes(cotangent)
+    if axes:
+        # Here the transpose of the average has divided already.
+        return (mark_varying(jax.lax.psum(cotangent, axis_name), axes),)
+    return (jax.lax.pmean(cotangent, axis_name),)
+
+
+_averaged_gradient.defvjp(lambda _, leaf: (leaf, None), _average_cotangent)

@@ -5,7 +5,9 @@ places weights, instead of moving them, keeps the exact targets in its state; `a
 them from there.
 """
 
-from typing import Any, Protocol, runtime_checkable
+import functools
+import operator
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +15,21 @@ import optax
 
 from optperm.composition import find_states, is_masked, without_variables
 
+# The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
+# last update placed the params on them.
+Placement = tuple[optax.Params, jax.Array | bool]
+
 
 @runtime_checkable
 class PlacingState(Protocol):
     """A state of a transformation whose updates place params on exact targets."""
 
-    def placement(self) -> tuple[optax.Params, jax.Array | bool]:
-        """The targets, and whether the last update placed the params on them.
+    def placements(self) -> list[Placement]:
+        """Where params were placed. A later entry overrides an earlier one."""
+        ...
 
-        A leaf that the method does not place is an `optax.MaskedNode`.
-        """
+    def with_targets_of(self, other: Self) -> Self:
+        """This state with the targets of another, for params that were put on those."""
         ...
 
 
@@ -60,23 +67,28 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     moved = without_variables(optax.apply_updates(params, updates))
     placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in find_states(opt_state, PlacingState):  # type: ignore[type-abstract]
-        targets, is_placed = state.placement()
-
-        def place(target: Any, new: Any, is_placed: Any = is_placed) -> Any:
-            if is_masked(target):
-                return new
-            return target if is_placed is True else jnp.where(is_placed, target, new)
-
-        def claim(target: Any, earlier: Any) -> Any:
-            if is_masked(target):
-                return earlier
-            if earlier:
-                raise ValueError(
-                    "Two methods in the optimizer state place the same parameter: give each "
-                    "its own parameters with optax.partition or optax.masked."
-                )
-            return True
-
-        placed_anywhere = jax.tree.map(claim, targets, placed_anywhere, is_leaf=is_masked)
-        moved = jax.tree.map(place, targets, moved, is_leaf=is_masked)
+        placed_here = jax.tree.map(lambda _: False, moved)
+        for targets, is_placed in state.placements():
+            moved = jax.tree.map(
+                functools.partial(_place, is_placed), targets, moved, is_leaf=is_masked
+            )
+            placed_here = jax.tree.map(
+                lambda target, earlier: earlier if is_masked(target) else True,
+                targets,
+                placed_here,
+                is_leaf=is_masked,
+            )
+        if any(jax.tree.leaves(jax.tree.map(operator.and_, placed_here, placed_anywhere))):
+            raise ValueError(
+                "Two methods in the optimizer state place the same parameter: give each its own "
+                "parameters with optax.partition or optax.masked."
+            )
+        placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
+
+
+def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
+    """The target, if the params were put on it; a masked node leaves all below it as it is."""
+    if is_masked(target):
+        return moved
+    return target if is_placed is True else jnp.where(is_placed, target, moved)

@@ -134,3 +134,34 @@ def test_params_are_required_by_name_of_the_method():
     assert checks.require_params(params, "svrg") is params
     with pytest.raises(ValueError, match=r"svrg needs the current params"):
         checks.require_params(None, "svrg")
+
+
+def test_choices_are_listed():
+    """What is none of them is refused with all that are."""
+    checks.check_choice("mode", "b", ("a", "b"))
+    with pytest.raises(ValueError, match=r"mode must be one of 'a', 'b', got 3\.$"):
+        checks.check_choice("mode", 3, ("a", "b"))
+
+
+def test_transformations_are_told_from_their_factories():
+    """An optimizer passes; the function that builds one does not."""
+    checks.check_transformation("inner", optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"inner must be an optax.GradientTransformation"):
+        checks.check_transformation("inner", optax.sgd)
+
+
+def test_axis_names_are_strings():
+    """One, several or none; nothing else."""
+    for name in (None, "data", ("host", "device")):
+        checks.check_axis_name("axis_name", name)
+    for name in (3, ["data"], ("data", None)):
+        with pytest.raises(TypeError, match="axis_name must be the name of a mapped axis"):
+            checks.check_axis_name("axis_name", name)
+
+
+def test_axes_have_to_be_bound():
+    """Within a mapped function its axis is, and no other."""
+    checks.check_axis_is_bound(None)
+    jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="data")(jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"axis_name \('data', 'model'\) is not bound here"):
+        checks.check_axis_is_bound(("data", "model"))

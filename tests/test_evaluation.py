@@ -148,7 +148,8 @@ def everything(params, other, batch, axis_name):
     """All that is averaged, and the per-example gradients, which are not."""
     e = optperm.evaluate(loss_fn, params, batch, axis_name=axis_name)
     fns = e.extra_args
-    averaged = (e.value, e.grad, fns["value_fn"](other), fns["grad_fn"](other))
+    slope = jax.grad(fns["value_fn"])(other)
+    averaged = (e.value, e.grad, fns["value_fn"](other), fns["grad_fn"](other), slope)
     return averaged, fns["per_example_grad_fn"](params)
 
 
@@ -183,8 +184,8 @@ def mapped(how, batch):
 
 @pytest.mark.parametrize("how", ["pmap", "vmap", "checked", "unchecked"])
 def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(how):
-    """On every replica value, grad, value_fn and grad_fn are the whole batch's, not sums, and
-    per-example gradients are those of the replica's own examples."""
+    """On every replica value, grad, value_fn, its derivative and grad_fn are the whole batch's, not
+    sums, and per-example gradients are those of the replica's own examples."""
     batch = make_batch()
     params, other = support.random_params(0), support.random_params(1)
     expected, each = everything(params, other, batch, None)
@@ -199,7 +200,7 @@ def test_averages_over_a_mapped_axis_are_those_of_the_whole_batch(how):
 
 def test_an_axis_that_is_not_bound_is_an_error():
     """axis_name outside any mapping is refused by its name."""
-    with pytest.raises(NameError, match="data"):
+    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
         optperm.evaluate(loss_fn, support.random_params(), make_batch(), axis_name="data")
 
 

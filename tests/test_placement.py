@@ -18,8 +18,11 @@ class Placed(NamedTuple):
     targets: object
     is_placed: jax.Array | bool
 
-    def placement(self):
-        return self.targets, self.is_placed
+    def placements(self):
+        return [(self.targets, self.is_placed)]
+
+    def with_targets_of(self, other):
+        return self._replace(targets=other.targets)
 
 
 def far_apart():

@@ -22,14 +22,16 @@ class Transformation:
       name: Its public name.
       factory: What builds it.
       arguments: The numbers to build it with.
-      places: Whether it places params on targets, so that `optperm.apply_updates` is exact for it.
+      permutes: Whether it keeps the values of the params, in another order.
+      lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
     name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     arguments: Mapping[str, Any]
-    places: bool = False
+    permutes: bool = False
+    lenient: bool = False
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
@@ -70,12 +72,21 @@ def bowl(params: optax.Params) -> optax.Updates:
 
 
 TRANSFORMATIONS = (
-    Transformation("sgperm", optperm.sgperm, {"aggressiveness": 0.3}, places=True),
+    Transformation("sgperm", optperm.sgperm, {"aggressiveness": 0.3}, permutes=True),
     Transformation(
         "permute_by_cycles",
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
-        places=True,
+        permutes=True,
+    ),
+    Transformation(
+        "agn",
+        optperm.agn,
+        {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
+        lenient=True,
+    ),
+    Transformation(
+        "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
     ),
     Transformation(
         "svrg",

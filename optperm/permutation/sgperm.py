@@ -21,6 +21,7 @@ from optperm.permutation.weight_vectors import (
     sort_ranks,
     to_matrix,
 )
+from optperm.placement import Placement
 from optperm.schedules import at_step
 
 
@@ -41,9 +42,14 @@ class PermuteByCyclesState(NamedTuple):
     ranks: Any  # int32, shaped like params
     share_moved: jax.Array  # float32 ()
 
-    def placement(self) -> tuple[optax.Params, bool]:
+    def placements(self) -> list[Placement]:
         """The exact weights; scalars, which are not permuted, are not placed either."""
-        return jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights), True
+        targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
+        return [(targets, True)]
+
+    def with_targets_of(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
+        """This state with the weights of another permutation of the same ones."""
+        return self._replace(weights=other.weights, ranks=other.ranks)
 
 
 class RecommendationState(NamedTuple):

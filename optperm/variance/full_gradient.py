@@ -13,7 +13,7 @@ import optax
 
 from optperm import checks
 from optperm.evaluation import LossFn, checked_loss, map_examples
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.mapped_axes import AxisName, mark_varying, varying_axes
 
 _END = object()
 
@@ -36,7 +36,7 @@ def full_gradient(
     batches: Iterable[Any],
     *,
     weights: Iterable[Any] | None = None,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisName | None = None,
     has_aux: bool = False,
     progress: bool = False,
 ) -> optax.Updates:
@@ -76,10 +76,11 @@ def full_gradient(
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
 
     Raises:
-      TypeError: If the loss is not a real scalar, or `batches` or `weights` is not iterable.
-      ValueError: If there are no examples, the leaves of a batch disagree in their leading axis, or
-        weights are not as many and as long as the batches, negative, not finite, or all zero. Weights
-        that are being traced are not checked: where they are wrong the gradient is NaN.
+      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
+        their leading axis, or weights are not as many and as long as the batches, negative, not finite,
+        or all zero. Weights that are being traced are not checked: where they are wrong the gradient
+        is NaN.
       ImportError: If `progress` is on and `rich` is not installed.
 
     Example:
@@ -105,8 +106,8 @@ def full_gradient(
     _check_iterable("batches", batches)
     if weights is not None:
         _check_iterable("weights", weights)
-    if axis_name is not None:
-        jax.lax.axis_size(axis_name)  # An axis that is not bound is an error before any work.
+    checks.check_axis_name("axis_name", axis_name)
+    checks.check_axis_is_bound(axis_name)
 
     total: tuple[_Sums, _Sums] | None = None
     for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
@@ -191,7 +192,7 @@ def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
 
 @functools.partial(jax.jit, static_argnames=("axis_name",))
 def _mean(
-    sums: _Sums, errors: _Sums, *, axis_name: str | tuple[str, ...] | None
+    sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
 ) -> tuple[optax.Updates, jax.Array]:
     if axis_name is not None:
         sums, errors = jax.lax.psum((sums, errors), axis_name)

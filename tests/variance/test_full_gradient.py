@@ -364,7 +364,7 @@ def test_what_is_no_iterable_of_batches_is_refused():
         optperm.full_gradient(lambda p, b: (loss_fn(p, b), 0), params, ragged(data))
     with pytest.raises(TypeError, match=r"params\['bias'\] has dtype int32"):
         optperm.full_gradient(loss_fn, params | {"bias": jnp.arange(5)}, ragged(data))
-    with pytest.raises(NameError, match="data"):
+    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
         optperm.full_gradient(loss_fn, params, ragged(data), axis_name="data")
 
 

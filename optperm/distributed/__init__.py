@@ -1,0 +1,1 @@
+"""Local steps on many devices, and rare commits over collectives."""

@@ -1,0 +1,390 @@
+"""What AGN and DiLoCo share: replicas that take local steps, a center, and a rare commit.
+
+Every replica trains its own params. Once a period all of them contribute to one step of the center, in
+one collective, and are pulled to where it then stands.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm import checks
+from optperm.composition import find_state, find_states
+from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
+from optperm.placement import Placement, PlacingState, apply_updates
+
+Commit = Literal["mean", "sum", "sequential"]
+# (center, state of its optimizer)
+Center = tuple[optax.Params, Any]
+
+
+class LocalStepsState(NamedTuple):
+    """State of `agn` and of `diloco`, one on each replica.
+
+    Attributes:
+      count: Steps taken.
+      local_state: State of the optimizer of the local params.
+      center_state: State of the optimizer of the center.
+      center: The params as of the last commit, the same on every replica.
+      accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
+        gradients. DiLoCo: whether all of them were finite.
+      pulled: Whether the last step ended in a commit, which put the params on the center.
+      skipped: Commits that this replica sat out because its contribution was not finite.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    local_state: Any
+    center_state: Any
+    center: optax.Params  # like params, leaf for leaf
+    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: bool ()
+    pulled: jax.Array  # bool ()
+    skipped: jax.Array  # int32 ()
+
+    def placements(self) -> list[Placement]:
+        """Where the local optimizer places params, and over it the center after a pull."""
+        local = find_states(self.local_state, PlacingState)  # type: ignore[type-abstract]
+        within = [placement for state in local for placement in state.placements()]
+        return [*within, (self.center, self.pulled)]
+
+    def with_targets_of(self, other: Any) -> "LocalStepsState":
+        """This state with the center of another, and what its optimizers place."""
+        return self._replace(
+            center=other.center,
+            local_state=_with_targets_of(self.local_state, other.local_state),
+            center_state=_with_targets_of(self.center_state, other.center_state),
+        )
+
+
+class Contribution(Protocol):
+    """What a replica contributes to a commit."""
+
+    @property
+    def reads_local_params(self) -> bool:
+        """Whether `total` calls `moved`."""
+        ...
+
+    def init(self, params: optax.Params) -> Any:
+        """The accumulator at the beginning."""
+        ...
+
+    def accumulate(self, accumulator: Any, grads: optax.Updates, restart: jax.Array) -> Any:
+        """The accumulator with one more local gradient; with that one alone where a period begins."""
+        ...
+
+    def total(
+        self, accumulator: Any, center: optax.Params, moved: Callable[[], optax.Params]
+    ) -> optax.Updates:
+        """The contribution of a whole period, in float32 or wider; `moved()` is the local params."""
+        ...
+
+
+def local_steps(
+    local_optimizer: optax.GradientTransformation,
+    center_optimizer: optax.GradientTransformation,
+    period: int | jax.Array,
+    contribution: Contribution,
+    *,
+    axis_name: AxisName | None,
+    commit: Commit,
+    method: str,
+) -> optax.GradientTransformationExtraArgs:
+    """Local steps by one optimizer, and once a period a step of the center by another.
+
+    Args:
+      local_optimizer: Moves the params of each replica.
+      center_optimizer: Moves the center, with the contributions for a gradient.
+      period: Steps from one commit to the next.
+      contribution: What each replica contributes.
+      axis_name: The mapped axis, or several, over which the replicas are spread; None for one replica.
+      commit: How contributions are combined.
+      method: The public name of the method, for messages.
+
+    Returns:
+      A transformation whose state is a `LocalStepsState`.
+    """
+    inner = optax.with_extra_args_support(local_optimizer)
+    outer = optax.with_extra_args_support(center_optimizer)
+
+    def init_fn(params: optax.Params) -> LocalStepsState:
+        checks.check_real_floating(
+            "params", params, advice="Mask the others to another optimizer with optax.partition."
+        )
+        local_state, center_state = inner.init(params), outer.init(params)
+        _check_can_be_pulled(local_state, center_state, method)
+        return LocalStepsState(
+            count=jnp.zeros([], jnp.int32),
+            local_state=local_state,
+            center_state=center_state,
+            center=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            accumulator=contribution.init(params),
+            pulled=jnp.zeros([], jnp.bool_),
+            skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: LocalStepsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LocalStepsState]:
+        params = checks.require_params(params, method)
+        checks.check_same_tree("params", params, state.center, source="the optimizer state")
+        checks.check_same_tree(
+            "updates", updates, state.center, source="the optimizer state", dtypes=False
+        )
+        checks.check_axis_is_bound(axis_name)
+        count = optax.safe_increment(state.count)
+        is_commit = count % period == 0
+
+        # Raw, the gradient would leave NaN in the local state for ever.
+        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
+        moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
+        moves = _in_form_of(moves, params)
+        local_state = _in_form_of(local_state, state.local_state)
+        accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
+
+        # A commit that looks at where the replica went needs its moves in memory: they leave by the same
+        # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
+        materialized = contribution.reads_local_params
+        center_axes = varying_axes(state.center, state.center_state)
+        local_axes = varying_axes(params, state.center, moves, accumulator)
+
+        def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
+            center, center_state = at
+            gradient = _in_form_of(gradient, updates)
+
+            def move() -> Center:
+                extras = _common_extras(extra_args, gradient, center, params, axis_name)
+                steps, new_state = outer.update(gradient, center_state, center, **extras)
+                new_state = _in_form_of(new_state, center_state)
+                new_center = apply_updates(center, _in_form_of(steps, center), new_state)
+                return mark_varying((new_center, new_state), center_axes)
+
+            return jax.lax.cond(is_valid, move, lambda: at)
+
+        def commit_now() -> tuple[Center, jax.Array, optax.Updates]:
+            moved = functools.partial(apply_updates, params, moves, local_state)
+            part = contribution.total(accumulator, state.center, moved)
+            at = mark_varying((state.center, state.center_state), center_axes)
+            at, took_part = _commit(part, at, step_center, commit, axis_name)
+            pull = jax.tree.map(jnp.subtract, at[0], params) if materialized else ()
+            return mark_varying(at, center_axes), *mark_varying((took_part, pull), local_axes)
+
+        def keep() -> tuple[Center, jax.Array, optax.Updates]:
+            at = mark_varying((state.center, state.center_state), center_axes)
+            kept = jnp.ones([], jnp.bool_), moves if materialized else ()
+            return at, *mark_varying(kept, local_axes)
+
+        (center, center_state), took_part, chosen = jax.lax.cond(is_commit, commit_now, keep)
+        if not materialized:
+            chosen = jax.tree.map(
+                lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
+            )
+        return chosen, LocalStepsState(
+            count=count,
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            accumulator=accumulator,
+            pulled=is_commit,
+            skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _commit(
+    part: optax.Updates,
+    at: Center,
+    step: Callable[[Center, optax.Updates, jax.Array], Center],
+    rule: Commit,
+    axis_name: AxisName | None,
+) -> tuple[Center, jax.Array]:
+    """Moves the center by what all replicas contribute, in one collective of one vector.
+
+    A contribution that is not finite stays out of it; without any, the center stays.
+
+    Returns:
+      The center and its state, and whether this replica took part.
+    """
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(part)]
+    is_finite = functools.reduce(jnp.logical_and, finite, jnp.ones([], jnp.bool_))
+    if axis_name is None:
+        return step(at, part, is_finite), is_finite
+    flat, unflatten = _flatten(part)
+    # The last entry counts those who take part.
+    packed = jnp.append(
+        jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
+    )
+    if rule == "sequential":
+        # Every replica makes the same steps in the same order, so they need not agree on the result.
+        gathered = _all_gather(packed, axis_name, tiled=False)
+
+        def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
+            return step(at, unflatten(row[:-1]), row[-1] > 0), None
+
+        return jax.lax.scan(turn, at, gathered)[0], is_finite
+    total = jax.lax.psum(packed, axis_name)
+    taking_part = total[-1]
+    combined = total[:-1] / jnp.maximum(taking_part, 1) if rule == "mean" else total[:-1]
+    return step(at, unflatten(combined), taking_part > 0), is_finite
+
+
+def center_params(opt_state: Any) -> optax.Params:
+    """The center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
+
+    Between two commits the local params have moved on from it. It is what to test and to keep when
+    training ends; end on a multiple of the period, or the last local steps are not in it.
+
+    Args:
+      opt_state: The optimizer state, in any nesting. One with a leading axis of replicas gives a center
+        with that axis, all of its entries the same.
+
+    Returns:
+      A tree of the structure, shapes and dtypes of the params.
+
+    Raises:
+      ValueError: If there is no such state in `opt_state`, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.clip(1.0), optperm.agn(optax.sgd(0.5), communication_period=2))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> opt_state = tx.init(params)
+      >>> updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
+      >>> optax.apply_updates(params, updates).tolist()  # one local step
+      [0.5, 1.5]
+      >>> optperm.center_params(opt_state).tolist()  # no commit yet
+      [1.0, 2.0]
+    """
+    return find_state(opt_state, LocalStepsState, method="agn or optperm.diloco").center
+
+
+def wide_dtype(leaf: Any) -> Any:
+    """The dtype to accumulate and to communicate in: float32, or float64 for float64."""
+    return jnp.float64 if jnp.result_type(leaf) == jnp.float64 else jnp.float32
+
+
+def _flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """All leaves as one vector of the widest dtype among them, and the way back (in that dtype)."""
+    leaves, structure = jax.tree.flatten(tree)
+    dtype = max((leaf.dtype for leaf in leaves), key=lambda d: d.itemsize, default=jnp.float32)
+    flat = jnp.concatenate([jnp.zeros(0, dtype), *(leaf.astype(dtype).ravel() for leaf in leaves)])
+
+    def unflatten(flat: jax.Array) -> Any:
+        parts, start = [], 0
+        for leaf in leaves:
+            parts.append(flat[start : start + leaf.size].reshape(leaf.shape))
+            start += leaf.size
+        return jax.tree.unflatten(structure, parts)
+
+    return flat, unflatten
+
+
+def _common_extras(
+    extras: dict[str, Any],
+    gradient: optax.Updates,
+    center: optax.Params,
+    params: optax.Params,
+    axis_name: AxisName | None,
+) -> dict[str, Any]:
+    """The extra arguments for a step of the center: of all replicas' batches, the same on every one.
+
+    `value` and `grad` belong to the center, not to the local params. What the center's optimizer does
+    not use costs nothing; each call of a closure is a collective of its own, within the commit.
+    """
+
+    def averaged(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # Optax's line searches look at what value_fn takes
+        def mean(at: optax.Params, **options: Any) -> Any:
+            return _mean(function(place(at, params, axis_name), **options), axis_name)
+
+        return mean
+
+    def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def gather(at: optax.Params, **options: Any) -> Any:
+            result = function(varying_like(at, params, axis_name), **options)
+            return result if axis_name is None else _all_gather(result, axis_name, tiled=True)
+
+        return gather
+
+    common = dict(extras)
+    if common.get("value_fn") is not None:
+        common["value_fn"] = averaged(common["value_fn"], shared)
+    if common.get("grad_fn") is not None:
+        # At params that are marked as varying, a gradient is not already the sum over all replicas.
+        common["grad_fn"] = averaged(common["grad_fn"], varying_like)
+    if common.get("per_example_grad_fn") is not None:
+        common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
+    if common.get("grad") is not None:
+        common["grad"] = gradient
+    if common.get("value") is not None:
+        at_center = common.get("value_fn")
+        common["value"] = at_center(center) if at_center else _mean(common["value"], axis_name)
+    return common
+
+
+def _all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    to = "invarying" if varying_axes(tree) else "varying"
+    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
+
+
+def _mean(tree: Any, axis_name: AxisName | None) -> Any:
+    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
+
+
+def _after_pull(state: LocalStepsState) -> Any:
+    """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
+    if not find_states(state.local_state, PlacingState):  # type: ignore[type-abstract]
+        return state.local_state
+    axes = varying_axes(state.local_state, state.center_state)
+    return jax.lax.cond(
+        state.pulled,
+        lambda: mark_varying(_with_targets_of(state.local_state, state.center_state), axes),
+        lambda: mark_varying(state.local_state, axes),
+    )
+
+
+def _with_targets_of(state: Any, other: Any) -> Any:
+    """A state whose parts that place params have the targets of those of another state."""
+
+    def is_placing(node: Any) -> bool:
+        return isinstance(node, PlacingState)
+
+    targets = iter(find_states(other, PlacingState))  # type: ignore[type-abstract]
+    return jax.tree.map(
+        lambda node: node.with_targets_of(next(targets)) if is_placing(node) else node,
+        state,
+        is_leaf=is_placing,
+    )
+
+
+def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
+    local, center = (
+        [type(state) for state in find_states(tree, PlacingState)]  # type: ignore[type-abstract]
+        for tree in (local_state, center_state)
+    )
+    if local != center:
+        raise ValueError(
+            f"The local optimizer of {method} places params where its own state says, and the center's "
+            "optimizer does not, so the replicas could not be pulled to the center: "
+            f"{[kind.__name__ for kind in local]} against {[kind.__name__ for kind in center]}. "
+            "Use the same method for both, as optperm.agn does."
+        )
+
+
+def _in_form_of(tree: Any, like: Any) -> Any:
+    """The tree with the dtypes of another, none of them weak: what every state promises to keep."""
+
+    def cast(leaf: Any, wanted: Any) -> Any:
+        aval = jax.typeof(leaf)
+        if aval.dtype == wanted.dtype and not aval.weak_type:
+            return leaf
+        return jax.lax.convert_element_type(leaf, wanted.dtype)
+
+    return jax.tree.map(cast, tree, like)

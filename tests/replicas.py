@@ -1,0 +1,141 @@
+"""Replicas under each way of mapping over them, and a simulation of workers and a center in NumPy."""
+
+import functools
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+AXIS = "replica"
+
+
+def stack(trees):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def take(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def _shard_map(step, size, *, check_vma):
+    def on_block(*trees):
+        results = step(*(take(tree, 0) for tree in trees))
+        return jax.tree.map(lambda leaf: leaf[None], results)
+
+    mesh = Mesh(np.array(jax.devices()[:size]), (AXIS,))
+    return jax.jit(
+        jax.shard_map(on_block, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+    )
+
+
+MAPPINGS = {
+    "vmap": lambda step, size: jax.jit(jax.vmap(step, axis_name=AXIS, axis_size=size)),
+    "pmap": lambda step, size: jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:size]),
+    "shard_map": functools.partial(_shard_map, check_vma=True),
+    "shard_map unchecked": functools.partial(_shard_map, check_vma=False),
+}
+
+
+def gradient(loss_fn):
+    """A step's gradient, and nothing else that a method may ask for."""
+    return lambda params, batch: (jax.grad(loss_fn)(params, batch), {})
+
+
+def train(tx, params, batches, *, size, mapping="vmap", evaluate, opt_state=None):
+    """Trains `size` replicas from one set of params.
+
+    Args:
+      tx: The transformation.
+      params: The initial params, without an axis of replicas.
+      batches: For each step the batches of all replicas, stacked.
+      size: Number of replicas.
+      mapping: A name in `MAPPINGS`.
+      evaluate: From params and a batch to a gradient and extra arguments.
+      opt_state: Stacked optimizer state to go on from, with stacked params.
+
+    Yields:
+      The stacked params and optimizer state after each step.
+    """
+
+    def step(params, opt_state, batch):
+        grads, extras = evaluate(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **extras)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    mapped = MAPPINGS[mapping](step, size)
+    if opt_state is None:
+        params, opt_state = stack([params] * size), stack([tx.init(params)] * size)
+    for batch in batches:
+        params, opt_state = mapped(params, opt_state, batch)
+        yield params, opt_state
+
+
+# The optimizers of the simulation, in NumPy and float64: (state, gradient) -> (step, state).
+
+
+def sgd(rate, momentum=0.0, *, nesterov=False):
+    def update(state, g):
+        state = g + momentum * (0.0 if state is None else state)
+        return -rate * (g + momentum * state if nesterov else state), state
+
+    return update
+
+
+def adam(rate, b1=0.9, b2=0.999, eps=1e-8):
+    def update(state, g):
+        count, m, v = state or (0, 0.0, 0.0)
+        count, m, v = count + 1, b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        m_hat, v_hat = m / (1 - b1**count), v / (1 - b2**count)
+        return -rate * m_hat / (np.sqrt(v_hat) + eps), (count, m, v)
+
+    return update
+
+
+class Worker:
+    """A replica of the simulation: its params, its optimizer's state, its accumulated gradient."""
+
+    def __init__(self, params):
+        self.params, self.state, self.total = params, None, 0.0
+
+
+def simulate_agn(update, start, grads_of, steps, *, size, period, commit):
+    """Workers and a center as the AGN paper has them: yields all params and the center."""
+    workers, center, center_state = [Worker(start) for _ in range(size)], start, None
+    for step in range(1, steps + 1):
+        for index, worker in enumerate(workers):
+            g = grads_of(worker.params, step - 1, index)
+            worker.total = worker.total + g
+            move, worker.state = update(worker.state, g)
+            worker.params = worker.params + move
+        if step % period == 0:
+            parts = [worker.total / period for worker in workers]
+            combined = {
+                "mean": [sum(parts) / size],
+                "sum": [sum(parts)],
+                "sequential": parts,
+            }[commit]
+            for n in combined:
+                move, center_state = update(center_state, n)
+                center = center + move
+            for worker in workers:
+                worker.params, worker.total = center, 0.0
+        yield np.stack([worker.params for worker in workers]), center
+
+
+def simulate_diloco(inner, outer, start, grads_of, steps, *, size, sync_every):
+    """Workers and a center as the DiLoCo paper has them: yields all params and the center."""
+    workers, center, center_state = [Worker(start) for _ in range(size)], start, None
+    for step in range(1, steps + 1):
+        for index, worker in enumerate(workers):
+            move, worker.state = inner(worker.state, grads_of(worker.params, step - 1, index))
+            worker.params = worker.params + move
+        if step % sync_every == 0:
+            delta = sum(center - worker.params for worker in workers) / size
+            move, center_state = outer(center_state, delta)
+            center = center + move
+            for worker in workers:
+                worker.params = center
+        yield np.stack([worker.params for worker in workers]), center
