@@ -161,6 +161,7 @@ def test_trajectory_is_that_of_the_papers(form, falling):
             opt_state = snapshot_at(opt_state, params, data)
         params, opt_state = step(params, opt_state, part(data, t))
         chex.assert_trees_all_close(params, wanted, rtol=1e-13, atol=1e-13)
+    assert step._cache_size() == 1  # Snapshots do not make it compile again.
     plain = reference_run(data, 20, lambda t: 0.0, refresh)[-1]
     assert np.abs(plain["full"] - params["full"]).max() > 1e-2
 
