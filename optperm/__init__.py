@@ -13,3 +13,7 @@ from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesSt
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.variance.full_gradient import full_gradient as full_gradient
+from optperm.variance.svrg import SvrgState as SvrgState
+from optperm.variance.svrg import svrg as svrg
+from optperm.variance.svrg import take_snapshot as take_snapshot

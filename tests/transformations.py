@@ -5,6 +5,7 @@ A new one joins with one line here, and with what it must leave out of Optax's c
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ class Transformation:
       arguments: The numbers to build it with.
       permutes: Whether it keeps the values of the params, in another order.
       lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
+      extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
     name: str
@@ -30,12 +32,43 @@ class Transformation:
     arguments: Mapping[str, Any]
     permutes: bool = False
     lenient: bool = False
+    extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
-        return self.factory(**self.arguments)
+        return self.build(**self.arguments)
+
+    @functools.cached_property
+    def build(self) -> Callable[..., optax.GradientTransformationExtraArgs]:
+        """The factory, with its signature, of what takes the extra arguments from here."""
+
+        @functools.wraps(self.factory)
+        def build(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+            tx = self.factory(*args, **kwargs)
+
+            def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+                return tx.update(updates, state, params, **{**self.extra_args, **extra_args})
+
+            return optax.GradientTransformationExtraArgs(tx.init, update)
+
+        return build
 
     def __str__(self) -> str:
         return self.name
+
+
+def svrg_and_sgd(
+    learning_rate: optax.ScalarOrSchedule, refresh_probability: float
+) -> optax.GradientTransformationExtraArgs:
+    """Loopless SVRG with something after it."""
+    return optax.chain(
+        optperm.svrg(refresh_probability=refresh_probability),
+        optax.sgd(learning_rate, momentum=0.5),
+    )
+
+
+def bowl(params: optax.Params) -> optax.Updates:
+    """The gradient of half the squared norm."""
+    return params
 
 
 TRANSFORMATIONS = (
@@ -54,5 +87,17 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
+    ),
+    Transformation(
+        "svrg",
+        optperm.svrg,
+        {"coefficient": 0.5, "refresh_every": 2},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+    ),
+    Transformation(
+        "svrg_and_sgd",
+        svrg_and_sgd,
+        {"learning_rate": 2e-3, "refresh_probability": 0.3},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
     ),
 )
