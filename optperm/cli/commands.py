@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import pathlib
 import platform
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optperm.cli import datasets, models, replicas, report, run_folder, training
+from optperm.cli import checkpoints, datasets, models, replicas, report, run_folder, training
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method
 
@@ -35,6 +36,10 @@ def train(arguments: argparse.Namespace) -> int:
         import_extra(extra)
     method: Method = arguments.method
     planned = _replicas(arguments)
+    if "from_epoch" in arguments and "resume" not in arguments:
+        raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
+    if arguments.checkpoint_every or "resume" in arguments:
+        import_extra("orbax.checkpoint")
     data = datasets.load(arguments.data)
     if arguments.batch_size * planned.size > len(data.x_train):
         each = f" on each of {planned.size} devices" if planned.size > 1 else ""
@@ -66,10 +71,16 @@ def train(arguments: argparse.Namespace) -> int:
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
     is_quiet = arguments.quiet or planned.process_id > 0
     reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
+    identity = _identity(arguments, data, planned)
     with (
-        replicas.start(planned, _shared_facts(arguments, data), on_wait=reporter.waiting) as group,
+        replicas.start(
+            planned, _shared_facts(arguments, identity), on_wait=reporter.waiting
+        ) as group,
         training.Interrupt() as interrupt,
     ):
+        checkpoint = None
+        if "resume" in arguments:
+            checkpoint = group.on_main(_checkpoint, arguments, identity)
         initial = models.initial_params(spec)
 
         def on_epoch(record: training.EpochRecord) -> None:
@@ -86,15 +97,28 @@ def train(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 replicas=group,
                 local_steps=method.period is not None,
+                epoch_start=functools.partial(method.epoch_start, **hyperparameters),
             )
+            progress = trainer.initial
+            if "resume" in arguments:
+                kept = group.on_main(checkpoints.read, checkpoint, trainer.initial)
+                progress = checkpoints.share(group, kept, trainer.initial)
+                reporter.resuming(arguments.resume, progress.epoch)
             folder = group.on_main(run_folder.create, getattr(arguments, "out", None), name)
             run = trainer.run(
                 arguments.epochs,
+                progress,
                 interrupt=interrupt,
                 on_epoch=on_epoch,
+                on_start=reporter.starting,
                 on_interrupt=reporter.interrupted,
+                keep_every=arguments.checkpoint_every,
+                on_keep=functools.partial(group.on_main, checkpoints.write, folder, identity),
             )
-        summary = _summary(arguments, data.source, run, hyperparameters, group)
+        summary = _summary(arguments, data, run, hyperparameters, group)
+        summary["resumed_from"] = None
+        if "resume" in arguments:
+            summary["resumed_from"] = {"folder": str(arguments.resume), "epoch": progress.epoch}
 
         def write(folder: pathlib.Path) -> None:
             if method.permutes:
@@ -131,28 +155,59 @@ def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
     )
 
 
-def _shared_facts(arguments: argparse.Namespace, data: datasets.Dataset) -> dict[str, Any]:
-    """What all processes of a run must have in common."""
-    flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices", *arguments.method.flags)
+def _checkpoint(arguments: argparse.Namespace, identity: dict[str, Any]) -> pathlib.Path:
+    """The checkpoint to go on from."""
+    epoch = getattr(arguments, "from_epoch", None)
+    path = checkpoints.find(arguments.resume, epoch, identity)
+    if int(path.name) > arguments.epochs:
+        raise UsageError(
+            f"--epochs {arguments.epochs}: the checkpoint is after epoch {path.name} already, and "
+            "--epochs counts from the start of the first run. Pass more, or an earlier --from-epoch."
+        )
+    return path
+
+
+def _flags(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in names}
+
+
+def _identity(
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+) -> dict[str, Any]:
+    """What decides the course of a run, from its first step on."""
+    flags = ("model", "hidden", "seed", "batch_size", *arguments.method.flags)
     return {
         "the method": arguments.method.name,
-        **{f"--{name.replace('_', '-')}": getattr(arguments, name) for name in flags},
+        **_flags(arguments, *flags),
         "the digest of the data": datasets.digest(data),
+        "the number of replicas": planned.size,
+    }
+
+
+def _shared_facts(arguments: argparse.Namespace, identity: dict[str, Any]) -> dict[str, Any]:
+    """What all processes of a run must have in common."""
+    return {
+        **identity,
+        **_flags(arguments, "epochs", "devices", "checkpoint_every", "from_epoch"),
+        "whether to --resume": "resume" in arguments,
         **{f"the version of {name}": version(name) for name in ("optperm", "jax")},
     }
 
 
 def _summary(
     arguments: argparse.Namespace,
-    source: str,
+    data: datasets.Dataset,
     run: training.TrainingRun,
     hyperparameters: dict[str, Any],
     group: replicas.Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
-    period = arguments.method.period
+    method: Method = arguments.method
+    period = method.period
+    starts = [method.epoch_start(e, **hyperparameters) for e in range(1, last.epoch + 1)]
+    examples = last.step * arguments.batch_size * group.size
     return {
-        "method": arguments.method.name,
+        "method": method.name,
         "test_accuracy": last.test_accuracy,
         "train_accuracy": last.train_accuracy,
         "train_loss": last.train_loss,
@@ -164,10 +219,13 @@ def _summary(
         "interrupted": run.interrupted,
         "epochs_done": last.epoch,
         "steps": last.step,
+        # Of the loss on one example; a full gradient takes as many as there are training examples.
+        "gradient_evaluations": examples * method.gradients_a_step(**hyperparameters)
+        + len(data.x_train) * sum(start is not None for start in starts),
         # The trained network holds nothing of them.
         "steps_since_commit": None if period is None else last.step % hyperparameters[period],
         "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
-        "data": source,
+        "data": data.source,
         "model": arguments.model,
         "hidden": arguments.hidden,
         "seed": arguments.seed,
