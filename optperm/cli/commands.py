@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from optperm.cli import checkpoints, datasets, models, replicas, report, run_folder, training
 from optperm.cli.errors import CliError, UsageError, import_extra
@@ -32,14 +33,12 @@ def train(arguments: argparse.Namespace) -> int:
     """
     # What is missing must come out before the training, not after it, and what is wrong in one
     # process before it meets the others.
-    for extra in ("rich", "matplotlib"):
+    for extra in ("rich", "matplotlib", "orbax.checkpoint"):
         import_extra(extra)
     method: Method = arguments.method
     planned = _replicas(arguments)
     if "from_epoch" in arguments and "resume" not in arguments:
         raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
-    if arguments.checkpoint_every or "resume" in arguments:
-        import_extra("orbax.checkpoint")
     data = datasets.load(arguments.data)
     if arguments.batch_size * planned.size > len(data.x_train):
         each = f" on each of {planned.size} devices" if planned.size > 1 else ""
@@ -55,19 +54,7 @@ def train(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     model = models.build(spec)
-    hyperparameters = {name: getattr(arguments, name) for name in method.flags}
-    facts = {
-        "seed": arguments.seed,
-        "num_data": len(data.x_train),
-        # Of one gradient.
-        "batch_size": arguments.batch_size * (1 if method.period else planned.size),
-        "axis_name": planned.axis_name,
-    }
-    try:
-        tx = method.transformation(hyperparameters, facts)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{method.name}: {error}") from error
-
+    tx = _transformation(arguments, data, planned)
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
     is_quiet = arguments.quiet or planned.process_id > 0
     reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
@@ -78,9 +65,7 @@ def train(arguments: argparse.Namespace) -> int:
         ) as group,
         training.Interrupt() as interrupt,
     ):
-        checkpoint = None
-        if "resume" in arguments:
-            checkpoint = group.on_main(_checkpoint, arguments, identity)
+        checkpoint = group.on_main(_checkpoint, arguments, identity)
         initial = models.initial_params(spec)
 
         def on_epoch(record: training.EpochRecord) -> None:
@@ -97,7 +82,7 @@ def train(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 replicas=group,
                 local_steps=method.period is not None,
-                epoch_start=functools.partial(method.epoch_start, **hyperparameters),
+                epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
             )
             progress = trainer.initial
             if "resume" in arguments:
@@ -115,10 +100,7 @@ def train(arguments: argparse.Namespace) -> int:
                 keep_every=arguments.checkpoint_every,
                 on_keep=functools.partial(group.on_main, checkpoints.write, folder, identity),
             )
-        summary = _summary(arguments, data, run, hyperparameters, group)
-        summary["resumed_from"] = None
-        if "resume" in arguments:
-            summary["resumed_from"] = {"folder": str(arguments.resume), "epoch": progress.epoch}
+        summary = _summary(arguments, data, run, progress.epoch, group)
 
         def write(folder: pathlib.Path) -> None:
             if method.permutes:
@@ -155,8 +137,31 @@ def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
     )
 
 
-def _checkpoint(arguments: argparse.Namespace, identity: dict[str, Any]) -> pathlib.Path:
-    """The checkpoint to go on from."""
+def _hyperparameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in arguments.method.flags}
+
+
+def _transformation(
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+) -> optax.GradientTransformationExtraArgs:
+    method: Method = arguments.method
+    facts = {
+        "seed": arguments.seed,
+        "num_data": len(data.x_train),
+        # Of one gradient.
+        "batch_size": arguments.batch_size * (1 if method.period else planned.size),
+        "axis_name": planned.axis_name,
+    }
+    try:
+        return method.transformation(_hyperparameters(arguments), facts)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{method.name}: {error}") from error
+
+
+def _checkpoint(arguments: argparse.Namespace, identity: dict[str, Any]) -> pathlib.Path | None:
+    """The checkpoint to go on from, if any."""
+    if "resume" not in arguments:
+        return None
     epoch = getattr(arguments, "from_epoch", None)
     path = checkpoints.find(arguments.resume, epoch, identity)
     if int(path.name) > arguments.epochs:
@@ -198,12 +203,12 @@ def _summary(
     arguments: argparse.Namespace,
     data: datasets.Dataset,
     run: training.TrainingRun,
-    hyperparameters: dict[str, Any],
+    first_epoch: int,
     group: replicas.Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
     method: Method = arguments.method
-    period = method.period
+    period, hyperparameters = method.period, _hyperparameters(arguments)
     starts = [method.epoch_start(e, **hyperparameters) for e in range(1, last.epoch + 1)]
     examples = last.step * arguments.batch_size * group.size
     return {
@@ -217,6 +222,8 @@ def _summary(
         "seconds": sum(record.seconds for record in run.records),
         "compile_seconds": run.compile_seconds,
         "interrupted": run.interrupted,
+        "resumed_from": str(arguments.resume) if "resume" in arguments else None,
+        "resumed_after_epoch": first_epoch if "resume" in arguments else None,
         "epochs_done": last.epoch,
         "steps": last.step,
         # Of the loss on one example; a full gradient takes as many as there are training examples.

@@ -182,8 +182,8 @@ _ENTRIES = (
         _svrg,
         {
             "update_freq": "epochs from one snapshot to the next",
-            "coefficient": "weight of the correction: 1 is plain SVRG, which mostly hurts deep networks, "
-            "less is milder, 0 is SGD",
+            "coefficient": "weight of the correction: 1 is plain SVRG, which mostly hurts deep "
+            "networks, less is milder, 0 is SGD",
             "learning_rate": "step size",
             "momentum": "decay of the momentum",
         },

@@ -63,6 +63,10 @@ class Replicas:
         devices = self.mesh.devices.flat if self.mesh else jax.devices()
         return str(devices[0].device_kind)
 
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """Makes arrays on the first device of this process meanwhile, in this thread alone."""
+        return jax.default_device(self.mesh.local_devices[0] if self.mesh else None)
+
     def each(self, function: Callable[[Any, Any], tuple[Any, Any]], *, own: bool) -> Any:
         """Compiles a function to run on every replica at once.
 
@@ -220,9 +224,9 @@ def start(
     if planned.size == 1:
         yield planned
         return
-    mesh = Mesh(np.array(_devices(planned)), AXIS)
-    with jax.default_device(mesh.local_devices[0]):
-        yield dataclasses.replace(planned, mesh=mesh)
+    group = dataclasses.replace(planned, mesh=Mesh(np.array(_devices(planned)), AXIS))
+    with group.local():
+        yield group
 
 
 def _connect(

@@ -283,7 +283,8 @@ class Trainer:
         self, epoch: int, before: EpochStart | None, carry: Any
     ) -> tuple[Any, dict[str, np.ndarray]]:
         if before is not None:
-            carry = self._replicas.together(self._start_epoch, before, carry, self._batches())
+            with self._replicas.local():
+                carry = self._replicas.together(self._start_epoch, before, carry, self._batches())
         shared = (*self._examples, np.uint32(epoch))
         carry, metrics = self._replicas.together(self._run_epoch, carry, shared)
         return carry, jax.device_get(metrics)
