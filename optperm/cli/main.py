@@ -142,6 +142,29 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "runs/METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists)",
         metavar="FOLDER",
     )
+    group.add_argument(
+        "--checkpoint-every",
+        type=_integer(0),
+        default=0,
+        help="epochs from one checkpoint to the next, from which the run can be resumed; the last "
+        "epoch done leaves one as well, after Ctrl-C too (0: none)",
+        metavar="K",
+    )
+    group.add_argument(
+        "--resume",
+        type=pathlib.Path,
+        default=argparse.SUPPRESS,
+        help="go on from the newest checkpoint of this run folder, in a new one, up to --epochs in "
+        "all; the other flags have to be those of that run",
+        metavar="FOLDER",
+    )
+    group.add_argument(
+        "--from-epoch",
+        type=_integer(0),
+        default=argparse.SUPPRESS,
+        help="with --resume: go on from the checkpoint after this epoch instead",
+        metavar="E",
+    )
     group.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     group = parser.add_argument_group(

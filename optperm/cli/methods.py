@@ -9,6 +9,7 @@ import optax
 
 import optperm
 from optperm import checks
+from optperm.cli.training import EpochStart
 from optperm.distributed.local_steps import Commit
 
 Hyperparameter = bool | int | float | str
@@ -27,6 +28,9 @@ class Method:
         defaults are those of the signature; a string has a `Literal` of its choices for a type.
       permutes: Whether the trained weights are the initial ones in another order, and are saved
         as a permutation.
+      epoch_start: From the number of an epoch (from 1) and the hyperparameters, what the method does
+        before it, if anything; also on resume, like without an interruption.
+      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes.
       period: The flag that says after how many local steps the replicas commit to their center,
         which is then what is trained. None where all replicas take each step together.
     """
@@ -37,6 +41,8 @@ class Method:
     flags: Mapping[str, str]
     permutes: bool = False
     period: str | None = None
+    epoch_start: Callable[..., EpochStart | None] = lambda epoch, **_: None
+    gradients_a_step: Callable[..., int] = lambda **_: 1
 
     def defaults(self) -> dict[str, Hyperparameter]:
         """The default of each flag."""
@@ -75,6 +81,28 @@ def _adam(
     checks.check_in_range("b2", b2, 0.0, 1.0)
     checks.check_in_range("eps", eps, 0.0, float("inf"))
     return optax.adam(learning_rate, b1, b2, eps)
+
+
+def _svrg(
+    update_freq: int = 2,
+    coefficient: float = 1.0,
+    learning_rate: float = 0.1,
+    momentum: float = 0.0,
+) -> optax.GradientTransformation:
+    checks.check_count("update_freq", update_freq)
+    return optax.chain(optperm.svrg(coefficient), _sgd(learning_rate, momentum))
+
+
+def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> EpochStart | None:
+    """The snapshot of epochs 1, 1 + update_freq, ...
+
+    The one that is in force is part of the optimizer state, and so of a checkpoint. A run that is
+    resumed before an epoch of the schedule takes a new one, at the params of the checkpoint, as the run
+    that went on did; before any other epoch it has that of the checkpoint, and a new one would part it
+    from the run that went on. It never goes without: the schedule begins with the first epoch.
+    """
+    is_due = (epoch - 1) % update_freq == 0
+    return EpochStart("full gradient", optperm.take_snapshot) if is_due else None
 
 
 def _agn(
@@ -147,6 +175,20 @@ _ENTRIES = (
             "b2": "decay of the second moment",
             "eps": "added to the root of the second moment",
         },
+    ),
+    Method(
+        "svrg",
+        "SGD whose gradients are corrected by a snapshot, taken every few epochs",
+        _svrg,
+        {
+            "update_freq": "epochs from one snapshot to the next",
+            "coefficient": "weight of the correction: 1 is plain SVRG, which mostly hurts deep "
+            "networks, less is milder, 0 is SGD",
+            "learning_rate": "step size",
+            "momentum": "decay of the momentum",
+        },
+        epoch_start=_snapshot,
+        gradients_a_step=lambda coefficient, **_: 2 if coefficient else 1,
     ),
     Method(
         "agn",

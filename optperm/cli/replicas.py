@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -61,6 +63,10 @@ class Replicas:
         devices = self.mesh.devices.flat if self.mesh else jax.devices()
         return str(devices[0].device_kind)
 
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """Makes arrays on the first device of this process meanwhile, in this thread alone."""
+        return jax.default_device(self.mesh.local_devices[0] if self.mesh else None)
+
     def each(self, function: Callable[[Any, Any], tuple[Any, Any]], *, own: bool) -> Any:
         """Compiles a function to run on every replica at once.
 
@@ -86,19 +92,52 @@ class Replicas:
             jax.shard_map(on_replica, mesh=self.mesh, in_specs=(spec, P()), out_specs=(spec, P()))
         )
 
+    def jit(self, function: Callable[..., Any]) -> Any:
+        """Jits a function of what all replicas share, that gives what they share."""
+        if self.mesh is None:
+            return jax.jit(function)
+        return jax.jit(function, out_shardings=NamedSharding(self.mesh, P()))
+
     def place(self, tree: Any, *, own: bool = False) -> Any:
         """Puts a tree onto all devices: as what all replicas share, or as a copy for each."""
+        if self.mesh is not None and own:
+            tree = jax.tree.map(
+                lambda leaf: np.broadcast_to(np.asarray(leaf), (self.size, *jnp.shape(leaf))), tree
+            )
+        return self.scatter(tree, own=own)
+
+    def scatter(self, tree: Any, *, own: bool) -> Any:
+        """Puts a tree onto all devices: whole, or of each leaf the part of each replica."""
         if self.mesh is None:
-            return tree
+            return jax.tree.map(jnp.asarray, tree)
         sharding = NamedSharding(self.mesh, P(AXIS) if own else P())
 
         def put(leaf: Any) -> jax.Array:
             host = np.asarray(leaf)
-            if own:
-                host = np.broadcast_to(host, (self.size, *host.shape))
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
         return jax.tree.map(put, tree)
+
+    def gather(self, tree: Any, *, own: bool) -> Any:
+        """Undoes `scatter`, in every process: the tree as NumPy arrays."""
+        if own and self.num_processes > 1:
+            tree = self.together(
+                functools.partial(multihost_utils.process_allgather, tiled=True), tree
+            )
+        elif not own:
+            tree = self.first(tree)
+        return jax.tree.map(np.asarray, tree)
+
+    def from_main(self, content: bytes) -> bytes:
+        """What process 0 brings, in every process; what the others bring is ignored."""
+        if self.num_processes == 1:
+            return content
+        share = functools.partial(self.together, multihost_utils.broadcast_one_to_all)
+        header = np.frombuffer(len(content).to_bytes(8, "big"), np.uint8)
+        size = int.from_bytes(np.asarray(share(header)).tobytes(), "big")
+        is_main = self.process_id == 0
+        data = np.frombuffer(content, np.uint8) if is_main else np.zeros(size, np.uint8)
+        return np.asarray(share(data)).tobytes()
 
     def first(self, tree: Any, *, own: bool = False) -> Any:
         """The tree of the first replica in this process, as arrays on its device alone."""
@@ -185,9 +224,9 @@ def start(
     if planned.size == 1:
         yield planned
         return
-    mesh = Mesh(np.array(_devices(planned)), AXIS)
-    with jax.default_device(mesh.local_devices[0]):
-        yield dataclasses.replace(planned, mesh=mesh)
+    group = dataclasses.replace(planned, mesh=Mesh(np.array(_devices(planned)), AXIS))
+    with group.local():
+        yield group
 
 
 def _connect(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from optperm.cli.errors import CliError
+from optperm.cli.errors import CliError, differences
 
 WAIT_SECONDS = 120
 _ANSWER_SECONDS = 5.0
@@ -125,12 +125,7 @@ def _objection(
         )
     if process_id in present and not _has_left(present[process_id]):
         return f"--process-id {process_id} is taken: another process with it has come already."
-    differing = [name for name in facts if caller["facts"].get(name) != facts[name]]
-    if differing:
-        which = "; ".join(
-            f"{name} is {caller['facts'].get(name)} there and {facts[name]} in process 0"
-            for name in differing
-        )
+    if which := differences(caller["facts"], facts, "in process 0"):
         return f"process {process_id} is not of the same run: {which}."
     return None
 

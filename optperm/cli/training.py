@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -20,11 +22,12 @@ from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
 from optperm.cli.replicas import Replicas
 from optperm.composition import find_states
+from optperm.evaluation import LossFn
 from optperm.mapped_axes import varying_axes
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
-_TEST_CHUNK = 1000
+_TEST_CHUNK = _GRADIENT_CHUNK = 1000  # examples on a device at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,41 @@ class EpochRecord:
     test_accuracy: float
     share_moved: float | None
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run has come: all it takes to go on.
+
+    Attributes:
+      carry: Params and optimizer state, as NumPy arrays. Where each of several replicas has its own,
+        they are stacked along a leading axis.
+      records: One for each epoch done, epoch 0 included.
+      metrics: For each epoch done, what was recorded at each step: float32 (steps,), by name.
+    """
+
+    carry: Any
+    records: list[EpochRecord]
+    metrics: list[dict[str, np.ndarray]]
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self.records[-1].epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochStart:
+    """What a method does before the first step of an epoch, all replicas together.
+
+    Attributes:
+      says: What the progress shows meanwhile.
+      change: From the optimizer state, the params and the gradient over all training examples it
+        makes the state to go on with. The same function each time: it is compiled once.
+    """
+
+    says: str
+    change: Callable[[Any, optax.Params, optax.Updates], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +148,8 @@ class Trainer:
       local_steps: Whether each replica keeps params and a state of its own, and the method brings
         them together in a center (`optperm.center_params`). Else all replicas take the same steps,
         with the mean of their gradients.
+      epoch_start: From the number of an epoch, what to do before it; only where all replicas take
+        the same steps. Compiled when it first gives something, which should be for epoch 1.
 
     Raises:
       CliError: If the method cannot train these params here.
@@ -126,12 +166,16 @@ class Trainer:
         seed: int,
         replicas: Replicas,
         local_steps: bool = False,
+        epoch_start: Callable[[int], EpochStart | None] = lambda epoch: None,
     ) -> None:
         start = time.perf_counter()
         self._replicas, self._local_steps = replicas, local_steps
         self._steps = len(data.x_train) // (batch_size * replicas.size)
+        self._loss_fn = _loss_function(model)
+        self._x, self._y, self._epoch_start = data.x_train, data.y_train, epoch_start
+        self._jit = functools.cache(replicas.jit)
         run_epoch = _epoch_function(
-            model,
+            self._loss_fn,
             tx,
             self._steps,
             batch_size,
@@ -140,56 +184,84 @@ class Trainer:
             average_grads=not local_steps,
         )
         try:
-            self._carry = replicas.place((params, tx.init(params)), own=local_steps)
+            carry = replicas.place((params, tx.init(params)), own=local_steps)
             self._examples = replicas.place((jnp.asarray(data.x_train), jnp.asarray(data.y_train)))
             self._run_epoch = (
                 replicas.each(run_epoch, own=local_steps)
-                .lower(self._carry, (*self._examples, np.uint32(0)))
+                .lower(carry, (*self._examples, np.uint32(0)))
                 .compile()
             )
-            trained, _ = self._trained(self._carry)
+            if (first := epoch_start(1)) is not None:
+                self._start_epoch(first, carry, self._batches(few=True))
+            trained, _ = self._trained(carry)
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
         self._test = TestSet(model, trained, data)
+        self.initial = Progress(
+            replicas.gather(carry, own=local_steps), [self._record(0, carry, {}, 0.0)], []
+        )
         self._compile_seconds = time.perf_counter() - start
 
     def run(
         self,
         epochs: int,
+        progress: Progress,
         *,
         interrupt: Interrupt,
         on_epoch: Callable[[EpochRecord], None],
+        on_start: Callable[[str], None],
         on_interrupt: Callable[[], None],
+        keep_every: int,
+        on_keep: Callable[[Progress], None],
     ) -> TrainingRun:
-        """Trains from the initial params.
+        """Trains, from the initial params or from where an earlier run had come.
 
         Args:
-          epochs: How often to go through the training examples.
+          epochs: How often to go through the training examples, in all.
+          progress: `initial`, or one that was kept.
           interrupt: Ends training after the epoch in which it is requested, in any process.
-          on_epoch: Called with each record.
+          on_epoch: Called with each record, those of the earlier run included.
+          on_start: Called with what the method does before an epoch.
           on_interrupt: Called when it is requested, while the epoch still runs.
+          keep_every: After how many epochs each to keep the progress, and after the last one that was
+            done; 0 never.
+          on_keep: Called with what is to be kept.
 
         Returns:
           A `TrainingRun`.
         """
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        carry = self._carry
-        records, metrics = [self._record(0, carry, {}, 0.0)], []
-        on_epoch(records[0])
+        carry = self._replicas.scatter(progress.carry, own=self._local_steps)
+        records, metrics, kept = [*progress.records], [*progress.metrics], -1
+
+        def keep() -> None:
+            nonlocal kept
+            kept = records[-1].epoch
+            own = self._replicas.gather(carry, own=self._local_steps)
+            on_keep(Progress(own, records, metrics))
+
+        for record in records:
+            on_epoch(record)
         try:
-            for epoch in range(1, epochs + 1):
+            for epoch in range(progress.epoch + 1, epochs + 1):
                 if self._replicas.any(interrupt.requested):
                     break
                 start = time.perf_counter()
-                future = pool.submit(self._one_epoch, epoch, carry)
+                if (before := self._epoch_start(epoch)) is not None:
+                    on_start(before.says)
+                future = pool.submit(self._one_epoch, epoch, before, carry)
                 _wait(future, interrupt, on_interrupt)
                 carry, of_epoch = future.result()
                 seconds = time.perf_counter() - start
                 metrics.append(of_epoch)
                 records.append(self._record(epoch, carry, of_epoch, seconds))
                 on_epoch(records[-1])
+                if keep_every and epoch % keep_every == 0:
+                    keep()
+            if keep_every and kept != records[-1].epoch:
+                keep()
         finally:
             pool.shutdown(wait=False)
         columns = {
@@ -207,10 +279,36 @@ class Trainer:
             interrupted=records[-1].epoch < epochs,
         )
 
-    def _one_epoch(self, epoch: int, carry: Any) -> tuple[Any, dict[str, np.ndarray]]:
+    def _one_epoch(
+        self, epoch: int, before: EpochStart | None, carry: Any
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        if before is not None:
+            with self._replicas.local():
+                carry = self._replicas.together(self._start_epoch, before, carry, self._batches())
         shared = (*self._examples, np.uint32(epoch))
         carry, metrics = self._replicas.together(self._run_epoch, carry, shared)
         return carry, jax.device_get(metrics)
+
+    def _start_epoch(self, start: EpochStart, carry: Any, batches: Iterable[Any]) -> Any:
+        params, opt_state = carry
+        full_grad = optperm.full_gradient(self._loss_fn, params, batches, has_aux=True)
+        return params, self._jit(start.change)(opt_state, params, full_grad)
+
+    def _batches(self, *, few: bool = False) -> Iterator[dict[str, jax.Array]]:
+        """All training examples, those included that no step of an epoch takes.
+
+        The replicas share each batch, but for a last one of fewer examples than there are replicas.
+
+        Args:
+          few: Leave out most batches, but none of a shape of its own.
+        """
+        size, each = len(self._x), self._replicas.size
+        shared = size - size % each
+        bounds = [*range(0, shared, _GRADIENT_CHUNK * each), shared, *([size] * (shared < size))]
+        pieces = list(itertools.pairwise(bounds))
+        for low, high in pieces[:2] + pieces[max(2, len(pieces) - 2) :] if few else pieces:
+            batch = {"x": self._x[low:high], "y": self._y[low:high]}
+            yield self._replicas.scatter(batch, own=high <= shared)
 
     def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
         """What has been trained, and the optimizer state of one replica."""
@@ -276,8 +374,19 @@ class TestSet:
         return int(self._count_correct(params, self._x, self._y)) / self._size
 
 
+def _loss_function(model: nn.Module) -> LossFn:
+    """The mean loss over a batch, and the share of its examples that are classified right."""
+
+    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        logits = models.logits(model, params, batch["x"])
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
+
+    return loss_fn
+
+
 def _epoch_function(
-    model: nn.Module,
+    loss_fn: LossFn,
     tx: optax.GradientTransformationExtraArgs,
     steps: int,
     batch_size: int,
@@ -288,11 +397,6 @@ def _epoch_function(
 ) -> Any:
     """One replica's part in an epoch."""
     axis_name = replicas.axis_name
-
-    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-        logits = models.logits(model, params, batch["x"])
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
 
     def deal(epoch: jax.Array, num_examples: int) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)

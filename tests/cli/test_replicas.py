@@ -1,6 +1,5 @@
 """Training on several devices and in several processes, from the command line."""
 
-import functools
 import json
 import os
 import signal
@@ -18,33 +17,6 @@ from optperm.cli import models, replicas, run_folder
 from optperm.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Three classes of 6 numbers; 64 examples to train on, which no batch of a test divides."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(164, 6)).astype(np.float32)
-    y = np.argmax(x[:, :3], axis=1)
-    path = tmp_path_factory.mktemp("data") / "three.npz"
-    np.savez(path, x_train=x[:64], y_train=y[:64], x_test=x[64:], y_test=y[64:])
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory, data):
-    """Trains for three epochs, once for all tests that ask for the same, and returns the folder."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    @functools.cache
-    def run(method, *flags, devices=1, batch_size=5):
-        out = folder / str(len(list(folder.iterdir())))
-        numbers = {"devices": devices, "batch-size": batch_size, "epochs": 3, "hidden": 7}
-        more = [text for name, value in numbers.items() for text in (f"--{name}", str(value))]
-        assert main(["train", method, *flags, *more, "--data", data, "--out", str(out)]) == 0
-        return out
-
-    return run
 
 
 def losses(folder):
@@ -73,11 +45,12 @@ def assert_same_run(one, other, **tolerance):
     )
 
 
-def test_synchronous_replicas_take_the_steps_of_one_with_a_larger_batch(train):
-    on_four, alone = train("sgd", devices=4), train("sgd", batch_size=20)
+@pytest.mark.parametrize("method", ["sgd", "svrg"])
+def test_synchronous_replicas_take_the_steps_of_one_with_a_larger_batch(train, method):
+    on_four, alone = train(method, devices=4), train(method, batch_size=20)
     assert len(losses(on_four)) == 9  # of 64 examples 60 are dealt out, 20 a step
     assert_same_run(on_four, alone, rtol=1e-5)
-    for key in ("steps", "steps_since_commit", "test_accuracy"):
+    for key in ("steps", "steps_since_commit", "test_accuracy", "gradient_evaluations"):
         assert summary(on_four)[key] == summary(alone)[key]
     shape = {"replicas": 4, "devices": 4, "processes": 1, "batch_size": 5}
     assert summary(on_four).items() >= shape.items()
@@ -217,16 +190,16 @@ def start(process_id, port, *flags):
 @pytest.fixture
 def pair(tmp_path, data):
     """Starts two processes; the second has another folder to write to."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     started = []
 
-    def run(method, *flags, devices=2):
+    def run(method, *flags, devices=2, out="of"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         flags = (method, *flags, "--data", data, "--batch-size", "5", "--hidden", "7")
         for process_id in range(2):
-            out = ("--out", str(tmp_path / f"of-{process_id}"))
-            started.append(start(process_id, port, *flags, "--devices", str(devices), *out))
-        return started
+            where = ("--out", str(tmp_path / f"{out}-{process_id}"))
+            started.append(start(process_id, port, *flags, "--devices", str(devices), *where))
+        return started[-2:]
 
     yield run
     for process in started:
@@ -240,7 +213,7 @@ def ends(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sgd", "agn"])
+@pytest.mark.parametrize("method", ["sgd", "agn", "svrg"])
 def test_two_processes_train_as_one_does_and_one_of_them_writes(tmp_path, train, pair, method):
     flags = ["--communication-period", "2"] if method == "agn" else []
     processes = pair(method, *flags, "--epochs", "3")
@@ -258,6 +231,22 @@ def test_two_processes_train_as_one_does_and_one_of_them_writes(tmp_path, train,
     shape = {"replicas": 4, "devices": 2, "processes": 2}
     assert summary(folder).items() >= shape.items()
     assert main(["evaluate", str(folder)]) == 0
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_checkpoint_in_mid_period(tmp_path, pair):
+    """Only process 0 has the checkpoint; what it holds of the other's replicas differs."""
+    flags = ["agn", "--communication-period", "7", "--epochs", "3", "--checkpoint-every", "1"]
+    whole, resumed = tmp_path / "whole-0", tmp_path / "resumed-0"
+    assert [ends(process)[::2] for process in pair(*flags, out="whole")] == [(0, "")] * 2
+    flags += ["--resume", str(whole), "--from-epoch", "1"]
+    assert [ends(process)[::2] for process in pair(*flags, out="resumed")] == [(0, "")] * 2
+    support.assert_same_bits(trained(resumed), trained(whole))
+    np.testing.assert_array_equal(losses(resumed), losses(whole))
+    states = [
+        json.loads((run / "checkpoints/3/run/metadata").read_text()) for run in (whole, resumed)
+    ]
+    assert states[0]["digest"] == states[1]["digest"]
 
 
 @pytest.mark.slow
