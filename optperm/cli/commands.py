@@ -33,7 +33,8 @@ def train(arguments: argparse.Namespace) -> int:
     """
     # What is missing must come out before the training, not after it, and what is wrong in one
     # process before it meets the others.
-    for extra in ("rich", "matplotlib", "orbax.checkpoint"):
+    uses_checkpoints = arguments.checkpoint_every or "resume" in arguments
+    for extra in ("rich", "matplotlib", *(["orbax.checkpoint"] if uses_checkpoints else [])):
         import_extra(extra)
     method: Method = arguments.method
     planned = _replicas(arguments)

@@ -1,0 +1,214 @@
+"""Cost of AGN and DiLoCo: of their local steps, of what they send, and of their commits.
+
+Local steps: for several optimizers, the time of one jitted update with gradients and state donated, and
+of a whole step (update and applied updates, with params and state donated), beside the bare optimizer
+and beside the bare optimizer with one accumulate, `total + grads`, in its state. The period is so long that
+no commit falls in.
+
+Traffic: the collectives of the compiled step on four virtual devices, beside synchronous SGD.
+
+Commits: the time of a whole step that commits and of one that does not, in one program of period 2, on
+four virtual devices.
+
+    python benchmarks/agn.py [--repetitions 31] [--leaves 100] [--leaf-size 100000]
+"""
+
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optperm
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from collectives import find_collectives, traffic  # noqa: E402
+
+AXIS, REPLICAS, PERIOD = "replica", 4, 10
+NEVER = 1_000_000
+OPTIMIZERS = {
+    "SGD": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "Adam": optax.adam(1e-3),
+    "AdamW": optax.adamw(1e-3),
+}
+RULES = ("mean", "sum", "sequential")
+
+
+def random_tree(leaves: int, size: int, seed: int) -> dict[str, jax.Array]:
+    """Float32 leaves of one size."""
+    keys = jax.random.split(jax.random.key(seed), leaves)
+    return {f"leaf{i:03d}": jax.random.normal(key, (size,)) for i, key in enumerate(keys)}
+
+
+def copied(tree: Any) -> Any:
+    """A copy to be donated."""
+    return jax.block_until_ready(jax.tree.map(lambda x: jnp.array(x, copy=True), tree))
+
+
+def milliseconds(function: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    """Wall time of one call, and its result."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(function(*arguments))
+    return 1e3 * (time.perf_counter() - start), result
+
+
+def with_accumulate(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, and the sum of all gradients in its state."""
+
+    def init(params: Any) -> Any:
+        return optax.tree.zeros_like(params), tx.init(params)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        updates, inner = tx.update(grads, state[1], params)
+        return updates, (optax.tree.add(state[0], grads), inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def measure_local_steps(name: str, leaves: int, size: int, repetitions: int) -> None:
+    """Prints the times of one optimizer, of its update alone and of a whole step."""
+    params, grads = random_tree(leaves, size, 0), random_tree(leaves, size, 1)
+    bare = OPTIMIZERS[name]
+    peers = {
+        "bare": bare,
+        "accumulate": with_accumulate(bare),
+        "agn": optperm.agn(bare, NEVER),
+        "diloco": optperm.diloco(bare, sync_every=NEVER),
+    }
+    updates, steps, states = {}, {}, {}
+    for peer, tx in peers.items():
+
+        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
+            updates, state = tx.update(grads, state, params)
+            return optperm.apply_updates(params, updates, state), state
+
+        updates[peer] = jax.jit(tx.update, donate_argnums=(0, 1))
+        steps[peer] = jax.jit(step, donate_argnums=(0, 1))
+        states[peer] = copied(tx.init(params)), copied(tx.init(params)), copied(params)
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(repetitions + 3):
+        for peer in peers:
+            of_update, of_step, moved = states[peer]
+            donated = copied(grads)
+            took, (_, of_update) = milliseconds(updates[peer], donated, of_update, params)
+            times.setdefault(("update", peer), []).append(took)
+            took, (moved, of_step) = milliseconds(steps[peer], moved, of_step, grads)
+            times.setdefault(("step", peer), []).append(took)
+            states[peer] = of_update, of_step, moved
+    median = {key: statistics.median(taken[3:]) for key, taken in times.items()}
+    for kind in ("update", "step"):
+        of = {peer: median[kind, peer] for peer in peers}
+        print(
+            f"{name:9} {kind:6} {of['bare']:9.2f} ms"
+            + "".join(
+                f"  {peer} {of[peer]:7.2f} ms ({of[peer] / of['bare']:.2f})"
+                for peer in ("accumulate", "agn", "diloco")
+            )
+        )
+
+
+def on_replicas(tx: optax.GradientTransformation, *, synchronous: bool = False) -> Any:
+    """A whole step on all replicas; params and state are donated."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        if synchronous:
+            grads = jax.lax.pmean(grads, AXIS)
+        updates, state = tx.update(grads, state, params)
+        return optperm.apply_updates(params, updates, state), state
+
+    return jax.pmap(
+        step, axis_name=AXIS, devices=jax.devices("cpu")[:REPLICAS], donate_argnums=(0, 1)
+    )
+
+
+def replicated(tree: Any) -> Any:
+    """One copy for each replica, along a leading axis."""
+    place = jax.pmap(lambda x: x, devices=jax.devices("cpu")[:REPLICAS])
+    return jax.tree.map(lambda x: place(jnp.broadcast_to(x, (REPLICAS, *x.shape))), tree)
+
+
+def methods(optimizer: optax.GradientTransformation, period: int) -> dict[str, Any]:
+    """AGN by each rule, and DiLoCo."""
+    rules = {
+        f"agn {rule}": optperm.agn(optimizer, period, axis_name=AXIS, commit=rule) for rule in RULES
+    }
+    return rules | {"diloco": optperm.diloco(optimizer, sync_every=period, axis_name=AXIS)}
+
+
+def print_traffic() -> None:
+    """Prints what the compiled steps send."""
+    params = {
+        "hidden": {"kernel": jnp.zeros((784, 128)), "bias": jnp.zeros(128)},
+        "output": {"kernel": jnp.zeros((128, 10)), "bias": jnp.zeros(10)},
+    }
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(f"Traffic of each device: {count} float32 params in 4 leaves, period {PERIOD}")
+    peers = {"synchronous": OPTIMIZERS["SGD"]} | methods(OPTIMIZERS["SGD"], PERIOD)
+    synchronous = 0.0
+    for name, tx in peers.items():
+        step = on_replicas(tx, synchronous=name == "synchronous")
+        stacked = replicated(params)
+        compiled = step.lower(stacked, replicated(tx.init(params)), stacked).compile()
+        hlo = compiled.as_text()
+        _, size = traffic(hlo, PERIOD)
+        synchronous = synchronous or size
+        found = ", ".join(
+            f"{each.operation} of {each.bytes} bytes"
+            + (" in a conditional" if each.is_conditional else " in every step")
+            for each in find_collectives(hlo)
+        )
+        print(f"  {name:15} {size:9.1f} bytes/step ({size / synchronous:.6f}): {found}")
+
+
+def measure_commits(name: str, leaves: int, size: int, repetitions: int) -> None:
+    """Prints the times of steps with and without a commit."""
+    params, grads = random_tree(leaves, size, 0), replicated(random_tree(leaves, size, 1))
+    peers = methods(OPTIMIZERS[name], 2)
+    steps = {peer: on_replicas(tx) for peer, tx in peers.items()}
+    held = {peer: (replicated(params), replicated(tx.init(params))) for peer, tx in peers.items()}
+    local: dict[str, list[float]] = {peer: [] for peer in peers}
+    commit: dict[str, list[float]] = {peer: [] for peer in peers}
+    for _ in range(repetitions + 3):
+        for peer, step in steps.items():
+            for times in (local, commit):
+                took, held[peer] = milliseconds(step, *held[peer], grads)
+                times[peer].append(took)
+    of_mean = statistics.median(commit["agn mean"][3:])
+    for peer in peers:
+        without, with_ = (statistics.median(times[peer][3:]) for times in (local, commit))
+        print(
+            f"  {name:9} {peer:15} local {without:7.2f} ms  commit {with_:7.2f} ms: "
+            f"{with_ / without:.2f} local steps, {with_ / of_mean:.2f} of agn mean"
+        )
+
+
+def main() -> None:
+    """Measures all three."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=31)
+    parser.add_argument("--leaves", type=int, default=100)
+    parser.add_argument("--leaf-size", type=int, default=100_000)
+    chosen = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", REPLICAS)
+    leaves, size, repetitions = chosen.leaves, chosen.leaf_size, chosen.repetitions
+    print(f"Local steps: {leaves} leaves of {size} float32; in brackets, as a multiple of the bare")
+    for name in OPTIMIZERS:
+        measure_local_steps(name, leaves, size, repetitions)
+    print_traffic()
+    # Four replicas share this machine, so each has a quarter of the leaves.
+    print(
+        f"Commits: {max(1, leaves // REPLICAS)} leaves of {size} float32 on each of {REPLICAS} replicas"
+    )
+    for name in ("SGD", "Adam"):
+        measure_commits(name, max(1, leaves // REPLICAS), size, repetitions)
+
+
+if __name__ == "__main__":
+    main()
