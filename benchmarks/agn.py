@@ -2,8 +2,8 @@
 
 Local steps: for several optimizers, the time of one jitted update with gradients and state donated, and
 of a whole step (update and applied updates, with params and state donated), beside the bare optimizer
-and beside the bare optimizer with one accumulate, `total + grads`, in its state. The period is so long that
-no commit falls in.
+and beside the bare optimizer with one accumulate, `total + grads`, in its state. The period is so long
+that no commit falls in.
 
 Traffic: the collectives of the compiled step on four virtual devices, beside synchronous SGD.
 
@@ -28,7 +28,7 @@ import optax
 import optperm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-from collectives import find_collectives, traffic  # noqa: E402
+from collectives import find_collectives, traffic
 
 AXIS, REPLICAS, PERIOD = "replica", 4, 10
 NEVER = 1_000_000
