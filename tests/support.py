@@ -1,16 +1,11 @@
 """Helpers that several test modules share."""
 
 import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
-import optperm
 from optperm.permutation import cycles
 
 
@@ -93,38 +88,3 @@ def random_like_from_key(params, key):
     keys = jax.random.split(key, len(leaves))
     drawn = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(structure, drawn)
-
-
-def run_processes(worker, processes, folder, *, devices):
-    """Runs `worker ADDRESS PROCESSES INDEX FOLDER` once for each index, all at a time, in float64.
-
-    Each has as many CPU devices as asked for. One that fails ends the others, and fails the test with
-    what it said.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1",
-        "PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1]),
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(worker), address, str(processes), str(index), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(processes)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    for process, output in zip(started, said, strict=True):
-        assert process.returncode == 0, output[-3000:]

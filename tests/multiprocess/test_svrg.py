@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import numpy as np
+import processes
 import pytest
 import support
 
@@ -39,7 +40,7 @@ def train_alone(worker):
 
 def test_two_processes_train_as_one(worker, tmp_path):
     """Two processes of two devices, with parts of unequal size: one device's numbers, to rounding."""
-    support.run_processes(WORKER, 2, tmp_path, devices=2)
+    processes.run_workers(WORKER, tmp_path, environment={"JAX_ENABLE_X64": "1"})
     first, second = (np.load(tmp_path / f"{index}.npz") for index in range(2))
     assert first["devices"] == 4
     support.assert_same_bits(dict(first), dict(second))
