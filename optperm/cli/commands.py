@@ -12,7 +12,16 @@ import jax
 import numpy as np
 import optax
 
-from optperm.cli import checkpoints, datasets, models, replicas, report, run_folder, training
+from optperm.cli import (
+    checkpoints,
+    datasets,
+    models,
+    replicas,
+    report,
+    run_folder,
+    test_set,
+    training,
+)
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method
 
@@ -271,7 +280,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             f"{data.source} holds examples of shape {list(data.x_test.shape[1:])}, but the network "
             f"was trained on shape {list(spec.input_shape)}."
         )
-    accuracy = training.TestSet(models.build(spec), params, data).accuracy(params)
+    accuracy = test_set.TestSet(models.build(spec), params, data).accuracy(params)
     if "data" not in arguments and accuracy != summary["test_accuracy"]:
         raise CliError(
             f"the test accuracy is {accuracy}, but summary.json says {summary['test_accuracy']}: "
