@@ -13,3 +13,4 @@ from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesSt
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.subspace.pca import pca_basis as pca_basis

@@ -3,7 +3,10 @@
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
+
+from optperm import checks
 
 State = TypeVar("State")
 
@@ -51,17 +54,75 @@ def find_state(opt_state: Any, state_type: type[State], *, method: str) -> State
     )
 
 
-def without_variables(tree: Any) -> Any:
-    """The tree with the plain array in the place of each variable of `flax.nnx`."""
+def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:
+    """The optimizer state with its one state of a type replaced, everything else as it was.
 
-    def is_variable(node: Any) -> bool:
-        return hasattr(node, "get_value")
+    Args:
+      opt_state: The state of an optimizer, however composed. It is left alone.
+      state_type: The NamedTuple to look for.
+      new: What to put in its place, of the same form: plain arrays, as `find_state` returns them.
+        Where `flax.nnx` keeps variables, new ones of the same kind hold them.
+      method: The public name of the transformation that makes such states, for the message.
+
+    Returns:
+      An optimizer state of the structure, shapes and dtypes of `opt_state`.
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or the new one is of another form.
+    """
+    old = find_state(opt_state, state_type, method=method)
+    checks.check_same_tree(f"the new {state_type.__name__}", new, old, source="the optimizer state")
+    # A state's arrays are strongly typed, whatever made the new ones.
+    new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
+
+    def put(place: Any, value: Any) -> Any:
+        return place.replace(value) if _is_variable(place) else value
+
+    def is_wanted(node: Any) -> bool:
+        return isinstance(node, state_type)
 
     return jax.tree.map(
-        lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
+        lambda node: (
+            jax.tree.map(put, node, new, is_leaf=_is_variable) if is_wanted(node) else node
+        ),
+        opt_state,
+        is_leaf=is_wanted,
+    )
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_value")
+
+
+def without_variables(tree: Any) -> Any:
+    """The tree with the plain array in the place of each variable of `flax.nnx`."""
+    return jax.tree.map(
+        lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
     )
 
 
 def is_masked(node: Any) -> bool:
     """Whether a node stands for a part of the params that a transformation does not see."""
     return isinstance(node, optax.MaskedNode)
+
+
+def mask_like(tree: Any, masked: Any) -> Any:
+    """The tree without the parts that are masked in another one.
+
+    A tree that does not fit under the mask comes back as it is, for `checks.check_same_tree` to name.
+    """
+    try:
+        return jax.tree.map(
+            lambda mask, node: mask if is_masked(mask) else node, masked, tree, is_leaf=is_masked
+        )
+    except ValueError:
+        return tree
+
+
+def fill_masked(tree: Any, whole: Any) -> Any:
+    """The tree with the nodes of another one where it is masked."""
+    if not any(is_masked(node) for node in jax.tree.leaves(tree, is_leaf=is_masked)):
+        return tree
+    return jax.tree.map(
+        lambda node, filler: filler if is_masked(node) else node, tree, whole, is_leaf=is_masked
+    )
