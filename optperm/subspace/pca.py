@@ -17,6 +17,7 @@ import optax
 
 from optperm import checks
 from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.precision import wide_dtype
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
 _CHUNK = 2**18
@@ -92,9 +93,7 @@ def _pca(
     snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
     def room(leaf: jax.Array) -> jax.Array:
-        rows = jnp.zeros(
-            (n_components, *leaf.shape[1:]), jnp.promote_types(leaf.dtype, jnp.float32)
-        )
+        rows = jnp.zeros((n_components, *leaf.shape[1:]), wide_dtype(leaf))
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
     return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
@@ -132,21 +131,21 @@ def principal_rows(
         total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
         for parts in columns:
-            gram = _sum_over_chunks(lambda x: x @ x.T, parts, gram)
+            gram = _sum_over_chunks(_products, parts, gram)
         coefficients, rank, needs_care = _coefficients(gram, n_components, num_snapshots)
 
         def orthonormalized() -> jax.Array:
             products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
             for parts in columns:
                 products = _sum_over_chunks(
-                    lambda x: (coefficients @ x) @ (coefficients @ x).T, parts, products
+                    lambda x: _products(_matmul(coefficients, x)), parts, products
                 )
             # So close to the identity that float32 is enough; rows of zeros stay what they are.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
             factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
             identity = jnp.eye(n_components, dtype=jnp.float32)
             inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
-            new = inverse.astype(jnp.float64) @ coefficients
+            new = _matmul(inverse.astype(jnp.float64), coefficients)
             return mark_varying(jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients), axes)
 
         coefficients = jax.lax.cond(
@@ -177,14 +176,14 @@ def _coefficients(
     valid = (jnp.arange(m, dtype=jnp.int32) < num_snapshots).astype(jnp.float64)
     centering = jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
     gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
-    values, vectors = jnp.linalg.eigh(centering @ gram @ centering)
+    values, vectors = jnp.linalg.eigh(_matmul(_matmul(centering, gram), centering))
     values, vectors = values[::-1][:n_components], vectors[:, ::-1][:, :n_components].T
     largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
     determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
 
     sides = jax.vmap(_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
     scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
-    coefficients = (sides * scales)[:, None] * (vectors @ centering)
+    coefficients = (sides * scales)[:, None] * _matmul(vectors, centering)
     needs_care = jnp.any(determined & (values < 1e-9 * largest))
     return coefficients, jnp.sum(determined, dtype=jnp.int32), needs_care
 
@@ -194,6 +193,18 @@ def _side(vector: jax.Array) -> jax.Array:
     distance = jnp.abs(vector) * np.linspace(1.0, 1.0 + 1e-5, vector.size).astype(vector.dtype)
     furthest = jnp.where(distance == jnp.max(distance), vector, jnp.zeros_like(vector))
     return jnp.where(jnp.sum(furthest) < 0, -1.0, 1.0)
+
+
+# The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+
+
+def _products(rows: jax.Array) -> jax.Array:
+    """The inner products of all pairs of rows."""
+    return jax.lax.dot_general(rows, rows, (((1,), (1,)), ((), ())))
 
 
 def _flat(leaf: jax.Array) -> jax.Array:
@@ -221,11 +232,11 @@ def _sum_over_chunks(
     width, whole = _chunks(sum(part.shape[0] for part in parts), n)
 
     def add(index: Any, total: jax.Array) -> jax.Array:
-        return total + function(_displacements(parts, index * width, width))
+        return total + function(_displacements(parts, index * np.int32(width), width))
 
-    total = jax.lax.fori_loop(0, whole, add, total)
+    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, total)
     rest = n - whole * width
-    return total + function(_displacements(parts, whole * width, rest)) if rest else total
+    return total + function(_displacements(parts, np.int32(whole * width), rest)) if rest else total
 
 
 def _write_products(
@@ -237,12 +248,14 @@ def _write_products(
 
     def write(out: jax.Array, start: Any, width: int) -> jax.Array:
         now = (out, *parts[1:]) if in_place else parts
-        product = coefficients @ _displacements(now, start, width)
+        product = _matmul(coefficients, _displacements(now, start, width))
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, axis=1)
 
-    out = jax.lax.fori_loop(0, whole, lambda i, out: write(out, i * width, width), out)
+    out = jax.lax.fori_loop(
+        np.int32(0), np.int32(whole), lambda i, out: write(out, i * np.int32(width), width), out
+    )
     rest = n - whole * width
-    return write(out, whole * width, rest) if rest else out
+    return write(out, np.int32(whole * width), rest) if rest else out
 
 
 def _number_of_snapshots(snapshots: optax.Params) -> int:
