@@ -16,6 +16,8 @@ from optperm.placement import apply_updates as apply_updates
 from optperm.subspace.dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace.dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace.dim_reduce import set_basis as set_basis
+from optperm.subspace.dldr import DldrState as DldrState
+from optperm.subspace.dldr import dldr as dldr
 from optperm.subspace.pca import pca_basis as pca_basis
 from optperm.subspace.trajectory import TrajectoryState as TrajectoryState
 from optperm.subspace.trajectory import record_trajectory as record_trajectory

@@ -89,8 +89,8 @@ def dim_reduce(
     With an axis of :math:`R` replicas each holds :math:`\lceil k / R \rceil` rows of :math:`P`, and
     everything else in full. A step is then an all-gather of k numbers, one all-reduce of
     :math:`P^\top d` and :math:`P^\top g_k` together, and the averages of the loss and the gradient over
-    the replicas. The params must be the same on all of them. Call `init` within the mapped function, where the
-    number of replicas is known:
+    the replicas. The params must be the same on all of them. Call `init` within the mapped function,
+    where the number of replicas is known:
 
     .. code-block:: python
 
@@ -188,9 +188,9 @@ def dim_reduce(
         value, value_fn = require_values(value, value_fn, "dim_reduce")
         checks.check_axis_is_bound(axis_name)
         dtype = state.step_length.dtype
-        grads, value, value_fn = averaged(updates, value, value_fn, params, axis_name)
-        value = jnp.asarray(value, dtype)
         extras = {**extra_args, "value": value, "value_fn": value_fn}
+        grads, extras = averaged(updates, params, extras, axis_name)
+        value, value_fn = extras["value"], extras["value_fn"]
 
         gk = project(state.subspace, grads, n_components, dtype, axis_name)
         hessian = _bfgs(state, gk, curvature)
@@ -344,24 +344,28 @@ def require_values(value: Any, value_fn: ValueFn | None, method: str) -> tuple[A
 
 def averaged(
     updates: optax.Updates,
-    value: Any,
-    value_fn: ValueFn,
     params: optax.Params,
+    extras: dict[str, Any],
     axis_name: AxisName | None,
-) -> tuple[optax.Updates, Any, ValueFn]:
-    """The gradient in a wide dtype, the loss, and the loss function, averaged over the replicas."""
+) -> tuple[optax.Updates, dict[str, Any]]:
+    """The gradient in a wide dtype, and the loss and its function, averaged over the replicas."""
     dtype = widest_dtype(params)
     grads = jax.tree.map(lambda g, p: jnp.asarray(g, wide_dtype(p)), updates, params)
+    value: Any = extras.get("value")
+    value_fn: Any = extras.get("value_fn")
+    value = None if value is None else jnp.asarray(value, dtype)
     if axis_name is None:
-        return grads, value, value_fn
+        return grads, {**extras, "value": value}
 
-    @functools.wraps(value_fn)
     def mean_value(at: optax.Params, **options: Any) -> jax.Array:
-        local = shared(at, value, axis_name)
+        local = shared(at, (value, updates), axis_name)
         return jax.lax.pmean(jnp.asarray(value_fn(local, **options), dtype), axis_name)
 
-    grads, value = mean_over((grads, jnp.asarray(value, dtype)), axis_name)
-    return grads, value, mean_value
+    grads, mean = mean_over((grads, value), axis_name)
+    if value_fn is not None:
+        # Optax's line searches look at what value_fn takes.
+        extras = {**extras, "value_fn": functools.wraps(value_fn)(mean_value)}
+    return grads, {**extras, "value": mean}
 
 
 def all_finite(tree: Any) -> jax.Array:

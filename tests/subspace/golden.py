@@ -5,6 +5,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optperm
 
@@ -43,8 +44,6 @@ def loss_of(case):
 
 def optimizer(case, **options):
     """What the case was made with; the last number is the rate of the inner SGD."""
-    import optax
-
     rho, gamma, alpha, sigma, tries, rate = case["hyper"]
     return optperm.dim_reduce(
         optax.sgd(rate),
