@@ -144,7 +144,7 @@ def dim_reduce(
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
     inner = inner_optimizer(optimizer)
-    check_components(n_components)
+    checks.check_static_count("n_components", n_components)
     for name, number in (("rho", rho), ("gamma", gamma), ("sigma", sigma)):
         checks.check_in_range(name, number, 0.0, 1.0)
     checks.check_in_range("alpha", alpha, 0.0, float("inf"))
@@ -218,14 +218,18 @@ def dim_reduce(
 
         def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
             momentum = at_step(gamma, state.count, g.dtype)
-            return (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
+            new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
+            return jnp.where(is_finite, new, m)
 
         def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
             rate = at_step(alpha, state.count, along.dtype)
             moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
             return rate * m.astype(along.dtype) - moved
 
-        residual = jax.tree.map(residual_of, state.residual, grads, p_gk)
+        # Computed once: XLA would compute it anew for the updates, from a copy of the old one.
+        residual = jax.lax.optimization_barrier(
+            jax.tree.map(residual_of, state.residual, grads, p_gk)
+        )
         moves, inner_state = step(jax.tree.map(direction_of, residual, p_d))
         accepted = state._replace(
             inverse_hessian=hessian, last_gradient=gk, has_last=is_accepted, last_move=c * d
@@ -233,7 +237,7 @@ def dim_reduce(
         taken = choose(is_accepted, accepted, state)._replace(
             residual=residual, step_length=c, inner_state=inner_state
         )
-        skipped = state._replace(step_length=jnp.zeros_like(state.step_length))
+        skipped = state._replace(residual=residual, step_length=jnp.zeros_like(state.step_length))
         new_state = choose(is_finite, in_form_of(taken, state), skipped)
         new_state = new_state._replace(count=optax.safe_increment(state.count))
         moves = choose(is_finite, moves, optax.tree.zeros_like(params))
@@ -320,16 +324,6 @@ def inner_optimizer(
     return optax.with_extra_args_support(inner)
 
 
-def check_components(n_components: Any) -> None:
-    """Raises unless the number of components is an integer that is known when the state is made."""
-    if isinstance(n_components, jax.core.Tracer):
-        raise TypeError(
-            "n_components decides the shapes in the state and cannot be traced: with "
-            "optax.inject_hyperparams name it in static_args."
-        )
-    checks.check_count("n_components", n_components)
-
-
 def require_values(value: Any, value_fn: ValueFn | None, method: str) -> tuple[Any, ValueFn]:
     """Returns the two extra arguments, or raises a ValueError that names the one that is missing."""
     if value is None or value_fn is None:
@@ -370,7 +364,8 @@ def averaged(
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every entry of every leaf is finite."""
-    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    # Zero times anything finite is zero; as a sum it is one pass, where a mask would be stored first.
+    flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
 
 

@@ -21,7 +21,6 @@ from optperm.subspace.dim_reduce import (
     ValueFn,
     all_finite,
     averaged,
-    check_components,
     choose,
     dim_reduce,
     in_form_of,
@@ -157,10 +156,10 @@ def dldr(
     """
     checks.check_transformation("optimizer", optimizer)
     checks.check_count("sample_every", sample_every)
-    checks.check_count("num_samples", num_samples, minimum=2)
+    checks.check_static_count("num_samples", num_samples)
+    checks.check_static_count("n_components", n_components)
     checks.check_count("start", start, minimum=0)
     checks.check_choice("second_phase", second_phase, get_args(SecondPhase))
-    check_components(n_components)
     if num_samples < n_components + 1:
         raise ValueError(
             f"n_components={n_components} needs num_samples of at least {n_components + 1} (centered, m "

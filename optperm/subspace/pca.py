@@ -65,7 +65,7 @@ def pca_basis(
       >>> [round(x, 4) for x in basis["w"][0].tolist()], basis["b"].tolist()
       ([0.7071, 0.7071], [0.0])
     """
-    checks.check_count("n_components", n_components)
+    checks.check_static_count("n_components", n_components)
     checks.check_real_floating("snapshots", snapshots, advice="Leave the others out.")
     total = _number_of_snapshots(snapshots)
     valid: Any = total if num_snapshots is None else num_snapshots
@@ -251,11 +251,11 @@ def _write_products(
         product = _matmul(coefficients, _displacements(now, start, width))
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, axis=1)
 
-    out = jax.lax.fori_loop(
+    rest = n - whole * width
+    out = write(out, np.int32(whole * width), rest) if rest else out
+    return jax.lax.fori_loop(
         np.int32(0), np.int32(whole), lambda i, out: write(out, i * np.int32(width), width), out
     )
-    rest = n - whole * width
-    return write(out, np.int32(whole * width), rest) if rest else out
 
 
 def _number_of_snapshots(snapshots: optax.Params) -> int:

@@ -62,7 +62,7 @@ def record_trajectory(
       [[8.0], [2.0]]
     """
     checks.check_count("every", every)
-    checks.check_count("capacity", capacity)
+    checks.check_static_count("capacity", capacity)
     if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
 

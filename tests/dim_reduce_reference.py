@@ -9,7 +9,7 @@ import optax
 
 import optperm
 
-FILE = pathlib.Path(__file__).parents[1] / "data" / "dim_reduce_reference.npz"
+FILE = pathlib.Path(__file__).parent / "data" / "dim_reduce_reference.npz"
 CASES = ("quadratic", "stiff", "noisy")
 
 
@@ -63,15 +63,15 @@ def steps(tx, loss_fn):
     def step(params, opt_state, noise):
         e = optperm.evaluate(loss_fn, params, noise)
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state, e.value
+        return optperm.apply_updates(params, updates, opt_state), opt_state
 
     return step
 
 
-def run(case, step, params, opt_state):
-    """Params, accepted step length and value of each step."""
+def run(noise, step, params, opt_state):
+    """Params and accepted step length after each step."""
     trail = []
-    for noise in case["noise"]:
-        params, opt_state, value = step(params, opt_state, noise)
-        trail.append((join(jax.device_get(params)), opt_state.step_length, value))
-    return [np.asarray(each) for each in zip(*trail, strict=True)]
+    for each in noise:
+        params, opt_state = step(params, opt_state, each)
+        trail.append((join(jax.device_get(params)), opt_state.step_length))
+    return [np.stack(each) for each in zip(*trail, strict=True)]
