@@ -245,10 +245,13 @@ def _write_products(
     """Writes coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
     n = out.shape[1]
     width, whole = _chunks(sum(part.shape[0] for part in parts), n)
+    # Snapshots that are not finite determine nothing, but zero times them would not be zero.
+    is_row = jnp.any(coefficients != 0, axis=1, keepdims=True)
 
     def write(out: jax.Array, start: Any, width: int) -> jax.Array:
         now = (out, *parts[1:]) if in_place else parts
         product = _matmul(coefficients, _displacements(now, start, width))
+        product = jnp.where(is_row, product, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, axis=1)
 
     rest = n - whole * width
