@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.checks import check_axis_is_bound
+from optperm.composition import fill_masked
 from optperm.mapped_axes import AxisName, shared, varying_like
 
 LossFn = Callable[[optax.Params, Any], Any]
@@ -65,6 +66,10 @@ def evaluate(
       - `per_example_grad_fn(params)`: the gradient of each example by itself, a tree like params with
         a leading axis of the batch's size. It is not averaged over `axis_name`.
 
+      Inside `optax.masked` or `optax.partition` a method sees only its own part of the params. Where
+      the params given to a closure are an `optax.MaskedNode`, it takes those of this evaluation, and
+      it gives no gradient for them.
+
     Raises:
       TypeError: If the loss is not a real scalar.
       ValueError: If `axis_name` is not bound where this is called.
@@ -85,23 +90,10 @@ def evaluate(
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
     """
     check_axis_is_bound(axis_name)
+    here = params
 
     def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
-        out = loss_fn(params, batch)
-        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-            raise TypeError(
-                f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
-            )
-        loss, aux = out if has_aux else (out, None)
-        is_number = hasattr(loss, "dtype") or isinstance(loss, float)
-        shape = jnp.shape(loss) if is_number else ()
-        if not is_number or shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-            what = f"{jnp.result_type(loss)}{list(shape)}" if is_number else type(loss).__name__
-            raise TypeError(
-                f"loss_fn must return a real scalar, the mean loss over the batch, got {what}. "
-                "If it returns (loss, aux), pass has_aux=True."
-            )
-        return loss, aux
+        return checked_loss(loss_fn, fill_masked(params, here), batch, has_aux=has_aux)
 
     def mean(tree: Any) -> Any:
         return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
@@ -123,14 +115,9 @@ def evaluate(
 
     def per_example_grad_fn(params: optax.Params) -> optax.Updates:
         local = varying_like(params, batch, axis_name)
-        mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
-        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, mapped)
-
-        def one(example: Any) -> optax.Updates:
-            alone = jax.tree.map(lambda m, leaf: leaf[None] if m else leaf, mapped, example)
-            return jax.grad(lambda p: loss_and_aux(p, alone)[0])(local)
-
-        return jax.vmap(one, in_axes=(axes,))(batch)
+        return map_examples(
+            lambda example: jax.grad(lambda p: loss_and_aux(p, example)[0])(local), batch
+        )
 
     (value, aux), grad = value_and_grad(params)
     value, grad = mean(value), mean(grad)
@@ -142,3 +129,38 @@ def evaluate(
         "per_example_grad_fn": per_example_grad_fn,
     }
     return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)
+
+
+def checked_loss(
+    loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
+) -> tuple[jax.Array, Any]:
+    """The loss and what else `loss_fn` returned, or a TypeError if that is no real scalar loss."""
+    out = loss_fn(params, batch)
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
+        )
+    loss, aux = out if has_aux else (out, None)
+    is_number = hasattr(loss, "dtype") or isinstance(loss, float)
+    shape = jnp.shape(loss) if is_number else ()
+    if not is_number or shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        what = f"{jnp.result_type(loss)}{list(shape)}" if is_number else type(loss).__name__
+        raise TypeError(
+            f"loss_fn must return a real scalar, the mean loss over the batch, got {what}. "
+            "If it returns (loss, aux), pass has_aux=True."
+        )
+    return loss, aux
+
+
+def map_examples(function: Callable[[Any], Any], batch: Any) -> Any:
+    """What `function` gives on each example by itself, as a batch of one, stacked along a leading axis.
+
+    Leaves of rank 0 are shared by all examples.
+    """
+    is_mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
+    axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
+
+    def one(example: Any) -> Any:
+        return function(jax.tree.map(lambda m, leaf: leaf[None] if m else leaf, is_mapped, example))
+
+    return jax.vmap(one, in_axes=(axes,))(batch)

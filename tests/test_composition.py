@@ -10,7 +10,14 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.composition import find_state, find_states
+from optperm.composition import (
+    fill_masked,
+    find_state,
+    find_states,
+    mask_like,
+    replace_state,
+    without_variables,
+)
 from optperm.permutation.sgperm import PermuteByCyclesState
 
 
@@ -18,16 +25,16 @@ class Wanted(NamedTuple):
     value: object
 
 
-@pytest.mark.parametrize(
-    "nest",
-    [
-        lambda s: s,
-        lambda s: (optax.EmptyState(), s),
-        lambda s: {"first": (), "second": [s]},
-        lambda s: optax.MaskedState(inner_state=(s,)),
-        lambda s: optax.MultiStepsState(0, 0, (s,), None, None),
-    ],
-)
+NESTINGS = {
+    "alone": lambda s: s,
+    "chain": lambda s: (optax.EmptyState(), s),
+    "containers": lambda s: {"second": (), "first": [s, None]},
+    "masked": lambda s: optax.MaskedState(inner_state=(s,)),
+    "MultiSteps": lambda s: optax.MultiStepsState(jnp.int32(0), jnp.int32(0), (s,), None, None),
+}
+
+
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
 def test_found_wherever_it_is(nest):
     """The state comes back as it is, from any nesting of tuples, dicts and Optax states."""
     state = Wanted(jnp.arange(3))
@@ -49,6 +56,69 @@ def test_absence_and_plurality_name_the_state_and_the_method():
         find_state(optax.EmptyState(), Wanted, method="wanted")
     with pytest.raises(ValueError, match=r"Wanted .* found 2: pass the part"):
         find_state((Wanted(1), Wanted(2)), Wanted, method="wanted")
+
+
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_replaced_wherever_it_is(nest):
+    """Another state stands in its place, everything around it is as it was, and so is the old one."""
+    old, new = Wanted(jnp.arange(3)), Wanted(jnp.arange(3) + 1)
+    opt_state = nest(old)
+    support.assert_same_bits(replace_state(opt_state, Wanted, new, method="wanted"), nest(new))
+    jitted = jax.jit(lambda s, n: replace_state(s, Wanted, n, method="wanted"))
+    support.assert_same_bits(jitted(opt_state, new), nest(new))
+    support.assert_same_bits(opt_state, nest(Wanted(jnp.arange(3))))
+
+
+def test_only_a_state_of_the_same_form_takes_its_place():
+    """Another structure, shape or dtype is refused, and a weak type becomes a strong one."""
+    opt_state = (Wanted({"w": jnp.ones(3)}),)
+
+    def replace(value, state=opt_state):
+        return replace_state(state, Wanted, Wanted(value), method="wanted")
+
+    with pytest.raises(ValueError, match="the new Wanted has another tree structure"):
+        replace({"v": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"the new Wanted.*\['w'\] is float32\[2\].*float32\[3\]"):
+        replace({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"is bfloat16\[3\]"):
+        replace({"w": jnp.ones(3, jnp.bfloat16)})
+    with pytest.raises(ValueError, match="found none"):
+        replace(None, state=())
+    with pytest.raises(ValueError, match="found 2"):
+        replace(1, state=(Wanted(1), Wanted(2)))
+    weak = jax.jit(lambda: 2.0)()
+    assert weak.weak_type
+    assert not replace(weak, state=Wanted(jnp.float32(1.0))).value.weak_type
+
+
+def test_nnx_variables_are_replaced_by_variables_of_their_kind():
+    """With the metadata they had; the optimizer's own ones are left alone."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
+    optimizer = nnx.Optimizer(model, optax.chain(optperm.sgperm(), optax.identity()), wrt=nnx.Param)
+    old = find_state(optimizer.opt_state, PermuteByCyclesState, method="sgperm")
+    new = jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), old)
+    replaced = replace_state(optimizer.opt_state, PermuteByCyclesState, new, method="sgperm")
+    assert jax.tree.structure(replaced) == jax.tree.structure(optimizer.opt_state)
+    support.assert_same_bits(find_state(replaced, PermuteByCyclesState, method="sgperm"), new)
+    support.assert_same_bits(
+        find_state(optimizer.opt_state, PermuteByCyclesState, method="sgperm"), old
+    )
+    others = [jax.tree.leaves(without_variables(s[0][0])) for s in (replaced, optimizer.opt_state)]
+    support.assert_same_bits(*others)
+
+
+def test_trees_are_masked_alike_and_filled_again():
+    """A mask may stand for a leaf or a subtree; what does not fit is handed back for others to name."""
+    whole = {"a": jnp.ones(2), "b": {"c": jnp.ones(3), "d": jnp.ones(4)}, "e": jnp.ones(5)}
+    mask = {"a": jnp.zeros(2), "b": optax.MaskedNode(), "e": optax.MaskedNode()}
+    masked = mask_like(whole, mask)
+    support.assert_same_bits(masked, mask | {"a": jnp.ones(2)})
+    other = jax.tree.map(lambda x: 2.0 * x, whole)
+    support.assert_same_bits(fill_masked(masked, other), other | {"a": jnp.ones(2)})
+    support.assert_same_bits(mask_like(whole, whole), whole)
+    for unfit in ({"a": jnp.ones(2)}, [jnp.ones(2)], jnp.ones(2)):
+        assert mask_like(unfit, mask) is unfit
+        assert fill_masked(unfit, whole) is unfit
 
 
 def test_nnx_optimizer_states_come_out_as_plain_arrays():

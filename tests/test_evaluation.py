@@ -80,6 +80,19 @@ def test_leaves_of_rank_zero_are_shared_by_all_examples():
     chex.assert_trees_all_close(mean, e.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_closures_take_masked_params_as_they_were_evaluated():
+    """Where the params are masked they are those of the evaluation, and get no gradient."""
+    params, other, batch = support.random_params(0), support.random_params(1), make_batch()
+    e = optperm.evaluate(loss_fn, params, batch)
+    masked = other | {"bias": optax.MaskedNode()}
+    filled = other | {"bias": params["bias"]}
+    assert e.extra_args["value_fn"](masked) == e.extra_args["value_fn"](filled)
+    for name in ("grad_fn", "per_example_grad_fn"):
+        got, expected = e.extra_args[name](masked), e.extra_args[name](filled)
+        assert isinstance(got["bias"], optax.MaskedNode)
+        support.assert_same_bits(got["kernel"], expected["kernel"])
+
+
 def test_aux_comes_out():
     """With has_aux the second output is handed on, and the closures ignore it."""
     params, batch = support.random_params(), make_batch()

@@ -61,6 +61,21 @@ class Transformation:
         return self.name
 
 
+def svrg_and_sgd(
+    learning_rate: optax.ScalarOrSchedule, refresh_probability: float
+) -> optax.GradientTransformationExtraArgs:
+    """Loopless SVRG with something after it."""
+    return optax.chain(
+        optperm.svrg(refresh_probability=refresh_probability),
+        optax.sgd(learning_rate, momentum=0.5),
+    )
+
+
+def bowl(params: optax.Params) -> optax.Updates:
+    """The gradient of half the squared norm."""
+    return params
+
+
 # A loss that tells a line search nothing; before a basis is set none is made.
 LOSS = {"value": jnp.zeros([]), "value_fn": lambda params: jnp.zeros([])}
 
@@ -108,5 +123,17 @@ TRANSFORMATIONS = (
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
+    ),
+    Transformation(
+        "svrg",
+        optperm.svrg,
+        {"coefficient": 0.5, "refresh_every": 2},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+    ),
+    Transformation(
+        "svrg_and_sgd",
+        svrg_and_sgd,
+        {"learning_rate": 2e-3, "refresh_probability": 0.3},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
     ),
 )

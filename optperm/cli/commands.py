@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
+import pathlib
 import platform
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 
-from optperm.cli import datasets, models, report, run_folder, training
+from optperm.cli import checkpoints, datasets, models, replicas, report, run_folder, training
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method
 
@@ -28,15 +31,20 @@ def train(arguments: argparse.Namespace) -> int:
     Raises:
       CliError: If data, files or the installation are at fault, or the flags.
     """
-    # What is missing must come out before the training, not after it.
-    for extra in ("rich", "matplotlib"):
+    # What is missing must come out before the training, not after it, and what is wrong in one
+    # process before it meets the others.
+    for extra in ("rich", "matplotlib", "orbax.checkpoint"):
         import_extra(extra)
     method: Method = arguments.method
+    planned = _replicas(arguments)
+    if "from_epoch" in arguments and "resume" not in arguments:
+        raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
     data = datasets.load(arguments.data)
-    if arguments.batch_size > len(data.x_train):
+    if arguments.batch_size * planned.size > len(data.x_train):
+        each = f" on each of {planned.size} devices" if planned.size > 1 else ""
         raise UsageError(
-            f"--batch-size {arguments.batch_size} is more than the {len(data.x_train)} training "
-            "examples. Choose a smaller one."
+            f"--batch-size {arguments.batch_size}{each} is more than the {len(data.x_train)} "
+            "training examples. Choose a smaller one."
         )
     spec = models.NetworkSpec(
         model=arguments.model,
@@ -45,58 +53,166 @@ def train(arguments: argparse.Namespace) -> int:
         num_classes=data.num_classes,
         seed=arguments.seed,
     )
-    model, initial = models.build(spec), models.initial_params(spec)
-    hyperparameters = {name: getattr(arguments, name) for name in method.flags}
+    model = models.build(spec)
+    tx = _transformation(arguments, data, planned)
+    name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
+    is_quiet = arguments.quiet or planned.process_id > 0
+    reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
+    identity = _identity(arguments, data, planned)
+    with (
+        replicas.start(
+            planned, _shared_facts(arguments, identity), on_wait=reporter.waiting
+        ) as group,
+        training.Interrupt() as interrupt,
+    ):
+        checkpoint = group.on_main(_checkpoint, arguments, identity)
+        initial = models.initial_params(spec)
+
+        def on_epoch(record: training.EpochRecord) -> None:
+            group.on_main(run_folder.append_metrics, folder, dataclasses.asdict(record))
+            reporter.epoch(record)
+
+        with reporter:
+            trainer = training.Trainer(
+                model,
+                tx,
+                initial,
+                data,
+                batch_size=arguments.batch_size,
+                seed=arguments.seed,
+                replicas=group,
+                local_steps=method.period is not None,
+                epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
+            )
+            progress = trainer.initial
+            if "resume" in arguments:
+                kept = group.on_main(checkpoints.read, checkpoint, trainer.initial)
+                progress = checkpoints.share(group, kept, trainer.initial)
+                reporter.resuming(arguments.resume, progress.epoch)
+            folder = group.on_main(run_folder.create, getattr(arguments, "out", None), name)
+            run = trainer.run(
+                arguments.epochs,
+                progress,
+                interrupt=interrupt,
+                on_epoch=on_epoch,
+                on_start=reporter.starting,
+                on_interrupt=reporter.interrupted,
+                keep_every=arguments.checkpoint_every,
+                on_keep=functools.partial(group.on_main, checkpoints.write, folder, identity),
+            )
+        summary = _summary(arguments, data, run, progress.epoch, group)
+
+        def write(folder: pathlib.Path) -> None:
+            if method.permutes:
+                run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
+            else:
+                run_folder.write_params(folder, spec, run.params)
+            run_folder.write_steps(folder, loss=run.loss, share_moved=run.share_moved)
+            run_folder.write_summary(folder, summary)
+            report.draw_curve(folder / "curve.png", run, name)
+            reporter.summary(summary, folder)
+
+        group.on_main(write, folder)
+    return INTERRUPTED if run.interrupted else 0
+
+
+def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
+    names = ("coordinator", "num_processes", "process_id")
+    missing = [name for name in names if name not in arguments]
+    if len(missing) == len(names):
+        return replicas.Replicas(arguments.devices)
+    if missing:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        raise UsageError(
+            "--coordinator, --num-processes and --process-id go together: without them there is one "
+            f"process. Pass {flags} as well."
+        )
+    if arguments.process_id >= arguments.num_processes:
+        raise UsageError(
+            f"--process-id must be from 0 to {arguments.num_processes - 1} where --num-processes is "
+            f"{arguments.num_processes}, got {arguments.process_id}."
+        )
+    return replicas.Replicas(
+        arguments.devices, arguments.coordinator, arguments.num_processes, arguments.process_id
+    )
+
+
+def _hyperparameters(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in arguments.method.flags}
+
+
+def _transformation(
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+) -> optax.GradientTransformationExtraArgs:
+    method: Method = arguments.method
     facts = {
         "seed": arguments.seed,
         "num_data": len(data.x_train),
-        "batch_size": arguments.batch_size,
+        # Of one gradient.
+        "batch_size": arguments.batch_size * (1 if method.period else planned.size),
+        "axis_name": planned.axis_name,
     }
     try:
-        tx = method.transformation(hyperparameters, facts)
+        return method.transformation(_hyperparameters(arguments), facts)
     except (ValueError, TypeError) as error:
         raise UsageError(f"{method.name}: {error}") from error
 
-    name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
-    reporter = report.Reporter(arguments.epochs, quiet=arguments.quiet)
 
-    def on_epoch(record: training.EpochRecord) -> None:
-        run_folder.append_metrics(folder, dataclasses.asdict(record))
-        reporter.epoch(record)
+def _checkpoint(arguments: argparse.Namespace, identity: dict[str, Any]) -> pathlib.Path | None:
+    """The checkpoint to go on from, if any."""
+    if "resume" not in arguments:
+        return None
+    epoch = getattr(arguments, "from_epoch", None)
+    path = checkpoints.find(arguments.resume, epoch, identity)
+    if int(path.name) > arguments.epochs:
+        raise UsageError(
+            f"--epochs {arguments.epochs}: the checkpoint is after epoch {path.name} already, and "
+            "--epochs counts from the start of the first run. Pass more, or an earlier --from-epoch."
+        )
+    return path
 
-    with training.Interrupt() as interrupt:
-        with reporter:
-            trainer = training.Trainer(
-                model, tx, initial, data, batch_size=arguments.batch_size, seed=arguments.seed
-            )
-            folder = run_folder.create(getattr(arguments, "out", None), name)
-            run = trainer.run(
-                arguments.epochs,
-                interrupt=interrupt,
-                on_epoch=on_epoch,
-                on_interrupt=reporter.interrupted,
-            )
-        if method.permutes:
-            run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
-        else:
-            run_folder.write_params(folder, spec, run.params)
-        run_folder.write_steps(folder, loss=run.loss, share_moved=run.share_moved)
-        summary = _summary(arguments, data.source, run, hyperparameters)
-        run_folder.write_summary(folder, summary)
-        report.draw_curve(folder / "curve.png", run, name)
-        reporter.summary(summary, folder)
-    return INTERRUPTED if run.interrupted else 0
+
+def _flags(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in names}
+
+
+def _identity(
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+) -> dict[str, Any]:
+    """What decides the course of a run, from its first step on."""
+    flags = ("model", "hidden", "seed", "batch_size", *arguments.method.flags)
+    return {
+        "the method": arguments.method.name,
+        **_flags(arguments, *flags),
+        "the digest of the data": datasets.digest(data),
+        "the number of replicas": planned.size,
+    }
+
+
+def _shared_facts(arguments: argparse.Namespace, identity: dict[str, Any]) -> dict[str, Any]:
+    """What all processes of a run must have in common."""
+    return {
+        **identity,
+        **_flags(arguments, "epochs", "devices", "checkpoint_every", "from_epoch"),
+        "whether to --resume": "resume" in arguments,
+        **{f"the version of {name}": version(name) for name in ("optperm", "jax")},
+    }
 
 
 def _summary(
     arguments: argparse.Namespace,
-    source: str,
+    data: datasets.Dataset,
     run: training.TrainingRun,
-    hyperparameters: dict[str, Any],
+    first_epoch: int,
+    group: replicas.Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
+    method: Method = arguments.method
+    period, hyperparameters = method.period, _hyperparameters(arguments)
+    starts = [method.epoch_start(e, **hyperparameters) for e in range(1, last.epoch + 1)]
+    examples = last.step * arguments.batch_size * group.size
     return {
-        "method": arguments.method.name,
+        "method": method.name,
         "test_accuracy": last.test_accuracy,
         "train_accuracy": last.train_accuracy,
         "train_loss": last.train_loss,
@@ -106,17 +222,27 @@ def _summary(
         "seconds": sum(record.seconds for record in run.records),
         "compile_seconds": run.compile_seconds,
         "interrupted": run.interrupted,
+        "resumed_from": str(arguments.resume) if "resume" in arguments else None,
+        "resumed_after_epoch": first_epoch if "resume" in arguments else None,
         "epochs_done": last.epoch,
         "steps": last.step,
+        # Of the loss on one example; a full gradient takes as many as there are training examples.
+        "gradient_evaluations": examples * method.gradients_a_step(**hyperparameters)
+        + len(data.x_train) * sum(start is not None for start in starts),
+        # The trained network holds nothing of them.
+        "steps_since_commit": None if period is None else last.step % hyperparameters[period],
         "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
-        "data": source,
+        "data": data.source,
         "model": arguments.model,
         "hidden": arguments.hidden,
         "seed": arguments.seed,
         "epochs": arguments.epochs,
         "batch_size": arguments.batch_size,
         "hyperparameters": hyperparameters,
-        "device": jax.devices()[0].device_kind,
+        "replicas": group.size,
+        "devices": group.devices,
+        "processes": group.num_processes,
+        "device": group.device_kind,
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},

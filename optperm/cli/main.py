@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import jax
 
 from optperm.cli import commands, datasets, models
-from optperm.cli.errors import CliError
+from optperm.cli.errors import CliError, LostProcessError
 from optperm.cli.methods import METHODS, Method
+from optperm.cli.roll_call import Address
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
-        if arguments.quiet:
+        if arguments.quiet or getattr(arguments, "process_id", 0):
             warnings.simplefilter("ignore")
         try:
             code: int = arguments.command(arguments)
             return code
+        except LostProcessError as error:
+            _exit_at_once(str(error), error.exit_code)
         except CliError as error:
             return _fail(str(error), error.exit_code)
         except OSError as error:
@@ -46,10 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except jax.errors.JaxRuntimeError as error:
             return _fail(f"JAX: {error}", 1)
         except KeyboardInterrupt:
-            _fail("stopped by Ctrl-C.", commands.INTERRUPTED)
-            # A compiled call may still run in its thread, and an ordinary exit would wait for it.
-            sys.stdout.flush()
-            os._exit(commands.INTERRUPTED)
+            _exit_at_once("stopped by Ctrl-C.", commands.INTERRUPTED)
+
+
+def _exit_at_once(message: str, code: int) -> NoReturn:
+    """Ordinarily Python would wait for a compiled call in another thread, or for other processes."""
+    _fail(message, code)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _fail(message: str, code: int) -> int:
@@ -122,7 +129,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--epochs", type=_integer(0), default=10, help="passes through the data", metavar="N"
     )
     group.add_argument(
-        "--batch-size", type=_integer(1), default=50, help="examples a step", metavar="N"
+        "--batch-size",
+        type=_integer(1),
+        default=50,
+        help="examples a step, on each device",
+        metavar="N",
     )
     group.add_argument(
         "--out",
@@ -131,7 +142,61 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         "runs/METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists)",
         metavar="FOLDER",
     )
+    group.add_argument(
+        "--checkpoint-every",
+        type=_integer(0),
+        default=0,
+        help="epochs from one checkpoint to the next, from which the run can be resumed; the last "
+        "epoch done leaves one as well, after Ctrl-C too (0: none)",
+        metavar="K",
+    )
+    group.add_argument(
+        "--resume",
+        type=pathlib.Path,
+        default=argparse.SUPPRESS,
+        help="go on from the newest checkpoint of this run folder, in a new one, up to --epochs in "
+        "all; the other flags have to be those of that run",
+        metavar="FOLDER",
+    )
+    group.add_argument(
+        "--from-epoch",
+        type=_integer(0),
+        default=argparse.SUPPRESS,
+        help="with --resume: go on from the checkpoint after this epoch instead",
+        metavar="E",
+    )
     group.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+    group = parser.add_argument_group(
+        "devices",
+        "Each holds a replica of the network. Where JAX has fewer, the processor stands in for them. "
+        "For several processes start each with all flags the same but --process-id; process 0 alone "
+        "prints and writes.",
+    )
+    group.add_argument(
+        "--devices", type=_integer(1), default=1, help="devices of each process", metavar="N"
+    )
+    group.add_argument(
+        "--coordinator",
+        type=_address,
+        default=argparse.SUPPRESS,
+        help="where process 0 can be reached by all others: a port of its machine that is free",
+        metavar="HOST:PORT",
+    )
+    group.add_argument(
+        "--num-processes",
+        type=_integer(1),
+        default=argparse.SUPPRESS,
+        help="how many processes",
+        metavar="P",
+    )
+    group.add_argument(
+        "--process-id",
+        type=_integer(0),
+        default=argparse.SUPPRESS,
+        help="which of them this is, from 0 to P - 1",
+        metavar="I",
+    )
 
 
 def _add_hyperparameters(parser: argparse.ArgumentParser, method: Method) -> None:
@@ -141,6 +206,8 @@ def _add_hyperparameters(parser: argparse.ArgumentParser, method: Method) -> Non
         if isinstance(default, bool):
             action = argparse.BooleanOptionalAction
             group.add_argument(flag, action=action, default=default, help=about)
+        elif isinstance(default, str):
+            group.add_argument(flag, choices=method.choices(name), default=default, help=about)
         else:
             kind = _integer() if isinstance(default, int) else _number
             group.add_argument(flag, type=kind, default=default, help=about, metavar="X")
@@ -163,6 +230,15 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
     return value
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(
+            f"must be HOST:PORT, with a port from 1 to 65535, got {text!r}"
+        )
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
 
 
 _number.__name__ = "number"  # argparse puts it into its messages

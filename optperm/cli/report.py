@@ -66,6 +66,18 @@ class Reporter:
         if not self._is_live and (record.epoch == self._epochs or record.epoch % every == 0):
             self._say(line)
 
+    def starting(self, what: str) -> None:
+        """Shows what a method does before an epoch."""
+        self._progress.update(self._task, description=f"{what}, then the next epoch")
+
+    def resuming(self, folder: pathlib.Path, epoch: int) -> None:
+        """Says from where a run goes on."""
+        self._say(f"Going on after epoch {epoch} of {folder}.")
+
+    def waiting(self) -> None:
+        """Says that the other processes have to be started."""
+        self._say("Waiting for the other processes.")
+
     def interrupted(self) -> None:
         """Says what the first Ctrl-C does."""
         self._say("Finishing this epoch, then saving. Ctrl-C again stops at once.")
@@ -82,11 +94,18 @@ class Reporter:
             "network": f"{summary['model']}, {summary['params']} params",
             "data": summary["data"],
             "test accuracy": f"{summary['test_accuracy']:.4f}",
+            "gradients": f"{summary['gradient_evaluations']:.2e}, of one example each",
             "epochs": f"{summary['epochs_done']} of {summary['epochs']}",
             "seconds": f"{summary['seconds']:.2f}, and {summary['compile_seconds']:.2f} to compile",
         }
         if moved is not None:
             rows["moved a step"] = f"{moved:.1%} of the weights"
+        if summary["replicas"] > 1:
+            rows["devices"] = f"{summary['devices']} in each of {summary['processes']} processes"
+            if summary["processes"] == 1:
+                rows["devices"] = str(summary["devices"])
+        if summary["steps_since_commit"]:
+            rows["not committed"] = f"the last {summary['steps_since_commit']} steps"
         for name, value in rows.items():
             table.add_row(text(name), text(value))
         self._console.print(table)

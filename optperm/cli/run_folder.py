@@ -4,6 +4,7 @@
 - `summary.json`: the result, every flag and hyperparameter, versions;
 - `steps.npz`: the loss of each step, and the share of weights moved where the method permutes them;
 - `curve.png`: accuracies and share moved;
+- `checkpoints/` on request (`optperm.cli.checkpoints`);
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
 
 The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for
@@ -21,6 +22,7 @@ import zipfile
 import zlib
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -29,6 +31,7 @@ import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
 
+METRICS_FILE = "metrics.jsonl"
 PERMUTATION_FILE, PARAMS_FILE = "permutation.npz", "params.npz"
 _PREFIX = "params/"
 
@@ -54,7 +57,7 @@ def create(out: str | None, name: str) -> pathlib.Path:
                 "overwritten: name another folder, or remove this one."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").touch()
+        (folder / METRICS_FILE).touch()
     except OSError as error:
         raise CliError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return folder
@@ -73,7 +76,7 @@ def _create_next(parent: pathlib.Path, name: str) -> pathlib.Path:
 
 def append_metrics(folder: pathlib.Path, record: dict[str, Any]) -> None:
     """Adds a line to metrics.jsonl."""
-    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
 
 
@@ -115,7 +118,7 @@ def write_permutation(
       CliError: If it does not.
     """
     permutation = optperm.export_permutation(initial, opt_state)
-    if _digest(optperm.apply_permutation(initial, permutation)) != _digest(trained):
+    if digest(optperm.apply_permutation(initial, permutation)) != digest(trained):
         raise CliError(
             "the permutation does not give the trained weights, so it was not saved: this is a bug "
             "in optperm, please report it."
@@ -143,12 +146,12 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
             "Pass the folder of a run that `optperm train` has finished."
         )
     try:
-        spec, leaves, digest = _read_network(path)
+        spec, leaves, expected = _read_network(path)
         if path.name == PERMUTATION_FILE:
             leaves = optperm.apply_permutation(models.initial_params(spec), leaves)
     except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
-    if _digest(leaves) != digest:
+    if digest(leaves) != expected:
         raise CliError(
             f"{path} gives other weights here than those that were trained: the file is damaged, "
             "or other versions of JAX and Flax, or another kind of device, draw other initial "
@@ -178,7 +181,7 @@ def _write_network(
     path: pathlib.Path, spec: models.NetworkSpec, leaves: Any, trained: optax.Params
 ) -> None:
     arrays: dict[str, Any] = {_PREFIX + name: leaf for name, leaf in _flat(leaves).items()}
-    np.savez_compressed(path, digest=_digest(trained), **dataclasses.asdict(spec), **arrays)
+    np.savez_compressed(path, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
 
 def _read_network(path: pathlib.Path) -> tuple[models.NetworkSpec, Any, str]:
@@ -205,9 +208,12 @@ def _nested(leaves: dict[str, np.ndarray]) -> optax.Params:
     return unflatten_dict(leaves, sep="/")
 
 
-def _digest(params: optax.Params) -> str:
-    digest = hashlib.sha256()
-    for name, leaf in sorted(_flat(params).items()):
-        digest.update(name.encode())
-        digest.update(leaf.tobytes())
-    return digest.hexdigest()
+def digest(tree: Any) -> str:
+    """Tells whether two trees of arrays hold the same bits under the same names."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    hashed = hashlib.sha256()
+    for name, (_, leaf) in sorted(zip(names, leaves, strict=True), key=lambda pair: pair[0]):
+        hashed.update(name.encode())
+        hashed.update(np.asarray(leaf).tobytes())
+    return hashed.hexdigest()

@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import dataclasses
+import functools
+import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,11 +20,14 @@ import optperm
 from optperm.cli import models
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
+from optperm.cli.replicas import Replicas
 from optperm.composition import find_states
+from optperm.evaluation import LossFn
+from optperm.mapped_axes import varying_axes
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
-_TEST_CHUNK = 1000
+_TEST_CHUNK = _GRADIENT_CHUNK = 1000  # examples on a device at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +54,47 @@ class EpochRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a run has come: all it takes to go on.
+
+    Attributes:
+      carry: Params and optimizer state, as NumPy arrays. Where each of several replicas has its own,
+        they are stacked along a leading axis.
+      records: One for each epoch done, epoch 0 included.
+      metrics: For each epoch done, what was recorded at each step: float32 (steps,), by name.
+    """
+
+    carry: Any
+    records: list[EpochRecord]
+    metrics: list[dict[str, np.ndarray]]
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self.records[-1].epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochStart:
+    """What a method does before the first step of an epoch, all replicas together.
+
+    Attributes:
+      says: What the progress shows meanwhile.
+      change: From the optimizer state, the params and the gradient over all training examples it
+        makes the state to go on with. The same function each time: it is compiled once.
+    """
+
+    says: str
+    change: Callable[[Any, optax.Params, optax.Updates], Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingRun:
     """What training came to.
 
     Attributes:
-      params: The trained params.
-      opt_state: The last optimizer state.
+      params: The trained params; the center's, where the method has one.
+      opt_state: The last optimizer state, of one replica.
       records: One for each epoch, epoch 0 included.
       loss: (steps,), the loss of each batch before its step.
       share_moved: (steps,), or None where the method permutes no weights.
@@ -93,13 +133,23 @@ class Interrupt:
 class Trainer:
     """Trains one network; compiles when it is made.
 
+    Each epoch's shuffle is dealt out: a step of R replicas with batches of B examples takes the
+    examples of one step of a single replica with a batch of R B.
+
     Args:
       model: The network.
       tx: The training method.
       params: The initial params.
-      data: What to train and test on. All of it is kept on the device.
-      batch_size: Examples a step. The last ones of each shuffle that fill no batch are left out.
+      data: What to train and test on. All of it is kept on each device.
+      batch_size: Examples a step, of each replica. The last ones of each shuffle that do not suffice
+        for a step of all replicas are left out.
       seed: Seed of the shuffles.
+      replicas: What the network is trained on.
+      local_steps: Whether each replica keeps params and a state of its own, and the method brings
+        them together in a center (`optperm.center_params`). Else all replicas take the same steps,
+        with the mean of their gradients.
+      epoch_start: From the number of an epoch, what to do before it; only where all replicas take
+        the same steps. Compiled when it first gives something, which should be for epoch 1.
 
     Raises:
       CliError: If the method cannot train these params here.
@@ -114,66 +164,111 @@ class Trainer:
         *,
         batch_size: int,
         seed: int,
+        replicas: Replicas,
+        local_steps: bool = False,
+        epoch_start: Callable[[int], EpochStart | None] = lambda epoch: None,
     ) -> None:
         start = time.perf_counter()
-        self._key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-        self._params = params
-        self._examples = jnp.asarray(data.x_train), jnp.asarray(data.y_train)
-        self._steps = len(data.x_train) // batch_size
-        run_epoch = _epoch_function(model, tx, self._steps, batch_size)
+        self._replicas, self._local_steps = replicas, local_steps
+        self._steps = len(data.x_train) // (batch_size * replicas.size)
+        self._loss_fn = _loss_function(model)
+        self._x, self._y, self._epoch_start = data.x_train, data.y_train, epoch_start
+        self._jit = functools.cache(replicas.jit)
+        run_epoch = _epoch_function(
+            self._loss_fn,
+            tx,
+            self._steps,
+            batch_size,
+            seed=seed,
+            replicas=replicas,
+            average_grads=not local_steps,
+        )
         try:
-            self._opt_state = tx.init(params)
-            self._run_epoch = run_epoch.lower(
-                params, self._opt_state, *self._examples, self._key
-            ).compile()
+            carry = replicas.place((params, tx.init(params)), own=local_steps)
+            self._examples = replicas.place((jnp.asarray(data.x_train), jnp.asarray(data.y_train)))
+            self._run_epoch = (
+                replicas.each(run_epoch, own=local_steps)
+                .lower(carry, (*self._examples, np.uint32(0)))
+                .compile()
+            )
+            if (first := epoch_start(1)) is not None:
+                self._start_epoch(first, carry, self._batches(few=True))
+            trained, _ = self._trained(carry)
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
-        self._test = TestSet(model, params, data)
+        self._test = TestSet(model, trained, data)
+        self.initial = Progress(
+            replicas.gather(carry, own=local_steps), [self._record(0, carry, {}, 0.0)], []
+        )
         self._compile_seconds = time.perf_counter() - start
 
     def run(
         self,
         epochs: int,
+        progress: Progress,
         *,
         interrupt: Interrupt,
         on_epoch: Callable[[EpochRecord], None],
+        on_start: Callable[[str], None],
         on_interrupt: Callable[[], None],
+        keep_every: int,
+        on_keep: Callable[[Progress], None],
     ) -> TrainingRun:
-        """Trains from the initial params.
+        """Trains, from the initial params or from where an earlier run had come.
 
         Args:
-          epochs: How often to go through the training examples.
-          interrupt: Ends training after the epoch in which it is requested.
-          on_epoch: Called with each record.
+          epochs: How often to go through the training examples, in all.
+          progress: `initial`, or one that was kept.
+          interrupt: Ends training after the epoch in which it is requested, in any process.
+          on_epoch: Called with each record, those of the earlier run included.
+          on_start: Called with what the method does before an epoch.
           on_interrupt: Called when it is requested, while the epoch still runs.
+          keep_every: After how many epochs each to keep the progress, and after the last one that was
+            done; 0 never.
+          on_keep: Called with what is to be kept.
 
         Returns:
           A `TrainingRun`.
         """
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        params, opt_state = self._params, self._opt_state
-        records, metrics = [self._record(0, params, {}, 0.0)], []
-        on_epoch(records[0])
+        carry = self._replicas.scatter(progress.carry, own=self._local_steps)
+        records, metrics, kept = [*progress.records], [*progress.metrics], -1
+
+        def keep() -> None:
+            nonlocal kept
+            kept = records[-1].epoch
+            own = self._replicas.gather(carry, own=self._local_steps)
+            on_keep(Progress(own, records, metrics))
+
+        for record in records:
+            on_epoch(record)
         try:
-            for epoch in range(1, epochs + 1):
-                if interrupt.requested:
+            for epoch in range(progress.epoch + 1, epochs + 1):
+                if self._replicas.any(interrupt.requested):
                     break
                 start = time.perf_counter()
-                future = pool.submit(self._one_epoch, epoch, params, opt_state)
+                if (before := self._epoch_start(epoch)) is not None:
+                    on_start(before.says)
+                future = pool.submit(self._one_epoch, epoch, before, carry)
                 _wait(future, interrupt, on_interrupt)
-                params, opt_state, of_epoch = future.result()
+                carry, of_epoch = future.result()
                 seconds = time.perf_counter() - start
                 metrics.append(of_epoch)
-                records.append(self._record(epoch, params, of_epoch, seconds))
+                records.append(self._record(epoch, carry, of_epoch, seconds))
                 on_epoch(records[-1])
+                if keep_every and epoch % keep_every == 0:
+                    keep()
+            if keep_every and kept != records[-1].epoch:
+                keep()
         finally:
             pool.shutdown(wait=False)
         columns = {
             name: np.concatenate([of_epoch[name] for of_epoch in metrics])
             for name in (metrics[0] if metrics else ())
         }
+        params, opt_state = self._trained(carry)
         return TrainingRun(
             params=params,
             opt_state=opt_state,
@@ -185,15 +280,43 @@ class Trainer:
         )
 
     def _one_epoch(
-        self, epoch: int, params: optax.Params, opt_state: Any
-    ) -> tuple[optax.Params, Any, dict[str, np.ndarray]]:
-        key = jax.random.fold_in(self._key, epoch)
-        results = self._run_epoch(params, opt_state, *self._examples, key)
-        params, opt_state, metrics = jax.block_until_ready(results)
-        return params, opt_state, jax.device_get(metrics)
+        self, epoch: int, before: EpochStart | None, carry: Any
+    ) -> tuple[Any, dict[str, np.ndarray]]:
+        if before is not None:
+            with self._replicas.local():
+                carry = self._replicas.together(self._start_epoch, before, carry, self._batches())
+        shared = (*self._examples, np.uint32(epoch))
+        carry, metrics = self._replicas.together(self._run_epoch, carry, shared)
+        return carry, jax.device_get(metrics)
+
+    def _start_epoch(self, start: EpochStart, carry: Any, batches: Iterable[Any]) -> Any:
+        params, opt_state = carry
+        full_grad = optperm.full_gradient(self._loss_fn, params, batches, has_aux=True)
+        return params, self._jit(start.change)(opt_state, params, full_grad)
+
+    def _batches(self, *, few: bool = False) -> Iterator[dict[str, jax.Array]]:
+        """All training examples, those included that no step of an epoch takes.
+
+        The replicas share each batch, but for a last one of fewer examples than there are replicas.
+
+        Args:
+          few: Leave out most batches, but none of a shape of its own.
+        """
+        size, each = len(self._x), self._replicas.size
+        shared = size - size % each
+        bounds = [*range(0, shared, _GRADIENT_CHUNK * each), shared, *([size] * (shared < size))]
+        pieces = list(itertools.pairwise(bounds))
+        for low, high in pieces[:2] + pieces[max(2, len(pieces) - 2) :] if few else pieces:
+            batch = {"x": self._x[low:high], "y": self._y[low:high]}
+            yield self._replicas.scatter(batch, own=high <= shared)
+
+    def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
+        """What has been trained, and the optimizer state of one replica."""
+        params, opt_state = self._replicas.first(carry, own=self._local_steps)
+        return optperm.center_params(opt_state) if self._local_steps else params, opt_state
 
     def _record(
-        self, epoch: int, params: optax.Params, metrics: dict[str, np.ndarray], seconds: float
+        self, epoch: int, carry: Any, metrics: dict[str, np.ndarray], seconds: float
     ) -> EpochRecord:
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
         return EpochRecord(
@@ -201,7 +324,7 @@ class Trainer:
             step=epoch * self._steps,
             train_loss=means.get("loss"),
             train_accuracy=means.get("accuracy"),
-            test_accuracy=self._test.accuracy(params),
+            test_accuracy=self._test.accuracy(self._trained(carry)[0]),
             share_moved=means.get("share_moved"),
             seconds=seconds,
         )
@@ -210,7 +333,7 @@ class Trainer:
 def _wait(
     future: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
 ) -> None:
-    told = interrupt.requested
+    told = False
     while not future.done():
         concurrent.futures.wait([future], timeout=0.1)
         if interrupt.requested and not told:
@@ -251,22 +374,51 @@ class TestSet:
         return int(self._count_correct(params, self._x, self._y)) / self._size
 
 
-def _epoch_function(
-    model: nn.Module, tx: optax.GradientTransformationExtraArgs, steps: int, batch_size: int
-) -> Any:
+def _loss_function(model: nn.Module) -> LossFn:
+    """The mean loss over a batch, and the share of its examples that are classified right."""
+
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, jax.Array]:
         logits = models.logits(model, params, batch["x"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return jnp.mean(loss), jnp.mean(jnp.argmax(logits, axis=-1) == batch["y"])
 
-    @jax.jit
+    return loss_fn
+
+
+def _epoch_function(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformationExtraArgs,
+    steps: int,
+    batch_size: int,
+    *,
+    seed: int,
+    replicas: Replicas,
+    average_grads: bool,
+) -> Any:
+    """One replica's part in an epoch."""
+    axis_name = replicas.axis_name
+
+    def deal(epoch: jax.Array, num_examples: int) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
+        hands = order[: steps * replicas.size * batch_size].reshape(steps, -1, batch_size)
+        return hands[:, 0 if axis_name is None else jax.lax.axis_index(axis_name)]
+
     def run_epoch(
-        params: optax.Params, opt_state: Any, x: jax.Array, y: jax.Array, key: jax.Array
-    ) -> tuple[optax.Params, Any, dict[str, jax.Array]]:
+        carry: tuple[optax.Params, Any], shared: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[Any, dict[str, jax.Array]]:
+        x, y, epoch = shared
+
         def step(carry: tuple[optax.Params, Any], indices: jax.Array) -> tuple[Any, Any]:
             params, opt_state = carry
             batch = {"x": x[indices], "y": y[indices]}
-            e = optperm.evaluate(loss_fn, params, batch, has_aux=True)
+            e = optperm.evaluate(
+                loss_fn,
+                params,
+                batch,
+                has_aux=True,
+                axis_name=axis_name if average_grads else None,
+            )
             updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
             params = optperm.apply_updates(params, updates, opt_state)
             metrics = {"loss": e.value, "accuracy": e.aux}
@@ -274,8 +426,12 @@ def _epoch_function(
                 metrics["share_moved"] = state.share_moved
             return (params, opt_state), metrics
 
-        order = jax.random.permutation(key, len(x))[: steps * batch_size]
-        carry, metrics = jax.lax.scan(step, (params, opt_state), order.reshape(steps, batch_size))
-        return *carry, metrics
+        carry, metrics = jax.lax.scan(step, carry, deal(epoch, len(x)))
+        return carry, jax.tree.map(_mean_over_replicas, metrics)
 
     return run_epoch
+
+
+def _mean_over_replicas(values: jax.Array) -> jax.Array:
+    """The mean of what differs between replicas: once an epoch, so that steps stay local."""
+    return jax.lax.pmean(values, axes) if (axes := tuple(varying_axes(values))) else values

@@ -22,6 +22,7 @@ from optperm.permutation.weight_vectors import (
     to_matrix,
 )
 from optperm.placement import Placement
+from optperm.schedules import at_step
 
 
 class PermuteByCyclesState(NamedTuple):
@@ -164,8 +165,8 @@ def permute_by_cycles(
         checks.check_same_tree(
             "updates", updates, state.weights, source="the optimizer state", dtypes=False
         )
-        alpha = _at_step(aggressiveness, state.count)
-        ratio = _at_step(partition_ratio, state.count)
+        alpha = at_step(aggressiveness, state.count)
+        ratio = at_step(partition_ratio, state.count)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         step_key = jax.random.fold_in(key, state.count)
 
@@ -379,10 +380,6 @@ def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.A
     return jnp.clip(
         jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
     )
-
-
-def _at_step(number: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    return jnp.asarray(number(count) if callable(number) else number, jnp.float32)
 
 
 def _warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes) -> None:

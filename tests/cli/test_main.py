@@ -316,19 +316,23 @@ def test_importing_the_command_line_needs_no_extra():
 def test_every_flag_of_a_method_is_a_parameter_with_a_default():
     for method in methods.METHODS.values():
         for name, default in method.defaults().items():
-            assert type(default) in (bool, int, float), (method.name, name)
+            assert type(default) in (bool, int, float, str), (method.name, name)
+            if isinstance(default, str):
+                assert default in method.choices(name)
+        assert method.period is None or method.period in method.flags
 
 
 def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
     given = {}
 
-    def build(rate=0.5, *, num_data, seed):
-        given.update(rate=rate, num_data=num_data, seed=seed)
+    def build(rate=0.5, *, num_data, seed, axis_name=None):
+        given.update(rate=rate, num_data=num_data, seed=seed, axis_name=axis_name)
         return methods.METHODS["sgd"].build()
 
     method = methods.Method("probe", "", build, {"rate": "a rate"})
-    method.transformation({"rate": 0.25}, {"num_data": 7, "seed": 3, "batch_size": 5})
-    assert given == {"rate": 0.25, "num_data": 7, "seed": 3}
+    facts = {"num_data": 7, "seed": 3, "batch_size": 5, "axis_name": "replica"}
+    method.transformation({"rate": 0.25}, facts)
+    assert given == {"rate": 0.25, "num_data": 7, "seed": 3, "axis_name": "replica"}
 
 
 def test_error_lines_are_one_line():

@@ -54,11 +54,18 @@ def loss_fn(params, batch):
     return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
 
 
+def full_grad_fn(params):
+    """The gradient over all examples, of which a batch has two."""
+    return optperm.evaluate(loss_fn, params, jnp.arange(5.0)).grad
+
+
 def step(tx, params, opt_state, batch=None):
     """One step with everything a method may ask for."""
     batch = jnp.ones((2,)) if batch is None else batch
     e = optperm.evaluate(loss_fn, params, batch)
-    updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+    updates, opt_state = tx.update(
+        e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
+    )
     return optperm.apply_updates(params, updates, opt_state), opt_state
 
 

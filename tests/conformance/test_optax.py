@@ -27,6 +27,7 @@ _SUBSPACE = "goes on in a line with a loss that the case does not pass; test_dld
 _SHAPES = (
     "a number that decides shapes cannot be traced: it goes into static_args, tested beside it"
 )
+_CORRECTS = "corrects gradients for an optimizer after it; svrg_and_sgd has one"
 
 # Each case that is not run, and why: for one transformation, or "*" for all.
 LEFT_OUT = {
@@ -34,6 +35,8 @@ LEFT_OUT = {
     ("contrib.ContribTest.test_optimizers", "permute_by_cycles"): _MINIMUM,
     ("alias.AliasTest.test_optimization", "sgperm"): _MINIMUM,
     ("alias.AliasTest.test_optimization", "permute_by_cycles"): _MINIMUM,
+    ("contrib.ContribTest.test_optimizers", "svrg"): _CORRECTS,
+    ("alias.AliasTest.test_optimization", "svrg"): _CORRECTS,
     (
         "contrib.ContribTest."
         "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
@@ -58,6 +61,11 @@ LEFT_OUT = {
     ): _SHAPES,
     ("alias.AliasTest.test_optimizers_can_be_wrapped_in_inject_hyperparams", "dim_reduce"): _SHAPES,
     ("alias.AliasTest.test_optimizers_can_be_wrapped_in_inject_hyperparams", "dldr"): _SHAPES,
+    (
+        "contrib.ContribTest."
+        "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
+        "svrg",
+    ): "has no learning rate",
     ("alias.AliasTest.test_explicit_dtype", "*"): "is about arguments of optax.sgd and optax.adam",
     ("alias.LBFGSTest.test_plain_preconditioning", "*"): _LBFGS,
     ("alias.LBFGSTest.test_preconditioning_by_lbfgs_on_vectors", "*"): _LBFGS,

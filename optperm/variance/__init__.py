@@ -1,0 +1,1 @@
+"""Gradients with less variance than those of a batch."""

@@ -1,0 +1,271 @@
+"""The exact mean gradient over all examples, streamed batch by batch."""
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm import checks
+from optperm.evaluation import LossFn, checked_loss, map_examples
+from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+
+_END = object()
+
+
+class _Sums(NamedTuple):
+    """Sums over examples.
+
+    Attributes:
+      grad: Of the gradients, each times its example's weight; at least float32, shaped like params.
+      weight: Of the weights; NaN if one of them is negative or not finite.
+    """
+
+    grad: optax.Updates
+    weight: jax.Array
+
+
+def full_gradient(
+    loss_fn: LossFn,
+    params: optax.Params,
+    batches: Iterable[Any],
+    *,
+    weights: Iterable[Any] | None = None,
+    axis_name: AxisName | None = None,
+    has_aux: bool = False,
+    progress: bool = False,
+) -> optax.Updates:
+    r"""The mean gradient over all examples of all batches.
+
+    .. math::
+      \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
+
+    where :math:`i` runs over examples, not over batches: batches of unequal size count by their size.
+    The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
+    no more than one.
+
+    The gradient of a batch is compiled once for each `loss_fn` and batch shape, and found again in
+    later calls by `loss_fn` itself: pass the same function each time, not a new lambda.
+
+    Over many devices there are two ways. Under `jax.jit` batches may be arrays sharded over a mesh, of
+    one process or of many (`jax.make_array_from_process_local_data`), with params replicated over it;
+    nothing else is needed. Inside `jax.pmap` or `jax.shard_map` each device brings its own batches, and
+    `axis_name` sums over devices. In both all processes bring the same number of batches of the same
+    shapes: fill up what is missing, and give the filling weight 0.
+
+    Args:
+      loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
+        axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
+      params: The parameters at which to evaluate.
+      batches: Any iterable of batches: a list, a generator, the iterator of a data loader. A batch is a
+        tree of arrays (or of what NumPy can convert to arrays). Leaves of rank 0, such as a typed
+        random key, are shared by all examples of a batch. One without examples is passed over.
+      weights: One array of shape (batch,) for each batch, beside it: 1 for an example that counts, 0 for
+        padding, or any fraction. The loss of each example is then taken by itself, as a batch of one,
+        and what stands in an example of weight 0, NaN for instance, makes no difference.
+      axis_name: A mapped axis, or several, over which sums and weights are summed.
+      has_aux: Whether `loss_fn` returns something beside the loss.
+      progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
+
+    Returns:
+      The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
+        their leading axis, or weights are not as many and as long as the batches, negative, not finite,
+        or all zero. Weights that are being traced are not checked: where they are wrong the gradient
+        is NaN.
+      ImportError: If `progress` is on and `rich` is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] * params - batch["y"]) ** 2)
+      >>> batches = [
+      ...     {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 2.0])},
+      ...     {"x": jnp.array([3.0]), "y": jnp.array([1.0])},
+      ... ]
+      >>> float(optperm.full_gradient(loss_fn, jnp.array(1.0), batches))  # (-2 + 0 + 12) / 3
+      3.3333332538604736
+      >>> weights = [jnp.array([1.0, 0.0]), jnp.array([1.0])]
+      >>> float(optperm.full_gradient(loss_fn, jnp.array(1.0), batches, weights=weights))
+      5.0
+
+    References:
+      Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
+    """
+    checks.check_real_floating("params", params, advice="Differentiate the others by themselves.")
+    checks.check_flag("has_aux", has_aux)
+    checks.check_flag("progress", progress)
+    _check_iterable("batches", batches)
+    if weights is not None:
+        _check_iterable("weights", weights)
+    checks.check_axis_name("axis_name", axis_name)
+    checks.check_axis_is_bound(axis_name)
+
+    total: tuple[_Sums, _Sums] | None = None
+    for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
+        sums = _batch_sums(params, batch, of_batch, loss_fn=loss_fn, has_aux=has_aux)
+        if total is None:
+            total = sums, optax.tree.zeros_like(sums)
+        else:
+            # One batch is computed while the next is loaded, and no more of them pile up.
+            jax.block_until_ready(total)
+            total = _add(total, sums)
+    if total is None:
+        raise ValueError(
+            "There are no examples in batches: it yields no batch, or only empty ones. A generator "
+            "can be gone through only once: pass a new one for each full gradient."
+        )
+    grad, weight = _mean(*total, axis_name=axis_name)
+    if weights is not None and checks.is_concrete_number(weight) and not float(weight) > 0.0:
+        raise ValueError(
+            "weights must be finite and not negative, and not all zero: 1 for an example that "
+            f"counts, 0 for padding. Their sum is {float(weight)}."
+        )
+    return grad
+
+
+@functools.partial(jax.jit, static_argnames=("loss_fn", "has_aux"))
+def _batch_sums(
+    params: optax.Params, batch: Any, weights: Any, *, loss_fn: LossFn, has_aux: bool
+) -> _Sums:
+    # In shard_map's checked mode the gradient with respect to params that do not vary would arrive
+    # summed over devices.
+    local = mark_varying(params, varying_axes(batch, weights))
+    if weights is None:
+        size = float(_batch_size(batch))
+        grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
+        return _Sums(
+            jax.tree.map(lambda g: size * g.astype(full_gradient_dtype(g.dtype)), grads),
+            jnp.asarray(size, float),
+        )
+
+    weights = jnp.asarray(weights, float)
+    counts = weights > 0.0
+    first = jnp.argmax(counts)
+
+    def without_padding(leaf: jax.Array) -> jax.Array:
+        """An example that counts in the place of each that does not."""
+        if jnp.ndim(leaf) == 0:
+            return leaf
+        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[first][None])
+
+    examples = jax.tree.map(without_padding, batch)
+
+    def weighted_sum(params: optax.Params) -> jax.Array:
+        losses = map_examples(
+            lambda example: checked_loss(loss_fn, params, example, has_aux=has_aux)[0], examples
+        )
+        wide = full_gradient_dtype(losses.dtype)
+        return jnp.sum(jnp.where(counts, weights, 0.0).astype(wide) * losses.astype(wide))
+
+    grads = jax.grad(weighted_sum)(local)
+    valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
+    return _Sums(
+        jax.tree.map(
+            lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(full_gradient_dtype(g.dtype)), grads
+        ),
+        jnp.where(valid, jnp.sum(weights), jnp.nan),
+    )
+
+
+@functools.partial(jax.jit, donate_argnames=("total",))
+def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
+    """Adds to the sums, and what that rounds off to their errors."""
+    old, errors = total
+    sums = jax.tree.map(operator.add, old, new)
+
+    def rounded_off(a: jax.Array, b: jax.Array, s: jax.Array) -> jax.Array:
+        b_in_s = s - a
+        return (a - (s - b_in_s)) + (b - b_in_s)
+
+    lost = jax.tree.map(rounded_off, old, new, sums)
+    return sums, jax.tree.map(operator.add, errors, lost)
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name",))
+def _mean(
+    sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
+) -> tuple[optax.Updates, jax.Array]:
+    if axis_name is not None:
+        sums, errors = jax.lax.psum((sums, errors), axis_name)
+    grad, weight = jax.tree.map(operator.add, sums, errors)
+    return jax.tree.map(lambda g: g / weight.astype(g.dtype), grad), weight
+
+
+def full_gradient_dtype(*dtypes: Any) -> Any:
+    """The dtype in which gradients of these dtypes are summed: float32, or a wider one."""
+    return jnp.float64 if jnp.float64 in dtypes else jnp.float32
+
+
+def _with_weights(
+    batches: Iterable[Any], weights: Iterable[Any] | None
+) -> Iterator[tuple[Any, Any]]:
+    """The batches that have examples, as arrays, each with its weights or None."""
+    others = None if weights is None else iter(weights)
+    for index, batch in enumerate(batches):
+        arrays = jax.tree.map(_as_array, batch)
+        size = _batch_size(arrays)
+        of_batch = None
+        if others is not None:
+            of_batch = _as_array(next(others, _END))
+            if of_batch is _END:
+                raise ValueError(
+                    f"weights ended after {index} arrays, but batches go on: one array a batch."
+                )
+            if jnp.shape(of_batch) != (size,):
+                raise ValueError(
+                    f"weights must be one number an example: batch {index} has {size} examples, but "
+                    f"its weights are of shape {jnp.shape(of_batch)}."
+                )
+        if size:
+            yield arrays, of_batch
+    if others is not None and next(others, _END) is not _END:
+        raise ValueError("batches ended, but weights go on: one array a batch.")
+
+
+def _as_array(leaf: Any) -> Any:
+    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    is_known = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
+    return leaf if is_known or leaf is _END else np.asarray(leaf)
+
+
+def _batch_size(batch: Any) -> int:
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1:
+        raise ValueError(
+            "The leaves of a batch must agree in their leading axis, which counts its examples, got "
+            f"leaves of shapes {shapes}. Leaves of rank 0 are shared; a random key has rank 0 if it is "
+            "a typed one, from jax.random.key."
+        )
+    return int(sizes.pop())
+
+
+def _check_iterable(name: str, value: object) -> None:
+    if isinstance(value, Mapping | str) or not (
+        hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    ):
+        raise TypeError(
+            f"{name} must be an iterable, one item a batch, got {type(value).__name__}. "
+            "For a single batch pass a list of it."
+        )
+
+
+def _bar(batches: Iterable[Any]) -> Iterable[Any]:
+    try:
+        track: Callable[..., Iterable[Any]] = importlib.import_module("rich.progress").track
+    except ImportError as error:
+        raise ImportError(
+            f"progress=True needs rich, which cannot be imported ({error}). Install it with: "
+            "pip install 'optperm[progress]'"
+        ) from error
+    total = len(batches) if isinstance(batches, Sized) else None
+    return track(batches, description="full gradient", total=total)

@@ -1,0 +1,101 @@
+"""The examples of AGN print what they claim, on four devices of one process and of two."""
+
+import os
+import pathlib
+import runpy
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+STEPS, PERIOD = 600, 10
+# The network's float32 params: 64 inputs, 128 hidden units, 10 classes.
+PARAMS = (64 + 1) * 128 + (128 + 1) * 10
+
+
+def run(name, *arguments, **options):
+    """Runs an example as a user does: a program of its own, with the devices it asks for."""
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1])}
+    environment.pop("XLA_FLAGS", None)
+    return subprocess.run(
+        [sys.executable, EXAMPLES / name, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agn_pmap.py", "agn_multiprocess.py"])
+def test_a_tenth_of_the_bytes_gives_the_accuracy(name, tmp_path):
+    """AGN ends within 0.01 of synchronous training, and sends the params and a count once a period."""
+    out = tmp_path / "curves.png"
+    ended = run(name, "--out", out, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    _, _, *rows = ended.stdout.splitlines()  # two lines of heading, and each process 0's row once
+    table = {
+        method: [float(number) for number in numbers] for method, *numbers in map(str.split, rows)
+    }
+    assert list(table) == ["synchronous", "AGN", "DiLoCo"]
+    accuracy, collectives, bytes_per_step, bytes_in_all, seconds = zip(*table.values(), strict=True)
+    assert accuracy[0] > 0.97
+    assert accuracy[1] == pytest.approx(accuracy[0], abs=0.01)
+    assert accuracy[2] == pytest.approx(accuracy[0], abs=0.01)
+    assert collectives == (1, 0.1, 0.1)
+    rare = 4 * (PARAMS + 1) / PERIOD
+    assert bytes_per_step == (4 * PARAMS, rare, rare)
+    assert bytes_in_all == (4 * PARAMS * STEPS, rare * STEPS, rare * STEPS)
+    assert min(seconds) > 0
+    assert np.std(matplotlib.image.imread(out)) > 0.01
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_processes_that_hang_are_ended_and_reported():
+    """No training gets as far in a second as to end."""
+    began = time.monotonic()
+    ended = run("agn_multiprocess.py", "--timeout", 1)
+    assert ended.returncode == 1
+    assert not ended.stdout
+    for index in range(2):
+        assert f"Process {index} hung for 1 s" in ended.stderr
+    assert time.monotonic() - began < 60
+
+
+def test_traffic_is_read_from_the_compiled_program():
+    """What a conditional guards counts once a period, also where it leads to a further one."""
+
+    def on_replica(params, a, b):
+        def commit():
+            total = jax.lax.cond(params[1] > 0, lambda: jax.lax.psum(a, "replica"), lambda: a)
+            return total, jax.lax.all_gather(b, "replica", tiled=True)
+
+        rare = jax.lax.cond(params[0] > 0, commit, lambda: (a, jnp.tile(b, (4, 1))))
+        return jax.lax.psum(params, "replica"), rare
+
+    mesh = Mesh(np.array(jax.devices()[:4]), "replica")
+    mapped = jax.shard_map(
+        on_replica, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), check_vma=False
+    )
+    arguments = jnp.ones(8), jnp.ones((4, 5)), jnp.ones((4, 3), jnp.int8)
+    hlo = jax.jit(mapped).lower(*arguments).compile().as_text()
+    collectives = runpy.run_path(str(EXAMPLES / "collectives.py"))
+    found = set(map(tuple, collectives["find_collectives"](hlo)))
+    assert found == {
+        ("all-reduce", 2 * 4, False),
+        ("all-reduce", 5 * 4, True),
+        ("all-gather", 3 * 1, True),
+    }
+    assert collectives["traffic"](hlo, 4) == (1 + 2 / 4, 8 + 23 / 4)

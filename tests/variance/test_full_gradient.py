@@ -1,0 +1,383 @@
+"""`full_gradient` against the mean of the gradients of all examples."""
+
+import functools
+import importlib
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+N, SIZE = 10, 4
+
+
+def loss_fn(params, batch):
+    """A mean over examples that is not linear in the params."""
+    error = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"][None]) - batch["y"]
+    return jnp.mean(jnp.sum(error**2, axis=-1))
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_data(n=N):
+    """Float32 numbers, in float64 where that is on."""
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(n, 12)), "y": rng.normal(size=(n, 5))}
+    dtype = jnp.result_type(float)
+    return {name: values.astype(np.float32).astype(dtype) for name, values in data.items()}
+
+
+def rows(data, chosen):
+    return {name: values[chosen] for name, values in data.items()}
+
+
+def ragged(data, size=SIZE):
+    return [rows(data, slice(i, i + size)) for i in range(0, len(data["y"]), size)]
+
+
+def padded(data, size=SIZE, filling=np.nan):
+    """Batches of one size, and 1 where there is an example, 0 where there is filling."""
+    fill = -len(data["y"]) % size
+    full = {
+        k: np.concatenate([v, np.full((fill, *v.shape[1:]), filling, v.dtype)])
+        for k, v in data.items()
+    }
+    weights = np.concatenate([np.ones(len(data["y"])), np.zeros(fill)]).astype(np.float32)
+    return ragged(full, size), list(weights.reshape(-1, size))
+
+
+grad_of_one = jax.jit(jax.grad(loss_fn))
+
+
+def mean_of_single_gradients(params, data, weights=None):
+    """In float64, one example at a time."""
+    with jax.enable_x64(True):
+        params, data = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, data))
+        grads = [grad_of_one(params, rows(data, slice(i, i + 1))) for i in range(len(data["y"]))]
+        return jax.tree.map(
+            lambda *gs: np.average([np.asarray(g) for g in gs], axis=0, weights=weights), *grads
+        )
+
+
+def assert_rounds_to(got, exact):
+    """Asserts results within a few units in the last place of the terms that are summed, around 1."""
+    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(g, e, rtol=0, atol=32 * np.finfo(g.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("size", [4, 3, 10, 1])
+def test_ragged_batches_count_by_their_size(size, dtype):
+    """It is the mean of the ten gradients, however they are cut into batches; twice the same bits."""
+    with jax.enable_x64(dtype == np.float64):
+        params, data = support.random_params(dtype=dtype), make_data()
+        exact = mean_of_single_gradients(params, data)
+        got = optperm.full_gradient(loss_fn, params, ragged(data, size))
+        chex.assert_trees_all_equal_dtypes(got, params)
+        assert_rounds_to(got, exact)
+        again = optperm.full_gradient(loss_fn, params, ragged(data, size))
+        support.assert_same_bits(again, got)
+        means = [
+            jax.grad(loss_fn)(params, batch) for batch in jax.tree.map(jnp.asarray, ragged(data))
+        ]
+        mean_of_means = np.mean([g["bias"] for g in means], axis=0)
+        assert np.abs(mean_of_means - exact["bias"]).max() > 1e-3
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("filling", [0.0, 7.0, np.nan])
+def test_padding_counts_for_nothing(filling):
+    """With weights 1 and 0 padded batches give the mean of the ten, whatever the padding holds."""
+    params, data = support.random_params(dtype=np.float64), make_data()
+    batches, weights = padded(data, filling=filling)
+    got = optperm.full_gradient(loss_fn, params, batches, weights=weights)
+    assert_rounds_to(got, mean_of_single_gradients(params, data))
+    # Two batches of nothing but padding change nothing, in front or at the end.
+    empty = {name: np.full_like(values, filling) for name, values in batches[0].items()}
+    more = optperm.full_gradient(
+        loss_fn,
+        params,
+        [empty, *batches, empty],
+        weights=[np.zeros(SIZE), *weights, np.zeros(SIZE)],
+    )
+    support.assert_same_bits(more, got)
+
+
+def test_weights_may_be_fractions():
+    """An example of weight 1/2 counts half; only their ratios matter."""
+    params, data = support.random_params(), make_data()
+    weights = np.linspace(0.1, 2.0, N).astype(np.float32)
+    exact = mean_of_single_gradients(params, data, weights)
+    for scale in (1.0, 1024.0):
+        cut = [scale * weights[i : i + SIZE] for i in range(0, N, SIZE)]
+        got = optperm.full_gradient(loss_fn, params, ragged(data), weights=cut)
+        assert_rounds_to(got, exact)
+
+
+def test_rounding_errors_do_not_add_up():
+    """The sum over batches is exact where a plain float32 sum loses every term but the first."""
+    batches = [np.float32([x]) for x in [2.0**30, *[1.0] * 1000, -(2.0**30)]]
+    got = optperm.full_gradient(lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches)
+    assert got == np.float32(1000 / 1002)
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_sums_are_at_least_float32(with_weights):
+    """bfloat16 params get a float32 mean, float64 params a float64 one, in one tree."""
+    with jax.enable_x64(True):
+        params = {"half": jnp.zeros(2, jnp.bfloat16), "double": jnp.zeros(2, jnp.float64)}
+        x = np.random.default_rng(0).normal(size=(300, 2))
+
+        def loss(params, batch):
+            wide = params["half"].astype(np.float64) + params["double"]
+            return jnp.mean(batch @ wide)
+
+        got = optperm.full_gradient(
+            loss, params, x.reshape(100, 3, 2), weights=[np.ones(3)] * 100 if with_weights else None
+        )
+        assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
+        np.testing.assert_allclose(got["double"], x.mean(axis=0), rtol=1e-13)
+        # Each gradient was rounded to bfloat16, their sum was not.
+        batch_means = x.reshape(100, 3, 2).sum(1) if with_weights else x.reshape(100, 3, 2).mean(1)
+        rounded = np.asarray(jnp.asarray(batch_means, jnp.bfloat16), np.float64)
+        expected = rounded.sum(0) / 300 if with_weights else rounded.mean(0)
+        np.testing.assert_allclose(got["half"], expected, rtol=1e-6)
+
+
+def test_each_batch_shape_is_compiled_once():
+    """Of a function passed again nothing is traced anew; another function is not mistaken for it."""
+    traces = []
+
+    def counted(params, batch):
+        traces.append(batch["y"].shape)
+        return loss_fn(params, batch)
+
+    params, data = support.random_params(), make_data()
+    first = optperm.full_gradient(counted, params, ragged(data))
+    assert sorted(traces) == [(2, 5), (4, 5)]
+    elsewhere = support.random_params(1)
+    second = optperm.full_gradient(counted, elsewhere, iter(ragged(data)))
+    assert len(traces) == 2
+    assert not np.array_equal(first["bias"], second["bias"])
+    doubled = optperm.full_gradient(lambda p, b: 2.0 * counted(p, b), params, ragged(data))
+    chex.assert_trees_all_close(doubled, jax.tree.map(lambda g: 2.0 * g, first))
+    with_aux = optperm.full_gradient(
+        lambda p, b: (counted(p, b), b), params, ragged(data), has_aux=True
+    )
+    support.assert_same_bits(with_aux, first)
+
+
+class Tensor:
+    """An array of another library: NumPy can convert it, and `jax.jit` does not take it."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class Loader:
+    """A loader without a length that yields what such loaders yield."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return ({k: Tensor(v) for k, v in batch.items()} for batch in self.batches)
+
+
+def test_any_iterable_of_batches():
+    """Generators, loaders of foreign tensors, lists of device arrays; shared leaves of rank 0."""
+    params, data = support.random_params(), make_data()
+    expected = optperm.full_gradient(loss_fn, params, ragged(data))
+    nothing = rows(data, slice(0, 0))
+    for batches in (
+        (batch for batch in ragged(data)),
+        Loader(ragged(data)),
+        jax.tree.map(jnp.asarray, ragged(data)),
+        [nothing, *ragged(data), nothing],
+    ):
+        support.assert_same_bits(optperm.full_gradient(loss_fn, params, batches), expected)
+    weights = (Tensor(w) for w in padded(data)[1])
+    got = optperm.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=3e-6)
+
+    def scaled(params, batch):
+        keep = jax.random.bernoulli(batch["key"], 0.5, (12,)).astype(jnp.float32)
+        return batch["scale"] * loss_fn(params, {"x": batch["x"] * keep[None], "y": batch["y"]})
+
+    with_key = [b | {"key": jax.random.key(3), "scale": 2.0} for b in ragged(data)]
+    keep = jax.random.bernoulli(jax.random.key(3), 0.5, (12,))
+    exact = mean_of_single_gradients(params, data | {"x": data["x"] * np.asarray(keep)[None]})
+    for weights in (None, [np.ones(len(b["y"])) for b in with_key]):
+        got = optperm.full_gradient(scaled, params, with_key, weights=weights)
+        assert_rounds_to(got, jax.tree.map(lambda g: 2.0 * g, exact))
+
+
+# Many devices.
+
+
+@pytest.mark.parametrize("how", ["pmap", "checked", "unchecked"])
+def test_devices_with_data_of_their_own_sum_over_the_axis(how):
+    """Four devices, of which the last has only padding in its last batch: the mean of all, once."""
+    params, data = support.random_params(), make_data(13)
+    batches, weights = padded(
+        data, size=8
+    )  # Two batches of 8: two examples a device, then 5 and 3.
+    exact = mean_of_single_gradients(params, data)
+
+    def run(params, batches, weights):
+        return optperm.full_gradient(loss_fn, params, batches, weights=weights, axis_name="data")
+
+    if how == "pmap":
+        split = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batches, weights))
+        run = jax.pmap(run, axis_name="data", in_axes=(None, 0, 0), devices=jax.devices()[:4])
+        got = run(params, *split)
+        for replica in range(4):
+            assert_rounds_to(jax.tree.map(lambda g, r=replica: g[r], got), exact)
+        return
+    run = jax.shard_map(
+        run,
+        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=how == "checked",
+    )
+    assert_rounds_to(jax.jit(run)(params, batches, weights), exact)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_without_an_axis_name_each_device_keeps_its_own_mean(checked):
+    """No sum over devices slips in, not even where JAX would sum gradients of replicated params."""
+    params, data = support.random_params(), make_data(16)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        check_vma=checked,
+    )
+    def run(params, batch):
+        grads = optperm.full_gradient(loss_fn, params, [batch, batch])
+        return jax.tree.map(lambda g: g[None], grads)
+
+    got = run(params, data)
+    for device in range(4):
+        own = mean_of_single_gradients(params, rows(data, slice(4 * device, 4 * device + 4)))
+        assert_rounds_to(jax.tree.map(lambda g, d=device: g[d], got), own)
+
+
+def test_batches_that_every_device_has_are_counted_once():
+    """In checked shard_map, params and batches that do not vary give their own mean."""
+    params, data = support.random_params(), make_data()
+    run = jax.shard_map(
+        lambda p, b: optperm.full_gradient(loss_fn, p, b, axis_name="data"),
+        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
+        in_specs=(P(), P()),
+        out_specs=P(),
+    )
+    assert_rounds_to(jax.jit(run)(params, ragged(data)), mean_of_single_gradients(params, data))
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_batches_sharded_over_a_mesh(with_weights):
+    """Under jit nothing has to be said: eight devices give the mean, compiled once, in place."""
+    traces = []
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    params, data = support.random_params(), make_data(32)
+    exact = mean_of_single_gradients(params, data)
+    replicated = jax.device_put(params, NamedSharding(mesh, P()))
+    batches, weights = padded(data, size=16)
+    placed = jax.device_put((batches, weights), NamedSharding(mesh, P("data")))
+    got = optperm.full_gradient(
+        counted, replicated, placed[0], weights=placed[1] if with_weights else None
+    )
+    assert_rounds_to(got, exact)
+    assert len(traces) == 1
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("batches", [[], iter(()), [{"x": np.ones((0, 12)), "y": np.ones((0, 5))}]])
+@pytest.mark.parametrize("weights", [None, ()])
+def test_nothing_to_average_is_an_error(batches, weights):
+    """An empty iterable, or only empty batches."""
+    if weights is not None and batches:
+        weights = [np.ones(0)] if isinstance(batches, list) else weights
+    with pytest.raises(ValueError, match="no examples in batches"):
+        optperm.full_gradient(loss_fn, support.random_params(), batches, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([np.ones(4), np.ones(4)], "weights ended after 2 arrays, but batches go on"),
+        ([np.ones(4), np.ones(4), np.ones(2), np.ones(4)], "batches ended, but weights go on"),
+        ([np.ones(4), np.ones(3), np.ones(2)], r"batch 1 has 4 examples.* of shape \(3,\)"),
+        ([np.ones(4), np.ones((4, 1)), np.ones(2)], r"batch 1 has 4 examples.* of shape \(4, 1\)"),
+        ([np.ones(4), -np.ones(4), np.ones(2)], "finite and not negative"),
+        ([np.ones(4), np.full(4, np.inf), np.ones(2)], "finite and not negative"),
+        ([np.zeros(4), np.zeros(4), np.zeros(2)], "not all zero.* sum is 0"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(weights, message):
+    """Too few or too many arrays, other shapes, negative, infinite, or nothing that counts."""
+    with pytest.raises(ValueError, match=message):
+        optperm.full_gradient(
+            loss_fn, support.random_params(), ragged(make_data()), weights=weights
+        )
+
+
+def test_what_is_no_iterable_of_batches_is_refused():
+    """A single batch, a number, or leaves that disagree in their number of examples."""
+    params, data = support.random_params(), make_data()
+    for bad in (data, 3, "batches", None):
+        with pytest.raises(TypeError, match="batches must be an iterable, one item a batch, got"):
+            optperm.full_gradient(loss_fn, params, bad)
+    with pytest.raises(TypeError, match="weights must be an iterable"):
+        optperm.full_gradient(loss_fn, params, ragged(data), weights=1.0)
+    for bad in (data | {"y": data["y"][:3]}, {"scale": np.float32(1.0)}):
+        with pytest.raises(ValueError, match="must agree in their leading axis"):
+            optperm.full_gradient(loss_fn, params, [bad])
+    with pytest.raises(TypeError, match=r"loss_fn must return a real scalar.* has_aux=True"):
+        optperm.full_gradient(lambda p, b: (loss_fn(p, b), 0), params, ragged(data))
+    with pytest.raises(TypeError, match=r"params\['bias'\] has dtype int32"):
+        optperm.full_gradient(loss_fn, params | {"bias": jnp.arange(5)}, ragged(data))
+    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
+        optperm.full_gradient(loss_fn, params, ragged(data), axis_name="data")
+
+
+def test_progress_bar(capsys, monkeypatch):
+    """It goes over all batches, with or without a length; without rich the extra is named."""
+    params, data = support.random_params(), make_data()
+    expected = optperm.full_gradient(loss_fn, params, ragged(data))
+    for batches in (ragged(data), iter(ragged(data))):
+        got = optperm.full_gradient(loss_fn, params, batches, progress=True)
+        support.assert_same_bits(got, expected)
+        assert "full gradient" in capsys.readouterr().out
+    importlib.invalidate_caches()
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
+        optperm.full_gradient(loss_fn, params, ragged(data), progress=True)
+    support.assert_same_bits(optperm.full_gradient(loss_fn, params, ragged(data)), expected)

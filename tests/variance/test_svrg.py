@@ -1,0 +1,726 @@
+"""SVRG against plain NumPy, against closed forms, and inside what Optax and Flax wrap around it."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+import support
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+EXAMPLES, BATCH, RATE = 24, 4, 0.05
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def make_data(examples=EXAMPLES, features=3, noise=1.0):
+    """Noisy linear data in float64: no params fit all of it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(examples, features))
+    return {"x": x, "y": x @ np.arange(1.0, features + 1) + noise * rng.normal(size=examples)}
+
+
+def start(dtype=np.float32):
+    """Names that a method may not stumble over: the original overwrote params called "full"."""
+    return {"full": jnp.zeros(3, dtype), "bias_full": jnp.ones((), dtype)}
+
+
+def loss_fn(params, batch):
+    error = batch["x"] @ params["full"] + params["bias_full"] - batch["y"]
+    return jnp.mean(error**2)
+
+
+def numpy_grad(params, batch):
+    """The gradient of `loss_fn`, by hand."""
+    error = batch["x"] @ params["full"] + params["bias_full"] - batch["y"]
+    n = len(error)
+    return {"full": 2 * batch["x"].T @ error / n, "bias_full": 2 * np.sum(error) / n}
+
+
+def part(data, index, size=BATCH):
+    first = index * size % len(data["y"])
+    return {name: values[first : first + size] for name, values in data.items()}
+
+
+def to_dtype(tree, dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def correct(tx, params, opt_state, batch, data=None, loss=loss_fn, axis_name=None):
+    """The updates of one step, with everything that SVRG may ask for, and the state after it."""
+
+    def full_grad_fn(params):
+        return optperm.evaluate(loss, params, data, axis_name=axis_name).grad
+
+    e = optperm.evaluate(loss, params, batch, axis_name=axis_name)
+    return tx.update(e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args)
+
+
+def make_step(tx, data, loss=loss_fn, axis_name=None):
+    """One step of an optimizer."""
+
+    def step(params, opt_state, batch):
+        updates, opt_state = correct(tx, params, opt_state, batch, data, loss, axis_name)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def run_steps(step, params, opt_state, batches):
+    """All batches in a compiled loop, with params and state as its carry."""
+    carry, _ = jax.lax.scan(lambda c, batch: (step(*c, batch), None), (params, opt_state), batches)
+    return carry
+
+
+def snapshot_at(opt_state, params, data, loss=loss_fn):
+    return optperm.take_snapshot(opt_state, params, jax.grad(loss)(params, data))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+# The method itself.
+
+
+def reference_run(data, steps, coefficient, refresh):
+    """SVRG with a constant rate as its papers write it, in NumPy.
+
+    `refresh(t)` says when to take a snapshot in step t: "before" it is used, "after", or None.
+    """
+    theta = {"full": np.zeros(3), "bias_full": np.ones(())}
+    snapshot, mu, trail = None, None, []
+    for t in range(steps):
+        batch, old = part(data, t), theta
+        if snapshot is None or refresh(t) == "before":
+            snapshot, mu = theta, numpy_grad(theta, data)
+        g, at_snapshot = numpy_grad(theta, batch), numpy_grad(snapshot, batch)
+        theta = {
+            k: theta[k] - RATE * (g[k] - coefficient(t) * (at_snapshot[k] - mu[k])) for k in theta
+        }
+        if refresh(t) == "after":
+            snapshot, mu = old, numpy_grad(old, data)
+        trail.append(theta)
+    return trail
+
+
+def alpha(t):
+    """The coefficient of alpha-SVRG, falling to 0 within the run."""
+    return 0.75 * jnp.maximum(0.0, 1.0 - jnp.asarray(t, float) / 15)
+
+
+def coins(probability, seed):
+    """The steps after which loopless SVRG moves its snapshot: the draw is part of what a seed means."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    drawn = [
+        bool(jax.random.bernoulli(jax.random.fold_in(key, t), np.float32(probability)))
+        for t in range(20)
+    ]
+    assert 3 <= sum(drawn) <= 12
+    return drawn
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["between steps", "every 6 steps", "loopless"])
+@pytest.mark.parametrize("falling", [False, True])
+def test_trajectory_is_that_of_the_papers(form, falling):
+    """Step by step the params agree with NumPy, for all three ways to take snapshots, to 1e-13."""
+    data = make_data()
+    schedule = alpha if falling else 1.0
+    if form == "loopless":
+        flips = coins(0.3, seed=7)
+        tx = optperm.svrg(schedule, refresh_probability=0.3, seed=7)
+
+        def refresh(t):
+            return "after" if flips[t] else None
+    else:
+        tx = optperm.svrg(schedule, refresh_every=6 if form == "every 6 steps" else None)
+
+        def refresh(t):
+            return "before" if t % 6 == 0 else None
+
+    expected = reference_run(data, 20, alpha if falling else lambda t: 1.0, refresh)
+    tx = optax.chain(tx, optax.sgd(RATE))
+    params, opt_state = start(np.float64), tx.init(start(np.float64))
+    step = jax.jit(make_step(tx, data))
+    for t, wanted in enumerate(expected):
+        if form == "between steps" and t % 6 == 0:
+            opt_state = snapshot_at(opt_state, params, data)
+        params, opt_state = step(params, opt_state, part(data, t))
+        chex.assert_trees_all_close(params, wanted, rtol=1e-13, atol=1e-13)
+    assert step._cache_size() == 1  # Snapshots do not make it compile again.
+    plain = reference_run(data, 20, lambda t: 0.0, refresh)[-1]
+    assert np.abs(plain["full"] - params["full"]).max() > 1e-2
+
+
+@pytest.mark.usefixtures("x64")
+def test_reaches_the_optimum_of_noisy_least_squares():
+    """40 epochs at a constant rate, a snapshot every 2: within 1e-15, where SGD stays above 1e-3."""
+    n, size, epochs = 1000, 20, 40
+    data = make_data(n, 5, noise=2.0)
+    x, y = data["x"], data["y"]
+    best = np.linalg.lstsq(x, y, rcond=None)[0]
+
+    def loss(w, batch):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    def suboptimality(w):
+        return float(np.mean((x @ (np.asarray(w) - best)) ** 2))
+
+    def train(tx, with_snapshots):
+        step = make_step(tx, data, loss)
+
+        @jax.jit
+        def run_epoch(w, opt_state, order):
+            batches = jax.tree.map(lambda leaf: leaf[order], to_dtype(data, float))
+            return run_steps(step, w, opt_state, batches)
+
+        rng = np.random.default_rng(1)
+        w = jnp.zeros(5)
+        opt_state = tx.init(w)
+        found = []
+        for epoch in range(epochs):
+            if with_snapshots and epoch % 2 == 0:
+                opt_state = snapshot_at(opt_state, w, data, loss)
+            w, opt_state = run_epoch(w, opt_state, rng.permutation(n).reshape(-1, size))
+            found.append(suboptimality(w))
+        return found
+
+    reduced = train(optax.chain(optperm.svrg(), optax.sgd(0.1)), with_snapshots=True)
+    plain = train(optax.sgd(0.1), with_snapshots=False)
+    assert reduced[-1] <= 1e-15
+    assert min(plain) > 1e-3
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("coefficient", [1.0, 0.3])
+def test_gradients_stay_unbiased_with_less_variance(coefficient):
+    """Over the batches of an epoch they average to the gradient at the current params, to rounding."""
+    data = to_dtype(make_data(), np.float64)
+    params = {"full": jnp.array([0.9, 1.8, 3.2]), "bias_full": jnp.array(0.1)}
+    near = jax.tree.map(lambda p: p + 1e-3, params)
+    tx = optperm.svrg(coefficient)
+    opt_state = snapshot_at(tx.init(near), near, data)
+    corrected, plain = [], []
+    for t in range(EXAMPLES // BATCH):
+        corrected.append(correct(tx, params, opt_state, part(data, t))[0])
+        plain.append(jax.grad(loss_fn)(params, part(data, t)))
+    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), stack(corrected))
+    chex.assert_trees_all_close(mean, numpy_grad(params, data), rtol=1e-13, atol=1e-13)
+    spread, of_sgd = (np.std(stack(grads)["full"], axis=0).max() for grads in (corrected, plain))
+    # At one point the correction leaves the share 1 - c of the deviation from the mean.
+    np.testing.assert_allclose(spread / of_sgd, 1 - coefficient, atol=5e-3)
+
+
+def test_gradient_at_the_snapshot_costs_nothing_while_it_is_not_used():
+    """Before the first snapshot, and where the coefficient is 0, only the one gradient is computed."""
+    calls = []
+    data = to_dtype(make_data(), np.float32)
+    tx = optperm.svrg(lambda count: jnp.where(count < 2, 1.0, 0.0))
+    params = start()
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        e = optperm.evaluate(loss_fn, params, batch)
+
+        def grad_fn(at):
+            jax.debug.callback(lambda: calls.append(1))
+            return e.extra_args["grad_fn"](at)
+
+        return e.grad, tx.update(e.grad, opt_state, params, grad_fn=grad_fn)
+
+    opt_state = tx.init(params)
+    for t, expected in enumerate([0, 1, 1]):
+        if t == 1:
+            opt_state = snapshot_at(opt_state, start(), data)
+            params = jax.tree.map(lambda p: p + 0.5, params)
+        grad, (updates, opt_state) = jax.block_until_ready(step(params, opt_state, part(data, t)))
+        jax.effects_barrier()
+        assert len(calls) == expected
+        is_same = all(map(np.array_equal, jax.tree.leaves(updates), jax.tree.leaves(grad)))
+        assert is_same == (t != 1)
+
+
+def test_both_gradients_of_a_step_see_the_same_dropout_mask():
+    """At the snapshot itself they cancel bit for bit, whatever the key: what is left is mu."""
+    model = nn.Sequential(
+        [nn.Dense(16), nn.relu, nn.Dropout(0.5, deterministic=False), nn.Dense(1)]
+    )
+    data = to_dtype(make_data(), np.float32)
+    params = model.init(jax.random.key(0), data["x"])["params"]
+
+    def loss(params, batch):
+        out = model.apply({"params": params}, batch["x"], rngs={"dropout": batch["key"]})
+        return jnp.mean((out[:, 0] - batch["y"]) ** 2)
+
+    tx = optperm.svrg()
+    mu = support.random_like(params, 3)
+    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    grads = []
+    for seed in range(2):
+        batch = part(data, 0) | {"key": jax.random.key(seed)}
+        updates, _ = jax.jit(functools.partial(correct, tx, loss=loss))(params, opt_state, batch)
+        support.assert_same_bits(updates, mu)
+        grads.append(jax.grad(loss)(params, batch)["layers_0"]["kernel"])
+    assert not np.array_equal(*grads)  # The mask did make a difference.
+
+
+# Precision, and what is not finite.
+
+
+def test_bfloat16_params_keep_a_float32_mean():
+    """mu is not rounded to the params' dtype, so the mean of the corrected gradients is not biased."""
+    params = start(jnp.bfloat16)
+    tx = optperm.svrg()
+    mu = {"full": jnp.float32([1.001, -2.003, 0.3333]), "bias_full": jnp.float32(1e-3)}
+    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    support.assert_same_bits(opt_state.snapshot.full_grad, mu)
+    chex.assert_trees_all_equal_dtypes(opt_state.snapshot.params, params)
+    # g - g_snapshot = -1 brings the small digits of mu to the front.
+    g = {"full": jnp.bfloat16([2.0, 2.0, 2.0]), "bias_full": jnp.bfloat16(2.0)}
+    at_snapshot = jax.tree.map(lambda x: x + jnp.ones_like(x), g)
+    updates, _ = tx.update(g, opt_state, params, grad_fn=lambda p: at_snapshot)
+    expected = jax.tree.map(lambda m: (m - 1.0).astype(jnp.bfloat16), mu)
+    support.assert_same_bits(updates, expected)
+    rounded_first = jnp.bfloat16(1.001) - jnp.bfloat16(1.0)
+    assert rounded_first != updates["full"][0]
+
+
+def test_what_is_large_cancels_first():
+    """In float32, near the snapshot, a mean far below the noise of a batch comes out to the last bit."""
+    params = {"w": jnp.zeros(3)}
+    tx = optperm.svrg()
+    mu = {"w": jnp.float32([1e-7, -3e-8, 2e-9])}
+    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    g = {"w": jnp.float32([1e3, -2e3, 0.5])}
+    updates, _ = jax.jit(lambda s: tx.update(g, s, params, grad_fn=lambda p: g))(opt_state)
+    support.assert_same_bits(updates, mu)
+
+
+def test_entries_whose_correction_is_not_finite_pass_through():
+    """The others are corrected; a gradient that is itself not finite stays so, for others to see."""
+    params = {"w": jnp.zeros(4, jnp.float16)}
+    tx = optperm.svrg()
+    opt_state = optperm.take_snapshot(tx.init(params), params, {"w": jnp.ones(4)})
+    g = {"w": jnp.float16([1.0, 2.0, jnp.nan, -60000.0])}
+    bad = {"w": jnp.float16([jnp.inf, 1.0, 1.0, 60000.0])}
+    updates, after = tx.update(g, opt_state, params, grad_fn=lambda p: bad)
+    np.testing.assert_array_equal(updates["w"], np.float16([1.0, 2.0, np.nan, -60000.0]))
+    support.assert_same_bits(after.snapshot, opt_state.snapshot)
+
+
+def test_a_snapshot_that_is_not_finite_is_not_taken():
+    """The old one stays, between steps with a warning, inside them and under jit without one."""
+    params, data = start(), to_dtype(make_data(), np.float32)
+    tx = optperm.svrg(refresh_every=1)
+    good = snapshot_at(tx.init(params), params, data)
+    elsewhere = jax.tree.map(lambda p: p + 1.0, params)
+    nan_grad = {"full": jnp.float32([1.0, jnp.nan, 1.0]), "bias_full": jnp.float32(1.0)}
+    for before in (good, tx.init(params)):
+        for at, grad in [(elsewhere, nan_grad), (nan_grad, elsewhere)]:
+            with pytest.warns(RuntimeWarning, match="snapshot was not taken"):
+                support.assert_same_bits(optperm.take_snapshot(before, at, grad), before)
+            support.assert_same_bits(jax.jit(optperm.take_snapshot)(before, at, grad), before)
+        updates, after = tx.update(
+            params, before, elsewhere, grad_fn=lambda p: p, full_grad_fn=lambda p: nan_grad
+        )
+        support.assert_same_bits(after.snapshot, before.snapshot)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(updates))
+
+
+def test_snapshots_are_copies():
+    """The params and the full gradient may be donated, or change in place, after it."""
+    tx = optperm.svrg()
+    params = {"w": np.ones(3, np.float32)}
+    grad = {"w": np.full(3, 2.0, np.float32)}
+    opt_state = optperm.take_snapshot(tx.init(params), params, grad)
+    params["w"][:], grad["w"][:] = 7.0, 7.0
+    np.testing.assert_array_equal(opt_state.snapshot.params["w"], 1.0)
+    np.testing.assert_array_equal(opt_state.snapshot.full_grad["w"], 2.0)
+    params, grad = {"w": jnp.ones(3)}, {"w": jnp.ones(3)}
+    opt_state = optperm.take_snapshot(tx.init(params), params, grad)
+    jax.jit(lambda *x: x, donate_argnums=(0, 1))(params, grad)
+    np.testing.assert_array_equal(opt_state.snapshot.full_grad["w"], 1.0)
+    np.testing.assert_array_equal(opt_state.snapshot.params["w"], 1.0)
+
+
+# Composition.
+
+
+@functools.cache
+def alone():
+    """The updates that svrg gives by itself over a few steps, with a snapshot after the first."""
+    return corrected_gradients(optperm.svrg(0.5))
+
+
+def corrected_gradients(tx, take=optperm.take_snapshot):
+    data = to_dtype(make_data(), np.float32)
+    params = start()
+    opt_state = tx.init(params)
+    update = jax.jit(functools.partial(correct, tx))
+    trail = []
+    for t in range(4):
+        if t == 1:
+            opt_state = take(opt_state, params, jax.grad(loss_fn)(params, data))
+        updates, opt_state = update(params, opt_state, part(data, t))
+        params = jax.tree.map(lambda p, u: p - 0.05 * u, params, updates)
+        trail.append(updates)
+    return trail
+
+
+WRAPPERS = {
+    "chain": lambda make: optax.chain(optax.clip(1e9), make(0.5), optax.scale(1.0)),
+    "named_chain": lambda make: optax.named_chain(("clip", optax.clip(1e9)), ("svrg", make(0.5))),
+    "nested": lambda make: optax.chain(optax.identity(), optax.chain(make(0.5), optax.trace(0.0))),
+    "masked": lambda make: optax.masked(make(0.5), {"full": True, "bias_full": True}),
+    "partition": lambda make: optax.partition({"all": make(0.5), "none": optax.adam(1.0)}, "all"),
+    "apply_if_finite": lambda make: optax.apply_if_finite(make(0.5), max_consecutive_errors=3),
+    "inject_hyperparams": lambda make: optax.inject_hyperparams(make)(coefficient=0.5),
+    "injected schedule": lambda make: optax.inject_hyperparams(make)(optax.constant_schedule(0.5)),
+    "MultiSteps": lambda make: optax.MultiSteps(make(0.5), 1).gradient_transformation(),
+}
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_by_optax_it_corrects_the_same(wrapper):
+    """Wrappers that change nothing change nothing, and take_snapshot reaches into all of them."""
+    tx = WRAPPERS[wrapper](optperm.svrg)
+    for take in (optperm.take_snapshot, jax.jit(optperm.take_snapshot)):
+        got = corrected_gradients(tx, take)
+        chex.assert_trees_all_close(got, alone(), rtol=1e-6)
+    assert not np.allclose(alone()[2]["full"], corrected_gradients(optperm.svrg(0.0))[2]["full"])
+
+
+@pytest.mark.usefixtures("lenient")
+def test_injected_coefficient_can_be_changed():
+    """Numbers kept in the state are traced; another one there gives what it gives when built in."""
+    tx = optax.inject_hyperparams(optperm.svrg)(coefficient=0.9)
+
+    def take(opt_state, *arguments):
+        opt_state = optperm.take_snapshot(opt_state, *arguments)
+        opt_state.hyperparams["coefficient"] = jnp.float32(0.5)
+        return opt_state
+
+    chex.assert_trees_all_close(corrected_gradients(tx, take), alone(), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_clipping_and_adamw_after_it():
+    """In a chain the others see corrected gradients, and nothing else of it."""
+    rest = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    tx = optax.chain(optperm.svrg(), rest)
+    data = to_dtype(make_data(), np.float32)
+    params = start()
+    opt_state = snapshot_at(tx.init(params), params, data)
+    mu = jax.grad(loss_fn)(params, data)
+    expected, rest_state = params, rest.init(params)
+    step = jax.jit(make_step(tx, data))
+    for t in range(4):
+        batch = part(data, t)
+        params, opt_state = step(params, opt_state, batch)
+        g = jax.tree.map(
+            lambda g, s, m: g - (s - m),
+            jax.grad(loss_fn)(expected, batch),
+            jax.grad(loss_fn)(start(), batch),
+            mu,
+        )
+        updates, rest_state = rest.update(g, rest_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        chex.assert_trees_all_close(params, expected, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_gradient_accumulation_after_it_is_a_larger_batch():
+    """Two corrected half batches in MultiSteps are one step of SVRG on the whole batch."""
+    data = to_dtype(make_data(), np.float32)
+    accumulating = optax.MultiSteps(optax.sgd(RATE), 2).gradient_transformation()
+    results = []
+    for rest, size in [(accumulating, BATCH), (optax.sgd(RATE), 2 * BATCH)]:
+        tx = optax.chain(optperm.svrg(), rest)
+        params = start()
+        opt_state = snapshot_at(tx.init(params), params, data)
+        step = jax.jit(make_step(tx, data))
+        for t in range(2 * EXAMPLES // size):
+            params, opt_state = step(params, opt_state, part(data, t, size))
+        results.append(params)
+    chex.assert_trees_all_close(*results, rtol=1e-5)
+    assert not np.allclose(results[0]["full"], 0.0)
+
+
+@pytest.mark.parametrize("how", ["masked", "partition"])
+def test_part_of_the_params(how):
+    """Beside params that do not change it is SVRG of the loss as a function of its own part."""
+    data = to_dtype(make_data(), np.float32)
+    frozen = start()["bias_full"]
+
+    def loss_of_part(part, batch):
+        return loss_fn(part | {"bias_full": frozen}, batch)
+
+    svrg_sgd = optax.chain(optperm.svrg(), optax.sgd(RATE))
+    if how == "masked":
+        mask = {"full": True, "bias_full": False}
+        tx = optax.chain(
+            optax.masked(svrg_sgd, mask),
+            optax.masked(optax.set_to_zero(), {k: not mask[k] for k in mask}),
+        )
+    else:
+        labels = {"full": "svrg", "bias_full": "frozen"}
+        tx = optax.partition({"svrg": svrg_sgd, "frozen": optax.set_to_zero()}, labels)
+    params = start()
+    opt_state = snapshot_at(tx.init(params), params, data)
+    step = jax.jit(make_step(tx, data))
+    alone = {"full": params["full"]}
+    alone_state = snapshot_at(svrg_sgd.init(alone), alone, data, loss_of_part)
+    alone_step = jax.jit(make_step(svrg_sgd, data, loss_of_part))
+    for t in range(4):
+        params, opt_state = step(params, opt_state, part(data, t))
+        alone, alone_state = alone_step(alone, alone_state, part(data, t))
+        chex.assert_trees_all_close(params["full"], alone["full"], rtol=1e-6)
+        assert params["bias_full"] == frozen
+    assert np.abs(alone["full"]).max() > 0.1
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.full = nnx.Param(start()["full"])
+        self.bias_full = nnx.Param(start()["bias_full"])
+
+    def __call__(self, x):
+        return x @ self.full + self.bias_full
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("inside_jit", [False, True])
+def test_nnx_optimizer(inside_jit):
+    """`nnx.Optimizer` passes the extras on; its state, of variables, takes the snapshot as it is."""
+    model = Model()
+    tx = optax.chain(optperm.svrg(0.5), optax.sgd(RATE, momentum=0.9))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    data = to_dtype(make_data(), np.float32)
+
+    graph = nnx.graphdef(model)
+
+    def loss(state, batch):
+        return jnp.mean((nnx.merge(graph, state)(batch["x"]) - batch["y"]) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        e = optperm.evaluate(loss, nnx.state(model, nnx.Param), batch)
+        optimizer.update(model, e.grad, **e.extra_args)
+
+    def take_snapshot(model, optimizer):
+        params = nnx.state(model, nnx.Param)
+        full_grad = optperm.full_gradient(loss, params, [part(data, t) for t in range(6)])
+        optimizer.opt_state = optperm.take_snapshot(optimizer.opt_state, params, full_grad)
+
+    take = nnx.jit(take_snapshot) if inside_jit else take_snapshot
+    params, opt_state = start(), tx.init(start())
+    plain_step = jax.jit(make_step(tx, data))
+    structure = jax.tree.structure(optimizer.opt_state)
+    for t in range(5):
+        if t in (1, 3):
+            take(model, optimizer)
+            opt_state = snapshot_at(opt_state, params, data)
+        step(model, optimizer, part(data, t))
+        params, opt_state = plain_step(params, opt_state, part(data, t))
+        got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        chex.assert_trees_all_close(got, params, rtol=1e-5)
+    assert jax.tree.structure(optimizer.opt_state) == structure
+
+
+def test_training_goes_on_from_a_checkpoint_between_snapshots(tmp_path):
+    """Restored in the middle of a period, without a new snapshot, it continues bit for bit."""
+    data = to_dtype(make_data(), np.float32)
+    tx = optax.chain(optperm.svrg(), optax.sgd(RATE))
+    step = jax.jit(make_step(tx, data))
+    params = start()
+    saved = step(params, snapshot_at(tx.init(params), params, data), part(data, 0))
+    template = jax.tree.map(jnp.zeros_like, (params, tx.init(params)))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", template)
+    assert restored[1][0].snapshot.is_taken
+    support.assert_same_bits(
+        step(*restored, part(data, 1)),
+        step(*saved, part(data, 1)),
+    )
+
+
+# Many devices.
+
+
+def run_on_devices(how, tx, data, batches):
+    """Params and state after training on four devices that each hold a quarter of each batch."""
+
+    def train(params, data, batches):
+        full_grad = optperm.full_gradient(loss_fn, params, [data], axis_name="data")
+        opt_state = optperm.take_snapshot(tx.init(params), params, full_grad)
+        return run_steps(make_step(tx, data, axis_name="data"), params, opt_state, batches)
+
+    if how == "pmap":
+        split = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), data)
+        batches = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(len(x), 4, -1, *x.shape[2:]), 1, 0), batches
+        )
+        train = jax.pmap(train, axis_name="data", in_axes=(None, 0, 0), devices=jax.devices()[:4])
+        params, opt_state = train(start(np.float64), split, batches)
+        chex.assert_trees_all_equal(*(jax.tree.map(lambda x, i=i: x[i], params) for i in range(4)))
+        return jax.tree.map(lambda x: x[0], (params, opt_state))
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    train = jax.shard_map(
+        train,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P(None, "data")),
+        out_specs=P(),
+        check_vma=how == "checked",
+    )
+    return jax.jit(train)(start(np.float64), data, batches)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("how", ["pmap", "checked", "unchecked"])
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}])
+def test_four_devices_train_as_one(how, options):
+    """Snapshot, training in a scan, and snapshots inside it give the numbers of a single device."""
+    tx = optax.chain(optperm.svrg(0.9, **options), optax.sgd(RATE))
+    data = to_dtype(make_data(), np.float64)
+    batches = stack([part(data, t) for t in range(6)])
+    params, opt_state = start(np.float64), tx.init(start(np.float64))
+    opt_state = snapshot_at(opt_state, params, data)
+    expected = run_steps(make_step(tx, data), params, opt_state, batches)
+    got = run_on_devices(how, tx, data, batches)
+    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [{"refresh_every": 3}, {"refresh_probability": 0.4}])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_model_per_device(checked, options):
+    """Params that vary over the mapped axis are corrected each by a snapshot of their own."""
+    tx = optax.chain(optperm.svrg(**options), optax.sgd(RATE))
+    data = to_dtype(make_data(), np.float32)
+    batches = stack([part(data, t) for t in range(6)])
+    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+
+    def train(params):
+        return run_steps(make_step(tx, data), params, tx.init(params), batches)
+
+    def train_own(params):
+        results = train(jax.tree.map(lambda x: x[0], params))
+        return jax.tree.map(lambda x: x[None], results[0])
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    spec = P("model")
+    mapped = jax.shard_map(train_own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+    got = jax.jit(mapped)(starts)
+    expected, _ = jax.jit(jax.vmap(train))(starts)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"refresh_every": 1}])
+def test_params_that_leave_a_snapshot_that_devices_share(options):
+    """In checked shard_map a replicated state serves params that differ from device to device."""
+    tx = optperm.svrg(**options)
+    data = to_dtype(make_data(), np.float32)
+    opt_state = snapshot_at(tx.init(start()), start(), data)
+    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+
+    def update(params):
+        return correct(tx, params, opt_state, part(data, 0), data)
+
+    mapped = jax.shard_map(
+        lambda p: jax.tree.map(lambda x: x[None], update(jax.tree.map(lambda x: x[0], p))),
+        mesh=Mesh(np.array(jax.devices()[:4]), ("model",)),
+        in_specs=P("model"),
+        out_specs=P("model"),
+    )
+    got = jax.jit(mapped)(starts)
+    chex.assert_trees_all_close(got, jax.jit(jax.vmap(update))(starts), rtol=1e-5)
+
+
+def test_states_of_replicas_take_a_snapshot_at_once():
+    """A state with a leading axis of replicas, as pmap keeps it, takes params with the same axis."""
+    tx = optperm.svrg()
+    params, grads = stack([start()] * 3), stack([start(), start(), start()])
+    opt_state = optperm.take_snapshot(stack([tx.init(start())] * 3), params, grads)
+    one = optperm.take_snapshot(tx.init(start()), start(), start())
+    support.assert_same_bits(opt_state, stack([one] * 3))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"coefficient": -0.1}, ValueError, "coefficient must be at least 0, got -0.1"),
+        ({"coefficient": "1"}, TypeError, "coefficient must be a number or a schedule"),
+        ({"refresh_every": 0}, ValueError, "refresh_every must be at least 1, got 0"),
+        ({"refresh_every": 2.0}, TypeError, "refresh_every must be an integer, got 2.0"),
+        ({"refresh_every": True}, TypeError, "refresh_every must be an integer, got True"),
+        ({"refresh_probability": 1.5}, ValueError, r"refresh_probability must be in \[0, 1\]"),
+        ({"refresh_every": 2, "refresh_probability": 0.5}, ValueError, "not both"),
+        ({"seed": -1}, ValueError, "seed must be at least 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, error, message):
+    """When it is built, by name."""
+    with pytest.raises(error, match=message):
+        optperm.svrg(**arguments)
+
+
+def test_missing_extras_are_named():
+    """With the function that makes them."""
+    params = start()
+    tx = optperm.svrg()
+    with pytest.raises(ValueError, match=r"extra argument grad_fn.*optperm\.evaluate"):
+        tx.update(params, tx.init(params), params)
+    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5}):
+        tx = optperm.svrg(**options)
+        with pytest.raises(ValueError, match=r"extra argument full_grad_fn.*optperm\.evaluate"):
+            tx.update(params, tx.init(params), params, grad_fn=lambda p: p)
+
+
+def test_params_that_are_not_real_are_refused():
+    """Integers and complex numbers have no place in it."""
+    for leaf in (jnp.arange(3), jnp.ones(2, jnp.complex64)):
+        with pytest.raises(TypeError, match=r"params\['w'\] has dtype .* optax.partition"):
+            optperm.svrg().init({"w": leaf})
+
+
+def test_snapshots_that_do_not_fit_are_refused():
+    """Another tree, shape or dtype, a state without svrg or with two: each says what was expected."""
+    params = start()
+    tx = optperm.svrg()
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match="params has another tree structure than the optimizer"):
+        optperm.take_snapshot(opt_state, {"w": jnp.ones(3)}, params)
+    with pytest.raises(ValueError, match="full_grad has another tree structure than the optimizer"):
+        optperm.take_snapshot(opt_state, params, [jnp.ones(3)])
+    with pytest.raises(ValueError, match=r"params\['full'\] is float32\[2\], but .* float32\[3\]"):
+        optperm.take_snapshot(opt_state, params | {"full": jnp.ones(2)}, params)
+    with pytest.raises(ValueError, match=r"full_grad\['full'\] is float32\[2\]"):
+        optperm.take_snapshot(opt_state, params, params | {"full": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"params\['full'\] is bfloat16\[3\]"):
+        optperm.take_snapshot(opt_state, params | {"full": jnp.ones(3, jnp.bfloat16)}, params)
+    masked = optax.masked(tx, {"full": True, "bias_full": False}).init(params)
+    with pytest.raises(ValueError, match="params has another tree structure than the optimizer"):
+        optperm.take_snapshot(masked, {"w": jnp.ones(3)}, params)
+    with pytest.raises(ValueError, match=r"SvrgState \(the state of optperm.svrg\).* found none"):
+        optperm.take_snapshot(optax.adam(0.1).init(params), params, params)
+    with pytest.raises(ValueError, match=r"SvrgState .* found 2"):
+        optperm.take_snapshot((opt_state, opt_state), params, params)
