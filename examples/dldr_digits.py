@@ -1,13 +1,14 @@
 """Training in tiny subspaces, the paper's figure in small: an MLP on scikit-learn's digits.
 
 SGD trains for a few epochs and leaves a trajectory. Then SGD goes on, or P-SGD and P-BFGS train in the
-subspace of the trajectory's first k principal components. Writes dldr-digits.png: loss and accuracy
-over epochs, and the loss after the second phase over k.
+subspace of the trajectory's first k principal components. Draws loss and accuracy over epochs, and
+the loss after the second phase over k.
 
-    python examples/dldr_digits.py [--epochs 6] [--output dldr-digits.png]
+    python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
 """
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import optperm
 
-BATCH, SAMPLE_EVERY = 128, 4  # images; steps from one snapshot to the next
+BATCH, SAMPLE_EVERY = 128, 4  # images; steps
 
 
 def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -60,8 +61,7 @@ def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
         batches = jax.tree.map(lambda a: a[order].reshape(per_epoch, BATCH, *a.shape[1:]), data)
         return jax.lax.scan(step, carry, batches)[0]
 
-    params, curve = initial(), []
-    carry = (params, tx.init(params))
+    carry, curve = (initial(), tx.init(initial())), []
     for index in range(epochs + 1):
         accuracy = jnp.mean(predict(carry[0], test[0]).argmax(1) == test[1])
         curve.append((loss_fn(carry[0], data), accuracy))
@@ -69,14 +69,14 @@ def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
     return np.array(curve)
 
 
-def main() -> None:
-    """Trains, prints the last losses and accuracies, and draws them."""
+def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Trains, prints and draws; returns the curves of loss and accuracy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6, help="of each of the two phases")
-    parser.add_argument("--output", default="dldr-digits.png")
-    arguments = parser.parse_args()
+    parser.add_argument("--out", default="dldr-digits.png")
+    arguments = parser.parse_args(argv)
     x, y = load_digits(return_X_y=True)
-    x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y, jnp.int32)
+    x, y = jnp.float32(x / 16), jnp.int32(y)
     data, test = (x[:1257], y[:1257]), (x[1257:], y[1257:])
     samples = arguments.epochs * (len(data[0]) // BATCH) // SAMPLE_EVERY + 1
 
@@ -93,10 +93,9 @@ def main() -> None:
 
     sizes = [k for k in (2, 4, 8, 12) if k < samples]
     bfgs = {k: two_phases(k, "bfgs") for k in sizes}
+    plain = optax.with_extra_args_support(optax.sgd(0.1))
     curves = {
-        "SGD": train(
-            optax.with_extra_args_support(optax.sgd(0.1)), data, test, 2 * arguments.epochs
-        ),
+        "SGD": train(plain, data, test, 2 * arguments.epochs),
         f"P-SGD, k = {sizes[-1]}": two_phases(sizes[-1], "sgd"),
         f"P-BFGS, k = {sizes[-1]}": bfgs[sizes[-1]],
     }
@@ -113,7 +112,8 @@ def main() -> None:
     ):
         axis.set(xlabel=x_label, ylabel=y_label)
         axis.legend()
-    figure.savefig(arguments.output, dpi=120)
+    figure.savefig(arguments.out, dpi=120)
+    return curves
 
 
 if __name__ == "__main__":

@@ -15,19 +15,17 @@ from optperm.composition import find_states
 from optperm.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.placement import PlacingState
 from optperm.precision import widest_dtype
-from optperm.subspace.dim_reduce import (
-    Curvature,
-    DimReduceState,
+from optperm.subspace.dim_reduce import Curvature, DimReduceState, dim_reduce
+from optperm.subspace.pca import principal_rows
+from optperm.subspace.phases import (
     ValueFn,
     all_finite,
     averaged,
     choose,
-    dim_reduce,
     in_form_of,
     inner_optimizer,
     require_values,
 )
-from optperm.subspace.pca import principal_rows
 from optperm.subspace.projection import Subspace, empty_subspace, lift, project
 from optperm.subspace.trajectory import write_row
 
