@@ -67,6 +67,21 @@ def check_count(name: str, value: object, *, minimum: int = 1) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value!r}.")
 
 
+def check_static_count(name: str, value: object) -> None:
+    """Raises unless `value` is a plain integer of at least 1, which no program can change.
+
+    Raises:
+      TypeError: If `value` is an array, traced or not, or not an integer.
+      ValueError: If `value` is below 1.
+    """
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{name} decides the shapes of arrays and must be a plain integer: with "
+            "optax.inject_hyperparams name it in static_args."
+        )
+    check_count(name, value)
+
+
 def check_real_floating(name: str, tree: Any, *, advice: str) -> None:
     """Raises a TypeError that names the first leaf of `tree` that is not of a real floating dtype."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 import optperm
@@ -24,6 +25,8 @@ class Transformation:
       arguments: The numbers to build it with.
       permutes: Whether it keeps the values of the params, in another order.
       lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
+      is_identity: Whether it hands on the updates as they came.
+      rows: For params of state entries with a leading axis, the lengths that occur.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
@@ -32,6 +35,8 @@ class Transformation:
     arguments: Mapping[str, Any]
     permutes: bool = False
     lenient: bool = False
+    is_identity: bool = False
+    rows: tuple[int, ...] = ()
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
@@ -71,6 +76,9 @@ def bowl(params: optax.Params) -> optax.Updates:
     return params
 
 
+# A loss that tells a line search nothing; before a basis is set none is made.
+LOSS = {"value": jnp.zeros([]), "value_fn": lambda params: jnp.zeros([])}
+
 TRANSFORMATIONS = (
     Transformation("sgperm", optperm.sgperm, {"aggressiveness": 0.3}, permutes=True),
     Transformation(
@@ -87,6 +95,34 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
+    ),
+    Transformation(
+        "record_trajectory",
+        optperm.record_trajectory,
+        {"every": 2, "capacity": 3},
+        is_identity=True,
+        rows=(3,),
+    ),
+    Transformation(
+        "dim_reduce",
+        optperm.dim_reduce,
+        {"n_components": 2, "alpha": 2e-3},
+        lenient=True,
+        rows=(2,),
+        extra_args=LOSS,
+    ),
+    Transformation(
+        "dldr",
+        optperm.dldr,
+        {
+            "optimizer": optax.sgd(1e-3, 0.9),
+            "sample_every": 1,
+            "num_samples": 2,
+            "n_components": 1,
+        },
+        lenient=True,
+        rows=(1,),
+        extra_args=LOSS,
     ),
     Transformation(
         "svrg",

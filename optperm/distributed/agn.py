@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from optperm import checks
-from optperm.distributed.local_steps import Commit, local_steps, wide_dtype
+from optperm.distributed.local_steps import Commit, local_steps
 from optperm.mapped_axes import AxisName
+from optperm.precision import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True)

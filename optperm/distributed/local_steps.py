@@ -264,11 +264,6 @@ def center_params(opt_state: Any) -> optax.Params:
     return find_state(opt_state, LocalStepsState, method="agn or optperm.diloco").center
 
 
-def wide_dtype(leaf: Any) -> Any:
-    """The dtype to accumulate and to communicate in: float32, or float64 for float64."""
-    return jnp.float64 if jnp.result_type(leaf) == jnp.float64 else jnp.float32
-
-
 def _flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
     """All leaves as one vector of the widest dtype among them, and the way back (in that dtype)."""
     leaves, structure = jax.tree.flatten(tree)

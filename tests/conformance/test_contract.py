@@ -186,7 +186,10 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     found = jax.tree.leaves(
         marked, is_leaf=lambda x: isinstance(x, tuple) and x[:1] in (("k",), ("b",))
     )
-    assert set(found) == {("k", (12, 5)), ("b", (5,))}
+    plain = {("k", (12, 5)), ("b", (5,))}
+    with_rows = {(spec, (rows, *shape)) for spec, shape in plain for rows in ours.rows}
+    assert with_rows <= set(found) <= plain | with_rows
+    assert ours.rows or set(found) == plain
     unchanged = optax.tree.map_params(tx, lambda leaf: leaf, opt_state)
     support.assert_same_bits(unchanged, opt_state)
 
@@ -210,6 +213,8 @@ def test_mixed_dtypes_keep_theirs(ours):
 
 def test_gradients_in_another_precision(ours):
     """Float32 gradients train bfloat16 params, and the other way round; the params' dtype stays."""
+    if ours.is_identity:
+        pytest.skip("hands on the updates as they came")
     for param_dtype, grad_dtype in [("bfloat16", "float32"), ("float32", "bfloat16")]:
         params = support.random_params(dtype=param_dtype)
         grads = support.random_like(support.random_params(dtype=grad_dtype), 1)
@@ -271,6 +276,8 @@ def test_trees_that_do_not_match_are_named(ours, spoil, message):
 
 def test_params_of_another_dtype_are_named(ours):
     """Params cast behind the optimizer's back raise."""
+    if ours.is_identity:
+        pytest.skip("keeps params in a dtype of its own, whatever theirs is")
     params = support.random_params()
     tx = ours.make()
     cast = params | {"bias": params["bias"].astype("bfloat16")}

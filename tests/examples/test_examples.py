@@ -50,3 +50,14 @@ def test_svrg_logistic(tmp_path):
     for name, curve in curves.items():
         assert curve[-1][0] == pytest.approx(saga_count, rel=0.15)
         assert curve[-1][1] < (of_saga / 10 if "4/L" in name else 2 * of_saga)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_dldr_digits(tmp_path):
+    """In the subspace of its trajectory P-BFGS ends at half the loss of SGD, and P-SGD beside it."""
+    curves = run("dldr_digits.py", "--out", tmp_path / "curves.png")
+    assert_is_picture(tmp_path / "curves.png")
+    sgd, p_sgd, p_bfgs = (curve[-1, 0] for curve in curves.values())
+    assert p_bfgs < 0.5 * sgd
+    assert p_sgd < 1.2 * sgd

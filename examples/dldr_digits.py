@@ -1,0 +1,120 @@
+"""Training in tiny subspaces, the paper's figure in small: an MLP on scikit-learn's digits.
+
+SGD trains for a few epochs and leaves a trajectory. Then SGD goes on, or P-SGD and P-BFGS train in the
+subspace of the trajectory's first k principal components. Draws loss and accuracy over epochs, and
+the loss after the second phase over k.
+
+    python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+
+import optperm
+
+BATCH, SAMPLE_EVERY = 128, 4  # images; steps
+
+
+def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Logits."""
+    return jax.nn.relu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+
+def loss_fn(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Mean cross-entropy."""
+    x, y = batch
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(predict(params, x), y))
+
+
+def initial(seed: int = 0, hidden: int = 64) -> dict[str, jax.Array]:
+    """Params of the MLP."""
+    first, second = jax.random.split(jax.random.key(seed))
+    return {
+        "w1": jax.random.normal(first, (64, hidden)) * 0.125,
+        "b1": jnp.zeros(hidden),
+        "w2": jax.random.normal(second, (hidden, 10)) * hidden**-0.5,
+        "b2": jnp.zeros(10),
+    }
+
+
+def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
+    """Training loss and test accuracy after each epoch, (epochs + 1, 2)."""
+    per_epoch = len(data[0]) // BATCH
+
+    def step(carry: Any, batch: Any) -> tuple[Any, None]:
+        params, opt_state = carry
+        e = optperm.evaluate(loss_fn, params, batch)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+
+    @jax.jit
+    def epoch(carry: Any, key: jax.Array) -> Any:
+        order = jax.random.permutation(key, len(data[0]))[: per_epoch * BATCH]
+        batches = jax.tree.map(lambda a: a[order].reshape(per_epoch, BATCH, *a.shape[1:]), data)
+        return jax.lax.scan(step, carry, batches)[0]
+
+    carry, curve = (initial(), tx.init(initial())), []
+    for index in range(epochs + 1):
+        accuracy = jnp.mean(predict(carry[0], test[0]).argmax(1) == test[1])
+        curve.append((loss_fn(carry[0], data), accuracy))
+        carry = epoch(carry, jax.random.key(index))
+    return np.array(curve)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+    """Trains, prints and draws; returns the curves of loss and accuracy."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=6, help="of each of the two phases")
+    parser.add_argument("--out", default="dldr-digits.png")
+    arguments = parser.parse_args(argv)
+    x, y = load_digits(return_X_y=True)
+    x, y = jnp.float32(x / 16), jnp.int32(y)
+    data, test = (x[:1257], y[:1257]), (x[1257:], y[1257:])
+    samples = arguments.epochs * (len(data[0]) // BATCH) // SAMPLE_EVERY + 1
+
+    def two_phases(k: int, phase: str) -> np.ndarray:
+        tx = optperm.dldr(
+            optax.sgd(0.1),
+            sample_every=SAMPLE_EVERY,
+            num_samples=samples,
+            n_components=k,
+            second_phase=phase,
+            second_optimizer=optax.sgd(1.0 if phase == "bfgs" else 0.1),
+        )
+        return train(tx, data, test, 2 * arguments.epochs)
+
+    sizes = [k for k in (2, 4, 8, 12) if k < samples]
+    bfgs = {k: two_phases(k, "bfgs") for k in sizes}
+    plain = optax.with_extra_args_support(optax.sgd(0.1))
+    curves = {
+        "SGD": train(plain, data, test, 2 * arguments.epochs),
+        f"P-SGD, k = {sizes[-1]}": two_phases(sizes[-1], "sgd"),
+        f"P-BFGS, k = {sizes[-1]}": bfgs[sizes[-1]],
+    }
+    figure = Figure(figsize=(12, 3.5), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for name, curve in curves.items():
+        print(f"{name:16s} loss {curve[-1, 0]:.4f}, test accuracy {curve[-1, 1]:.3f}")
+        axes[0].semilogy(curve[:, 0], label=name)
+        axes[1].plot(curve[:, 1], label=name)
+    axes[2].semilogy(sizes, [bfgs[k][-1, 0] for k in sizes], "o-", label="P-BFGS")
+    axes[2].axhline(curves["SGD"][-1, 0], color="C0", label="SGD")
+    for axis, x_label, y_label in zip(
+        axes, ("epoch", "epoch", "k"), ("training loss", "test accuracy", "final loss"), strict=True
+    ):
+        axis.set(xlabel=x_label, ylabel=y_label)
+        axis.legend()
+    figure.savefig(arguments.out, dpi=120)
+    return curves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training in the subspace that a training trajectory spans."""

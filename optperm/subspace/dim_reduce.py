@@ -1,0 +1,371 @@
+"""DimReduce: quasi-Newton steps in a subspace of the params, with a line search.
+
+T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
+DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm import checks
+from optperm.composition import find_state, mask_like, replace_state, without_variables
+from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.placement import apply_updates
+from optperm.precision import widest_dtype
+from optperm.schedules import at_step
+from optperm.subspace.phases import (
+    ValueFn,
+    all_finite,
+    averaged,
+    choose,
+    in_form_of,
+    inner_optimizer,
+    require_values,
+)
+from optperm.subspace.projection import Subspace, empty_subspace, lift, project
+
+Curvature = Literal["absolute", "relative"]
+
+
+class DimReduceState(NamedTuple):
+    r"""State of `dim_reduce`, one on each replica.
+
+    Attributes:
+      count: Calls of `update`, skipped steps included.
+      subspace: The basis :math:`P`.
+      residual: :math:`m`, what the gradients had outside the subspace, with momentum.
+      inverse_hessian: :math:`B`, the BFGS approximation within the subspace.
+      last_gradient: The projected gradient of the last step that the line search accepted.
+      has_last: Whether there was such a step.
+      last_move: :math:`s`, that step.
+      step_length: :math:`c`, what the line search accepted in this step, or 0.
+      inner_state: State of the optimizer that makes updates of it.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    subspace: Subspace
+    residual: optax.Updates  # like params, leaf for leaf
+    inverse_hessian: jax.Array  # (k, k), float32, or float64 if a parameter is
+    last_gradient: jax.Array  # (k,)
+    has_last: jax.Array  # bool ()
+    last_move: jax.Array  # (k,)
+    step_length: jax.Array  # ()
+    inner_state: Any
+
+
+def dim_reduce(
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    n_components: int,
+    rho: optax.ScalarOrSchedule = 0.55,
+    gamma: optax.ScalarOrSchedule = 0.9,
+    alpha: optax.ScalarOrSchedule = 1e-3,
+    sigma: optax.ScalarOrSchedule = 0.4,
+    max_search_steps: int | jax.Array = 2,
+    axis_name: AxisName | None = None,
+    curvature: Curvature = "absolute",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Quasi-Newton steps within a subspace, and small ones of gradient descent outside of it.
+
+    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.set_basis`. With
+    :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the step of `optimizer`:
+
+    .. math::
+      g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
+      T &= I - \frac{y s^\top}{y^\top s}, \qquad
+      B \leftarrow T^\top B T + \frac{s s^\top}{y^\top s} \quad \text{if } y^\top s > 10^{-20} \\
+      d &= -B g_k, \qquad
+      c = \max \{\rho^i : f(\theta + u(-\rho^i P^\top d)) < f(\theta) + \sigma \rho^i g_k^\top d,\
+      0 \le i < i_{\max} \} \\
+      m &\leftarrow \gamma m + g - P^\top g_k, \qquad
+      \theta \leftarrow \theta + u(\alpha m - c P^\top d)
+
+    then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. Where no :math:`i`
+    satisfies the inequality :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` stay
+    what they were. :math:`B` starts as the identity; :math:`\alpha = 0` keeps the params in the subspace
+    through where they are (P-BFGS). Until a basis is set only the residual moves them.
+
+    A step costs two passes over :math:`P`, and one evaluation of the loss for each trial of the line
+    search. Trials do not touch the state of `optimizer`. A trial whose loss is not finite is rejected;
+    a gradient that is not finite skips the step: everything but the count stays as it was.
+
+    With an axis of :math:`R` replicas each holds :math:`\lceil k / R \rceil` rows of :math:`P`, and
+    everything else in full. A step is then an all-gather of k numbers, one all-reduce of
+    :math:`P^\top d` and :math:`P^\top g_k` together, and the averages of the loss and the gradient over
+    the replicas. The params must be the same on all of them. Call `init` within the mapped function,
+    where the number of replicas is known:
+
+    .. code-block:: python
+
+      opt_state = jax.pmap(tx.init, axis_name="replica")(params)
+      opt_state = jax.pmap(optperm.set_basis, in_axes=(0, None))(opt_state, basis)
+
+    and give `update` the extra arguments of each replica's own batch.
+
+    Args:
+      optimizer: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` for the gradient;
+        None for `optax.sgd(1.0)`.
+      n_components: :math:`k \ge 1`, the rows of :math:`P`.
+      rho: :math:`\rho \in [0, 1]`, by which a step that was rejected is shortened.
+      gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
+      alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
+      sigma: :math:`\sigma \in [0, 1]`, the share of the predicted decrease that a trial has to reach.
+      max_search_steps: :math:`i_{\max} \ge 1`, the trials of one line search.
+      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the basis
+        and the batch are spread, or several. None for a single replica.
+      curvature: When :math:`B` is updated: `"absolute"`, if :math:`y^\top s > 10^{-20}`, as in the
+        paper's code; or `"relative"`, if :math:`y^\top s > \epsilon |y| |s|` with the machine's
+        :math:`\epsilon`, which does not depend on the scale of the loss.
+
+    Returns:
+      A transformation whose state is a `DimReduceState`. Its `update` needs `params` and the extra
+      arguments `value` and `value_fn`, as `optperm.evaluate` makes them. `rho`, `gamma`, `alpha` and
+      `sigma` may be schedules of the step.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, `axis_name` is not bound
+        where `init` or `update` is called, or the trees passed to `update` do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> scales = jnp.array([1.0, 10.0, 100.0])  # a valley
+      >>> loss_fn = lambda w, batch: jnp.sum(scales * (w - batch) ** 2)
+      >>> target = jnp.array([3.0, 2.0, 1.0])
+      >>> tx = optperm.dim_reduce(n_components=3, max_search_steps=20)
+      >>> w = jnp.zeros(3)
+      >>> opt_state = optperm.set_basis(tx.init(w), jnp.eye(3))
+      >>> for _ in range(30):
+      ...     e = optperm.evaluate(loss_fn, w, target)
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      >>> [round(x, 3) for x in w.tolist()]
+      [3.0, 2.0, 1.0]
+
+    References:
+      Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
+      <https://arxiv.org/abs/2103.11154>`_, 2023
+    """
+    inner = inner_optimizer(optimizer)
+    checks.check_static_count("n_components", n_components)
+    for name, number in (("rho", rho), ("gamma", gamma), ("sigma", sigma)):
+        checks.check_in_range(name, number, 0.0, 1.0)
+    checks.check_in_range("alpha", alpha, 0.0, float("inf"))
+    checks.check_count("max_search_steps", max_search_steps)
+    checks.check_axis_name("axis_name", axis_name)
+    checks.check_choice("curvature", curvature, get_args(Curvature))
+
+    def init_fn(params: optax.Params) -> DimReduceState:
+        checks.check_real_floating(
+            "params", params, advice="Mask the others to another optimizer with optax.partition."
+        )
+        if jax.tree.leaves(params):
+            checks.check_axis_is_bound(axis_name)
+        dtype = widest_dtype(params)
+        return DimReduceState(
+            count=jnp.zeros([], jnp.int32),
+            subspace=empty_subspace(params, n_components, axis_name),
+            residual=optax.tree.zeros_like(params),
+            inverse_hessian=jnp.eye(n_components, dtype=dtype),
+            last_gradient=jnp.zeros(n_components, dtype),
+            has_last=jnp.zeros([], jnp.bool_),
+            last_move=jnp.zeros(n_components, dtype),
+            step_length=jnp.zeros([], dtype),
+            inner_state=inner.init(params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: DimReduceState,
+        params: optax.Params | None = None,
+        *,
+        value: Any = None,
+        value_fn: ValueFn | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DimReduceState]:
+        params = checks.require_params(params, "dim_reduce")
+        checks.check_same_tree("params", params, state.residual, source="the optimizer state")
+        checks.check_same_tree(
+            "updates", updates, state.residual, source="the optimizer state", dtypes=False
+        )
+        value, value_fn = require_values(value, value_fn, "dim_reduce")
+        checks.check_axis_is_bound(axis_name)
+        dtype = state.step_length.dtype
+        extras = {**extra_args, "value": value, "value_fn": value_fn}
+        grads, extras = averaged(updates, params, extras, axis_name)
+        value, value_fn = extras["value"], extras["value_fn"]
+
+        gk = project(state.subspace, grads, n_components, dtype, axis_name)
+        hessian = _bfgs(state, gk, curvature)
+        d = -_matmul(hessian, gk)
+        p_d, p_gk = lift(state.subspace, jnp.stack([d, gk]), axis_name)
+
+        def step(direction: optax.Updates) -> tuple[optax.Updates, Any]:
+            direction = jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), direction, params)
+            moves, inner_state = inner.update(direction, state.inner_state, params, **extras)
+            return in_form_of(moves, params), inner_state
+
+        def trial_value(c: jax.Array) -> jax.Array:
+            moves, inner_state = step(_scaled(-c, p_d))
+            return jnp.asarray(value_fn(apply_updates(params, moves, inner_state)), dtype)
+
+        is_finite = all_finite(grads)
+        decrease = at_step(sigma, state.count, dtype) * _matmul(gk, d)
+        c, is_accepted = _line_search(
+            trial_value,
+            lambda c, trial: jnp.isfinite(trial) & (value + c * decrease > trial),
+            at_step(rho, state.count, dtype),
+            jnp.where(is_finite & state.subspace.is_set, max_search_steps, 0),
+            axes=varying_axes(value, decrease, is_finite, state.subspace.is_set),
+        )
+
+        def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
+            momentum = at_step(gamma, state.count, g.dtype)
+            new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
+            return jnp.where(is_finite, new, m)
+
+        def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
+            rate = at_step(alpha, state.count, along.dtype)
+            moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
+            return rate * m.astype(along.dtype) - moved
+
+        # Computed once: XLA would compute it anew for the updates, from a copy of the old one.
+        residual = jax.lax.optimization_barrier(
+            jax.tree.map(residual_of, state.residual, grads, p_gk)
+        )
+        moves, inner_state = step(jax.tree.map(direction_of, residual, p_d))
+        accepted = state._replace(
+            inverse_hessian=hessian, last_gradient=gk, has_last=is_accepted, last_move=c * d
+        )
+        taken = choose(is_accepted, accepted, state)._replace(
+            residual=residual, step_length=c, inner_state=inner_state
+        )
+        skipped = state._replace(residual=residual, step_length=jnp.zeros_like(state.step_length))
+        new_state = choose(is_finite, in_form_of(taken, state), skipped)
+        new_state = new_state._replace(count=optax.safe_increment(state.count))
+        moves = choose(is_finite, moves, optax.tree.zeros_like(params))
+        return moves, in_form_of(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def set_basis(opt_state: Any, basis: optax.Params) -> Any:
+    r"""The optimizer state with a basis for `dim_reduce`.
+
+    What was learned of the curvature in an earlier basis is forgotten; the residual is kept.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.dim_reduce` anywhere in it. It is left alone. A
+        state of many replicas needs this function mapped over them, with the same basis for all:
+        `jax.pmap(optperm.set_basis, in_axes=(0, None))`, or `jax.vmap` alike, or a call within the
+        function given to `jax.shard_map`. Each takes its own rows.
+      basis: A tree like params whose leaves have a leading axis of `n_components` rows, all of them,
+        orthonormal over all leaves together, of any real floating dtypes; `optperm.pca_basis` makes one.
+
+    Returns:
+      The whole optimizer state, of the same structure, shapes and dtypes.
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype.
+      ValueError: If there is no state of dim_reduce, or more than one, the basis does not match the
+        params in it, or (where Python can see it) its rows are not finite.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
+      >>> tx = optax.chain(optax.clip(1.0), optperm.dim_reduce(n_components=1))
+      >>> basis = {"w": jnp.array([[0.6, 0.0, 0.0]]), "b": jnp.array([0.8])}
+      >>> opt_state = optperm.set_basis(tx.init(params), basis)
+      >>> bool(opt_state[1].subspace.is_set)
+      True
+    """
+    state = find_state(opt_state, DimReduceState, method="dim_reduce")
+    basis = mask_like(without_variables(basis), state.residual)
+    checks.check_real_floating("basis", basis, advice="Leave the others out of the optimizer.")
+    k = state.last_gradient.shape[-1]
+    wanted = jax.tree.map(
+        lambda m: jax.ShapeDtypeStruct((k, *jnp.shape(m)), jnp.float32), state.residual
+    )
+    checks.check_same_tree("basis", basis, wanted, source="the optimizer state", dtypes=False)
+    is_finite = all_finite(basis)
+    if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
+        raise ValueError("basis has entries that are not finite: take it from finite snapshots.")
+    subspace = state.subspace
+
+    def own_rows(rows: jax.Array, held: jax.Array) -> jax.Array:
+        index = subspace.first_row + jnp.arange(held.shape[0], dtype=jnp.int32)
+        own = jnp.take(jnp.asarray(rows), index, axis=0, mode="fill", fill_value=0)
+        return own.astype(held.dtype)
+
+    new = with_fresh_curvature(state)._replace(
+        subspace=Subspace(
+            jax.tree.map(own_rows, basis, subspace.rows),
+            subspace.first_row,
+            jnp.ones_like(subspace.is_set),
+        )
+    )
+    return replace_state(opt_state, DimReduceState, in_form_of(new, state), method="dim_reduce")
+
+
+def with_fresh_curvature(state: DimReduceState) -> DimReduceState:
+    """The state as before the first step, but for the residual and the inner optimizer."""
+    new = state._replace(
+        inverse_hessian=jnp.eye(state.last_move.shape[0], dtype=state.last_move.dtype),
+        last_gradient=jnp.zeros_like(state.last_gradient),
+        has_last=jnp.zeros_like(state.has_last),
+        last_move=jnp.zeros_like(state.last_move),
+    )
+    return in_form_of(new, state)
+
+
+def _bfgs(state: DimReduceState, gk: jax.Array, curvature: Curvature) -> jax.Array:
+    """B after the pair (s, y), if there is one and its curvature is positive."""
+    hessian, s = state.inverse_hessian, state.last_move
+    y = gk - state.last_gradient
+    ys = _matmul(y, s)
+    if curvature == "absolute":
+        is_positive = ys > 1e-20
+    else:
+        eps = jnp.finfo(ys.dtype).eps
+        is_positive = ys > eps * jnp.linalg.norm(y) * jnp.linalg.norm(s)
+    is_used = state.has_last & is_positive
+    scale = 1.0 / jnp.where(is_used, ys, jnp.ones_like(ys))
+    t = jnp.eye(s.size, dtype=s.dtype) - jnp.outer(y, s) * scale
+    new = _matmul(_matmul(t.T, hessian), t) + jnp.outer(s, s) * scale
+    return jnp.where(is_used, new, hessian)
+
+
+def _line_search(
+    trial_value: Callable[[jax.Array], jax.Array],
+    is_enough: Callable[[jax.Array, jax.Array], jax.Array],
+    rho: jax.Array,
+    max_steps: jax.Array,
+    *,
+    axes: frozenset[str],
+) -> tuple[jax.Array, jax.Array]:
+    """The first of 1, rho, rho^2, ... whose loss is low enough, or 0; and whether there is one."""
+
+    def is_searching(carry: Any) -> jax.Array:
+        index, _, is_accepted = carry
+        return ~is_accepted & (index < max_steps)
+
+    def try_next(carry: Any) -> Any:
+        index, c, _ = carry
+        is_accepted = is_enough(c, trial_value(c))
+        return mark_varying((index + 1, jnp.where(is_accepted, c, c * rho), is_accepted), axes)
+
+    start = (jnp.zeros([], jnp.int32), jnp.ones_like(rho), jnp.zeros([], jnp.bool_))
+    _, c, is_accepted = jax.lax.while_loop(is_searching, try_next, mark_varying(start, axes))
+    return jnp.where(is_accepted, c, jnp.zeros_like(c)), is_accepted
+
+
+def _scaled(c: jax.Array, tree: optax.Updates) -> optax.Updates:
+    return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

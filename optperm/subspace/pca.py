@@ -1,0 +1,275 @@
+"""Principal components of snapshots of the params, from the Gram matrix of the snapshots.
+
+The inner products are summed in float64, whatever dtype the snapshots have: with fewer digits the small
+components, which lie orders of magnitude below the first, drown in the rounding of the large ones.
+Inside `jax.enable_x64` there is float64 whatever the setting outside, for operations that XLA has
+itself. Those that JAX rewrites only when it lowers them, outside of that scope, are in float32 here.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm import checks
+from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.precision import wide_dtype
+
+# Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
+_CHUNK = 2**18
+
+
+def pca_basis(
+    snapshots: optax.Params,
+    n_components: int,
+    *,
+    num_snapshots: int | jax.Array | None = None,
+) -> optax.Params:
+    r"""The first principal components of the snapshots, as orthonormal rows.
+
+    With the snapshots :math:`\theta_1, \dots, \theta_m` for the rows of a matrix and their mean taken
+    off, :math:`X`:
+
+    .. math::
+      X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
+
+    from the :math:`k` largest eigenvalues, in descending order. The inner products :math:`X X^\top` are
+    those of all leaves together, summed over slices of them, so that no copy of the snapshots is made.
+    The same snapshots give the same rows: each points to the side of the snapshot that is furthest
+    out along it (of two equally far ones, the later).
+
+    Args:
+      snapshots: A tree like params whose leaves have a leading axis of m snapshots, of any real floating
+        dtypes: `optperm.trajectory` makes one.
+      n_components: k. The mean takes one dimension away, so it takes k + 1 snapshots.
+      num_snapshots: How many snapshots, from the first, are valid; None for all.
+
+    Returns:
+      A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or the leaf's dtype
+      if wider. The rows of all leaves together are orthonormal. Traced, where Python cannot see the
+      rank, rows that the snapshots do not determine are zero.
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
+      ValueError: If there are too few snapshots, the leaves hold different numbers of them, or the
+        snapshots are not finite or span fewer than k directions about their mean.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> snapshots = {"w": jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), "b": jnp.zeros((3,))}
+      >>> basis = optperm.pca_basis(snapshots, 1)  # they lie on a line
+      >>> [round(x, 4) for x in basis["w"][0].tolist()], basis["b"].tolist()
+      ([0.7071, 0.7071], [0.0])
+    """
+    checks.check_static_count("n_components", n_components)
+    checks.check_real_floating("snapshots", snapshots, advice="Leave the others out.")
+    total = _number_of_snapshots(snapshots)
+    valid: Any = total if num_snapshots is None else num_snapshots
+    checks.check_count("num_snapshots", valid, minimum=0)
+    is_traced = isinstance(valid, jax.core.Tracer)
+    available = total if is_traced else min(int(valid), total)
+    if available < n_components + 1:
+        raise ValueError(
+            f"n_components={n_components} needs at least {n_components + 1} snapshots (centered, m of "
+            f"them span m - 1 directions), got {available}: record more of them, or ask for at most "
+            f"{max(available - 1, 0)} components."
+        )
+    basis, rank = _pca(snapshots, jnp.asarray(valid, jnp.int32), n_components)
+    if not isinstance(rank, jax.core.Tracer) and rank < n_components:
+        raise ValueError(
+            f"The snapshots span {int(rank)} directions about their mean, and n_components="
+            f"{n_components} asks for more (0 also stands for snapshots that are not finite). Ask for "
+            "fewer components, or take snapshots that differ."
+        )
+    return basis
+
+
+@functools.partial(jax.jit, static_argnames="n_components")
+def _pca(
+    snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
+) -> tuple[optax.Params, jax.Array]:
+    def room(leaf: jax.Array) -> jax.Array:
+        rows = jnp.zeros((n_components, *leaf.shape[1:]), wide_dtype(leaf))
+        return mark_varying(rows, varying_axes(snapshots, num_snapshots))
+
+    return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
+
+
+def principal_rows(
+    rows: optax.Params,
+    blocks: tuple[optax.Params, ...],
+    n_components: int,
+    num_snapshots: jax.Array,
+    *,
+    first_row: jax.Array | int = 0,
+    in_place: bool = False,
+) -> tuple[optax.Params, jax.Array]:
+    """Writes principal components over `rows`, or as many of them as it has room for.
+
+    Args:
+      rows: What to write over, a tree of leaves with a leading axis.
+      blocks: The snapshots, in one or more trees of consecutive ones.
+      n_components: The number of components.
+      num_snapshots: How many of the snapshots are valid.
+      first_row: The component that the first row is to hold. Rows past the last one become zero.
+      in_place: Whether `rows` holds the first snapshots itself, ahead of those in `blocks`.
+
+    Returns:
+      The rows, and how many of the components the snapshots determine.
+    """
+    structure = jax.tree.structure(rows)
+    outs = [_flat(leaf) for leaf in jax.tree.leaves(rows)]
+    columns = list(zip(*(map(_flat, jax.tree.leaves(block)) for block in blocks), strict=True))
+    if in_place:
+        columns = [(out, *parts) for out, parts in zip(outs, columns, strict=True)]
+    with jax.enable_x64(True):
+        axes = varying_axes(rows, blocks, num_snapshots, first_row)
+        total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
+        gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
+        for parts in columns:
+            gram = _sum_over_chunks(_products, parts, gram)
+        coefficients, rank, needs_care = _coefficients(gram, n_components, num_snapshots)
+
+        def orthonormalized() -> jax.Array:
+            products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
+            for parts in columns:
+                products = _sum_over_chunks(
+                    lambda x: _products(_matmul(coefficients, x)), parts, products
+                )
+            # So close to the identity that float32 is enough; rows of zeros stay what they are.
+            is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
+            factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
+            identity = jnp.eye(n_components, dtype=jnp.float32)
+            inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
+            new = _matmul(inverse.astype(jnp.float64), coefficients)
+            return mark_varying(jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients), axes)
+
+        coefficients = jax.lax.cond(
+            needs_care, orthonormalized, lambda: mark_varying(coefficients, axes)
+        )
+        written = []
+        for out, parts in zip(outs, columns, strict=True):
+            index = first_row + jnp.arange(out.shape[0], dtype=jnp.int32)
+            mine = jnp.take(coefficients, index, axis=0, mode="fill", fill_value=0.0)
+            written.append(_write_products(mine, out, parts, in_place=in_place))
+        leaves = [
+            out.reshape(leaf.shape)
+            for out, leaf in zip(written, jax.tree.leaves(rows), strict=True)
+        ]
+        return jax.tree.unflatten(structure, leaves), rank
+
+
+def _coefficients(
+    gram: jax.Array, n_components: int, num_snapshots: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The matrix that makes rows of displacements from the first snapshot, (k, m).
+
+    Returns:
+      The matrix, the number of its rows that are not zero, and whether the last of those belongs to so
+      small an eigenvalue that the rounding of the Gram matrix shows in its angles to the others.
+    """
+    m = gram.shape[0]
+    valid = (jnp.arange(m, dtype=jnp.int32) < num_snapshots).astype(jnp.float64)
+    centering = jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
+    gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
+    values, vectors = jnp.linalg.eigh(_matmul(_matmul(centering, gram), centering))
+    values, vectors = values[::-1][:n_components], vectors[:, ::-1][:, :n_components].T
+    largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
+    determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
+
+    sides = jax.vmap(_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
+    scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
+    coefficients = (sides * scales)[:, None] * _matmul(vectors, centering)
+    needs_care = jnp.any(determined & (values < 1e-9 * largest))
+    return coefficients, jnp.sum(determined, dtype=jnp.int32), needs_care
+
+
+def _side(vector: jax.Array) -> jax.Array:
+    """The sign of the largest entry; where several are equally large, of the last."""
+    distance = jnp.abs(vector) * np.linspace(1.0, 1.0 + 1e-5, vector.size).astype(vector.dtype)
+    furthest = jnp.where(distance == jnp.max(distance), vector, jnp.zeros_like(vector))
+    return jnp.where(jnp.sum(furthest) < 0, -1.0, 1.0)
+
+
+# The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+
+
+def _products(rows: jax.Array) -> jax.Array:
+    """The inner products of all pairs of rows."""
+    return jax.lax.dot_general(rows, rows, (((1,), (1,)), ((), ())))
+
+
+def _flat(leaf: jax.Array) -> jax.Array:
+    return jnp.asarray(leaf).reshape(jnp.shape(leaf)[0], -1)
+
+
+def _chunks(rows: int, columns: int) -> tuple[int, int]:
+    """The width of a chunk, and how many whole ones there are."""
+    width = min(columns, max(_CHUNK // rows, 1))
+    return width, columns // max(width, 1)
+
+
+def _displacements(parts: tuple[jax.Array, ...], start: Any, width: int) -> jax.Array:
+    """A slice through all snapshots, as differences from the first one: exact, and small."""
+    slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis=1) for part in parts]
+    wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
+    return wide - wide[:1]
+
+
+def _sum_over_chunks(
+    function: Callable[[jax.Array], jax.Array], parts: tuple[jax.Array, ...], total: jax.Array
+) -> jax.Array:
+    """Adds up a function of slices through all snapshots."""
+    n = parts[0].shape[1]
+    width, whole = _chunks(sum(part.shape[0] for part in parts), n)
+
+    def add(index: Any, total: jax.Array) -> jax.Array:
+        return total + function(_displacements(parts, index * np.int32(width), width))
+
+    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, total)
+    rest = n - whole * width
+    return total + function(_displacements(parts, np.int32(whole * width), rest)) if rest else total
+
+
+def _write_products(
+    coefficients: jax.Array, out: jax.Array, parts: tuple[jax.Array, ...], *, in_place: bool
+) -> jax.Array:
+    """Writes coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
+    n = out.shape[1]
+    width, whole = _chunks(sum(part.shape[0] for part in parts), n)
+    # Snapshots that are not finite determine nothing, but zero times them would not be zero.
+    is_row = jnp.any(coefficients != 0, axis=1, keepdims=True)
+
+    def write(out: jax.Array, start: Any, width: int) -> jax.Array:
+        now = (out, *parts[1:]) if in_place else parts
+        product = _matmul(coefficients, _displacements(now, start, width))
+        product = jnp.where(is_row, product, 0.0)
+        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, axis=1)
+
+    rest = n - whole * width
+    out = write(out, np.int32(whole * width), rest) if rest else out
+    return jax.lax.fori_loop(
+        np.int32(0), np.int32(whole), lambda i, out: write(out, i * np.int32(width), width), out
+    )
+
+
+def _number_of_snapshots(snapshots: optax.Params) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(snapshots)
+    if not leaves:
+        raise ValueError("snapshots has no leaves, so there is nothing to take components of.")
+    total = jnp.shape(leaves[0][1])[:1]
+    for path, leaf in leaves:
+        if not jnp.ndim(leaf) or jnp.shape(leaf)[:1] != total:
+            raise ValueError(
+                f"snapshots{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; every leaf needs a "
+                f"leading axis of snapshots, of the same length as in the first leaf: {total}."
+            )
+    return total[0]

@@ -1,0 +1,77 @@
+"""The reference's problems: f(x) = x'Ax/2 - b'x + sum(x^4)/80 + noise_t'x, and what it did on them."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optperm
+
+FILE = pathlib.Path(__file__).parent / "data" / "dim_reduce_reference.npz"
+CASES = ("quadratic", "stiff", "noisy")
+
+
+def load(case):
+    """The arrays of one case."""
+    with np.load(FILE) as arrays:
+        prefix = f"{case}/"
+        return {name.removeprefix(prefix): arrays[name] for name in arrays if prefix in name}
+
+
+def split(x):
+    """A vector as a tree of two leaves, with its leading axes."""
+    cut = x.shape[-1] // 2
+    return {"u": x[..., :cut].reshape(*x.shape[:-1], -1, 1), "v": x[..., cut:]}
+
+
+def join(tree):
+    u = tree["u"].reshape(*tree["v"].shape[:-1], -1)
+    return jnp.concatenate([u, tree["v"]], axis=-1)
+
+
+def loss_of(case):
+    """The loss of a tree of params with one step's noise for the batch."""
+
+    def loss_fn(params, noise):
+        x = join(params)
+        quadratic = 0.5 * (x @ (jnp.asarray(case["A"]) @ x)) - jnp.asarray(case["b"]) @ x
+        return quadratic + jnp.sum(x**4) / 80 + noise @ x
+
+    return loss_fn
+
+
+def optimizer(case, **options):
+    """What the case was made with; the last number is the rate of the inner SGD."""
+    rho, gamma, alpha, sigma, tries, rate = case["hyper"]
+    return optperm.dim_reduce(
+        optax.sgd(rate),
+        n_components=len(case["P"]),
+        rho=rho,
+        gamma=gamma,
+        alpha=alpha,
+        sigma=sigma,
+        max_search_steps=int(tries),
+        **options,
+    )
+
+
+def steps(tx, loss_fn):
+    """A training step from params, optimizer state and one step's noise."""
+
+    def step(params, opt_state, noise):
+        e = optperm.evaluate(loss_fn, params, noise)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    return step
+
+
+def run(noise, step, params, opt_state):
+    """Params and accepted step length after each step."""
+    trail = []
+    for each in noise:
+        params, opt_state = step(params, opt_state, each)
+        trail.append((join(jax.device_get(params)), opt_state.step_length))
+    return [np.stack(each) for each in zip(*trail, strict=True)]

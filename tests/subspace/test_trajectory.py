@@ -1,0 +1,96 @@
+"""Snapshots in the optimizer state: which, in what order, and that keeping them copies nothing."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optperm
+
+
+def record(steps, every, capacity, **options):
+    """Params 0, 1, 2, ... passed one by one; the state after all of them."""
+    tx = optperm.record_trajectory(every, capacity, **options)
+    params = [{"w": jnp.full((2, 3), float(i)), "b": jnp.float32(i)} for i in range(steps)]
+    opt_state = tx.init(params[0])
+    update = jax.jit(tx.update)
+    for each in params:
+        updates, opt_state = update(each, opt_state, each)
+        assert np.array_equal(updates["w"], each["w"])
+    return opt_state
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        (1, [0]),
+        (3, [0]),
+        (4, [0, 3]),
+        (12, [0, 3, 6, 9]),
+        (13, [3, 6, 9, 12]),
+        (20, [9, 12, 15, 18]),
+    ],
+)
+def test_the_last_ones_oldest_first(steps, wanted):
+    """Params as they were passed at steps 0, every, 2 * every, ...; the oldest give way."""
+    snapshots, count = optperm.trajectory(record(steps, every=3, capacity=4))
+    assert count == len(wanted)
+    assert snapshots["w"].shape == (4, 2, 3)
+    assert snapshots["b"][:count].tolist() == wanted
+    assert np.array_equal(snapshots["w"][: int(count), 1, 2], np.float32(wanted))
+
+
+def test_dtypes():
+    """Float32 for narrower params, float64 for float64, or the one asked for."""
+    with jax.enable_x64(True):
+        params = {name: jnp.zeros(2, name) for name in ("bfloat16", "float32", "float64")}
+        kept = optperm.record_trajectory(1, 2).init(params).snapshots
+        assert [str(leaf.dtype) for leaf in kept.values()] == ["float32", "float32", "float64"]
+        kept = optperm.record_trajectory(1, 2, dtype=jnp.bfloat16).init(params).snapshots
+        assert {str(leaf.dtype) for leaf in kept.values()} == {"bfloat16"}
+    snapshots, _ = optperm.trajectory(record(4, 1, 4, dtype=jnp.bfloat16))
+    assert snapshots["b"].astype(jnp.float32).tolist() == [0, 1, 2, 3]
+
+
+def test_nothing_is_copied():
+    """With a donated state the compiled step writes one row in place and needs no second ring."""
+    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=3, capacity=16))
+    params = jnp.zeros((300, 500))
+
+    def step(params, opt_state):
+        updates, opt_state = tx.update(params, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params)).compile()
+    assert not re.search(r"f32\[16,300,500\]\S* (copy|select)\(", compiled.as_text())
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * params.nbytes
+
+
+def test_the_trajectory_of_a_training_spans_it():
+    """Gradient descent moves within the span of its snapshots' components."""
+    tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, capacity=6))
+    scales = jnp.array([1.0, 2.0, 5.0, 0.0, 0.0])
+    w = jnp.ones(5)
+    opt_state = tx.init(w)
+    for _ in range(6):
+        updates, opt_state = tx.update(scales * w, opt_state, w)
+        w = optax.apply_updates(w, updates)
+    snapshots, count = optperm.trajectory(opt_state)
+    basis = optperm.pca_basis(snapshots, 3, num_snapshots=count)
+    np.testing.assert_allclose(basis.T @ basis, np.diag([1.0, 1, 1, 0, 0]), atol=1e-5)
+
+
+def test_errors():
+    """Numbers out of range, shapes that are traced, dtypes that keep nothing, states without a ring."""
+    for name, arguments in [("every", (0, 3)), ("capacity", (1, 0))]:
+        with pytest.raises(ValueError, match=name):
+            optperm.record_trajectory(*arguments)
+    with pytest.raises(TypeError, match="static_args"):
+        optax.inject_hyperparams(optperm.record_trajectory)(every=1, capacity=3).init(jnp.ones(2))
+    with pytest.raises(TypeError, match="dtype must be"):
+        optperm.record_trajectory(1, 2, dtype=jnp.int32)
+    with pytest.raises(ValueError, match=r"TrajectoryState .*optperm.record_trajectory.* none"):
+        optperm.trajectory(optax.sgd(0.1).init(jnp.ones(2)))
