@@ -47,7 +47,6 @@ def initial(seed: int = 0, hidden: int = 64) -> dict[str, jax.Array]:
 
 def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
     """Training loss and test accuracy after each epoch, (epochs + 1, 2)."""
-    per_epoch = len(data[0]) // BATCH
 
     def step(carry: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = carry
@@ -57,8 +56,8 @@ def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
 
     @jax.jit
     def epoch(carry: Any, key: jax.Array) -> Any:
-        order = jax.random.permutation(key, len(data[0]))[: per_epoch * BATCH]
-        batches = jax.tree.map(lambda a: a[order].reshape(per_epoch, BATCH, *a.shape[1:]), data)
+        order = jax.random.permutation(key, len(data[0]))[: len(data[0]) // BATCH * BATCH]
+        batches = jax.tree.map(lambda a: a[order].reshape(-1, BATCH, *a.shape[1:]), data)
         return jax.lax.scan(step, carry, batches)[0]
 
     carry, curve = (initial(), tx.init(initial())), []
