@@ -8,7 +8,7 @@ Prints, all in one run:
   breast cancer data, standardized, L2 of 1/n;
 - the variance of the gradient estimate along a run of SVRG, over that of the plain batch gradient.
 
-    python benchmarks/svrg.py [--only steps|saga|variance] [--repetitions 101]
+    python benchmarks/svrg.py [--only steps|saga|variance] [--repetitions 301]
 """
 
 import argparse
@@ -83,10 +83,13 @@ def compare_steps(repetitions: int) -> None:
             for name, run in runs.items():
                 times[name].append(seconds(run))
         median = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
+        # Where other programs run, the fastest tenth was disturbed least.
+        fastest = {name: sorted(taken)[len(taken) // 10] for name, taken in times.items()}
         print(
             f"  batch {batch_size:3}: SGD {median['sgd']:6.2f} ms, SVRG {median['svrg']:6.2f} ms, "
-            f"ratio {median['svrg'] / median['sgd']:.2f}; with refresh_every, between refreshes, "
-            f"{median['in step'] / median['sgd']:.2f}"
+            f"ratio {median['svrg'] / median['sgd']:.2f}, of the fastest tenth "
+            f"{fastest['svrg'] / fastest['sgd']:.2f}; with refresh_every, between refreshes, "
+            f"{median['in step'] / median['sgd']:.2f} and {fastest['in step'] / fastest['sgd']:.2f}"
         )
 
 
@@ -315,7 +318,7 @@ def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("steps", "saga", "variance"))
-    parser.add_argument("--repetitions", type=int, default=101)
+    parser.add_argument("--repetitions", type=int, default=301)
     arguments = parser.parse_args()
     if arguments.only in (None, "steps"):
         compare_steps(arguments.repetitions)
