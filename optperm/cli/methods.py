@@ -149,7 +149,7 @@ def _diloco(
 
 def _dldr(
     learning_rate: float = 0.1,
-    momentum: float = 0.9,
+    momentum: float = 0.0,
     sample_every: int = 5,
     num_samples: int = 16,
     n_components: int = 10,
@@ -157,9 +157,9 @@ def _dldr(
     second_phase: SecondPhase = "bfgs",
     rho: float = 0.55,
     gamma: float = 0.9,
-    alpha: float = 0.0,
+    alpha: float = 0.01,
     sigma: float = 0.4,
-    max_search_steps: int = 10,
+    max_search_steps: int = 2,
     *,
     axis_name: str | None = None,
 ) -> optax.GradientTransformation:
@@ -277,7 +277,7 @@ _ENTRIES = (
             "SGD that sees the projected gradient",
             "rho": "factor on a step that the line search rejected (this and what follows: bfgs)",
             "gamma": "decay of the momentum of the residual, the gradient outside of the subspace",
-            "alpha": "step size of the residual; 0 stays in the subspace",
+            "alpha": "step size of the residual; 0 is P-BFGS, which stays in the subspace",
             "sigma": "share of the predicted decrease that the line search asks for",
             "max_search_steps": "step lengths that the line search tries, at a loss evaluation each",
         },

@@ -76,7 +76,7 @@ class Replicas:
           own: Whether each replica has a carry of its own, instead of all sharing one.
 
         Returns:
-          The jitted function, for trees that `place` has placed.
+          The jitted function, for trees that `scatter` has placed.
         """
         if self.mesh is None:
             return jax.jit(function)

@@ -193,7 +193,9 @@ class Trainer:
         )
         try:
             carry = self._initial_carry(tx, params)
-            self._examples = replicas.scatter((jnp.asarray(data.x_train), jnp.asarray(data.y_train)))
+            self._examples = replicas.scatter(
+                (jnp.asarray(data.x_train), jnp.asarray(data.y_train))
+            )
             self._run_epoch = (
                 replicas.each(run_epoch, own=own_state)
                 .lower(carry, (*self._examples, np.uint32(0)))
