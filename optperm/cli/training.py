@@ -220,8 +220,8 @@ class Trainer:
             return self._replicas.scatter((params, tx.init(params)))
         # On each replica, which may keep a part of its own.
         init = self._replicas.each(lambda _, params: ((params, tx.init(params)), ()), own=True)
-        carry, _ = self._replicas.together(init, (), self._replicas.scatter(params))
-        return carry
+        on_all = self._replicas.scatter(params)
+        return self._replicas.together(init.lower((), on_all).compile(), (), on_all)[0]
 
     def run(
         self,

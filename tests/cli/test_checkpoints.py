@@ -20,7 +20,6 @@ from optperm.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
 
-
 DLDR = ["--sample-every", "1", "--num-samples", "7", "--n-components", "5"]  # six steps of SGD
 
 
@@ -71,6 +70,12 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
         ]
         assert is_set == [devices == 1, True]
         assert (metrics(whole)[1]["phase"] == "subspace") == (devices == 1)
+        if devices > 1:  # each with rows of its own, all with the same params
+            params, opt_state = state(whole, 3)
+            assert all(np.all(leaf == leaf[:1]) for leaf in jax.tree.leaves(params))
+            rows = opt_state["second"]["subspace"]["rows"]["Dense_0"]["kernel"]
+            assert rows.shape[:2] == (devices, -(-5 // devices))
+            assert np.any(rows[0] != rows[1])
     # There is something to go on from: the first epoch left another state.
     before, after = jax.tree.leaves(state(whole, 1)), jax.tree.leaves(state(whole, 3))
     assert any(np.any(a != b) for a, b in zip(before, after, strict=True))
