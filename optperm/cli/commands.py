@@ -91,8 +91,10 @@ def train(arguments: argparse.Namespace) -> int:
                 batch_size=arguments.batch_size,
                 seed=arguments.seed,
                 replicas=group,
-                local_steps=method.period is not None,
+                own_state=method.spreads or method.period is not None,
+                has_center=method.period is not None,
                 epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
+                phase=functools.partial(method.phase, **_hyperparameters(arguments)),
             )
             progress = trainer.initial
             if "resume" in arguments:
@@ -236,6 +238,7 @@ def _summary(
         "resumed_after_epoch": first_epoch if "resume" in arguments else None,
         "epochs_done": last.epoch,
         "steps": last.step,
+        "phase": last.phase,
         # Of the loss on one example; a full gradient takes as many as there are training examples.
         "gradient_evaluations": examples * method.gradients_a_step(**hyperparameters)
         + len(data.x_train) * sum(start is not None for start in starts),

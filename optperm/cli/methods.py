@@ -11,6 +11,7 @@ import optperm
 from optperm import checks
 from optperm.cli.training import EpochStart
 from optperm.distributed.local_steps import Commit
+from optperm.subspace.dldr import SecondPhase
 
 Hyperparameter = bool | int | float | str
 
@@ -30,9 +31,13 @@ class Method:
         as a permutation.
       epoch_start: From the number of an epoch (from 1) and the hyperparameters, what the method does
         before it, if anything; also on resume, like without an interruption.
-      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes.
+      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
+        trials of a line search are evaluations of the loss alone, and do not count.
       period: The flag that says after how many local steps the replicas commit to their center,
         which is then what is trained. None where all replicas take each step together.
+      spreads: Whether each replica keeps a part of the state, so that the method averages the
+        gradients of the replicas itself.
+      phase: From the steps done and the hyperparameters, what the method is doing, if it changes.
     """
 
     name: str
@@ -41,6 +46,8 @@ class Method:
     flags: Mapping[str, str]
     permutes: bool = False
     period: str | None = None
+    spreads: bool = False
+    phase: Callable[..., str | None] = lambda step, **_: None
     epoch_start: Callable[..., EpochStart | None] = lambda epoch, **_: None
     gradients_a_step: Callable[..., int] = lambda **_: 1
 
@@ -140,6 +147,46 @@ def _diloco(
     )
 
 
+def _dldr(
+    learning_rate: float = 0.1,
+    momentum: float = 0.0,
+    sample_every: int = 5,
+    num_samples: int = 16,
+    n_components: int = 10,
+    start: int = 0,
+    second_phase: SecondPhase = "bfgs",
+    rho: float = 0.55,
+    gamma: float = 0.9,
+    alpha: float = 0.01,
+    sigma: float = 0.4,
+    max_search_steps: int = 2,
+    *,
+    axis_name: str | None = None,
+) -> optax.GradientTransformation:
+    return optperm.dldr(
+        _sgd(learning_rate, momentum),
+        sample_every=sample_every,
+        num_samples=num_samples,
+        n_components=n_components,
+        start=start,
+        second_phase=second_phase,
+        rho=rho,
+        gamma=gamma,
+        alpha=alpha,
+        sigma=sigma,
+        max_search_steps=max_search_steps,
+        axis_name=axis_name,
+    )
+
+
+def _dldr_phase(
+    step: int, *, sample_every: int, num_samples: int, start: int, **_: Hyperparameter
+) -> str:
+    """Snapshots are taken before steps; the step after the last one is in the subspace already."""
+    taken = max(0, -(-(step - start) // sample_every))
+    return "subspace" if taken >= num_samples else f"sampling {taken}/{num_samples}"
+
+
 _ENTRIES = (
     Method(
         "sgperm",
@@ -214,6 +261,28 @@ _ENTRIES = (
             "sync_every": "local steps from one outer step to the next",
         },
         period="sync_every",
+    ),
+    Method(
+        "dldr",
+        "SGD, then quasi-Newton or SGD steps in the subspace that its trajectory spans",
+        _dldr,
+        {
+            "learning_rate": "step size of SGD",
+            "momentum": "decay of the momentum of SGD",
+            "sample_every": "steps from one snapshot of the trajectory to the next",
+            "num_samples": "snapshots; with the last one the second phase begins",
+            "n_components": "dimensions of the subspace, fewer than there are snapshots",
+            "start": "steps before the first snapshot",
+            "second_phase": "how to train in the subspace: quasi-Newton steps with a line search, or "
+            "SGD that sees the projected gradient",
+            "rho": "factor on a step that the line search rejected (this and what follows: bfgs)",
+            "gamma": "decay of the momentum of the residual, the gradient outside of the subspace",
+            "alpha": "step size of the residual; 0 is P-BFGS, which stays in the subspace",
+            "sigma": "share of the predicted decrease that the line search asks for",
+            "max_search_steps": "step lengths that the line search tries, at a loss evaluation each",
+        },
+        spreads=True,
+        phase=_dldr_phase,
     ),
 )
 METHODS = {method.name: method for method in _ENTRIES}

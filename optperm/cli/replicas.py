@@ -76,7 +76,7 @@ class Replicas:
           own: Whether each replica has a carry of its own, instead of all sharing one.
 
         Returns:
-          The jitted function, for trees that `place` has placed.
+          The jitted function, for trees that `scatter` has placed.
         """
         if self.mesh is None:
             return jax.jit(function)
@@ -98,15 +98,7 @@ class Replicas:
             return jax.jit(function)
         return jax.jit(function, out_shardings=NamedSharding(self.mesh, P()))
 
-    def place(self, tree: Any, *, own: bool = False) -> Any:
-        """Puts a tree onto all devices: as what all replicas share, or as a copy for each."""
-        if self.mesh is not None and own:
-            tree = jax.tree.map(
-                lambda leaf: np.broadcast_to(np.asarray(leaf), (self.size, *jnp.shape(leaf))), tree
-            )
-        return self.scatter(tree, own=own)
-
-    def scatter(self, tree: Any, *, own: bool) -> Any:
+    def scatter(self, tree: Any, *, own: bool = False) -> Any:
         """Puts a tree onto all devices: whole, or of each leaf the part of each replica."""
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)

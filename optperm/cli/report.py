@@ -55,6 +55,7 @@ class Reporter:
         """Shows the record of an epoch."""
         parts = [
             f"epoch {record.epoch}/{self._epochs}",
+            *([] if record.phase is None else [record.phase]),
             *_part("loss", record.train_loss, "{:.4f}"),
             *_part("train", record.train_accuracy, "{:.4f}"),
             f"test {record.test_accuracy:.4f}",
@@ -98,6 +99,8 @@ class Reporter:
             "epochs": f"{summary['epochs_done']} of {summary['epochs']}",
             "seconds": f"{summary['seconds']:.2f}, and {summary['compile_seconds']:.2f} to compile",
         }
+        if summary["phase"] is not None:
+            rows["phase"] = summary["phase"]
         if moved is not None:
             rows["moved a step"] = f"{moved:.1%} of the weights"
         if summary["replicas"] > 1:

@@ -43,6 +43,7 @@ class EpochRecord:
       test_accuracy: After the epoch.
       share_moved: Mean share of the weights that a step moved; None where the method permutes none.
       seconds: Wall time of the epoch's steps, without compiling and testing.
+      phase: What the method is doing by now; None where that does not change.
     """
 
     epoch: int
@@ -52,6 +53,7 @@ class EpochRecord:
     test_accuracy: float
     share_moved: float | None
     seconds: float
+    phase: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +148,13 @@ class Trainer:
         for a step of all replicas are left out.
       seed: Seed of the shuffles.
       replicas: What the network is trained on.
-      local_steps: Whether each replica keeps params and a state of its own, and the method brings
-        them together in a center (`optperm.center_params`). Else all replicas take the same steps,
-        with the mean of their gradients.
-      epoch_start: From the number of an epoch, what to do before it; only where all replicas take
-        the same steps. Compiled when it first gives something, which should be for epoch 1.
+      own_state: Whether each replica keeps params and a state of its own, and the method brings
+        together what they learn. Else they share both, and the mean of their gradients.
+      has_center: Whether what is trained is the center of the replicas (`optperm.center_params`).
+        Else it is the params, which are the same on all of them.
+      epoch_start: From the number of an epoch, what to do before it; only where the replicas share
+        their state. Compiled when it first gives something, which should be for epoch 1.
+      phase: From the steps done, what the method is doing.
 
     Raises:
       CliError: If the method cannot train these params here.
@@ -166,11 +170,14 @@ class Trainer:
         batch_size: int,
         seed: int,
         replicas: Replicas,
-        local_steps: bool = False,
+        own_state: bool = False,
+        has_center: bool = False,
         epoch_start: Callable[[int], EpochStart | None] = lambda epoch: None,
+        phase: Callable[[int], str | None] = lambda step: None,
     ) -> None:
         start = time.perf_counter()
-        self._replicas, self._local_steps = replicas, local_steps
+        self._replicas, self._own_state, self._has_center = replicas, own_state, has_center
+        self._phase = phase
         self._steps = len(data.x_train) // (batch_size * replicas.size)
         self._loss_fn = _loss_function(model)
         self._x, self._y, self._epoch_start = data.x_train, data.y_train, epoch_start
@@ -182,13 +189,15 @@ class Trainer:
             batch_size,
             seed=seed,
             replicas=replicas,
-            average_grads=not local_steps,
+            average_grads=not own_state,
         )
         try:
-            carry = replicas.place((params, tx.init(params)), own=local_steps)
-            self._examples = replicas.place((jnp.asarray(data.x_train), jnp.asarray(data.y_train)))
+            carry = self._initial_carry(tx, params)
+            self._examples = replicas.scatter(
+                (jnp.asarray(data.x_train), jnp.asarray(data.y_train))
+            )
             self._run_epoch = (
-                replicas.each(run_epoch, own=local_steps)
+                replicas.each(run_epoch, own=own_state)
                 .lower(carry, (*self._examples, np.uint32(0)))
                 .compile()
             )
@@ -200,9 +209,19 @@ class Trainer:
             raise CliError(str(error)) from error
         self._test = TestSet(model, trained, data)
         self.initial = Progress(
-            replicas.gather(carry, own=local_steps), [self._record(0, carry, {}, 0.0)], []
+            replicas.gather(carry, own=own_state), [self._record(0, carry, {}, 0.0)], []
         )
         self._compile_seconds = time.perf_counter() - start
+
+    def _initial_carry(
+        self, tx: optax.GradientTransformationExtraArgs, params: optax.Params
+    ) -> Any:
+        if not self._own_state:
+            return self._replicas.scatter((params, tx.init(params)))
+        # On each replica, which may keep a part of its own.
+        init = self._replicas.each(lambda _, params: ((params, tx.init(params)), ()), own=True)
+        on_all = self._replicas.scatter(params)
+        return self._replicas.together(init.lower((), on_all).compile(), (), on_all)[0]
 
     def run(
         self,
@@ -234,13 +253,13 @@ class Trainer:
         """
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         pool = concurrent.futures.ThreadPoolExecutor(1)
-        carry = self._replicas.scatter(progress.carry, own=self._local_steps)
+        carry = self._replicas.scatter(progress.carry, own=self._own_state)
         records, metrics, kept = [*progress.records], [*progress.metrics], -1
 
         def keep() -> None:
             nonlocal kept
             kept = records[-1].epoch
-            own = self._replicas.gather(carry, own=self._local_steps)
+            own = self._replicas.gather(carry, own=self._own_state)
             on_keep(Progress(own, records, metrics))
 
         for record in records:
@@ -313,8 +332,8 @@ class Trainer:
 
     def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
         """What has been trained, and the optimizer state of one replica."""
-        params, opt_state = self._replicas.first(carry, own=self._local_steps)
-        return optperm.center_params(opt_state) if self._local_steps else params, opt_state
+        params, opt_state = self._replicas.first(carry, own=self._own_state)
+        return optperm.center_params(opt_state) if self._has_center else params, opt_state
 
     def _record(
         self, epoch: int, carry: Any, metrics: dict[str, np.ndarray], seconds: float
@@ -328,6 +347,7 @@ class Trainer:
             test_accuracy=self._test.accuracy(self._trained(carry)[0]),
             share_moved=means.get("share_moved"),
             seconds=seconds,
+            phase=self._phase(epoch * self._steps),
         )
 
 

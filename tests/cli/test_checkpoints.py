@@ -20,6 +20,8 @@ from optperm.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
 
+DLDR = ["--sample-every", "1", "--num-samples", "7", "--n-components", "5"]  # six steps of SGD
+
 
 def losses(folder):
     with np.load(folder / "steps.npz") as steps:
@@ -42,11 +44,17 @@ def state(folder, epoch):
 
 @pytest.mark.parametrize(
     ("method", "devices"),
-    [(method, 1) for method in methods.METHODS] + [("agn", 4), ("svrg", 4)],
+    [(method, 1) for method in methods.METHODS]
+    + [("agn", 4), ("svrg", 4), ("dldr", 2), ("dldr", 3)],
 )
 def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
-    """After epoch 1 svrg is in mid-cycle, agn and diloco are in mid-period."""
+    """After epoch 1 svrg is in mid-cycle, agn and diloco are in mid-period.
+
+    There dldr is past its switch on one device, exactly at it on two, and short of it on three, where
+    the switch is in the middle of epoch 2.
+    """
     flags = [method, "--checkpoint-every", "1"]
+    flags += DLDR if method == "dldr" else []
     if period := methods.METHODS[method].period:
         flags += [f"--{period.replace('_', '-')}", "7"]
     whole = train(*flags, devices=devices)
@@ -56,6 +64,18 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
     np.testing.assert_array_equal(losses(resumed), losses(whole))
     support.assert_same_bits(run_folder.rebuild(resumed)[1], run_folder.rebuild(whole)[1])
     support.assert_same_bits(state(resumed, 3), state(whole, 3))
+    if method == "dldr":
+        is_set = [
+            np.all(state(whole, epoch)[1]["second"]["subspace"]["is_set"]) for epoch in (1, 2)
+        ]
+        assert is_set == [devices == 1, True]
+        assert (metrics(whole)[1]["phase"] == "subspace") == (devices == 1)
+        if devices > 1:  # each with rows of its own, all with the same params
+            params, opt_state = state(whole, 3)
+            assert all(np.all(leaf == leaf[:1]) for leaf in jax.tree.leaves(params))
+            rows = opt_state["second"]["subspace"]["rows"]["Dense_0"]["kernel"]
+            assert rows.shape[:2] == (devices, -(-5 // devices))
+            assert np.any(rows[0] != rows[1])
     # There is something to go on from: the first epoch left another state.
     before, after = jax.tree.leaves(state(whole, 1)), jax.tree.leaves(state(whole, 3))
     assert any(np.any(a != b) for a, b in zip(before, after, strict=True))

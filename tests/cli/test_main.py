@@ -208,6 +208,23 @@ def test_quiet_prints_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_the_phases_of_dldr_are_shown_and_kept(tmp_path, small_npz, capsys):
+    out = tmp_path / "run"
+    flags = ["--start", "3", "--sample-every", "3", "--num-samples", "4", "--n-components", "3"]
+    flags += ["--second-phase", "sgd"]
+    flags += ["--data", str(small_npz), "--hidden", "8", "--batch-size", "20", "--epochs", "7"]
+    assert main(["train", "dldr", *flags, "--out", str(out)]) == 0
+    # Of two steps an epoch, snapshots are taken before the steps 3, 6, 9 and 12, counted from 0.
+    taken = [0, 0, 1, 1, 2, 3, 3]
+    phases = [*(f"sampling {number}/4" for number in taken), "subspace"]
+    assert [line["phase"] for line in read_metrics(out)] == phases
+    assert read_summary(out)["phase"] == "subspace"
+    shown = capsys.readouterr().out.splitlines()
+    for epoch, phase in enumerate(phases):
+        assert shown[epoch].startswith(f"epoch {epoch}/7 {phase} ")
+    assert any(line.split() == ["phase", "subspace"] for line in shown)
+
+
 def test_without_a_terminal_long_runs_print_few_lines(tmp_path, small_npz, capsys):
     flags = ["--data", str(small_npz), "--batch-size", "40", "--epochs", "95"]
     main(["train", "adam", *flags, "--out", str(tmp_path / "run")])

@@ -56,6 +56,24 @@ def test_synchronous_replicas_take_the_steps_of_one_with_a_larger_batch(train, m
     assert summary(on_four).items() >= shape.items()
 
 
+DLDR = ["--sample-every", "1", "--num-samples", "6", "--n-components", "5"]  # five steps of SGD
+
+
+def test_dldr_on_replicas_takes_the_steps_of_one_with_a_larger_batch(train):
+    """Each of four replicas holds two of the five rows of the basis, or one, or none."""
+    on_four, alone = train("dldr", *DLDR, devices=4), train("dldr", *DLDR, batch_size=20)
+    assert_same_run(on_four, alone, rtol=1e-4)
+    for key in ("steps", "phase", "test_accuracy"):
+        assert summary(on_four)[key] == summary(alone)[key]
+    assert summary(on_four)["phase"] == "subspace"
+    assert summary(on_four)["gradient_evaluations"] == 9 * 20  # the trials are none
+    # The second phase begins at step 5, and does not go on as SGD.
+    sgd = losses(train("sgd", "--momentum", "0", batch_size=20))
+    np.testing.assert_allclose(losses(alone)[:6], sgd[:6], rtol=1e-5)
+    assert np.all(np.abs(losses(alone)[6:] / sgd[6:] - 1) > 1e-4)
+    assert main(["evaluate", str(on_four)]) == 0
+
+
 def test_sgperm_on_replicas_permutes_and_is_rebuilt(train, capsys):
     out = train("sgperm", devices=4)
     support.assert_permutes(trained(out), untrained(out))
@@ -154,6 +172,11 @@ def test_bad_flags_end_with_one_line(flags, says, capsys):
         (["sgd", "--num-processes", "2"], 2, "Pass --coordinator, --process-id as well"),
         (["sgd", *THREE, "2"], 2, "--process-id must be from 0 to 1"),
         (["agn", "--communication-period", "0"], 2, "communication_period must be at least 1"),
+        (
+            ["dldr", "--num-samples", "4", "--n-components", "4"],
+            2,
+            "needs num_samples of at least 5",
+        ),
         (["diloco", "--weight-decay", "-1"], 2, "diloco: weight_decay must be at least 0"),
     ],
 )
@@ -213,9 +236,9 @@ def ends(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sgd", "agn", "svrg"])
+@pytest.mark.parametrize("method", ["sgd", "agn", "svrg", "dldr"])
 def test_two_processes_train_as_one_does_and_one_of_them_writes(tmp_path, train, pair, method):
-    flags = ["--communication-period", "2"] if method == "agn" else []
+    flags = {"agn": ["--communication-period", "2"], "dldr": DLDR}.get(method, [])
     processes = pair(method, *flags, "--epochs", "3")
     (code, out, err), other = map(ends, processes)
     assert (code, err) == (0, "")
