@@ -19,7 +19,7 @@ from optperm.cli import (
     replicas,
     report,
     run_folder,
-    test_set,
+    testset,
     training,
 )
 from optperm.cli.errors import CliError, UsageError, import_extra
@@ -283,7 +283,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             f"{data.source} holds examples of shape {list(data.x_test.shape[1:])}, but the network "
             f"was trained on shape {list(spec.input_shape)}."
         )
-    accuracy = test_set.TestSet(models.build(spec), params, data).accuracy(params)
+    accuracy = testset.TestSet(models.build(spec), params, data).accuracy(params)
     if "data" not in arguments and accuracy != summary["test_accuracy"]:
         raise CliError(
             f"the test accuracy is {accuracy}, but summary.json says {summary['test_accuracy']}: "

@@ -21,7 +21,7 @@ from optperm.cli import models
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
 from optperm.cli.replicas import Replicas
-from optperm.cli.test_set import TestSet
+from optperm.cli.testset import TestSet
 from optperm.composition import find_states
 from optperm.evaluation import LossFn
 from optperm.mapped_axes import varying_axes
