@@ -1,12 +1,19 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
 import os
+import tempfile
+
+# What one test has compiled, the next one and the programs it starts need not compile again.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Has to stand before JAX starts its CPU backend.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+import shutil
 import warnings
 
 import hypothesis
@@ -26,6 +33,10 @@ hypothesis.settings.load_profile("optperm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
     cycles.available_kernels()
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(params=cycles.KERNELS)

@@ -409,6 +409,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     metrics = out / "metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") == 1, process)
+        time.sleep(2.0)  # into the epoch: before it there is nothing to finish
         process.send_signal(signal.SIGINT)
         said = iter(process.stdout.readline, "")
         assert any("Finishing this epoch, then saving" in line for line in said)
@@ -417,6 +418,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
         _, err = process.communicate(timeout=5)
     finally:
         process.kill()
+        process.stdout.close()
+        process.stderr.close()
     assert process.returncode == 130
     assert err == "optperm: error: stopped by Ctrl-C.\n"
     assert not (out / "summary.json").exists()
