@@ -5,7 +5,7 @@ There an array carries the mapped axes over which its value may differ. Elsewher
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -38,6 +38,50 @@ def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     """
     names = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
     return mark_varying(tree, names & varying_axes(other))
+
+
+def cond(
+    predicate: jax.Array,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    *operands: Any,
+    axes: Iterable[str],
+) -> Any:
+    """`jax.lax.cond` whose branches both vary over the given axes, as they must agree to do."""
+
+    def marked(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: mark_varying(branch(*operands), axes)
+
+    return jax.lax.cond(predicate, marked(true_fn), marked(false_fn), *operands)
+
+
+def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
+    """`jax.lax.all_gather` whose result is everywhere the same, by its type too if that is tracked."""
+    to = "invarying" if varying_axes(tree) else "varying"
+    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
+
+
+def averaged(
+    function: Callable[..., Any],
+    other: Any,
+    axis_name: AxisName | None,
+    place: Callable[[Any, Any, AxisName | None], Any],
+) -> Callable[..., Any]:
+    """A function of params, averaged over the named axes.
+
+    Args:
+      function: Each replica's own, of params that are the same on all of them.
+      other: What varies over the axes where varying axes are tracked.
+      axis_name: The axes; None for a single replica.
+      place: `shared`, or `varying_like` for a function that is itself a gradient.
+    """
+
+    @functools.wraps(function)  # Optax's line searches look at what value_fn takes
+    def mean(at: Any, **options: Any) -> Any:
+        result = function(place(at, other, axis_name), **options)
+        return result if axis_name is None else jax.lax.pmean(result, axis_name)
+
+    return mean
 
 
 def shared(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:

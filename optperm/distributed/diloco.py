@@ -4,7 +4,6 @@ A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 arXiv 2311.08105, 2023.
 """
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,7 +13,7 @@ import optax
 from optperm import checks
 from optperm.distributed.local_steps import local_steps
 from optperm.mapped_axes import AxisName
-from optperm.precision import wide_dtype
+from optperm.precision import all_finite, wide_dtype
 
 
 class _Drift:
@@ -30,8 +29,7 @@ class _Drift:
         self, accumulator: jax.Array, grads: optax.Updates, restart: jax.Array
     ) -> jax.Array:
         # The params stay finite whatever the gradients are: that one was not has to be remembered.
-        finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
-        return functools.reduce(jnp.logical_and, finite, accumulator | restart)
+        return (accumulator | restart) & all_finite(grads)
 
     def total(
         self, accumulator: jax.Array, center: optax.Params, moved: Callable[[], optax.Params]

@@ -11,11 +11,22 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 from optperm import checks
 from optperm.composition import find_state, find_states
-from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes, varying_like
+from optperm.mapped_axes import (
+    AxisName,
+    all_gather,
+    averaged,
+    cond,
+    mark_varying,
+    shared,
+    varying_axes,
+    varying_like,
+)
 from optperm.placement import Placement, PlacingState, apply_updates
+from optperm.precision import all_finite, in_form_of, widest_dtype
 
 Commit = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
@@ -143,8 +154,8 @@ def local_steps(
         # Raw, the gradient would leave NaN in the local state for ever.
         finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
         moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
-        moves = _in_form_of(moves, params)
-        local_state = _in_form_of(local_state, state.local_state)
+        moves = in_form_of(moves, params)
+        local_state = in_form_of(local_state, state.local_state)
         accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
@@ -155,13 +166,13 @@ def local_steps(
 
         def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
             center, center_state = at
-            gradient = _in_form_of(gradient, updates)
+            gradient = in_form_of(gradient, updates)
 
             def move() -> Center:
                 extras = _common_extras(extra_args, gradient, center, params, axis_name)
                 steps, new_state = outer.update(gradient, center_state, center, **extras)
-                new_state = _in_form_of(new_state, center_state)
-                new_center = apply_updates(center, _in_form_of(steps, center), new_state)
+                new_state = in_form_of(new_state, center_state)
+                new_center = apply_updates(center, in_form_of(steps, center), new_state)
                 return mark_varying((new_center, new_state), center_axes)
 
             return jax.lax.cond(is_valid, move, lambda: at)
@@ -211,18 +222,17 @@ def _commit(
     Returns:
       The center and its state, and whether this replica took part.
     """
-    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(part)]
-    is_finite = functools.reduce(jnp.logical_and, finite, jnp.ones([], jnp.bool_))
+    is_finite = all_finite(part)
     if axis_name is None:
         return step(at, part, is_finite), is_finite
-    flat, unflatten = _flatten(part)
+    flat, unflatten = ravel_pytree(optax.tree.cast(part, widest_dtype(part)))
     # The last entry counts those who take part.
     packed = jnp.append(
         jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
     )
     if rule == "sequential":
         # Every replica makes the same steps in the same order, so they need not agree on the result.
-        gathered = _all_gather(packed, axis_name, tiled=False)
+        gathered = all_gather(packed, axis_name, tiled=False)
 
         def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
             return step(at, unflatten(row[:-1]), row[-1] > 0), None
@@ -264,22 +274,6 @@ def center_params(opt_state: Any) -> optax.Params:
     return find_state(opt_state, LocalStepsState, method="agn or optperm.diloco").center
 
 
-def _flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """All leaves as one vector of the widest dtype among them, and the way back (in that dtype)."""
-    leaves, structure = jax.tree.flatten(tree)
-    dtype = max((leaf.dtype for leaf in leaves), key=lambda d: d.itemsize, default=jnp.float32)
-    flat = jnp.concatenate([jnp.zeros(0, dtype), *(leaf.astype(dtype).ravel() for leaf in leaves)])
-
-    def unflatten(flat: jax.Array) -> Any:
-        parts, start = [], 0
-        for leaf in leaves:
-            parts.append(flat[start : start + leaf.size].reshape(leaf.shape))
-            start += leaf.size
-        return jax.tree.unflatten(structure, parts)
-
-    return flat, unflatten
-
-
 def _common_extras(
     extras: dict[str, Any],
     gradient: optax.Updates,
@@ -293,55 +287,41 @@ def _common_extras(
     not use costs nothing; each call of a closure is a collective of its own, within the commit.
     """
 
-    def averaged(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # Optax's line searches look at what value_fn takes
-        def mean(at: optax.Params, **options: Any) -> Any:
-            return _mean(function(place(at, params, axis_name), **options), axis_name)
-
-        return mean
-
     def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def gather(at: optax.Params, **options: Any) -> Any:
             result = function(varying_like(at, params, axis_name), **options)
-            return result if axis_name is None else _all_gather(result, axis_name, tiled=True)
+            return result if axis_name is None else all_gather(result, axis_name, tiled=True)
 
         return gather
 
     common = dict(extras)
     if common.get("value_fn") is not None:
-        common["value_fn"] = averaged(common["value_fn"], shared)
+        common["value_fn"] = averaged(common["value_fn"], params, axis_name, shared)
     if common.get("grad_fn") is not None:
         # At params that are marked as varying, a gradient is not already the sum over all replicas.
-        common["grad_fn"] = averaged(common["grad_fn"], varying_like)
+        common["grad_fn"] = averaged(common["grad_fn"], params, axis_name, varying_like)
     if common.get("per_example_grad_fn") is not None:
         common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
     if common.get("grad") is not None:
         common["grad"] = gradient
     if common.get("value") is not None:
-        at_center = common.get("value_fn")
-        common["value"] = at_center(center) if at_center else _mean(common["value"], axis_name)
+        if common.get("value_fn") is not None:
+            common["value"] = common["value_fn"](center)
+        elif axis_name is not None:
+            common["value"] = jax.lax.pmean(common["value"], axis_name)
     return common
-
-
-def _all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
-    to = "invarying" if varying_axes(tree) else "varying"
-    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
-
-
-def _mean(tree: Any, axis_name: AxisName | None) -> Any:
-    return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
 
 def _after_pull(state: LocalStepsState) -> Any:
     """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
     if not find_states(state.local_state, PlacingState):  # type: ignore[type-abstract]
         return state.local_state
-    axes = varying_axes(state.local_state, state.center_state)
-    return jax.lax.cond(
+    return cond(
         state.pulled,
-        lambda: mark_varying(_with_targets_of(state.local_state, state.center_state), axes),
-        lambda: mark_varying(state.local_state, axes),
+        lambda: _with_targets_of(state.local_state, state.center_state),
+        lambda: state.local_state,
+        axes=varying_axes(state.local_state, state.center_state),
     )
 
 
@@ -371,15 +351,3 @@ def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> No
             f"{[kind.__name__ for kind in local]} against {[kind.__name__ for kind in center]}. "
             "Use the same method for both, as optperm.agn does."
         )
-
-
-def _in_form_of(tree: Any, like: Any) -> Any:
-    """The tree with the dtypes of another, none of them weak: what every state promises to keep."""
-
-    def cast(leaf: Any, wanted: Any) -> Any:
-        aval = jax.typeof(leaf)
-        if aval.dtype == wanted.dtype and not aval.weak_type:
-            return leaf
-        return jax.lax.convert_element_type(leaf, wanted.dtype)
-
-    return jax.tree.map(cast, tree, like)

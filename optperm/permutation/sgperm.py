@@ -22,6 +22,7 @@ from optperm.permutation.weight_vectors import (
     to_matrix,
 )
 from optperm.placement import Placement
+from optperm.precision import widest_dtype
 from optperm.schedules import at_step
 
 
@@ -356,7 +357,7 @@ def _recommend(
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def propose(g: jax.Array, m: jax.Array) -> jax.Array:
-            dtype = np.float64 if np.float64 in (jnp.result_type(g), m.dtype) else np.float32
+            dtype = widest_dtype((g, m))
             scaled, kept = jnp.asarray(rate, dtype) * jnp.asarray(g, dtype), m.astype(dtype)
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 

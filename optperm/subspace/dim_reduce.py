@@ -15,11 +15,10 @@ from optperm import checks
 from optperm.composition import find_state, mask_like, replace_state, without_variables
 from optperm.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.placement import apply_updates
-from optperm.precision import widest_dtype
+from optperm.precision import all_finite, widest_dtype
 from optperm.schedules import at_step
 from optperm.subspace.phases import (
     ValueFn,
-    all_finite,
     averaged,
     choose,
     in_form_of,

@@ -12,14 +12,13 @@ import optax
 
 from optperm import checks
 from optperm.composition import find_states
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.placement import PlacingState
-from optperm.precision import widest_dtype
+from optperm.precision import all_finite, widest_dtype
 from optperm.subspace.dim_reduce import Curvature, DimReduceState, dim_reduce
 from optperm.subspace.pca import principal_rows
 from optperm.subspace.phases import (
     ValueFn,
-    all_finite,
     averaged,
     choose,
     in_form_of,
@@ -216,7 +215,6 @@ def dldr(
         last = jnp.asarray(start + (num_samples - 1) * sample_every, jnp.int32)
         subspace, further = _record(state, params, start, sample_every, last)
         is_switch = state.count == last
-        axes = varying_axes(subspace, further)
 
         def compute_basis(rows: optax.Params) -> optax.Params:
             rows, _ = principal_rows(
@@ -227,10 +225,14 @@ def dldr(
                 first_row=subspace.first_row,
                 in_place=True,
             )
-            return mark_varying(rows, axes)
+            return rows
 
-        rows = jax.lax.cond(
-            is_switch, compute_basis, lambda rows: mark_varying(rows, axes), subspace.rows
+        rows = cond(
+            is_switch,
+            compute_basis,
+            lambda rows: rows,
+            subspace.rows,
+            axes=varying_axes(subspace, further),
         )
         is_set = subspace.is_set | is_switch
         second = state.second._replace(subspace=subspace._replace(rows=rows, is_set=is_set))
@@ -248,11 +250,8 @@ def dldr(
             moves, new = then.update(updates, second, params, **extras)
             return moves, state.optimizer_state, new._replace(subspace=())
 
-        axes = varying_axes(updates, params, state)
-        moves, optimizer_state, new_second = jax.lax.cond(
-            state.count < last,
-            lambda: mark_varying(in_full(), axes),
-            lambda: mark_varying(in_subspace(), axes),
+        moves, optimizer_state, new_second = cond(
+            state.count < last, in_full, in_subspace, axes=varying_axes(updates, params, state)
         )
         return moves, DldrState(
             count=optax.safe_increment(state.count),

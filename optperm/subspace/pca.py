@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optperm import checks
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.mapped_axes import cond, mark_varying, varying_axes
 from optperm.precision import wide_dtype
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
@@ -146,11 +146,9 @@ def principal_rows(
             identity = jnp.eye(n_components, dtype=jnp.float32)
             inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
             new = _matmul(inverse.astype(jnp.float64), coefficients)
-            return mark_varying(jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients), axes)
+            return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
 
-        coefficients = jax.lax.cond(
-            needs_care, orthonormalized, lambda: mark_varying(coefficients, axes)
-        )
+        coefficients = cond(needs_care, orthonormalized, lambda: coefficients, axes=axes)
         written = []
         for out, parts in zip(outs, columns, strict=True):
             index = first_row + jnp.arange(out.shape[0], dtype=jnp.int32)

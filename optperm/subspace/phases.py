@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm import checks, mapped_axes, precision
 from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes
 from optperm.precision import wide_dtype, widest_dtype
 from optperm.subspace.projection import mean_over
@@ -52,22 +52,16 @@ def averaged(
     if axis_name is None:
         return grads, {**extras, "value": value}
 
-    def mean_value(at: optax.Params, **options: Any) -> jax.Array:
-        local = shared(at, (value, updates), axis_name)
-        return jax.lax.pmean(jnp.asarray(value_fn(local, **options), dtype), axis_name)
-
     grads, mean = mean_over((grads, value), axis_name)
     if value_fn is not None:
-        # Optax's line searches look at what value_fn takes.
-        extras = {**extras, "value_fn": functools.wraps(value_fn)(mean_value)}
+
+        @functools.wraps(value_fn)
+        def wide_value(at: optax.Params, **options: Any) -> jax.Array:
+            return jnp.asarray(value_fn(at, **options), dtype)
+
+        mean_value = mapped_axes.averaged(wide_value, (value, updates), axis_name, shared)
+        extras = {**extras, "value_fn": mean_value}
     return grads, {**extras, "value": mean}
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Whether every entry of every leaf is finite."""
-    # Zero times anything finite is zero; as a sum it is one pass, where a mask would be stored first.
-    flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
 
 
 def choose(predicate: jax.Array, new: Any, old: Any) -> Any:
@@ -77,12 +71,5 @@ def choose(predicate: jax.Array, new: Any, old: Any) -> Any:
 
 def in_form_of(tree: Any, like: Any) -> Any:
     """The tree with the dtypes of another, none of them weak, marked as varying where it is."""
-
-    def cast(leaf: Any, wanted: Any) -> Any:
-        leaf = mark_varying(leaf, varying_axes(wanted))
-        dtype, aval = jnp.result_type(wanted), jax.typeof(leaf)
-        if aval.dtype == dtype and not aval.weak_type:
-            return leaf
-        return jax.lax.convert_element_type(leaf, dtype)
-
-    return jax.tree.map(cast, tree, like)
+    marked = jax.tree.map(lambda leaf, other: mark_varying(leaf, varying_axes(other)), tree, like)
+    return precision.in_form_of(marked, like)

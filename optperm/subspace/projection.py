@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
 from optperm.precision import wide_dtype
 
 # On accelerators float32 products lose half their digits by default.
@@ -66,8 +67,7 @@ def project(
     own = functools.reduce(jnp.add, parts)
     if axis_name is None:
         return own
-    to = "invarying" if varying_axes(own) else "varying"
-    return jax.lax.all_gather(own, axis_name, tiled=True, to=to)[:n_components]
+    return all_gather(own, axis_name, tiled=True)[:n_components]
 
 
 def lift(
@@ -97,13 +97,9 @@ def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
     results: list[Any] = [None] * len(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
         places = [place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        flat = jnp.concatenate([leaves[place].ravel() for place in places])
-        total = jax.lax.psum(flat, axis_name)
-        start = 0
-        for place in places:
-            leaf = leaves[place]
-            results[place] = total[start : start + leaf.size].reshape(leaf.shape)
-            start += leaf.size
+        flat, unravel = ravel_pytree([leaves[place] for place in places])
+        for place, total in zip(places, unravel(jax.lax.psum(flat, axis_name)), strict=True):
+            results[place] = total
     return jax.tree.unflatten(structure, results)
 
 

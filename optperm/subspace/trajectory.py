@@ -8,7 +8,7 @@ import optax
 
 from optperm import checks
 from optperm.composition import find_state
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.mapped_axes import cond, mark_varying, varying_axes
 from optperm.precision import wide_dtype
 
 
@@ -104,17 +104,17 @@ def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
     """Writes params over one row where that is due."""
-    axes = varying_axes(rows, params, index)
 
     def write(row: jax.Array, leaf: Any) -> jax.Array:
         new = jnp.asarray(leaf).astype(row.dtype)
-        return mark_varying(jax.lax.dynamic_update_index_in_dim(row, new, index, 0), axes)
+        return jax.lax.dynamic_update_index_in_dim(row, new, index, 0)
 
-    return jax.lax.cond(
+    return cond(
         is_due,
         lambda rows: jax.tree.map(write, rows, params),
-        lambda rows: mark_varying(rows, axes),
+        lambda rows: rows,
         rows,
+        axes=varying_axes(rows, params, index),
     )
 
 

@@ -14,6 +14,7 @@ import optax
 from optperm import checks
 from optperm.evaluation import LossFn, checked_loss, map_examples
 from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.precision import wide_dtype
 
 _END = object()
 
@@ -143,7 +144,7 @@ def _batch_sums(
         size = float(_batch_size(batch))
         grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
         return _Sums(
-            jax.tree.map(lambda g: size * g.astype(full_gradient_dtype(g.dtype)), grads),
+            jax.tree.map(lambda g: size * g.astype(wide_dtype(g)), grads),
             jnp.asarray(size, float),
         )
 
@@ -163,15 +164,13 @@ def _batch_sums(
         losses = map_examples(
             lambda example: checked_loss(loss_fn, params, example, has_aux=has_aux)[0], examples
         )
-        wide = full_gradient_dtype(losses.dtype)
+        wide = wide_dtype(losses)
         return jnp.sum(jnp.where(counts, weights, 0.0).astype(wide) * losses.astype(wide))
 
     grads = jax.grad(weighted_sum)(local)
     valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
     return _Sums(
-        jax.tree.map(
-            lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(full_gradient_dtype(g.dtype)), grads
-        ),
+        jax.tree.map(lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(wide_dtype(g)), grads),
         jnp.where(valid, jnp.sum(weights), jnp.nan),
     )
 
@@ -198,11 +197,6 @@ def _mean(
         sums, errors = jax.lax.psum((sums, errors), axis_name)
     grad, weight = jax.tree.map(operator.add, sums, errors)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), grad), weight
-
-
-def full_gradient_dtype(*dtypes: Any) -> Any:
-    """The dtype in which gradients of these dtypes are summed: float32, or a wider one."""
-    return jnp.float64 if jnp.float64 in dtypes else jnp.float32
 
 
 def _with_weights(

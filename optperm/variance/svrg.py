@@ -4,7 +4,6 @@ R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predict
 NeurIPS 2013.
 """
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ import optax
 
 from optperm import checks
 from optperm.composition import find_state, mask_like, replace_state, without_variables
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.mapped_axes import cond, mark_varying, varying_axes
+from optperm.precision import all_finite, wide_dtype, widest_dtype
 from optperm.schedules import at_step
-from optperm.variance.full_gradient import full_gradient_dtype
 
 GradFn = Callable[[optax.Params], optax.Updates]
 
@@ -155,7 +154,7 @@ def svrg(
         )
 
         def zero_full_grad(leaf: Any) -> jax.Array:
-            zeros = jnp.zeros_like(leaf, full_gradient_dtype(jnp.result_type(leaf)))
+            zeros = jnp.zeros_like(leaf, wide_dtype(leaf))
             return mark_varying(zeros, varying_axes(leaf))
 
         return SvrgState(
@@ -188,7 +187,7 @@ def svrg(
             probability = at_step(refresh_probability, state.count)
             coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), probability)
             is_due = coin | ~old.is_taken
-        new = _cond(
+        new = cond(
             is_due,
             lambda: _installed(old, params, full_grad_fn(params))[0],
             lambda: old,
@@ -238,7 +237,7 @@ def svrg(
             return jax.tree.map(lambda g, mu: jnp.asarray(g, mu.dtype), grads, now.full_grad)
 
         def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, leaf: Any) -> jax.Array:
-            wide = full_gradient_dtype(mu.dtype, jnp.result_type(g))
+            wide = widest_dtype((mu, g))
             g, g_snapshot, mu, factor = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
             # In this order what is large and nearly equal cancels first, without a rounding error.
             corrected = ((g - factor * g_snapshot) + factor * mu).astype(jnp.result_type(leaf))
@@ -247,7 +246,7 @@ def svrg(
 
         # Only this gradient is behind the condition: the rest is one pass over the params, which XLA
         # joins with what follows.
-        snapshot_grads = _cond(
+        snapshot_grads = cond(
             is_used,
             at_snapshot,
             lambda: optax.tree.zeros_like(now.full_grad),
@@ -310,8 +309,7 @@ def _installed(
     checks.check_same_tree(
         "full_grad", full_grad, old.params, source="the optimizer state", dtypes=False
     )
-    flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves((params, full_grad))]
-    is_finite = functools.reduce(jnp.logical_and, flags, jnp.ones([], bool))
+    is_finite = all_finite((params, full_grad))
 
     def choose(new: Any, old: jax.Array) -> jax.Array:
         return jnp.where(is_finite, jnp.asarray(new, old.dtype), old)
@@ -322,18 +320,3 @@ def _installed(
         full_grad=jax.tree.map(choose, full_grad, old.full_grad),
     )
     return new, is_finite
-
-
-def _cond(
-    predicate: jax.Array,
-    true_fn: Callable[[], Any],
-    false_fn: Callable[[], Any],
-    *,
-    axes: frozenset[str],
-) -> Any:
-    """`jax.lax.cond` whose branches vary over the same axes in the checked mode of `jax.shard_map`."""
-    return jax.lax.cond(
-        predicate,
-        lambda: mark_varying(true_fn(), axes),
-        lambda: mark_varying(false_fn(), axes),
-    )
