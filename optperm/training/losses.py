@@ -1,0 +1,145 @@
+"""Loss functions as users write them, as functions of everything that a step evaluates them on."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from optperm import checks
+
+_OPTIONAL = ("model_state", "rng")
+
+
+class Outputs(NamedTuple):
+    """What an evaluation gives beside the loss.
+
+    Attributes:
+      model_state: The model's non-trained collections after it, such as new batch statistics.
+      aux: What the loss function returned beside; None without `has_aux`.
+    """
+
+    model_state: Any
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenLoss:
+    """`loss_fn(params, batch)`, or one that takes `model_state` and `rng` as well, by these names.
+
+    Attributes:
+      loss_fn: It returns the loss, then the new model state if it takes one, then aux with `has_aux`.
+      has_aux: Whether it returns aux.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool = False
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Which of `model_state` and `rng` the function takes."""
+        return arguments_of(self.loss_fn)
+
+    def __call__(
+        self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
+    ) -> tuple[jax.Array, Outputs]:
+        """The loss and what else came, at a model state and with a random key."""
+        takes = self.takes
+        if "rng" in takes and rng is None:
+            raise ValueError(
+                "loss_fn takes rng, but the state holds no key: pass rng=jax.random.key(0) to "
+                "TrainState.create."
+            )
+        known = {"model_state": model_state, "rng": rng}
+        out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
+        names = ["loss"]
+        names += ["model_state"] if "model_state" in takes else []
+        names += ["aux"] if self.has_aux else []
+        if len(names) == 1:
+            return out, Outputs(model_state, None)
+        if not isinstance(out, tuple) or len(out) != len(names):
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+            raise TypeError(
+                f"loss_fn must return ({', '.join(names)}), got {came}. One that takes model_state "
+                "returns the new one, as apply gives it with mutable=list(model_state); aux is "
+                "returned with has_aux=True."
+            )
+        got = dict(zip(names, out, strict=True))
+        new = got.get("model_state", model_state)
+        checks.check_same_tree(
+            "The model_state that loss_fn returned", new, model_state, source="the train state"
+        )
+        return got["loss"], Outputs(new, got.get("aux"))
+
+
+@dataclasses.dataclass(frozen=True)
+class NnxLoss:
+    """`loss_fn(model, batch)` of a model of `flax.nnx`, as a function of its parts.
+
+    Attributes:
+      loss_fn: It returns the loss, and aux with `has_aux`; it may change the model.
+      graphdef: What the parts are put together by.
+      wrt: What is trained, as in `nnx.Optimizer`.
+      has_aux: Whether it returns aux.
+    """
+
+    loss_fn: Callable[..., Any]
+    graphdef: Any
+    wrt: Any = nnx.Param
+    has_aux: bool = False
+
+    def __call__(
+        self, model_state: Any, rng: None, params: optax.Params, batch: Any
+    ) -> tuple[jax.Array, Outputs]:
+        """The loss and what else came; the model itself is left alone."""
+        model = nnx.merge(self.graphdef, params, *model_state)
+        out = self.loss_fn(model, batch)
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
+            )
+        loss, aux = out if self.has_aux else (out, None)
+        # Whatever happened to them, the keys stay: their counts say what is drawn next.
+        _, new = split_model(model, self.wrt)[1:]
+        keys, rest = model_state
+        checks.check_same_tree(
+            "The model's state after loss_fn", new[1], rest, source="the model before it"
+        )
+        return loss, Outputs((keys, new[1]), aux)
+
+
+def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+    """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
+    graphdef, params, keys, rest = nnx.split(model, wrt, nnx.RngKey, ...)
+    return graphdef, nnx.as_pure(params), (nnx.as_pure(keys), nnx.as_pure(rest))
+
+
+def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of `model_state` and `rng` a function takes by name."""
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in _OPTIONAL if name in parameters)
+
+
+def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
+    """The metrics that a function returned, by name, as float32 scalars.
+
+    Raises:
+      TypeError: If it is not a dict of real scalars.
+    """
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"{source} must be a dict of scalar metrics, such as {{'accuracy': accuracy}}, got "
+            f"{type(aux).__name__}."
+        )
+    for name, value in aux.items():
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape or not (dtype == bool or jnp.issubdtype(dtype, jnp.number)):
+            raise TypeError(
+                f"{source} must be a dict of scalar metrics, but {name!r} is {dtype}{list(shape)}. "
+                "Take its mean over the batch, or leave it out."
+            )
+    return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
