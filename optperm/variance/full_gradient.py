@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import Partial
 
 from optperm import checks
 from optperm.evaluation import LossFn, checked_loss, map_examples
@@ -51,7 +52,9 @@ def full_gradient(
     no more than one.
 
     The gradient of a batch is compiled once for each `loss_fn` and batch shape, and found again in
-    later calls by `loss_fn` itself: pass the same function each time, not a new lambda.
+    later calls by `loss_fn` itself: pass the same function each time, not a new lambda. Arrays that it
+    needs beside params and batch, such as batch statistics, are best bound by `jax.tree_util.Partial`:
+    new ones then compile nothing anew.
 
     Over many devices there are two ways. Under `jax.jit` batches may be arrays sharded over a mesh, of
     one process or of many (`jax.make_array_from_process_local_data`), with params replicated over it;
@@ -110,9 +113,10 @@ def full_gradient(
     checks.check_axis_name("axis_name", axis_name)
     checks.check_axis_is_bound(axis_name)
 
+    bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
     total: tuple[_Sums, _Sums] | None = None
     for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
-        sums = _batch_sums(params, batch, of_batch, loss_fn=loss_fn, has_aux=has_aux)
+        sums = _batch_sums(params, batch, of_batch, bound, has_aux=has_aux)
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
         else:
@@ -133,9 +137,9 @@ def full_gradient(
     return grad
 
 
-@functools.partial(jax.jit, static_argnames=("loss_fn", "has_aux"))
+@functools.partial(jax.jit, static_argnames=("has_aux",))
 def _batch_sums(
-    params: optax.Params, batch: Any, weights: Any, *, loss_fn: LossFn, has_aux: bool
+    params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
     # In shard_map's checked mode the gradient with respect to params that do not vary would arrive
     # summed over devices.

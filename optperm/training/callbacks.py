@@ -1,0 +1,125 @@
+"""What is called at the end of batches and epochs."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from optperm import checks
+from optperm.training.history import History
+
+Mode = Literal["min", "max"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """The end of a batch or of an epoch, as a callback sees it.
+
+    Attributes:
+      epoch: The epoch that it belongs to, from 1.
+      step: Steps done.
+      metrics: Of the batch, or of the epoch: its row in the history.
+      history: All so far.
+    """
+
+    epoch: int
+    step: int
+    metrics: Mapping[str, float]
+    history: History
+    _trained: Callable[[], Any] = dataclasses.field(repr=False)
+
+    def trained(self) -> Any:
+        """What has been trained so far: a new `TrainState`, or a new model of `flax.nnx`."""
+        return self._trained()
+
+
+Callback = Callable[[Event], bool | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """Stops training once a metric of the epochs has not improved for some time.
+
+    It looks at nothing but the history, so that a run which is resumed stops where it would have.
+
+    Attributes:
+      monitor: A column of `History.epochs`, such as `"eval_loss"`.
+      patience: Epochs without an improvement after which training stops.
+      mode: Whether less is better, or more.
+      min_delta: By how much more than the best one so far has to improve.
+
+    Example:
+      >>> from optperm.training import EarlyStopping, fit
+      >>> stop = EarlyStopping("eval_loss", patience=3)  # fit(..., on_epoch_end=stop)
+    """
+
+    monitor: str
+    patience: int
+    mode: Mode = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.check_count("patience", self.patience)
+        checks.check_choice("mode", self.mode, get_args(Mode))
+        checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf)
+
+    def __call__(self, event: Event) -> bool:
+        """Whether to stop."""
+        return self.is_due(event.history)
+
+    def is_due(self, history: History) -> bool:
+        """Whether to stop, by what has been recorded.
+
+        Raises:
+          ValueError: If nothing of the name has been.
+        """
+        epochs = history.epochs
+        if self.monitor not in epochs:
+            raise ValueError(
+                f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
+                f"{', '.join(map(repr, epochs)) or 'no rows'}. Metrics of the evaluation begin "
+                "with eval_."
+            )
+        sign = 1.0 if self.mode == "min" else -1.0
+        best, since = math.inf, 0
+        for value in sign * epochs[self.monitor]:
+            improved = value < best - self.min_delta
+            best, since = (float(value), 0) if improved else (best, since + 1)
+        return since >= self.patience
+
+
+def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
+    """One callback or several, as a tuple.
+
+    Raises:
+      TypeError: If one is none.
+    """
+    if value is None:
+        return ()
+    several = tuple(value) if isinstance(value, Sequence) else (value,)
+    for callback in several:
+        if not callable(callback):
+            raise TypeError(
+                f"{name} must be a function of an Event, or a list of such, got {callback!r}. It "
+                "returns True to stop training."
+            )
+    return several
+
+
+def wants_to_stop(callbacks: tuple[Callback, ...], event: Event, *, name: str) -> bool:
+    """Calls all, and tells whether one of them wants to stop.
+
+    Raises:
+      TypeError: If one returns something else than True, False or None.
+    """
+    answers = [callback(event) for callback in callbacks]
+    for callback, answer in zip(callbacks, answers, strict=True):
+        if answer is not None:
+            try:
+                checks.check_flag("answer", answer)
+            except TypeError as error:
+                raise TypeError(
+                    f"{name}: {callback!r} must return True to stop training, or None or False to go "
+                    f"on, got {answer!r}."
+                ) from error
+    return any(answers)

@@ -1,0 +1,172 @@
+"""What training recorded: a row for each step and one for each epoch, as arrays, CSV or a plot."""
+
+import csv
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+
+from optperm import checks
+from optperm.training.extras import import_optional
+
+Columns = dict[str, np.ndarray]
+Rows = Literal["epochs", "steps"]
+# Columns of the epochs that are no metrics.
+_COUNTS = ("epoch", "step", "seconds")
+
+
+class History:
+    """What training recorded, from its first step on.
+
+    Example:
+      >>> import numpy as np
+      >>> from optperm.training import History
+      >>> history = History()
+      >>> history.add_steps({"loss": np.array([3.0, 1.0], np.float32)})
+      >>> history.add_epoch(epoch=1, step=2, seconds=0.5, evaluated={"accuracy": 0.75})
+      >>> {name: column.tolist() for name, column in history.epochs.items()}
+      {'epoch': [1], 'step': [2], 'seconds': [0.5], 'loss': [2.0], 'eval_accuracy': [0.75]}
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Columns] = []
+        self._epochs: list[dict[str, float]] = []
+
+    @property
+    def steps(self) -> Columns:
+        """A row for each step: by name, float32 (steps,).
+
+        `loss`, that of each batch before its step; what the loss function returned beside it with
+        `has_aux`; and `share_moved` where a method permutes weights.
+        """
+        if len(self._steps) > 1:
+            names = self._steps[0]
+            joined = {name: np.concatenate([part[name] for part in self._steps]) for name in names}
+            self._steps = [joined]
+        return dict(self._steps[0]) if self._steps else {}
+
+    @property
+    def epochs(self) -> Columns:
+        """A row for each epoch: by name, (epochs,).
+
+        `epoch`, from 1, and `step`, the steps done by then, int64; `seconds` of wall time; the mean of
+        each column of `steps` over the steps since the row before; and what the evaluation gave, as
+        `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it.
+        """
+        names = list(dict.fromkeys(name for row in self._epochs for name in row))
+        kinds = {"epoch": np.int64, "step": np.int64}
+        return {
+            name: np.array(
+                [row.get(name, np.nan) for row in self._epochs], kinds.get(name, np.float64)
+            )
+            for name in names
+        }
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded."""
+        return sum(len(next(iter(part.values()))) for part in self._steps)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The row of the last epoch; empty before."""
+        return dict(self._epochs[-1]) if self._epochs else {}
+
+    def add_steps(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Adds rows of steps."""
+        if columns:
+            self._steps.append(dict(columns))
+
+    def add_epoch(
+        self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
+    ) -> None:
+        """Adds the row of an epoch; its means are over the steps added since the row before."""
+        since = int(self._epochs[-1]["step"]) if self._epochs else 0
+        # The history of a state that has been trained before begins with its first step here.
+        first = self.num_steps - (step - since)
+        means = {
+            name: float(np.mean(column[max(first, 0) :], dtype=np.float64))
+            for name, column in self.steps.items()
+        }
+        named = {f"eval_{name}": float(value) for name, value in evaluated.items()}
+        self._epochs.append({"epoch": epoch, "step": step, "seconds": seconds, **means, **named})
+
+    def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
+        """Writes the rows as a CSV file with a header.
+
+        Args:
+          path: The file; one that exists is overwritten.
+          rows: `"epochs"` or `"steps"`; the latter with a column `step`, from 1.
+
+        Raises:
+          ValueError: If `rows` is something else.
+        """
+        checks.check_choice("rows", rows, get_args(Rows))
+        columns = self.epochs if rows == "epochs" else self.steps
+        if rows == "steps":
+            columns = {"step": np.arange(1, self.num_steps + 1), **columns}
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws each metric over the steps, that of the evaluation beside that of training.
+
+        Needs matplotlib: `pip install 'optperm[training]'`.
+
+        Args:
+          path: Where to save the picture, in the format that its name says; None for nowhere.
+
+        Returns:
+          The `matplotlib.figure.Figure`, which a notebook shows.
+
+        Raises:
+          ImportError: If matplotlib is not installed.
+          ValueError: If there is nothing to draw.
+        """
+        figures = import_optional(
+            "matplotlib.figure", needed_by="History.plot", install="optperm[training]"
+        )
+        steps, epochs = self.steps, self.epochs
+        evaluated = [name for name in epochs if name.startswith("eval_")]
+        names = list(dict.fromkeys([*steps, *(name.removeprefix("eval_") for name in evaluated)]))
+        if not names:
+            raise ValueError("There is nothing to draw: no step has been recorded yet.")
+        # No pyplot: it would look for a display and keep the figure in its global state.
+        figure = figures.Figure(figsize=(7, 2.4 * len(names) + 0.6), layout="constrained")
+        for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
+            axes.set(ylabel=name)
+            if name in steps:
+                at = np.arange(1, len(steps[name]) + 1)
+                axes.plot(at, steps[name], color="0.75", linewidth=0.8, label="steps")
+            for column, label in ((name, "epochs"), (f"eval_{name}", "evaluation")):
+                if column in epochs and column not in _COUNTS:
+                    axes.plot(epochs["step"], epochs[column], marker=".", label=label)
+            axes.legend()
+        axes.set(xlabel="step")
+        if path is not None:
+            figure.savefig(path, dpi=120)
+        return figure
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        steps = {name: column.tolist() for name, column in self.steps.items()}
+        return {"steps": steps, "epochs": self._epochs}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """What `as_json` gave, as a history."""
+        history = cls()
+        history.add_steps(
+            {name: np.asarray(column, np.float32) for name, column in values["steps"].items()}
+        )
+        history._epochs = [dict(row) for row in values["epochs"]]
+        return history
+
+    def copy(self) -> Self:
+        """One that goes on by itself."""
+        history = type(self)()
+        history._steps, history._epochs = list(self._steps), list(self._epochs)
+        return history
