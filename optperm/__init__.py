@@ -1,5 +1,6 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
+from optperm import training as training
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.local_steps import LocalStepsState as LocalStepsState

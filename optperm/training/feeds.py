@@ -21,6 +21,8 @@ from optperm.training.replicas import AXIS, Replicas
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
+# Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
+_ROWS = 1024
 _END = object()
 # Of each step by name, float32 (steps,).
 Columns = dict[str, np.ndarray]
@@ -108,7 +110,7 @@ class _ManySteps:
     program: Program
     replicas: Replicas
     own: bool
-    capacity: int
+    rows: int
 
     def __call__(self, carry: Any, shared: Any, _: Any) -> tuple[Any, dict[str, jax.Array]]:
         data, order, first, last = shared
@@ -124,7 +126,7 @@ class _ManySteps:
         metrics = jax.eval_shape(step, carry, batch_at(first))[1]
         axes = (AXIS,) if self.own and mapped is not None else ()
         columns = mark_varying(
-            {name: jnp.zeros((self.capacity,), jnp.float32) for name in metrics}, axes
+            {name: jnp.zeros((self.rows,), jnp.float32) for name in metrics}, axes
         )
 
         def body(t: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -184,7 +186,7 @@ class ArrayFeed:
       program: What a step does.
       replicas: Where.
       own: Whether each replica has a carry of its own.
-      capacity: The most steps by one call of the compiled program.
+      steps_a_call: The most steps by one call of the compiled program; None for a whole epoch.
 
     Raises:
       TypeError: If `batch_size` or `seed` is of the wrong type.
@@ -200,7 +202,7 @@ class ArrayFeed:
         program: Program,
         replicas: Replicas,
         own: bool,
-        capacity: int | None,
+        steps_a_call: int | None,
     ) -> None:
         self._host = data
         self._size = num_examples("train_data", data)
@@ -214,9 +216,9 @@ class ArrayFeed:
         check_divisible(batch_size, replicas, "batch_size")
         self.steps_per_epoch = self._size // batch_size
         self._batch_size, self._seed, self._replicas = batch_size, seed, replicas
-        capacity = min(capacity or self.steps_per_epoch, self.steps_per_epoch)
-        self.capacity = capacity
-        self._many = _ManySteps(program, replicas, own, capacity)
+        self._steps_a_call = min(steps_a_call or self.steps_per_epoch, self.steps_per_epoch)
+        rows = min(max(_ROWS, self._steps_a_call), self.steps_per_epoch)
+        self._many = _ManySteps(program, replicas, own, rows)
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
         self._place_order = replicas.jit(self._dealt)
@@ -244,7 +246,7 @@ class ArrayFeed:
     ) -> Fed:
         """See `Feed`."""
         first = self._offset
-        self._offset = min(first + min(limit, self.capacity), self.steps_per_epoch)
+        self._offset = min(first + min(limit, self._steps_a_call), self.steps_per_epoch)
         shared, steps = self._shared(first, self._offset), self._offset - first
         call = self._pool.submit(self._replicas.together, self._run, carry, shared, ())
         _wait(call, interrupt, on_interrupt)

@@ -213,8 +213,9 @@ def fit(
     if is_arrays(train_data):
         if batch_size is None:
             raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-        capacity = 1 if batch_end else steps_per_call
-        feed = ArrayFeed(train_data, batch_size=batch_size, seed=seed, capacity=capacity, **common)
+        feed = ArrayFeed(
+            train_data, batch_size=batch_size, seed=seed, steps_a_call=steps_per_call, **common
+        )
     else:
         check_iterable("train_data", train_data)
         if batch_size is not None:

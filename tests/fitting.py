@@ -1,0 +1,170 @@
+"""Small models with batch statistics and dropout, in linen and in nnx, and a method of each kind."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import optperm
+from optperm import training
+
+FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
+KINDS = ("linen", "nnx")
+METHODS = ("adam", "sgperm", "svrg", "dldr", "agn", "diloco")
+
+
+@functools.cache
+def method(name, axis_name=None):
+    """A transformation; the same object each time, so that what it was compiled into is found."""
+    return {
+        "adam": lambda: optax.adam(1e-2),
+        "sgperm": lambda: optperm.sgperm(0.3, partition_ratio=0.5, min_partition_size=2),
+        "svrg": lambda: optax.chain(optperm.svrg(0.5), optax.sgd(0.05)),
+        "dldr": lambda: optperm.dldr(
+            optax.sgd(0.1), sample_every=2, num_samples=4, n_components=3
+        ),
+        "agn": lambda: optperm.agn(optax.sgd(0.1), 3, axis_name=axis_name),
+        "diloco": lambda: optperm.diloco(optax.adam(1e-2), sync_every=3, axis_name=axis_name),
+    }[name]()
+
+
+def every_second(epoch):
+    """The schedule of SVRG's snapshots."""
+    return optperm.take_snapshot if epoch % 2 == 1 else None
+
+
+def epoch_start_of(name):
+    return every_second if name == "svrg" else None
+
+
+@functools.cache
+def data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
+    return {"x": x, "y": np.argmax(x[:, :CLASSES], axis=1).astype(np.int32)}
+
+
+class Net(nn.Module):
+    """One hidden layer; every parameter can be permuted."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        bias = nn.initializers.normal()
+        x = nn.Dense(6, bias_init=bias)(x)
+        x = nn.BatchNorm(use_running_average=not train, use_scale=False, use_bias=False)(x)
+        x = nn.Dropout(0.2, deterministic=not train)(nn.relu(x))
+        return nn.Dense(CLASSES, bias_init=bias)(x)
+
+
+class NnxNet(nnx.Module):
+    """The same in nnx."""
+
+    def __init__(self):
+        rngs, bias = nnx.Rngs(params=0, dropout=1), nnx.initializers.normal()
+        self.hidden = nnx.Linear(FEATURES, 6, bias_init=bias, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, use_scale=False, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(6, CLASSES, bias_init=bias, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+net = Net()
+
+
+def cross_entropy(logits, y):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+
+def accuracy(logits, y):
+    return {"accuracy": jnp.mean((jnp.argmax(logits, axis=-1) == y).astype(jnp.float32))}
+
+
+def linen_loss(params, batch, *, model_state, rng):
+    logits, model_state = net.apply(
+        {"params": params, **model_state},
+        batch["x"],
+        train=True,
+        mutable=list(model_state),
+        rngs={"dropout": rng},
+    )
+    return cross_entropy(logits, batch["y"]), model_state
+
+
+def linen_accuracy(params, batch, *, model_state):
+    logits = net.apply({"params": params, **model_state}, batch["x"], train=False)
+    return accuracy(logits, batch["y"])
+
+
+def nnx_loss(model, batch):
+    return cross_entropy(model(batch["x"]), batch["y"])
+
+
+def nnx_accuracy(model, batch):
+    model.eval()
+    return accuracy(model(batch["x"]), batch["y"])
+
+
+LOSS = {"linen": linen_loss, "nnx": nnx_loss}
+ACCURACY = {"linen": linen_accuracy, "nnx": nnx_accuracy}
+
+
+@functools.cache
+def variables():
+    return net.init(jax.random.key(0), jnp.zeros((1, FEATURES)), train=False)
+
+
+def linen_state(tx):
+    return training.TrainState.create(
+        apply_fn=net.apply,
+        params=variables()["params"],
+        tx=tx,
+        model_state={"batch_stats": variables()["batch_stats"]},
+        rng=jax.random.key(1),
+    )
+
+
+def subject(kind, tx):
+    """What `fit` takes first, and the arguments that go with it."""
+    if kind == "linen":
+        return (linen_state(tx),), {}
+    model = NnxNet()
+    return (model,), {"optimizer": training.Optimizer(model, tx, wrt=nnx.Param)}
+
+
+def fit(kind, name, *, devices=None, train_data=None, **options):
+    """`training.fit` of a model by a method, from the start."""
+    tx = method(name, None if devices is None else "replica")
+    positional, keywords = subject(kind, tx)
+    train_data = data() if train_data is None else train_data
+    if train_data is data():
+        options.setdefault("batch_size", BATCH)
+    return training.fit(
+        *positional,
+        LOSS[kind],
+        train_data,
+        devices=devices,
+        epoch_start=epoch_start_of(name),
+        **keywords,
+        **options,
+    )
+
+
+def arrays(result):
+    """All arrays of what was trained, as NumPy's."""
+    if result.state is not None:
+        state = result.state.replace(rng=jax.random.key_data(result.state.rng))
+        return jax.tree.map(np.asarray, state)
+    return jax.tree.map(
+        np.asarray,
+        [
+            nnx.to_pure_dict(nnx.state(result.model, nnx.Not(nnx.RngKey))),
+            jax.tree.leaves(nnx.as_pure(result.optimizer.opt_state)),
+            result.optimizer.step.get_value(),
+        ],
+    )
