@@ -17,16 +17,18 @@ KINDS = ("linen", "nnx")
 METHODS = ("adam", "sgperm", "svrg", "dldr", "agn", "diloco")
 
 
-@functools.cache
 def method(name, axis_name=None):
     """A transformation; the same object each time, so that what it was compiled into is found."""
+    return _method(name, axis_name)
+
+
+@functools.cache
+def _method(name, axis_name):
     return {
         "adam": lambda: optax.adam(1e-2),
         "sgperm": lambda: optperm.sgperm(0.3, partition_ratio=0.5, min_partition_size=2),
         "svrg": lambda: optax.chain(optperm.svrg(0.5), optax.sgd(0.05)),
-        "dldr": lambda: optperm.dldr(
-            optax.sgd(0.1), sample_every=2, num_samples=4, n_components=3
-        ),
+        "dldr": lambda: optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=4, n_components=3),
         "agn": lambda: optperm.agn(optax.sgd(0.1), 3, axis_name=axis_name),
         "diloco": lambda: optperm.diloco(optax.adam(1e-2), sync_every=3, axis_name=axis_name),
     }[name]()

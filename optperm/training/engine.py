@@ -9,6 +9,7 @@ from optperm.training.feeds import Columns, Feed
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
 
+_MANY = 2**31 - 1
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 
@@ -105,12 +106,9 @@ def train(
             if at.offset == 0 or not is_begun:
                 feed.begin(at.epoch, at.offset)
                 is_begun = True
-            limits = [steps_a_call, steps - at.step]
+            limits = [_MANY, steps_a_call, steps - at.step]
             limits += [save_every - at.step % save_every] if save_every else []
-            limit = min(limits)
-            fed = feed.run(
-                carry, limit if limit < math.inf else 2**31 - 1, interrupt, hooks.interrupted
-            )
+            fed = feed.run(carry, int(min(limits)), interrupt, hooks.interrupted)
             carry, at = fed.carry, at.after(fed.steps, is_over=fed.is_over)
             stop = hooks.steps_end(at, carry, fed.columns)
             if fed.is_over or at.step >= steps:

@@ -86,7 +86,9 @@ class Evaluator:
         size = num_examples("eval_data", self._data)
         step = min(self._batch_size or size, size)
         for low in range(0, size, step):
-            batch = jax.tree.map(lambda leaf, low=low: np.asarray(leaf[low : low + step]), self._data)
+            batch = jax.tree.map(
+                lambda leaf, low=low: np.asarray(leaf[low : low + step]), self._data
+            )
             yield batch, min(step, size - low)
 
 

@@ -167,7 +167,8 @@ def _compiled(function: _ManySteps, *arguments: Any) -> Any:
     jitted, known = _jitted(function)
     leaves, structure = jax.tree.flatten(arguments)
     forms = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-    settings = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision)
+    names = ("jax_enable_x64", "jax_default_matmul_precision")
+    settings = tuple(getattr(jax.config, name) for name in names)
     key = (structure, forms, settings)
     if key not in known:
         known[key] = jitted.lower(*arguments).compile()
@@ -381,7 +382,9 @@ class StreamFeed:
         if interrupt.requested:
             on_interrupt()
         host = jax.device_get(rows)
-        columns = {name: np.stack([row[name] for row in host]) for name in (rows[0] if rows else ())}
+        columns = {
+            name: np.stack([row[name] for row in host]) for name in (rows[0] if rows else ())
+        }
         return Fed(carry, columns, len(rows), self._next is _END)
 
     def all_batches(self, epoch: int, chunk: int, *, few: bool = False) -> Iterator[Any]:

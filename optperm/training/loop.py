@@ -11,8 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from optperm import checks
@@ -29,7 +27,6 @@ from optperm.training.feeds import ArrayFeed, Columns, StreamFeed, check_iterabl
 from optperm.training.history import History
 from optperm.training.interrupt import Interrupt
 from optperm.training.progress import Bar, check_progress, line, progress_bar
-from optperm.training.replicas import Replicas
 from optperm.training.subjects import Subject, subject_of
 from optperm.training.train_state import TrainState
 
@@ -106,9 +103,9 @@ def fit(
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
         and `rng`, a key of each step, drawn from the state's. For a model of `flax.nnx`
         `loss_fn(model, batch)`, which may change the model's state.
-      train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array), shuffled
-        anew each epoch by `seed` alone (`optperm.training.shuffled`); a last part that fills no batch is
-        left out. Or an iterable of batches (a list, a data loader), gone through in each epoch. Or a
+      train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
+        shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`); a last part that fills no
+        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch. Or a
         function of the epoch's number, from 1, that gives such an iterable.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
@@ -119,8 +116,8 @@ def fit(
         means over the batch.
       eval_fn: What to evaluate at the end of each epoch, like `loss_fn`: `eval_fn(params, batch)`, which
         may take `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars.
-      eval_data: What to evaluate on: arrays, an iterable of batches, or a function of the epoch's number.
-        The means are over examples. Every process evaluates all of it, on its first device.
+      eval_data: What to evaluate on: arrays, an iterable of batches, or a function of the epoch's
+        number. The means are over examples. Every process evaluates all of it, on its first device.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
       epoch_start: From the number of an epoch, a function `change(opt_state, params, full_gradient)`
         that gives the optimizer state to go on with, or None for nothing. The gradient is over all
@@ -208,22 +205,7 @@ def fit(
             "(optperm.agn, optperm.diloco, or own_state=True)."
         )
     evaluator = Evaluator.of(subject.program, eval_fn, eval_data, eval_batch_size or batch_size)
-    common = {"program": subject.program, "replicas": replicas, "own": subject.own}
-    feed: ArrayFeed | StreamFeed
-    if is_arrays(train_data):
-        if batch_size is None:
-            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-        feed = ArrayFeed(
-            train_data, batch_size=batch_size, seed=seed, steps_a_call=steps_per_call, **common
-        )
-    else:
-        check_iterable("train_data", train_data)
-        if batch_size is not None:
-            raise ValueError(
-                "batch_size is for arrays: train_data gives batches, and their size is theirs."
-            )
-        feed = StreamFeed(train_data, **common)
-
+    feed = _feed(subject, train_data, batch_size, seed, steps_per_call)
     with replicas.local(), Interrupt() as interrupt:
         run = _Run(subject, feed, evaluator, epoch_start, batch_end, epoch_end)
         carry = subject.initial() if earlier is None else subject.taken_over(earlier)
@@ -427,6 +409,30 @@ class _Run:
 
     def _on_main(self, work: Callable[..., Any], *arguments: Any) -> Any:
         return self._subject.replicas.on_main(work, *arguments, failed=RuntimeError)
+
+
+def _feed(
+    subject: Subject, train_data: Any, batch_size: int | None, seed: int, steps_per_call: int
+) -> ArrayFeed | StreamFeed:
+    program, replicas, own = subject.program, subject.replicas, subject.own
+    if is_arrays(train_data):
+        if batch_size is None:
+            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
+        return ArrayFeed(
+            train_data,
+            batch_size=batch_size,
+            seed=seed,
+            program=program,
+            replicas=replicas,
+            own=own,
+            steps_a_call=steps_per_call,
+        )
+    check_iterable("train_data", train_data)
+    if batch_size is not None:
+        raise ValueError(
+            "batch_size is for arrays: train_data gives batches, and their size is theirs."
+        )
+    return StreamFeed(train_data, program=program, replicas=replicas, own=own)
 
 
 def _check_numbers(**numbers: int | None) -> None:

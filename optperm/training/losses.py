@@ -96,25 +96,26 @@ class NnxLoss:
         self, model_state: Any, rng: None, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """The loss and what else came; the model itself is left alone."""
-        model = nnx.merge(self.graphdef, params, *model_state)
+        keys, rest = model_state
+        model = nnx.merge(self.graphdef, params, keys, rest)
         out = self.loss_fn(model, batch)
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
             raise TypeError(
                 f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
             )
         loss, aux = out if self.has_aux else (out, None)
-        # Whatever happened to them, the keys stay: their counts say what is drawn next.
-        _, new = split_model(model, self.wrt)[1:]
-        keys, rest = model_state
+        _, _, (_, new) = split_model(model, self.wrt)
         checks.check_same_tree(
-            "The model's state after loss_fn", new[1], rest, source="the model before it"
+            "The model's state after loss_fn", new, rest, source="the model before it"
         )
-        return loss, Outputs((keys, new[1]), aux)
+        # The keys stay, as they do in the model: its counts say what is drawn next.
+        return loss, Outputs((keys, new), aux)
 
 
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
-    graphdef, params, keys, rest = nnx.split(model, wrt, nnx.RngKey, ...)
+    graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
+    params, keys, rest = states
     return graphdef, nnx.as_pure(params), (nnx.as_pure(keys), nnx.as_pure(rest))
 
 
@@ -137,7 +138,7 @@ def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
         )
     for name, value in aux.items():
         shape, dtype = jnp.shape(value), jnp.result_type(value)
-        if shape or not (dtype == bool or jnp.issubdtype(dtype, jnp.number)):
+        if shape or not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.number)):
             raise TypeError(
                 f"{source} must be a dict of scalar metrics, but {name!r} is {dtype}{list(shape)}. "
                 "Take its mean over the batch, or leave it out."

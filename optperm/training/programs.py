@@ -1,4 +1,4 @@
-"""One step of training, of a linen train state or a model of `flax.nnx`, as a pure function of arrays."""
+"""One step of training, of a train state or a model of `flax.nnx`, as a pure function of arrays."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from optperm.evaluation import Evaluation, evaluate
 from optperm.mapped_axes import varying_axes
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.placement import apply_updates
-from optperm.training.losses import LinenLoss, NnxLoss, arguments_of, scalar_metrics
+from optperm.training.losses import LinenLoss, NnxLoss, arguments_of, scalar_metrics, split_model
 from optperm.training.train_state import TrainState
 
 # Of each leaf of a tree the implementation of a random key, None for any other array.
@@ -194,7 +194,7 @@ class NnxProgram:
     """
 
     loss: NnxLoss
-    tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformation
     key_kinds: KeyKinds
     spread: Spread
 
@@ -209,20 +209,19 @@ class NnxProgram:
         has_aux: bool,
     ) -> tuple[Self, NnxCarry]:
         """The program that trains a model, and its carry."""
-        graphdef, params, keys, rest = nnx.split(model, optimizer.wrt, nnx.RngKey, ...)
-        keys = nnx.as_pure(keys)
+        graphdef, params, (keys, rest) = split_model(model, optimizer.wrt)
         program = cls(
             NnxLoss(loss_fn, graphdef, optimizer.wrt, has_aux),
-            optax.with_extra_args_support(optimizer.tx),
+            optimizer.tx,
             tuple(jax.random.key_impl(key) for key in jax.tree.leaves(keys)),
             spread,
         )
         carry = NnxCarry(
             optimizer.step.get_value(),
-            nnx.as_pure(params),
+            params,
             nnx.as_pure(optimizer.opt_state),
             jax.tree.map(jax.random.key_data, keys),
-            nnx.as_pure(rest),
+            rest,
         )
         return program, carry
 
@@ -250,7 +249,8 @@ class NnxProgram:
             keys = jax.tree.map(lambda key: jax.random.fold_in(key, index), keys)
         bound = functools.partial(self.loss, (keys, carry.rest), None)
         e = evaluate(bound, carry.params, batch, has_aux=True, axis_name=spread.averaged)
-        updates, opt_state = self.tx.update(e.grad, carry.opt_state, carry.params, **e.extra_args)
+        tx = optax.with_extra_args_support(self.tx)
+        updates, opt_state = tx.update(e.grad, carry.opt_state, carry.params, **e.extra_args)
         metrics = spread.agreed(step_metrics(e, e.aux.aux, opt_state))
         new = NnxCarry(
             carry.step + jnp.ones_like(carry.step),

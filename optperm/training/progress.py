@@ -49,9 +49,7 @@ def check_progress(progress: Any) -> str | None:
     """
     names = {False: None, None: None, True: "rich", "rich": "rich", "tqdm": "tqdm"}
     if not isinstance(progress, bool | str | None) or progress not in names:
-        raise ValueError(
-            f"progress must be True, False, 'rich' or 'tqdm', got {progress!r}."
-        )
+        raise ValueError(f"progress must be True, False, 'rich' or 'tqdm', got {progress!r}.")
     name = names[progress]
     if name == "rich":
         import_optional("rich.progress", needed_by="progress=True", install="optperm[progress]")

@@ -199,7 +199,7 @@ class Replicas:
         if self.process_id == 0:
             try:
                 result = work(*arguments)
-            except Exception as error:  # noqa: BLE001 - the others wait for an answer, whatever it is
+            except Exception as error:  # the others wait for an answer, whatever it is
                 failure = error
         any_failed = self.any(failure is not None)
         if failure is not None:

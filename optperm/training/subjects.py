@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from flax.training import train_state
 
@@ -192,6 +193,7 @@ def subject_of(
     keeps_own = bool(find_states(opt_state, LocalStepsState)) if own_state is None else own_state
     spread = Spread(replicas.axis_name, keeps_own)
     program: LinenProgram | NnxProgram
+    carry: Any
     if isinstance(source, TrainState):
         program, carry = LinenProgram.of(source, LinenLoss(loss_fn, has_aux), spread)
     else:
@@ -242,13 +244,14 @@ def _replicas(devices: int | None) -> Replicas:
 def _check_replicas_meet(tx: Any, parts: Parts, replicas: Replicas) -> None:
     """Raises unless the method asks for a mapped axis: without, each replica would train for itself."""
 
-    def update(params: Any, opt_state: Any) -> Any:
+    def one_step(params: Any, opt_state: Any) -> Any:
         extras = {"value": jnp.zeros([]), "grad": params, "grad_fn": lambda p: p}
         extras |= {"value_fn": lambda p: jnp.zeros([])}
-        return tx.update(params, opt_state, params, **extras)
+        update = optax.with_extra_args_support(tx).update
+        return update(params, opt_state, params, **extras)
 
     try:
-        jax.eval_shape(update, parts.params, parts.opt_state)
+        jax.eval_shape(one_step, parts.params, parts.opt_state)
     except ValueError as error:
         if "is not bound" in str(error):
             return

@@ -16,7 +16,7 @@ from optperm.placement import apply_updates
 from optperm.training.losses import LinenLoss, NnxLoss, Outputs, split_model
 
 
-class TrainState(train_state.TrainState):  # type: ignore[no-untyped-call,misc]
+class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for a linen model and any method.
 
     Its `apply_gradients` hands extra arguments on to the transformation and applies updates exactly
@@ -68,7 +68,7 @@ class TrainState(train_state.TrainState):  # type: ignore[no-untyped-call,misc]
     rng: jax.Array | None = None
 
     @classmethod
-    def create(  # type: ignore[override]
+    def create(
         cls,
         *,
         apply_fn: Callable[..., Any],
@@ -104,7 +104,7 @@ class TrainState(train_state.TrainState):  # type: ignore[no-untyped-call,misc]
             step=jnp.zeros([], jnp.int32),
             apply_fn=apply_fn,
             params=params,
-            tx=optax.with_extra_args_support(tx),
+            tx=tx,
             opt_state=opt_state,
             model_state={} if model_state is None else dict(model_state),
             rng=rng,
