@@ -3,7 +3,7 @@
 from optperm.training.callbacks import EarlyStopping as EarlyStopping
 from optperm.training.callbacks import Event as Event
 from optperm.training.checkpoints import CheckpointError as CheckpointError
-from optperm.training.feeds import shuffled as shuffled
+from optperm.training.data import shuffled as shuffled
 from optperm.training.history import History as History
 from optperm.training.loop import FitResult as FitResult
 from optperm.training.loop import fit as fit

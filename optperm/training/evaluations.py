@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from optperm.training.feeds import as_array, check_iterable, is_arrays, num_examples
+from optperm.training.data import as_array, check_iterable, is_arrays, num_examples
 from optperm.training.programs import LinenProgram, NnxProgram, evaluation_call
 
 

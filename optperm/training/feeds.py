@@ -3,9 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,15 +14,13 @@ import numpy as np
 from optperm import checks
 from optperm.mapped_axes import mark_varying
 from optperm.precision import in_form_of
+from optperm.training.data import check_divisible, num_examples, shuffled
 from optperm.training.interrupt import Interrupt
 from optperm.training.programs import Program, agreed
 from optperm.training.replicas import AXIS, Replicas
 
-# Far from the step counts that a method may fold into the key of the same seed.
-_SHUFFLE_STREAM = 0x5348_5546
 # Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
 _ROWS = 1024
-_END = object()
 # Of each step by name, float32 (steps,).
 Columns = dict[str, np.ndarray]
 
@@ -72,21 +69,6 @@ class Feed(Protocol):
     def facts(self) -> dict[str, Any]:
         """What tells the batches from those of another run: names and JSON values."""
         ...
-
-
-def shuffled(seed: int, epoch: int | jax.Array, num_examples: int) -> jax.Array:
-    """The order in which `fit` goes through examples in memory, int32 (num_examples,).
-
-    A step takes the next `batch_size` of them; those at the end that do not fill a batch are left out.
-    The order depends on nothing else than what is given here.
-
-    Args:
-      seed: That of `fit`.
-      epoch: From 1.
-      num_examples: How many there are.
-    """
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 
 def stable_step(program: Program, replicas: Replicas, *, own: bool) -> Callable[..., Any]:
@@ -145,7 +127,7 @@ class _ManySteps:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OneStep:
+class OneStep:
     """A step on a batch that is brought."""
 
     program: Program
@@ -153,25 +135,27 @@ class _OneStep:
     own: bool
 
     def __call__(self, carry: Any, _: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """The carry after the step, and the step's metrics."""
         carry, metrics = stable_step(self.program, self.replicas, own=self.own)(carry, batch)
         return carry, agreed(metrics)
 
 
 # Kept from one call of `fit` to the next, by what they do and not by which object does it.
 @functools.lru_cache(maxsize=32)
-def _jitted(function: _ManySteps | _OneStep) -> tuple[Any, dict[Any, Any]]:
+def jitted(function: _ManySteps | OneStep) -> tuple[Any, dict[Any, Any]]:
+    """A function on every replica, and what it has been compiled into."""
     return function.replicas.each(function, own=function.own, donate=True), {}
 
 
 def _compiled(function: _ManySteps, *arguments: Any) -> Any:
-    jitted, known = _jitted(function)
+    on_replicas, known = jitted(function)
     leaves, structure = jax.tree.flatten(arguments)
     forms = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
     names = ("jax_enable_x64", "jax_default_matmul_precision")
     settings = tuple(getattr(jax.config, name) for name in names)
     key = (structure, forms, settings)
     if key not in known:
-        known[key] = jitted.lower(*arguments).compile()
+        known[key] = on_replicas.lower(*arguments).compile()
     return known[key]
 
 
@@ -283,123 +267,6 @@ class ArrayFeed:
         self._pool.shutdown(wait=False)
 
 
-class StreamFeed:
-    """Batches from an iterable, or from a callable that gives one for each epoch.
-
-    Args:
-      source: An iterable, gone through anew in each epoch, or a callable of the epoch's number.
-      program: What a step does.
-      replicas: Where. Each process brings its own part of a batch, which its devices share.
-      own: Whether each replica has a carry of its own.
-
-    Raises:
-      TypeError: If the source is neither.
-    """
-
-    def __init__(self, source: Any, *, program: Program, replicas: Replicas, own: bool) -> None:
-        self._source, self._replicas = source, replicas
-        self._step = _jitted(_OneStep(program, replicas, own))[0]
-        self._is_used = False
-        if callable(source) and not hasattr(source, "__iter__"):
-            try:
-                inspect.signature(source).bind(1)
-            except TypeError as error:
-                raise TypeError(
-                    "A callable train_data is called with the number of the epoch, from 1, and gives "
-                    f"its batches: let it take one argument ({error})."
-                ) from error
-
-    def _open(self, epoch: int) -> Iterator[Any]:
-        source = self._source
-        if not hasattr(source, "__iter__"):
-            source = source(epoch)
-            if not hasattr(source, "__iter__"):
-                raise TypeError(
-                    "The train_data of an epoch must be an iterable of batches, got "
-                    f"{type(source).__name__}."
-                )
-            return iter(source)
-        iterator = iter(source)
-        if iterator is source and self._is_used:
-            raise ValueError(
-                "train_data can be gone through only once (it is an iterator, such as a generator), "
-                "and is needed again. Pass a list, a data loader that begins anew, or a function "
-                "that makes a generator: train_data=lambda epoch: batches()."
-            )
-        self._is_used = True
-        return iterator
-
-    def prepare(self, carry: Any) -> None:
-        """See `Feed`. Only the first batch tells what to compile."""
-
-    def begin(self, epoch: int, offset: int) -> None:
-        """See `Feed`. Batches that were taken before are gone through again, and dropped."""
-        self._batches = self._open(epoch)
-        for index in range(offset):
-            if next(self._batches, _END) is _END:
-                raise ValueError(
-                    f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
-                    f"{offset} of them: to go on exactly, it has to give the same batches again."
-                )
-        self._next = self._pull()
-        if self._next is _END and not offset:
-            raise ValueError(
-                f"train_data gives no batch in epoch {epoch}. A generator can be gone through only "
-                "once: pass a function that makes one, train_data=lambda epoch: batches()."
-            )
-
-    def _pull(self) -> Any:
-        batch = next(self._batches, _END)
-        # All processes take as many steps.
-        if self._replicas.any(batch is _END):
-            return _END
-        return batch
-
-    def _placed(self, batch: Any) -> Any:
-        arrays = jax.tree.map(as_array, batch)
-        if self._replicas.mesh is None:
-            return arrays
-        size = num_examples("A batch of train_data", arrays)
-        if size % self._replicas.devices:
-            raise ValueError(
-                f"A batch of train_data must be one that {self._replicas.devices} devices can share, "
-                f"got {size} examples. Drop or fill up a last batch that is smaller."
-            )
-        return self._replicas.scatter_local(arrays)
-
-    def run(
-        self, carry: Any, limit: int, interrupt: Interrupt, on_interrupt: Callable[[], None]
-    ) -> Fed:
-        """See `Feed`."""
-        rows: list[dict[str, jax.Array]] = []
-        while len(rows) < limit and self._next is not _END and not interrupt.requested:
-            carry, row = self._step(carry, (), self._placed(self._next))
-            rows.append(row)
-            self._next = self._pull()
-            if len(rows) > 1:
-                # One step is computed while the next batch is loaded, and no more of them pile up.
-                self._replicas.together(lambda rows=rows: rows[-2])
-        if interrupt.requested:
-            on_interrupt()
-        host = jax.device_get(rows)
-        columns = {
-            name: np.stack([row[name] for row in host]) for name in (rows[0] if rows else ())
-        }
-        return Fed(carry, columns, len(rows), self._next is _END)
-
-    def all_batches(self, epoch: int, chunk: int, *, few: bool = False) -> Iterator[Any]:
-        """See `Feed`."""
-        del chunk, few
-        return (self._placed(batch) for batch in self._open(epoch))
-
-    def facts(self) -> dict[str, Any]:
-        """See `Feed`."""
-        return {"train_data": "an iterable of batches"}
-
-    def close(self) -> None:
-        """See `Feed`."""
-
-
 def _wait(
     call: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
 ) -> None:
@@ -408,56 +275,3 @@ def _wait(
         if interrupt.requested and not told:
             told = True
             on_interrupt()
-
-
-def is_arrays(data: Any) -> bool:
-    """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
-    if isinstance(data, jax.Array | np.ndarray | Mapping | tuple):
-        leaves = jax.tree.leaves(data)
-        return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
-    return False
-
-
-def num_examples(name: str, data: Any) -> int:
-    """The leading axis on which all leaves agree.
-
-    Raises:
-      ValueError: If they do not, or there are none.
-    """
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes:
-        raise ValueError(
-            f"{name} must be arrays that agree in their leading axis, which counts examples, got "
-            f"shapes {shapes}."
-        )
-    size = sizes.pop()
-    if not size:
-        raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
-    return int(size)
-
-
-def check_divisible(size: int, replicas: Replicas, name: str) -> None:
-    """Raises a ValueError unless all replicas get equally many of so many examples."""
-    if size % replicas.size:
-        raise ValueError(
-            f"{name} counts the examples of all {replicas.size} replicas together, and must be a "
-            f"multiple of {replicas.size}, got {size}."
-        )
-
-
-def as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    is_known = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
-    return leaf if is_known else np.asarray(leaf)
-
-
-def check_iterable(name: str, value: Any) -> None:
-    """Raises a TypeError unless `value` is arrays, an iterable of batches, or a callable."""
-    is_stream = isinstance(value, Iterable) or callable(value)
-    if isinstance(value, str | Mapping) or not is_stream:
-        raise TypeError(
-            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            f"of batches, or a function of the epoch's number that gives one, got "
-            f"{type(value).__name__}."
-        )

@@ -1,0 +1,81 @@
+"""Data as users bring them: arrays in memory, or an iterable of batches."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.training.replicas import Replicas
+
+# Far from the step counts that a method may fold into the key of the same seed.
+_SHUFFLE_STREAM = 0x5348_5546
+
+
+def shuffled(seed: int, epoch: int | jax.Array, num_examples: int) -> jax.Array:
+    """The order in which `fit` goes through examples in memory, int32 (num_examples,).
+
+    A step takes the next `batch_size` of them; those at the end that do not fill a batch are left out.
+    The order depends on nothing else than what is given here.
+
+    Args:
+      seed: That of `fit`.
+      epoch: From 1.
+      num_examples: How many there are.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
+    if isinstance(data, jax.Array | np.ndarray | Mapping | tuple):
+        leaves = jax.tree.leaves(data)
+        return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+    return False
+
+
+def num_examples(name: str, data: Any) -> int:
+    """The leading axis on which all leaves agree.
+
+    Raises:
+      ValueError: If they do not, or there are none.
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(
+            f"{name} must be arrays that agree in their leading axis, which counts examples, got "
+            f"shapes {shapes}."
+        )
+    size = sizes.pop()
+    if not size:
+        raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
+    return int(size)
+
+
+def check_divisible(size: int, replicas: Replicas, name: str) -> None:
+    """Raises a ValueError unless all replicas get equally many of so many examples."""
+    if size % replicas.size:
+        raise ValueError(
+            f"{name} counts the examples of all {replicas.size} replicas together, and must be a "
+            f"multiple of {replicas.size}, got {size}."
+        )
+
+
+def as_array(leaf: Any) -> Any:
+    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    is_known = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
+    return leaf if is_known else np.asarray(leaf)
+
+
+def check_iterable(name: str, value: Any) -> None:
+    """Raises a TypeError unless `value` is arrays, an iterable of batches, or a callable."""
+    is_stream = isinstance(value, Iterable) or callable(value)
+    if isinstance(value, str | Mapping) or not is_stream:
+        raise TypeError(
+            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
+            f"of batches, or a function of the epoch's number that gives one, got "
+            f"{type(value).__name__}."
+        )

@@ -1,0 +1,9 @@
+import jax
+import pytest
+
+jax.devices()  # started here, with eight
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run_it(lenient):
+    """Flax and Optax do not keep to strict promotion."""

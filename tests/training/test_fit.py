@@ -1,0 +1,472 @@
+"""`fit` beside loops written by hand, its data, callbacks and errors."""
+
+import signal
+import threading
+import time
+
+import fitting
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from fitting import BATCH, data
+from flax import nnx
+from flax.training import train_state
+
+import optperm
+from optperm import training
+
+BY_HAND = ("adam", "sgperm", "svrg", "dldr")
+
+
+def hand_batches(epochs):
+    for epoch in range(1, epochs + 1):
+        order = np.asarray(training.shuffled(0, epoch, fitting.EXAMPLES))
+        for low in range(0, fitting.EXAMPLES - BATCH + 1, BATCH):
+            yield jax.tree.map(lambda leaf, low=low: leaf[order[low : low + BATCH]], data())
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_fit_is_a_loop_written_by_hand_for_a_train_state(name):
+    """Evaluation, update and model state spelled out, one jitted call a step."""
+    tx = fitting.method(name)
+    result = fitting.fit("linen", name, epochs=2)
+    start = fitting.linen_state(tx)
+    params, opt_state, model_state = start.params, start.opt_state, start.model_state
+
+    def bound(model_state, key):
+        return lambda params, batch: fitting.linen_loss(
+            params, batch, model_state=model_state, rng=key
+        )
+
+    @jax.jit
+    def step(params, opt_state, model_state, count, batch):
+        loss_fn = bound(model_state, jax.random.fold_in(start.rng, count))
+        e = optperm.evaluate(loss_fn, params, batch, has_aux=True)
+        update = optax.with_extra_args_support(tx).update
+        updates, opt_state = update(e.grad, opt_state, params, **e.extra_args)
+        return optperm.apply_updates(params, updates, opt_state), opt_state, e.aux, e.value
+
+    if name == "svrg":
+        loss_fn = bound(model_state, jax.random.fold_in(start.rng, 0))
+        full_grad = optperm.full_gradient(loss_fn, params, [data()], has_aux=True)
+        opt_state = optperm.take_snapshot(opt_state, params, full_grad)
+    losses = []
+    for count, batch in enumerate(hand_batches(2)):
+        params, opt_state, model_state, loss = step(params, opt_state, model_state, count, batch)
+        losses.append(loss)
+    np.testing.assert_array_equal(result.history.steps["loss"], np.stack(losses))
+    state = result.state
+    support.assert_same_bits(
+        (state.params, state.opt_state, state.model_state), (params, opt_state, model_state)
+    )
+    if name == "sgperm":
+        support.assert_permutes(state.params, start.params)
+        assert np.all(result.history.steps["share_moved"] > 0)
+    # The state that was passed is left alone.
+    support.assert_same_bits(start.params, fitting.variables()["params"])
+
+
+@pytest.mark.parametrize("name", ["sgperm", "dldr"])
+def test_fit_is_a_loop_written_by_hand_for_nnx(name):
+    result = fitting.fit("nnx", name, epochs=2)
+    model = fitting.NnxNet()
+    optimizer = training.Optimizer(model, fitting.method(name), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        e = optimizer.evaluate(model, fitting.nnx_loss, batch)
+        optimizer.update(model, e.grad, **e.extra_args)
+        return e.value
+
+    losses = [step(model, optimizer, batch) for batch in hand_batches(2)]
+    np.testing.assert_array_equal(result.history.steps["loss"], np.stack(losses))
+    by_hand = training.FitResult(
+        None, model, optimizer, result.history, "finished", 2, 10, None, None, None, 0.0
+    )
+    support.assert_same_bits(fitting.arrays(result), fitting.arrays(by_hand))
+    assert int(model.dropout.rngs.count.get_value()) == 10  # of the main evaluations alone
+    # Plain nnx.Optimizer does as well: extra arguments reach the method, and weights are placed.
+    model = fitting.NnxNet()
+    plain = nnx.Optimizer(model, fitting.method(name), wrt=nnx.Param)
+    trained = training.fit(
+        model, fitting.nnx_loss, data(), optimizer=plain, epochs=2, batch_size=BATCH
+    )
+    support.assert_same_bits(fitting.arrays(trained), fitting.arrays(result))
+
+
+class Recorder(nn.Module):
+    """A model whose batch statistics say at which params and with which key they were computed."""
+
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), x.shape[-1:])
+        seen = self.variable("seen", "w", jnp.zeros, w.shape)
+        key = self.variable("seen", "key", jnp.zeros, (), jnp.uint32)
+        before = seen.value
+        seen.value, key.value = w, jax.random.bits(self.make_rng("dropout"))
+        return x @ w + jnp.sum(before) + jax.random.normal(self.make_rng("dropout"))
+
+
+def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
+    """A method that evaluates at other params; the loss depends on the model state and on the key."""
+    model, x = Recorder(), jnp.ones((4, 3))
+    variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+
+    def loss_fn(params, batch, *, model_state, rng):
+        out, model_state = model.apply(
+            {"params": params, **model_state}, batch, mutable=["seen"], rngs={"dropout": rng}
+        )
+        return jnp.mean(out), model_state
+
+    def update(updates, state, params=None, *, value, value_fn, grad_fn, **_):
+        elsewhere = optax.tree.scale(2.0, params)
+        grads = grad_fn(elsewhere)
+        # At the same params the same value, to the last bit: the same key and model state.
+        trace = {"same": value_fn(params) == value, "other": value_fn(elsewhere) != value}
+        return jax.tree.map(lambda g: -0.1 * g, grads), trace
+
+    tx = optax.GradientTransformationExtraArgs(
+        lambda params: {"same": jnp.array(False), "other": jnp.array(False)}, update
+    )
+    state = training.TrainState.create(
+        apply_fn=model.apply,
+        params=variables["params"],
+        tx=tx,
+        model_state={"seen": variables["seen"]},
+        rng=jax.random.key(2),
+    )
+    seen = []
+    training.fit(
+        state,
+        loss_fn,
+        np.ones((8, 3), np.float32),
+        epochs=1,
+        batch_size=4,
+        on_batch_end=lambda event: seen.append(event.trained()),
+    )
+    assert len(seen) == 2
+    for before, after in zip([state, seen[0]], seen, strict=True):
+        assert after.opt_state["same"]
+        assert after.opt_state["other"]
+        support.assert_same_bits(after.model_state["seen"]["w"], before.params["w"])
+    assert seen[0].model_state["seen"]["key"] != seen[1].model_state["seen"]["key"]
+
+
+def test_four_devices_share_each_batch():
+    """Without dropout four devices take the steps of one, whose batch they share."""
+    model = nn.Dense(fitting.CLASSES)
+    params = model.init(jax.random.key(0), data()["x"])["params"]
+
+    def loss_fn(params, batch):
+        logits = model.apply({"params": params}, batch["x"])
+        return fitting.cross_entropy(logits, batch["y"]), fitting.accuracy(logits, batch["y"])
+
+    tx = optperm.dldr(optax.sgd(0.5), sample_every=1, num_samples=4, n_components=2, axis_name=None)
+    spread = optperm.dldr(
+        optax.sgd(0.5), sample_every=1, num_samples=4, n_components=2, axis_name="replica"
+    )
+
+    def run(tx, **options):
+        create = training.TrainState.create
+        start = {"opt_state": None} if options.get("own_state") else {}
+        state = create(apply_fn=model.apply, params=params, tx=tx, **start)
+        return training.fit(
+            state, loss_fn, data(), epochs=2, batch_size=BATCH, has_aux=True, **options
+        )
+
+    alone = run(tx)
+    for other in (run(tx, devices=4), run(spread, devices=4, own_state=True)):
+        for name in ("loss", "accuracy"):
+            np.testing.assert_allclose(
+                other.history.steps[name], alone.history.steps[name], rtol=1e-3, atol=1e-5
+            )
+    # Each device then holds its rows of the basis.
+    rows = other._carry.opt_state.second.subspace.rows["kernel"]
+    assert rows.shape[:2] == (4, 1)
+    assert run(spread, devices=1, own_state=True).step == 10
+
+
+def test_replicas_of_local_steps_part_and_meet():
+    """What comes out is the center, and the mean of the batch statistics."""
+    result = fitting.fit("linen", "agn", steps=5, devices=4)
+    kernels = np.asarray(result._carry.params["Dense_0"]["kernel"])
+    assert np.all(np.ptp(kernels, axis=0).max() > 0)
+    center = optperm.center_params(result._carry.opt_state)["Dense_0"]["kernel"]
+    support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
+    each = np.asarray(result._carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
+    assert np.ptp(each, axis=0).max() > 0
+    np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="they would never meet: pass axis_name='replica'"):
+        training.fit(
+            fitting.linen_state(fitting.method("agn")),
+            fitting.linen_loss,
+            data(),
+            epochs=1,
+            batch_size=BATCH,
+            devices=4,
+        )
+    with pytest.raises(ValueError, match="pass devices=1 or more to fit"):
+        training.fit(
+            fitting.linen_state(fitting.method("agn", "replica")),
+            fitting.linen_loss,
+            data(),
+            epochs=1,
+            batch_size=BATCH,
+        )
+
+
+def test_callbacks_see_what_is_recorded_and_can_stop():
+    events = []
+
+    def note(event):
+        events.append(event)
+        return event.step == 7
+
+    result = fitting.fit("linen", "adam", epochs=3, on_batch_end=[note])
+    assert (result.ended, result.step, result.epoch) == ("stopped", 7, 1)
+    assert [event.step for event in events] == list(range(1, 8))
+    assert [event.epoch for event in events] == [1] * 5 + [2] * 2
+    losses = result.history.steps["loss"]
+    np.testing.assert_array_equal([event.metrics["loss"] for event in events], losses)
+    support.assert_same_bits(losses, fitting.fit("linen", "adam", epochs=3).history.steps["loss"][:7])
+
+    epochs = []
+    result = fitting.fit(
+        "nnx", "adam", epochs=9, on_epoch_end=lambda event: epochs.append(event) or event.epoch == 2
+    )
+    assert (result.ended, result.step) == ("stopped", 10)
+    at_end = epochs[-1].trained()
+    support.assert_same_bits(
+        *(
+            nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
+            for model in (at_end, result.model)
+        )
+    )
+    assert at_end is not result.model
+    np.testing.assert_allclose(
+        epochs[1].metrics["loss"], result.history.steps["loss"][5:].mean(), rtol=1e-6
+    )
+
+
+def test_early_stopping_is_kept_by_a_resumed_run(tmp_path):
+    """With nothing but the history: a run that had stopped stops at once."""
+    values = iter([3.0, 2.0, 2.5, 1.99, 2.4, 2.2, 1.0])
+    stop = training.EarlyStopping("eval_value", patience=3, min_delta=0.05)
+    options = {
+        "eval_fn": lambda params, batch: {"value": next(values)},
+        # One batch an epoch; what it gives is traced once, so it is a new function each time.
+        "eval_data": data(),
+        "on_epoch_end": stop,
+        "checkpoint_dir": tmp_path,
+    }
+    with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
+        fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
+    history = training.History()
+    for epoch, value in enumerate([3.0, 2.0, 2.5, 1.99, 2.4], 1):
+        history.add_epoch(epoch=epoch, step=epoch, seconds=1.0, evaluated={"value": value})
+        assert stop.is_due(history) == (epoch == 5)
+    assert not training.EarlyStopping("eval_value", 3).is_due(history)  # 1.99 is better than 2
+    assert training.EarlyStopping("eval_value", 4, mode="max").is_due(history)
+    del options["eval_fn"]
+    options["eval_fn"] = lambda params, batch: {"value": jnp.zeros([])}
+    result = fitting.fit("linen", "adam", epochs=9, **options)
+    assert (result.ended, result.epoch) == ("stopped", 4)
+    again = fitting.fit("linen", "adam", epochs=9, resume=True, **options)
+    assert (again.ended, again.epoch) == ("stopped", 4)
+
+
+@pytest.mark.parametrize("source", ["arrays", "iterable"])
+def test_ctrl_c_ends_cleanly_and_keeps_a_checkpoint(source, tmp_path):
+    def interrupt(event):
+        if event.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    def endless(epoch):
+        yield from (batch for _ in range(10**9) for batch in hand_batches(1))
+
+    options = {} if source == "arrays" else {"train_data": endless}
+    before = signal.getsignal(signal.SIGINT)
+    result = fitting.fit(
+        "linen", "adam", epochs=10**6, on_batch_end=interrupt, checkpoint_dir=tmp_path, **options
+    )
+    assert (result.ended, result.step) == ("interrupted", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    def interrupt(event):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit("linen", "adam", epochs=1, on_batch_end=interrupt)
+
+
+def test_fit_trains_beside_the_main_thread():
+    """Where Python delivers no signals."""
+    results = []
+
+    def run():
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            results.append(fitting.fit("linen", "adam", epochs=1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert results[0].step == 5
+
+
+def test_evaluation_is_the_mean_over_all_examples():
+    """In batches that do not divide them; from arrays, batches and a function of the epoch."""
+    x, y = data()["x"], data()["y"]
+    result = fitting.fit(
+        "linen",
+        "adam",
+        epochs=1,
+        eval_fn=fitting.linen_accuracy,
+        eval_data=data(),
+        eval_batch_size=17,
+    )
+    state = result.state
+    exact = fitting.linen_accuracy(state.params, data(), model_state=state.model_state)["accuracy"]
+    np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
+    parts = [{"x": x[:17], "y": y[:17]}, {"x": x[17:], "y": y[17:]}]
+    for source in (parts, lambda epoch: iter(parts)):
+        other = fitting.fit(
+            "linen", "adam", epochs=1, eval_fn=fitting.linen_accuracy, eval_data=source
+        )
+        np.testing.assert_allclose(other.history.last["eval_accuracy"], exact, rtol=1e-6)
+
+
+def test_a_progress_bar_shows_steps(capsys):
+    fitting.fit("linen", "adam", epochs=1, progress=True)
+    assert "5/5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["rich", "tqdm", "orbax", "matplotlib"])
+def test_a_missing_extra_is_named(name, monkeypatch, tmp_path):
+    for module in (name, "rich.progress", "orbax.checkpoint", "matplotlib.figure"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    what = "tqdm" if name == "tqdm" else r"optperm\[(training|progress)\]"
+    with pytest.raises(ImportError, match=f"needs {name}.*pip install '{what}'"):
+        if name == "matplotlib":
+            training.History().plot()
+        elif name == "orbax":
+            fitting.fit("linen", "adam", epochs=1, checkpoint_dir=tmp_path)
+        else:
+            fitting.fit("linen", "adam", epochs=1, progress=name)
+
+
+EMPTY = {"x": np.zeros((0, 5), np.float32), "y": np.zeros(0, np.int32)}
+RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({}, ValueError, "Pass epochs or steps"),
+        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0"),
+        ({"epochs": True}, TypeError, "epochs must be an integer, got True"),
+        ({"steps": 2.0}, TypeError, "steps must be an integer"),
+        ({"epochs": 1, "train_data": EMPTY, "batch_size": 1}, ValueError, "holds no examples"),
+        ({"epochs": 1, "train_data": RAGGED, "batch_size": 1}, ValueError, "agree in their leading"),
+        ({"epochs": 1, "batch_size": 41}, ValueError, "at most .* 40, got 41"),
+        ({"epochs": 1, "batch_size": None}, ValueError, "Pass batch_size"),
+        ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
+        ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, .* got 9"),
+        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
+        ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
+        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
+        ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
+        ({"epochs": 2, "train_data": hand_batches(1)}, ValueError, "only once"),
+        ({"epochs": 1, "train_data": lambda: []}, TypeError, "the number of the epoch"),
+        ({"epochs": 1, "train_data": lambda epoch: 1}, TypeError, "an iterable of batches, got int"),
+        ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
+        ({"epochs": 1, "seed": -1}, ValueError, "seed must be at least 0"),
+        ({"epochs": 1, "has_aux": 1}, TypeError, "has_aux must be True or False"),
+        ({"epochs": 1, "has_aux": True}, TypeError, "must return .loss, model_state, aux., got a tuple"),
+        ({"epochs": 1, "progress": "bar"}, ValueError, "progress must be True, False"),
+        ({"epochs": 1, "eval_fn": len}, ValueError, "pass eval_data"),
+        ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
+        ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
+        ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
+        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoint_dir"),
+        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoint_dir"),
+        ({"epochs": 1, "checkpoint_dir": 3}, TypeError, "checkpoint_dir must be a path, got int"),
+        ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
+        ({"epochs": 1, "own_state": 1}, TypeError, "own_state must be True or False"),
+    ],
+)
+def test_bad_arguments_are_named(options, error, says):
+    options = {"train_data": data(), **options}
+    train_data = options.pop("train_data")
+    if train_data is data():
+        options.setdefault("batch_size", BATCH)
+    state = fitting.linen_state(fitting.method("adam"))
+    with pytest.raises(error, match=says):
+        training.fit(state, fitting.linen_loss, train_data, **options)
+
+
+def test_what_is_no_model_is_named():
+    params, tx = {"w": jnp.ones(3)}, fitting.method("adam")
+    plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    cases = [
+        (plain, {}, "optperm.training.TrainState.create"),
+        (params, {}, "or what an earlier fit returned, got dict"),
+        (fitting.NnxNet(), {}, "pass optimizer=optperm.training.Optimizer"),
+    ]
+    for model, options, says in cases:
+        with pytest.raises(TypeError, match=says):
+            training.fit(model, lambda p, b: 0.0, data(), epochs=1, batch_size=8, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "says"),
+    [
+        (lambda params, batch: params["w"], TypeError, "a real scalar"),
+        (lambda params, batch, *, rng: 0.0, ValueError, "pass rng=jax.random.key"),
+        (lambda params, batch, *, model_state: 0.0, TypeError, "must return .loss, model_state."),
+        (
+            lambda params, batch, *, model_state: (jnp.sum(params["w"]), {"a": 1.0}),
+            ValueError,
+            "model_state that loss_fn returned has another tree structure",
+        ),
+    ],
+)
+def test_what_a_loss_function_returns_is_checked(loss_fn, error, says):
+    state = training.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(3)}, tx=fitting.method("adam")
+    )
+    with pytest.raises(error, match=says):
+        training.fit(state, loss_fn, np.ones((8, 3)), epochs=1, batch_size=8)
+
+
+@pytest.mark.parametrize("aux", [3.0, {"logits": jnp.ones(3)}, {"name": jax.random.key(0)}])
+def test_metrics_are_a_dict_of_scalars(aux):
+    state = training.TrainState.create(
+        apply_fn=None, params={"w": jnp.ones(3)}, tx=fitting.method("adam")
+    )
+    with pytest.raises(TypeError, match="must be a dict of scalar metrics"):
+        training.fit(
+            state,
+            lambda params, batch: (jnp.sum(params["w"]), aux),
+            np.ones((8, 3)),
+            epochs=1,
+            batch_size=8,
+            has_aux=True,
+        )
+
+
+def test_seconds_are_of_the_epochs():
+    def slow(epoch):
+        time.sleep(0.05)
+        return hand_batches(1)
+
+    result = fitting.fit("linen", "adam", epochs=2, train_data=slow)
+    assert np.all(result.history.epochs["seconds"] > 0.05)

@@ -1,0 +1,60 @@
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from optperm.training import History
+
+
+def recorded():
+    history = History()
+    history.add_steps({"loss": np.array([4.0, 2.0], np.float32)})
+    history.add_epoch(epoch=1, step=2, seconds=0.5, evaluated={"loss": 2.5})
+    history.add_steps({"loss": np.array([1.0], np.float32)})
+    history.add_steps({"loss": np.array([0.1], np.float32)})
+    history.add_epoch(epoch=2, step=4, seconds=0.25, evaluated={"loss": np.float32(0.7)})
+    return history
+
+
+def test_rows_are_written_as_csv(tmp_path):
+    history = recorded()
+    history.write_csv(tmp_path / "epochs.csv")
+    history.write_csv(str(tmp_path / "steps.csv"), rows="steps")
+    with (tmp_path / "epochs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "4"]
+    for name, column in history.epochs.items():
+        np.testing.assert_array_equal([float(row[name]) for row in rows], column)
+    with (tmp_path / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    # Read back, each number is the one that was recorded.
+    read = np.array([row["loss"] for row in rows]).astype(np.float32)
+    np.testing.assert_array_equal(read, history.steps["loss"])
+    with pytest.raises(ValueError, match="rows must be one of 'epochs', 'steps', got 'batches'"):
+        history.write_csv(tmp_path / "no", rows="batches")
+
+
+def test_json_holds_all_of_it():
+    history = recorded()
+    other = History.from_json(json.loads(json.dumps(history.as_json())))
+    for name in ("steps", "epochs"):
+        for column, value in getattr(history, name).items():
+            np.testing.assert_array_equal(getattr(other, name)[column], value)
+            assert getattr(other, name)[column].dtype == value.dtype
+    copy = history.copy()
+    copy.add_steps({"loss": np.ones(3, np.float32)})
+    assert (history.num_steps, copy.num_steps) == (4, 7)
+
+
+def test_a_plot_has_steps_epochs_and_evaluation(tmp_path):
+    figure = recorded().plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (axes,) = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines["epochs"] == [[2.0, 3.0], [4.0, float(np.mean([1.0, np.float32(0.1)]))]]
+    assert lines["evaluation"][0] == [2.0, 2.5]
+    assert len(lines["steps"]) == 4
+    with pytest.raises(ValueError, match="nothing to draw"):
+        History().plot()

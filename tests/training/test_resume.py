@@ -1,0 +1,117 @@
+"""Every method through `fit`, stopped within an epoch and gone on with: bit for bit the whole run."""
+
+import shutil
+
+import fitting
+import jax
+import numpy as np
+import pytest
+import support
+from fitting import BATCH, METHODS
+
+import optperm
+from optperm import training
+from optperm.composition import find_state
+
+
+def assert_same_run(resumed, whole):
+    support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
+    support.assert_same_bits(resumed.history.steps, whole.history.steps)
+    for rows in (resumed.history.epochs, whole.history.epochs):
+        assert np.all(rows.pop("seconds") > 0)
+        rows.pop("eval_accuracy", None)
+    assert resumed.history.num_steps == 15
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+@pytest.mark.parametrize("kind", fitting.KINDS)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_that_is_resumed_is_the_one_that_went_on(kind, name, devices, tmp_path):
+    """15 steps in three epochs; stopped after 7, when dldr has just switched and svrg has a snapshot."""
+    options = {"devices": devices, "eval_fn": fitting.ACCURACY[kind], "eval_data": fitting.data()}
+    whole = fitting.fit(kind, name, epochs=3, steps_per_call=4, **options)
+    assert (whole.ended, whole.epoch, whole.step) == ("finished", 3, 15)
+    folder = tmp_path / "kept"
+    stopped = fitting.fit(
+        kind, name, steps=7, checkpoint_dir=folder, checkpoint_every=3, **options
+    )
+    assert (stopped.epoch, stopped.step) == (1, 7)
+    assert sorted(int(path.name) for path in folder.iterdir()) == [3, 6, 7]
+    # The row of a part of an epoch is of that run alone.
+    shutil.rmtree(folder / "7")
+    resumed = fitting.fit(kind, name, epochs=3, checkpoint_dir=folder, resume=True, **options)
+    assert_same_run(resumed, whole)
+    rows = resumed.history.epochs, whole.history.epochs
+    assert [list(each["step"]) for each in rows] == [[5, 10, 15]] * 2
+    np.testing.assert_array_equal(rows[0]["eval_accuracy"], rows[1]["eval_accuracy"])
+    # The state has moved on since, and it was not SGD that moved it.
+    assert np.any(whole.history.steps["loss"][7:] != whole.history.steps["loss"][:8])
+    opt_state = whole.optimizer.opt_state if kind == "nnx" else whole.state.opt_state
+    if name == "dldr":
+        state = find_state(opt_state, optperm.DldrState, method="dldr")
+        assert state.second.subspace.is_set
+        assert int(state.count) == 15
+    if name == "svrg":
+        assert find_state(opt_state, optperm.SvrgState, method="svrg").snapshot.is_taken
+
+
+@pytest.mark.parametrize("kind", fitting.KINDS)
+def test_a_result_is_gone_on_with(kind):
+    """Four replicas each with a state of its own, in the middle of a period."""
+    whole = fitting.fit(kind, "agn", epochs=3, devices=4)
+    part = fitting.fit(kind, "agn", steps=7, devices=4)
+    batch = {"batch_size": BATCH, "devices": 4}
+    gone_on = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
+    assert_same_run(gone_on, whole)
+    assert part.history.num_steps == 7
+    again = training.fit(gone_on, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
+    assert (again.ended, again.step) == ("finished", 15)
+    with pytest.raises(ValueError, match="trained 4 replicas"):
+        training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
+
+
+def batches(epoch):
+    """The batches of `fit`'s shuffles."""
+    order = np.asarray(training.shuffled(0, epoch, fitting.EXAMPLES))
+    for low in range(0, fitting.EXAMPLES, BATCH):
+        yield jax.tree.map(lambda leaf, low=low: leaf[order[low : low + BATCH]], fitting.data())
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_an_iterable_is_resumed_within_an_epoch(devices, tmp_path):
+    """Batches that were taken before are dropped; they are those of the arrays, and so is the run."""
+    options = {"train_data": batches, "devices": devices}
+    whole = fitting.fit("linen", "svrg", epochs=3, **options)
+    where = {"checkpoint_dir": tmp_path, "checkpoint_every": 7}
+    fitting.fit("linen", "svrg", steps=8, **where, **options)
+    resumed = fitting.fit("linen", "svrg", epochs=3, resume=7, **where, **options)
+    assert_same_run(resumed, whole)
+    in_memory = fitting.fit("linen", "svrg", epochs=3, devices=devices)
+    np.testing.assert_allclose(
+        whole.history.steps["loss"], in_memory.history.steps["loss"], rtol=1e-4
+    )
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    where = {"checkpoint_dir": tmp_path / "kept", "checkpoint_every": 5}
+    fitting.fit("linen", "adam", epochs=2, checkpoint_keep=1, **where)
+    assert [path.name for path in where["checkpoint_dir"].iterdir()] == ["10"]
+    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
+        fitting.fit("linen", "adam", epochs=2, **where)
+    with pytest.raises(ValueError, match="no checkpoint after that step, but after 10"):
+        fitting.fit("linen", "adam", epochs=2, resume=4, **where)
+    with pytest.raises(ValueError, match="of another run: seed is 0 there and 1 here"):
+        fitting.fit("linen", "adam", epochs=3, resume=True, seed=1, **where)
+    with pytest.raises(ValueError, match="the form of the state is"):
+        fitting.fit("linen", "agn", epochs=3, resume=True, **where)
+    with pytest.raises(ValueError, match="the kind of model is linen there and nnx here"):
+        fitting.fit("nnx", "adam", epochs=3, resume=True, **where)
+    with pytest.raises(ValueError, match="the number of replicas is 1 there and 4 here"):
+        fitting.fit("linen", "adam", epochs=3, resume=True, devices=4, **where)
+    done = fitting.fit("linen", "adam", epochs=2, resume=True, **where)
+    assert (done.ended, done.step) == ("finished", 10)
+    for file in (where["checkpoint_dir"] / "10" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(training.CheckpointError, match="10 is damaged"):
+        fitting.fit("linen", "adam", epochs=3, resume=True, **where)
