@@ -1,6 +1,7 @@
 """Small models with batch statistics and dropout, in linen and in nnx, and a method of each kind."""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -48,6 +49,18 @@ def data():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
     return {"x": x, "y": np.argmax(x[:, :CLASSES], axis=1).astype(np.int32)}
+
+
+def batches(epoch):
+    """Those of an epoch that `fit` takes from arrays."""
+    order = np.asarray(training.shuffled(0, epoch, EXAMPLES))
+    for hand in order.reshape(-1, BATCH):
+        yield {name: leaf[hand] for name, leaf in data().items()}
+
+
+def all_batches(epochs):
+    """Those of the first epochs."""
+    return itertools.chain.from_iterable(map(batches, range(1, epochs + 1)))
 
 
 class Net(nn.Module):

@@ -24,6 +24,8 @@ from optperm.cli import (
 )
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method
+from optperm.training.interrupt import Interrupt
+from optperm.training.replicas import Replicas
 
 INTERRUPTED = 130
 
@@ -71,15 +73,18 @@ def train(arguments: argparse.Namespace) -> int:
     identity = _identity(arguments, data, planned)
     with (
         replicas.start(
-            planned, _shared_facts(arguments, identity), on_wait=reporter.waiting
+            planned,
+            _shared_facts(arguments, identity),
+            on_wait=reporter.waiting,
+            coordinator=getattr(arguments, "coordinator", None),
         ) as group,
-        training.Interrupt() as interrupt,
+        Interrupt() as interrupt,
     ):
-        checkpoint = group.on_main(_checkpoint, arguments, identity)
+        checkpoint = replicas.on_main(group, _checkpoint, arguments, identity)
         initial = models.initial_params(spec)
 
         def on_epoch(record: training.EpochRecord) -> None:
-            group.on_main(run_folder.append_metrics, folder, dataclasses.asdict(record))
+            replicas.on_main(group, run_folder.append_metrics, folder, dataclasses.asdict(record))
             reporter.epoch(record)
 
         with reporter:
@@ -98,10 +103,12 @@ def train(arguments: argparse.Namespace) -> int:
             )
             progress = trainer.initial
             if "resume" in arguments:
-                kept = group.on_main(checkpoints.read, checkpoint, trainer.initial)
+                kept = replicas.on_main(group, checkpoints.read, checkpoint, trainer.initial)
                 progress = checkpoints.share(group, kept, trainer.initial)
                 reporter.resuming(arguments.resume, progress.epoch)
-            folder = group.on_main(run_folder.create, getattr(arguments, "out", None), name)
+            folder = replicas.on_main(
+                group, run_folder.create, getattr(arguments, "out", None), name
+            )
             run = trainer.run(
                 arguments.epochs,
                 progress,
@@ -110,7 +117,9 @@ def train(arguments: argparse.Namespace) -> int:
                 on_start=reporter.starting,
                 on_interrupt=reporter.interrupted,
                 keep_every=arguments.checkpoint_every,
-                on_keep=functools.partial(group.on_main, checkpoints.write, folder, identity),
+                on_keep=functools.partial(
+                    replicas.on_main, group, checkpoints.write, folder, identity
+                ),
             )
         summary = _summary(arguments, data, run, progress.epoch, group)
 
@@ -124,15 +133,15 @@ def train(arguments: argparse.Namespace) -> int:
             report.draw_curve(folder / "curve.png", run, name)
             reporter.summary(summary, folder)
 
-        group.on_main(write, folder)
+        replicas.on_main(group, write, folder)
     return INTERRUPTED if run.interrupted else 0
 
 
-def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
+def _replicas(arguments: argparse.Namespace) -> Replicas:
     names = ("coordinator", "num_processes", "process_id")
     missing = [name for name in names if name not in arguments]
     if len(missing) == len(names):
-        return replicas.Replicas(arguments.devices)
+        return Replicas(arguments.devices)
     if missing:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise UsageError(
@@ -144,9 +153,7 @@ def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:
             f"--process-id must be from 0 to {arguments.num_processes - 1} where --num-processes is "
             f"{arguments.num_processes}, got {arguments.process_id}."
         )
-    return replicas.Replicas(
-        arguments.devices, arguments.coordinator, arguments.num_processes, arguments.process_id
-    )
+    return Replicas(arguments.devices, arguments.num_processes, arguments.process_id)
 
 
 def _hyperparameters(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _hyperparameters(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _transformation(
-    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: Replicas
 ) -> optax.GradientTransformationExtraArgs:
     method: Method = arguments.method
     facts = {
@@ -189,7 +196,7 @@ def _flags(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _identity(
-    arguments: argparse.Namespace, data: datasets.Dataset, planned: replicas.Replicas
+    arguments: argparse.Namespace, data: datasets.Dataset, planned: Replicas
 ) -> dict[str, Any]:
     """What decides the course of a run, from its first step on."""
     flags = ("model", "hidden", "seed", "batch_size", *arguments.method.flags)
@@ -216,7 +223,7 @@ def _summary(
     data: datasets.Dataset,
     run: training.TrainingRun,
     first_epoch: int,
-    group: replicas.Replicas,
+    group: Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
     method: Method = arguments.method

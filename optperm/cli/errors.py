@@ -1,9 +1,7 @@
 """Errors that end the program with one line, and the imports that may be missing."""
 
 import importlib
-from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 
 class CliError(Exception):
@@ -16,19 +14,6 @@ class UsageError(CliError):
     """The command line asks for something that is not allowed."""
 
     exit_code = 2
-
-
-class LostProcessError(CliError):
-    """Another process of the run has ended, and what this one still runs may never come to an end."""
-
-
-def differences(there: Mapping[str, Any], facts: Mapping[str, Any], here: str) -> str:
-    """Names what is not as it is here, for a message; empty where all is."""
-    return "; ".join(
-        f"{name} is {there.get(name)} there and {fact} {here}"
-        for name, fact in facts.items()
-        if there.get(name) != fact
-    )
 
 
 def import_extra(name: str) -> ModuleType:

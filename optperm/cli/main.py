@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import jax
 
 from optperm.cli import commands, datasets, models
-from optperm.cli.errors import CliError, LostProcessError
+from optperm.cli.errors import CliError
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.roll_call import Address
+from optperm.training.replicas import LostProcessError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = arguments.command(arguments)
             return code
         except LostProcessError as error:
-            _exit_at_once(str(error), error.exit_code)
+            _exit_at_once(str(error), CliError.exit_code)
         except CliError as error:
             return _fail(str(error), error.exit_code)
         except OSError as error:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from optperm.cli.errors import CliError, differences
+from optperm.cli.errors import CliError
+from optperm.training.checkpoints import differences
 
 WAIT_SECONDS = 120
 _ANSWER_SECONDS = 5.0

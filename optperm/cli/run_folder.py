@@ -13,7 +13,6 @@ a permutation the initial params are not stored: they are drawn again from the s
 """
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -22,7 +21,6 @@ import zipfile
 import zlib
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -30,6 +28,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
+from optperm.training.checkpoints import digest
 
 METRICS_FILE = "metrics.jsonl"
 PERMUTATION_FILE, PARAMS_FILE = "permutation.npz", "params.npz"
@@ -206,14 +205,3 @@ def _flat(params: Any) -> dict[str, np.ndarray]:
 
 def _nested(leaves: dict[str, np.ndarray]) -> optax.Params:
     return unflatten_dict(leaves, sep="/")
-
-
-def digest(tree: Any) -> str:
-    """Tells whether two trees of arrays hold the same bits under the same names."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    hashed = hashlib.sha256()
-    for name, (_, leaf) in sorted(zip(names, leaves, strict=True), key=lambda pair: pair[0]):
-        hashed.update(name.encode())
-        hashed.update(np.asarray(leaf).tobytes())
-    return hashed.hexdigest()

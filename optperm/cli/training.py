@@ -1,13 +1,9 @@
-"""The training loop: one compiled call an epoch, stopped by Ctrl-C between two of them."""
+"""Training of one network on one data set: what `optperm.training.engine` repeats, and its records."""
 
-import concurrent.futures
 import dataclasses
 import functools
-import itertools
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -20,14 +16,15 @@ import optperm
 from optperm.cli import models
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import CliError
-from optperm.cli.replicas import Replicas
 from optperm.cli.testset import TestSet
-from optperm.composition import find_states
 from optperm.evaluation import LossFn
-from optperm.mapped_axes import varying_axes
+from optperm.training import engine
+from optperm.training.engine import Position
+from optperm.training.feeds import ArrayFeed, Columns
+from optperm.training.interrupt import Interrupt
+from optperm.training.programs import Spread, step_metrics
+from optperm.training.replicas import LostProcessError, Replicas
 
-# Far from the step counts that a method may fold into the key of the same seed.
-_SHUFFLE_STREAM = 0x5348_5546
 _GRADIENT_CHUNK = 1000  # examples on a device at once
 
 
@@ -114,25 +111,6 @@ class TrainingRun:
     interrupted: bool
 
 
-class Interrupt:
-    """A context in which the first Ctrl-C is noted, and the second one raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> "Interrupt":
-        self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
 class Trainer:
     """Trains one network; compiles when it is made.
 
@@ -177,33 +155,28 @@ class Trainer:
     ) -> None:
         start = time.perf_counter()
         self._replicas, self._own_state, self._has_center = replicas, own_state, has_center
-        self._phase = phase
-        self._steps = len(data.x_train) // (batch_size * replicas.size)
+        self._phase, self._epoch_start = phase, epoch_start
         self._loss_fn = _loss_function(model)
-        self._x, self._y, self._epoch_start = data.x_train, data.y_train, epoch_start
         self._jit = functools.cache(replicas.jit)
-        run_epoch = _epoch_function(
-            self._loss_fn,
-            tx,
-            self._steps,
-            batch_size,
-            seed=seed,
-            replicas=replicas,
-            average_grads=not own_state,
-        )
+        program = _Steps(self._loss_fn, tx, Spread(replicas.axis_name, own_state))
         try:
+            self._feed = ArrayFeed(
+                {"x": data.x_train, "y": data.y_train},
+                batch_size=batch_size * replicas.size,
+                seed=seed,
+                program=program,
+                replicas=replicas,
+                own=own_state,
+                steps_a_call=None,
+            )
             carry = self._initial_carry(tx, params)
-            self._examples = replicas.scatter(
-                (jnp.asarray(data.x_train), jnp.asarray(data.y_train))
-            )
-            self._run_epoch = (
-                replicas.each(run_epoch, own=own_state)
-                .lower(carry, (*self._examples, np.uint32(0)))
-                .compile()
-            )
+            self._feed.prepare(carry)
             if (first := epoch_start(1)) is not None:
-                self._start_epoch(first, carry, self._batches(few=True))
+                few = self._feed.all_batches(1, _GRADIENT_CHUNK, few=True)
+                self._start_epoch(first, carry, few)
             trained, _ = self._trained(carry)
+        except LostProcessError:
+            raise
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
@@ -218,10 +191,14 @@ class Trainer:
     ) -> Any:
         if not self._own_state:
             return self._replicas.scatter((params, tx.init(params)))
+
         # On each replica, which may keep a part of its own.
-        init = self._replicas.each(lambda _, params: ((params, tx.init(params)), ()), own=True)
+        def init(_: Any, params: optax.Params, __: Any) -> tuple[Any, Any]:
+            return (params, tx.init(params)), ()
+
         on_all = self._replicas.scatter(params)
-        return self._replicas.together(init.lower((), on_all).compile(), (), on_all)[0]
+        compiled = self._replicas.each(init, own=True).lower((), on_all, ()).compile()
+        return self._replicas.together(compiled, (), on_all, ())[0]
 
     def run(
         self,
@@ -251,39 +228,46 @@ class Trainer:
         Returns:
           A `TrainingRun`.
         """
-        # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        carry = self._replicas.scatter(progress.carry, own=self._own_state)
-        records, metrics, kept = [*progress.records], [*progress.metrics], -1
+        records, metrics = [*progress.records], [*progress.metrics]
+        since = time.perf_counter()
 
-        def keep() -> None:
-            nonlocal kept
-            kept = records[-1].epoch
+        def start(at: Position, carry: Any) -> Any:
+            nonlocal since
+            since = time.perf_counter()
+            if (before := self._epoch_start(at.epoch)) is None:
+                return carry
+            on_start(before.says)
+            batches = self._feed.all_batches(at.epoch, _GRADIENT_CHUNK)
+            changed = self._replicas.together(self._start_epoch, before, carry, batches)
+            return self._replicas.fresh(changed)
+
+        def steps_end(at: Position, carry: Any, of_epoch: Columns) -> bool:
+            metrics.append(of_epoch)
+            return False
+
+        def epoch_end(at: Position, carry: Any) -> bool:
+            seconds = time.perf_counter() - since
+            records.append(self._record(at.epoch - 1, carry, metrics[-1], seconds))
+            on_epoch(records[-1])
+            return False
+
+        def keep(at: Position, carry: Any) -> None:
             own = self._replicas.gather(carry, own=self._own_state)
             on_keep(Progress(own, records, metrics))
 
         for record in records:
             on_epoch(record)
-        try:
-            for epoch in range(progress.epoch + 1, epochs + 1):
-                if self._replicas.any(interrupt.requested):
-                    break
-                start = time.perf_counter()
-                if (before := self._epoch_start(epoch)) is not None:
-                    on_start(before.says)
-                future = pool.submit(self._one_epoch, epoch, before, carry)
-                _wait(future, interrupt, on_interrupt)
-                carry, of_epoch = future.result()
-                seconds = time.perf_counter() - start
-                metrics.append(of_epoch)
-                records.append(self._record(epoch, carry, of_epoch, seconds))
-                on_epoch(records[-1])
-                if keep_every and epoch % keep_every == 0:
-                    keep()
-            if keep_every and kept != records[-1].epoch:
-                keep()
-        finally:
-            pool.shutdown(wait=False)
+        steps = self._feed.steps_per_epoch
+        carry, at, _ = engine.train(
+            self._feed,
+            self._replicas.fresh(self._replicas.scatter(progress.carry, own=self._own_state)),
+            Position(progress.epoch * steps, progress.epoch + 1),
+            engine.Hooks(start, steps_end, epoch_end, keep, on_interrupt),
+            replicas=self._replicas,
+            interrupt=interrupt,
+            epochs=epochs,
+            save_every=keep_every * steps,
+        )
         columns = {
             name: np.concatenate([of_epoch[name] for of_epoch in metrics])
             for name in (metrics[0] if metrics else ())
@@ -296,39 +280,13 @@ class Trainer:
             loss=columns.get("loss", np.zeros(0, np.float32)),
             share_moved=columns.get("share_moved"),
             compile_seconds=self._compile_seconds,
-            interrupted=records[-1].epoch < epochs,
+            interrupted=at.epoch <= epochs,
         )
-
-    def _one_epoch(
-        self, epoch: int, before: EpochStart | None, carry: Any
-    ) -> tuple[Any, dict[str, np.ndarray]]:
-        if before is not None:
-            with self._replicas.local():
-                carry = self._replicas.together(self._start_epoch, before, carry, self._batches())
-        shared = (*self._examples, np.uint32(epoch))
-        carry, metrics = self._replicas.together(self._run_epoch, carry, shared)
-        return carry, jax.device_get(metrics)
 
     def _start_epoch(self, start: EpochStart, carry: Any, batches: Iterable[Any]) -> Any:
         params, opt_state = carry
         full_grad = optperm.full_gradient(self._loss_fn, params, batches, has_aux=True)
         return params, self._jit(start.change)(opt_state, params, full_grad)
-
-    def _batches(self, *, few: bool = False) -> Iterator[dict[str, jax.Array]]:
-        """All training examples, those included that no step of an epoch takes.
-
-        The replicas share each batch, but for a last one of fewer examples than there are replicas.
-
-        Args:
-          few: Leave out most batches, but none of a shape of its own.
-        """
-        size, each = len(self._x), self._replicas.size
-        shared = size - size % each
-        bounds = [*range(0, shared, _GRADIENT_CHUNK * each), shared, *([size] * (shared < size))]
-        pieces = list(itertools.pairwise(bounds))
-        for low, high in pieces[:2] + pieces[max(2, len(pieces) - 2) :] if few else pieces:
-            batch = {"x": self._x[low:high], "y": self._y[low:high]}
-            yield self._replicas.scatter(batch, own=high <= shared)
 
     def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
         """What has been trained, and the optimizer state of one replica."""
@@ -341,25 +299,14 @@ class Trainer:
         means = {name: float(np.mean(values)) for name, values in metrics.items()}
         return EpochRecord(
             epoch=epoch,
-            step=epoch * self._steps,
+            step=epoch * self._feed.steps_per_epoch,
             train_loss=means.get("loss"),
             train_accuracy=means.get("accuracy"),
             test_accuracy=self._test.accuracy(self._trained(carry)[0]),
             share_moved=means.get("share_moved"),
             seconds=seconds,
-            phase=self._phase(epoch * self._steps),
+            phase=self._phase(epoch * self._feed.steps_per_epoch),
         )
-
-
-def _wait(
-    future: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
-) -> None:
-    told = False
-    while not future.done():
-        concurrent.futures.wait([future], timeout=0.1)
-        if interrupt.requested and not told:
-            told = True
-            on_interrupt()
 
 
 def _loss_function(model: nn.Module) -> LossFn:
@@ -373,53 +320,25 @@ def _loss_function(model: nn.Module) -> LossFn:
     return loss_fn
 
 
-def _epoch_function(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformationExtraArgs,
-    steps: int,
-    batch_size: int,
-    *,
-    seed: int,
-    replicas: Replicas,
-    average_grads: bool,
-) -> Any:
-    """One replica's part in an epoch."""
-    axis_name = replicas.axis_name
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The program that trains a network; the carry is its params and the optimizer state.
 
-    def deal(epoch: jax.Array, num_examples: int) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-        order = jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
-        hands = order[: steps * replicas.size * batch_size].reshape(steps, -1, batch_size)
-        return hands[:, 0 if axis_name is None else jax.lax.axis_index(axis_name)]
+    Attributes:
+      loss_fn: The loss, and beside it the accuracy.
+      tx: The training method.
+      spread: How it is spread over replicas.
+    """
 
-    def run_epoch(
-        carry: tuple[optax.Params, Any], shared: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[Any, dict[str, jax.Array]]:
-        x, y, epoch = shared
+    loss_fn: LossFn
+    tx: optax.GradientTransformationExtraArgs
+    spread: Spread
 
-        def step(carry: tuple[optax.Params, Any], indices: jax.Array) -> tuple[Any, Any]:
-            params, opt_state = carry
-            batch = {"x": x[indices], "y": y[indices]}
-            e = optperm.evaluate(
-                loss_fn,
-                params,
-                batch,
-                has_aux=True,
-                axis_name=axis_name if average_grads else None,
-            )
-            updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-            params = optperm.apply_updates(params, updates, opt_state)
-            metrics = {"loss": e.value, "accuracy": e.aux}
-            for state in find_states(opt_state, optperm.PermuteByCyclesState):
-                metrics["share_moved"] = state.share_moved
-            return (params, opt_state), metrics
-
-        carry, metrics = jax.lax.scan(step, carry, deal(epoch, len(x)))
-        return carry, jax.tree.map(_mean_over_replicas, metrics)
-
-    return run_epoch
-
-
-def _mean_over_replicas(values: jax.Array) -> jax.Array:
-    """The mean of what differs between replicas: once an epoch, so that steps stay local."""
-    return jax.lax.pmean(values, axes) if (axes := tuple(varying_axes(values))) else values
+    def step(self, carry: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        """See `optperm.training.programs.Program`."""
+        params, opt_state = carry
+        axis_name = self.spread.averaged
+        e = optperm.evaluate(self.loss_fn, params, batch, has_aux=True, axis_name=axis_name)
+        updates, opt_state = self.tx.update(e.grad, opt_state, params, **e.extra_args)
+        metrics = step_metrics(e, {"accuracy": e.aux}, opt_state)
+        return (optperm.apply_updates(params, updates, opt_state), opt_state), metrics

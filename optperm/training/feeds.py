@@ -106,7 +106,8 @@ class _ManySteps:
             return jax.tree.map(lambda leaf: leaf[indices], data)
 
         metrics = jax.eval_shape(step, carry, batch_at(first))[1]
-        axes = (AXIS,) if self.own and mapped is not None else ()
+        # Once a call the replicas agree on metrics, so that steps stay local.
+        axes = () if mapped is None else (AXIS,)
         columns = mark_varying(
             {name: jnp.zeros((self.rows,), jnp.float32) for name in metrics}, axes
         )
@@ -118,12 +119,12 @@ class _ManySteps:
                 name: jax.lax.dynamic_update_index_in_dim(column, row[name], t - first, 0)
                 for name, column in columns.items()
             }
-            return carry, columns
+            return carry, mark_varying(columns, axes)
 
         # Bounds that are arguments: however steps are grouped into calls, one program takes them all,
         # so that a run that was interrupted ends bit for bit like one that was not.
         carry, columns = jax.lax.fori_loop(first, last, body, (carry, columns))
-        return carry, agreed(columns)  # once a call, so that steps stay local
+        return carry, agreed(columns)
 
 
 @dataclasses.dataclass(frozen=True)

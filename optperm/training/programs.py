@@ -30,15 +30,7 @@ class Program(Protocol):
     """
 
     def step(self, carry: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """The carry after one step, and float32 scalars of the step by name."""
-        ...
-
-    def parts(self, carry: Any) -> "Parts":
-        """What the carry consists of."""
-        ...
-
-    def with_parts(self, carry: Any, parts: "Parts") -> Any:
-        """The carry with other parts of the same form."""
+        """The carry after one step, and float32 scalars by name, on each replica its own."""
         ...
 
 
@@ -62,8 +54,8 @@ class Spread:
 
     Attributes:
       axis_name: Their mapped axis; None for a single one.
-      own: Whether each keeps a carry of its own. Else all share one, and the means of their gradients,
-        metrics and model states.
+      own: Whether each keeps a carry of its own. Else all share one, and the means of their gradients
+        and model states.
     """
 
     axis_name: str | None = None
@@ -143,7 +135,7 @@ class LinenProgram:
         state = state.apply_gradients(
             grads=e.grad, model_state=spread.agreed(e.aux.model_state), **e.extra_args
         )
-        metrics = spread.agreed(step_metrics(e, e.aux.aux, state.opt_state))
+        metrics = step_metrics(e, e.aux.aux, state.opt_state)
         return state.replace(rng=carry.rng), metrics
 
     def parts(self, carry: TrainState) -> Parts:
@@ -251,7 +243,7 @@ class NnxProgram:
         e = evaluate(bound, carry.params, batch, has_aux=True, axis_name=spread.averaged)
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(e.grad, carry.opt_state, carry.params, **e.extra_args)
-        metrics = spread.agreed(step_metrics(e, e.aux.aux, opt_state))
+        metrics = step_metrics(e, e.aux.aux, opt_state)
         new = NnxCarry(
             carry.step + jnp.ones_like(carry.step),
             apply_updates(carry.params, updates, opt_state),

@@ -121,6 +121,13 @@ class Replicas:
             lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), tree
         )
 
+    def fresh(self, placed: Any) -> Any:
+        """A copy of a tree that lies on the devices, of memory that a loop may give up."""
+        if self.mesh is None:
+            return jax.jit(_copied)(placed)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
+        return jax.jit(_copied, out_shardings=shardings)(placed)
+
     def stacked(self, tree: Any) -> Any:
         """One copy of a tree for each replica, placed; of a single one without a mesh, the tree."""
         if self.mesh is None:
@@ -207,6 +214,10 @@ class Replicas:
         if any_failed:
             raise failed("process 0 has failed: its own message says why.")
         return result
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def mesh_of(devices: int, num_processes: int) -> Mesh | int:

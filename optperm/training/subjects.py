@@ -62,7 +62,7 @@ class Subject:
         parts = self.program.parts(self._carry)
         if parts.opt_state is not None:
             put = self.replicas.stacked if self.own else self.replicas.scatter
-            return self._owned(put(self._carry))
+            return self.replicas.fresh(put(self._carry))
         program = self.program
 
         def init(_: Any, carry: Any, __: Any) -> tuple[Any, Any]:
@@ -74,7 +74,9 @@ class Subject:
 
         placed = self.replicas.scatter(self._carry)
         call = self.replicas.each(init, own=self.own)
-        return self._owned(self.replicas.together(self.explain, lambda: call((), placed, ()))[0])
+        return self.replicas.fresh(
+            self.replicas.together(self.explain, lambda: call((), placed, ()))[0]
+        )
 
     def taken_over(self, earlier: Any) -> Any:
         """The carry of an earlier result, placed for this run.
@@ -96,22 +98,11 @@ class Subject:
 
     def place(self, host: Any) -> Any:
         """A carry of NumPy arrays, placed."""
-        return self._owned(self.replicas.scatter(host, own=self.own))
+        return self.replicas.fresh(self.replicas.scatter(host, own=self.own))
 
     def gather(self, carry: Any) -> Any:
         """A placed carry as NumPy arrays, in every process."""
         return self.replicas.gather(carry, own=self.own)
-
-    def _owned(self, placed: Any) -> Any:
-        """A copy that the loop may give up: nobody else sees its memory."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
-        if self.replicas.mesh is None:
-            return self.copy(placed)
-        return jax.jit(_copied, out_shardings=shardings)(placed)
-
-    def copy(self, tree: Any) -> Any:
-        """What a user sees of a carry: as a train state or a model, of arrays of their own."""
-        return jax.jit(_copied)(tree)
 
     def trained(self, carry: Any) -> Any:
         """What has been trained, as a carry on the first device of this process."""
@@ -124,7 +115,7 @@ class Subject:
 
     def shown(self, trained: Any) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        copy = self.copy(trained)
+        copy = _copied(trained)
         if isinstance(self.program, LinenProgram):
             return self.program.state(copy)
         return self.program.model(copy)
@@ -137,7 +128,7 @@ class Subject:
     def bring(self, trained: Any) -> None:
         """Brings a model of `flax.nnx` and its optimizer to where training came."""
         if isinstance(self.program, NnxProgram):
-            self.program.update(self.source, self.optimizer, self.copy(trained))
+            self.program.update(self.source, self.optimizer, _copied(trained))
 
     def changed(
         self, carry: Any, change: Callable[[Any, Any, Any], Any], batches: Iterable[Any]
@@ -154,7 +145,9 @@ class Subject:
             parts.opt_state,
             source="the one before",
         )
-        return self._owned(self.program.with_parts(carry, parts._replace(opt_state=opt_state)))
+        return self.replicas.fresh(
+            self.program.with_parts(carry, parts._replace(opt_state=opt_state))
+        )
 
     def explain(self, work: Callable[[], Any]) -> Any:
         """Calls what may ask for a mapped axis, and says which one there is if that fails."""
@@ -263,7 +256,9 @@ def _check_replicas_meet(tx: Any, parts: Parts, replicas: Replicas) -> None:
     )
 
 
+@jax.jit
 def _copied(tree: Any) -> Any:
+    """What a user sees of a carry has arrays of its own: the loop gives up those of the carry."""
     return jax.tree.map(jnp.copy, tree)
 
 

@@ -3,7 +3,6 @@
 import shutil
 
 import fitting
-import jax
 import numpy as np
 import pytest
 import support
@@ -32,9 +31,7 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(kind, name, devices, tmp_
     whole = fitting.fit(kind, name, epochs=3, steps_per_call=4, **options)
     assert (whole.ended, whole.epoch, whole.step) == ("finished", 3, 15)
     folder = tmp_path / "kept"
-    stopped = fitting.fit(
-        kind, name, steps=7, checkpoint_dir=folder, checkpoint_every=3, **options
-    )
+    stopped = fitting.fit(kind, name, steps=7, checkpoint_dir=folder, checkpoint_every=3, **options)
     assert (stopped.epoch, stopped.step) == (1, 7)
     assert sorted(int(path.name) for path in folder.iterdir()) == [3, 6, 7]
     # The row of a part of an epoch is of that run alone.
@@ -70,25 +67,25 @@ def test_a_result_is_gone_on_with(kind):
         training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
 
 
-def batches(epoch):
-    """The batches of `fit`'s shuffles."""
-    order = np.asarray(training.shuffled(0, epoch, fitting.EXAMPLES))
-    for low in range(0, fitting.EXAMPLES, BATCH):
-        yield jax.tree.map(lambda leaf, low=low: leaf[order[low : low + BATCH]], fitting.data())
-
-
 @pytest.mark.parametrize("devices", [None, 4])
 def test_an_iterable_is_resumed_within_an_epoch(devices, tmp_path):
-    """Batches that were taken before are dropped; they are those of the arrays, and so is the run."""
-    options = {"train_data": batches, "devices": devices}
+    """Batches that were taken before are dropped."""
+    options = {"train_data": fitting.batches, "devices": devices}
     whole = fitting.fit("linen", "svrg", epochs=3, **options)
     where = {"checkpoint_dir": tmp_path, "checkpoint_every": 7}
     fitting.fit("linen", "svrg", steps=8, **where, **options)
     resumed = fitting.fit("linen", "svrg", epochs=3, resume=7, **where, **options)
     assert_same_run(resumed, whole)
-    in_memory = fitting.fit("linen", "svrg", epochs=3, devices=devices)
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_batches_of_an_iterable_are_shared_like_those_of_arrays(devices):
+    from_iterable = fitting.fit(
+        "linen", "adam", epochs=2, train_data=fitting.batches, devices=devices
+    )
+    in_memory = fitting.fit("linen", "adam", epochs=2, devices=devices)
     np.testing.assert_allclose(
-        whole.history.steps["loss"], in_memory.history.steps["loss"], rtol=1e-4
+        from_iterable.history.steps["loss"], in_memory.history.steps["loss"], rtol=1e-5
     )
 
 
