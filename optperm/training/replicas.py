@@ -47,7 +47,7 @@ class Replicas:
     @property
     def axis_name(self) -> str | None:
         """The mapped axis of the replicas; None where none is mapped over."""
-        return None if self.mesh is None else AXIS
+        return AXIS if self.mesh is not None or self.size > 1 else None
 
     @property
     def device_kind(self) -> str:
