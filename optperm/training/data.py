@@ -13,7 +13,7 @@ from optperm.training.replicas import Replicas
 _SHUFFLE_STREAM = 0x5348_5546
 
 
-def shuffled(seed: int, epoch: int | jax.Array, num_examples: int) -> jax.Array:
+def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
     """The order in which `fit` goes through examples in memory, int32 (num_examples,).
 
     A step takes the next `batch_size` of them; those at the end that do not fill a batch are left out.
@@ -24,8 +24,19 @@ def shuffled(seed: int, epoch: int | jax.Array, num_examples: int) -> jax.Array:
       epoch: From 1.
       num_examples: How many there are.
     """
+    return order_of(shuffle_key(seed), epoch, num_examples)
+
+
+def shuffle_key(seed: int) -> np.ndarray:
+    """Data of the key from which the shuffles of a seed are drawn."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
+    return np.asarray(jax.random.key_data(key))
+
+
+def order_of(key: Any, epoch: int | jax.Array, num_examples: int) -> jax.Array:
+    """`shuffled`, from what `shuffle_key` gave."""
+    typed = jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.permutation(jax.random.fold_in(typed, epoch), num_examples)
 
 
 def is_arrays(data: Any) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from optperm import checks
 from optperm.mapped_axes import mark_varying
 from optperm.precision import in_form_of
-from optperm.training.data import check_divisible, num_examples, shuffled
+from optperm.training.data import check_divisible, num_examples, order_of, shuffle_key
 from optperm.training.interrupt import Interrupt
 from optperm.training.programs import Program, agreed
 from optperm.training.replicas import AXIS, Replicas
@@ -160,6 +160,16 @@ def _compiled(function: _ManySteps, *arguments: Any) -> Any:
     return known[key]
 
 
+@functools.lru_cache(maxsize=32)
+def _dealing(replicas: Replicas, size: int, used: int, steps: int) -> Any:
+    """From a key and an epoch, the indices of its examples: int32 (steps, replicas, of each)."""
+
+    def dealt(key: jax.Array, epoch: jax.Array) -> jax.Array:
+        return order_of(key, epoch, size)[:used].reshape(steps, replicas.size, -1)
+
+    return replicas.jit(dealt)
+
+
 class ArrayFeed:
     """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
 
@@ -201,23 +211,21 @@ class ArrayFeed:
             )
         check_divisible(batch_size, replicas, "batch_size")
         self.steps_per_epoch = self._size // batch_size
+        self._key = shuffle_key(seed)
         self._batch_size, self._seed, self._replicas = batch_size, seed, replicas
         self._steps_a_call = min(steps_a_call or self.steps_per_epoch, self.steps_per_epoch)
         rows = min(max(_ROWS, self._steps_a_call), self.steps_per_epoch)
         self._many = _ManySteps(program, replicas, own, rows)
         # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
         self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._place_order = replicas.jit(self._dealt)
+        self._order_of = _dealing(
+            replicas, self._size, self.steps_per_epoch * batch_size, self.steps_per_epoch
+        )
         self._examples = replicas.scatter(jax.tree.map(np.asarray, data))
-
-    def _dealt(self, epoch: jax.Array) -> jax.Array:
-        order = shuffled(self._seed, epoch, self._size)
-        shape = (self.steps_per_epoch, self._replicas.size, -1)
-        return order[: self.steps_per_epoch * self._batch_size].reshape(shape)
 
     def prepare(self, carry: Any) -> None:
         """See `Feed`."""
-        self._order = self._place_order(np.uint32(1))
+        self._order = self._order_of(self._key, np.uint32(1))
         self._run = _compiled(self._many, carry, self._shared(0, 0), ())
 
     def _shared(self, first: int, last: int) -> Any:
@@ -225,7 +233,8 @@ class ArrayFeed:
 
     def begin(self, epoch: int, offset: int) -> None:
         """See `Feed`."""
-        self._order, self._offset = self._place_order(np.uint32(epoch)), offset
+        self._order = self._order_of(self._key, np.uint32(epoch))
+        self._offset = offset
 
     def run(
         self, carry: Any, limit: int, interrupt: Interrupt, on_interrupt: Callable[[], None]
