@@ -1,6 +1,6 @@
 """Time of `optperm.training.fit` over that of the same steps in a loop written by hand.
 
-Both train the same small network on the same batches, from the same params, for the same number of steps;
+Both train the same small network on the same batches, from the same params, for as many steps;
 compiling is left out. In turns, and medians of each: run as `python benchmarks/fit.py`.
 """
 
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--source", choices=["arrays", "iterable"])
     chosen = parser.parse_args()
     methods = {
         "sgd": optax.sgd(0.1),
@@ -115,7 +116,8 @@ def main() -> None:
             state, loss_fn = setup(hidden, tx)
             loop = by_hand(state, loss_fn)
             for source in ("arrays", "iterable"):
-                compare(name, hidden, source, state, loss_fn, loop, chosen)
+                if chosen.source in (None, source):
+                    compare(name, hidden, source, state, loss_fn, loop, chosen)
 
 
 def compare(

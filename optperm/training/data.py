@@ -75,10 +75,12 @@ def check_divisible(size: int, replicas: Replicas, name: str) -> None:
         )
 
 
-def as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    is_known = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
-    return leaf if is_known else np.asarray(leaf)
+def as_arrays(batch: Any) -> Any:
+    """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    known = (jax.Array, np.ndarray, np.generic, bool, int, float)
+    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(batch)):
+        return batch
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)
 
 
 def check_iterable(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from optperm.training.data import as_array, check_iterable, is_arrays, num_examples
+from optperm.training.data import as_arrays, check_iterable, is_arrays, num_examples
 from optperm.training.programs import LinenProgram, NnxProgram, evaluation_call
 
 
@@ -80,7 +80,7 @@ class Evaluator:
         if not is_arrays(self._data):
             source = self._data if hasattr(self._data, "__iter__") else self._data(epoch)
             for batch in source:
-                arrays = jax.tree.map(as_array, batch)
+                arrays = as_arrays(batch)
                 yield arrays, num_examples("A batch of eval_data", arrays)
             return
         size = num_examples("eval_data", self._data)

@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from optperm.training.data import as_array, num_examples
+from optperm.training.data import as_arrays, num_examples
 from optperm.training.feeds import Fed, OneStep, jitted
 from optperm.training.interrupt import Interrupt
 from optperm.training.programs import Program
 from optperm.training.replicas import Replicas
 
 _END = object()
+# Batches that may wait on the devices for steps before them.
+_AHEAD = 4
 
 
 class StreamFeed:
@@ -89,7 +91,7 @@ class StreamFeed:
         return batch
 
     def _placed(self, batch: Any) -> Any:
-        arrays = jax.tree.map(as_array, batch)
+        arrays = as_arrays(batch)
         if self._replicas.mesh is None:
             return arrays
         size = num_examples("A batch of train_data", arrays)
@@ -109,9 +111,8 @@ class StreamFeed:
             carry, row = self._step(carry, (), self._placed(self._next))
             rows.append(row)
             self._next = self._pull()
-            if len(rows) > 1:
-                # One step is computed while the next batch is loaded, and no more of them pile up.
-                self._replicas.together(lambda rows=rows: rows[-2])
+            if len(rows) > _AHEAD:
+                self._replicas.together(lambda row=rows[-1 - _AHEAD]: row)
         if interrupt.requested:
             on_interrupt()
         host = jax.device_get(rows)
