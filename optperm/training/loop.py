@@ -198,6 +198,13 @@ def fit(
     evaluator = Evaluator.of(subject.program, eval_fn, eval_data, eval_batch_size or batch_size)
     feed = _feed(subject, train_data, batch_size, seed, steps_per_call)
     with replicas.local(), Interrupt() as interrupt:
+        length = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call}
+        if not replicas.agree({**feed.facts(), **length, "checkpoint_every": checkpoint_every}):
+            raise ValueError(
+                "The arguments of fit are not the same in all processes: pass everywhere the same data "
+                "in memory (or iterables in all), batch_size, seed, epochs, steps, steps_per_call and "
+                "checkpoint_every."
+            )
         run = Run(subject, feed, evaluator, epoch_start, batch_end, epoch_end)
         carry = subject.initial() if earlier is None else subject.taken_over(earlier)
         at = engine.Position()

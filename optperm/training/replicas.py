@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,11 @@ class Replicas:
         if self.num_processes == 1:
             return flag
         return bool(np.any(self.together(multihost_utils.process_allgather, np.asarray(flag))))
+
+    def agree(self, facts: Any) -> bool:
+        """Whether JSON values are the same in all processes. All of them have to ask."""
+        here = json.dumps(facts, sort_keys=True).encode()
+        return not self.any(self.from_main(here) != here)
 
     def on_main(
         self, work: Callable[..., Any], *arguments: Any, failed: Callable[[str], Exception]
