@@ -1,5 +1,8 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
+from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
+from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
+from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.local_steps import LocalStepsState as LocalStepsState
