@@ -25,6 +25,8 @@ from optperm.subspace.pca import pca_basis as pca_basis
 from optperm.subspace.trajectory import TrajectoryState as TrajectoryState
 from optperm.subspace.trajectory import record_trajectory as record_trajectory
 from optperm.subspace.trajectory import trajectory as trajectory
+from optperm.switching import SwitchAfterState as SwitchAfterState
+from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
 from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
