@@ -1,0 +1,1 @@
+"""Stochastic gradients as samples of a posterior."""
