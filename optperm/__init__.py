@@ -1,5 +1,6 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
+from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
 from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
 from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
 from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise

@@ -222,9 +222,7 @@ def test_an_optimizer_may_burn_in():
         sampled, alone_state = update(alone, alone_state, rows)
         moved, adam_state = adam.update(jnp.asarray(rows.mean(axis=0)), adam_state)
         np.testing.assert_allclose(updates, moved if step < 3 else sampled, rtol=1e-6)
-    support.assert_same_bits(
-        optperm.noise_covariance(state), optperm.noise_covariance(alone_state)
-    )
+    support.assert_same_bits(optperm.noise_covariance(state), optperm.noise_covariance(alone_state))
 
 
 def test_trees_of_several_dtypes_keep_them():
