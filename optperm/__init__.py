@@ -4,6 +4,8 @@ from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
 from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
 from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
 from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise
+from optperm.bayes.stationary import gaussian_kl as gaussian_kl
+from optperm.bayes.stationary import stationary_covariance as stationary_covariance
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.local_steps import LocalStepsState as LocalStepsState
