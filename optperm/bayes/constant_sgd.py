@@ -31,7 +31,7 @@ def constant_sgd(
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
     chunk_size: int | None = None,
-    max_full_size: int = 4096,
+    max_full_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
@@ -65,7 +65,8 @@ def constant_sgd(
       max_step: The largest step size, None for no limit. Set it for networks.
       damping: The least noise, in the units of :math:`C`.
       chunk_size: How many gradients of examples to hold at once; None for all.
-      max_full_size: The largest number of params for which the full preconditioner is built.
+      max_full_size: The largest number of params for which the full preconditioner is built; None
+        for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread.
 
     Returns:

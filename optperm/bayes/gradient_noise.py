@@ -18,6 +18,8 @@ from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.precision import all_finite, in_form_of, wide_dtype, widest_dtype
 from optperm.schedules import at_step
 
+_MAX_FULL_SIZE = 4096
+
 
 class GradientNoiseState(NamedTuple):
     r"""State of `scale_by_gradient_noise`.
@@ -91,7 +93,7 @@ def scale_by_gradient_noise(
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
     chunk_size: int | None = None,
-    max_full_size: int = 4096,
+    max_full_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Multiplies gradients by the step sizes at which constant SGD samples from the posterior.
@@ -154,7 +156,7 @@ def scale_by_gradient_noise(
       damping: The least noise: :math:`C_{kk}` is at least this large. With the full preconditioner it
         is added to the diagonal.
       chunk_size: How many gradients "per_example" holds at once; None for all.
-      max_full_size: The largest D for which the full preconditioner is built.
+      max_full_size: The largest D for which the full preconditioner is built; None for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread: the estimate is that of
         the whole batch, the same on all replicas. The gradients must be averaged already.
 
@@ -194,7 +196,8 @@ def scale_by_gradient_noise(
     _check_steps(temperature, k_coef, t0, burn_in, freeze_after, max_step, damping)
     if chunk_size is not None:
         checks.check_static_count("chunk_size", chunk_size)
-    checks.check_static_count("max_full_size", max_full_size)
+    largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
+    checks.check_static_count("max_full_size", largest)
     checks.check_axis_name("axis_name", axis_name)
 
     is_full, outer = preconditioner == "full", OUTER[preconditioner]
@@ -213,10 +216,10 @@ def scale_by_gradient_noise(
             "params", params, advice="Mask the others to another optimizer with optax.partition."
         )
         size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        if is_full and size > max_full_size:
+        if is_full and size > largest:
             raise ValueError(
                 f"The full preconditioner of {size} params is a matrix of {size} x {size}; at most "
-                f"max_full_size={max_full_size} are allowed. Use preconditioner='diagonal', or raise "
+                f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
                 "max_full_size if that fits into memory."
             )
         no_deviation = jax.tree.map(lambda p: jnp.zeros_like(p, wide_dtype(p))[None], params)
@@ -245,6 +248,7 @@ def scale_by_gradient_noise(
         **extra_args: Any,
     ) -> tuple[optax.Updates, GradientNoiseState]:
         params = checks.require_params(params, "scale_by_gradient_noise")
+        _check_params(params, state)
         checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         if not jax.tree.leaves(params):
             return updates, state._replace(count=optax.safe_increment(state.count))
@@ -331,8 +335,23 @@ def noise_covariance(opt_state: Any) -> Any:
     return find_state(opt_state, GradientNoiseState, method="scale_by_gradient_noise").covariance
 
 
+def _check_params(params: optax.Params, state: GradientNoiseState) -> None:
+    """What the state can tell of the params it was made for."""
+    if isinstance(state.factor, tuple):
+        if not _is_number(state.covariance):
+            checks.check_same_tree(
+                "params", params, state.covariance, source="the optimizer state", dtypes=False
+            )
+        return
+    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+    if size != len(state.factor):
+        raise ValueError(
+            f"The optimizer state was made for {len(state.factor)} params, but there are {size} here."
+        )
+
+
 def _is_number(tree: Any) -> bool:
-    return jax.tree_util.treedef_is_leaf(jax.tree.structure(tree)) and jnp.ndim(tree) == 0
+    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 0
 
 
 def _check_data(num_data: object, batch_size: object) -> None:
