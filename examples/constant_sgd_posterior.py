@@ -1,10 +1,10 @@
 """Bayesian linear regression on the diabetes data by constant SGD, beside the exact posterior.
 
-The noise has the variance of the residuals, and the prior is a unit Gaussian. Several chains of constant
-SGD start at the mode, with the diagonal and with the full preconditioner; a draw is taken after every pass
-over the data. The features are collinear, which a diagonal cannot follow. What the draws' covariance must
-come to is computed as well. With ArviZ (pip install "optperm[arviz]") R-hat and the effective sample
-size are printed.
+The noise has the variance of the residuals, and the prior is a unit Gaussian. Chains of constant SGD
+start at the mode, with the diagonal and with the full preconditioner; a draw is taken after every pass
+over the data. The features are collinear, which a diagonal cannot follow. Printed beside it is what the
+divergence must come to if the gradients' noise is everywhere what it is at the mode, and, with ArviZ
+(pip install "optperm[arviz]"), R-hat and the effective sample size.
 
     python examples/constant_sgd_posterior.py [--draws 1000] [--out FILE.png]
 """
