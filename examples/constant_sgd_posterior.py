@@ -53,15 +53,9 @@ def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.Samp
         return optperm.apply_updates(params, updates, opt_state), opt_state
 
     params = {"w": jnp.asarray(mode, jnp.float32)}
+    key, counts = jax.random.key(0), {"num_chains": CHAINS, "num_draws": num_draws}
     return optperm.draw_samples(
-        step,
-        params,
-        tx.init(params),
-        jax.random.key(0),
-        num_chains=CHAINS,
-        num_draws=num_draws,
-        thinning=n // BATCH,
-        warmup=2 * ESTIMATION,
+        step, params, tx.init(params), key, thinning=n // BATCH, warmup=2 * ESTIMATION, **counts
     )
 
 
@@ -76,13 +70,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     x, y = (x - x.mean(axis=0)) / x.std(axis=0), (y - y.mean()) / y.std()
     deviation = np.std(y - x @ np.linalg.lstsq(x, y, rcond=None)[0])
     x, y = x / deviation, y / deviation
-
     hessian = (x.T @ x + np.eye(d)) / n
     covariance = np.linalg.inv(n * hessian)
     mode = covariance @ x.T @ y
     noise = np.cov((x * (x @ mode - y)[:, None]).T) / BATCH
-    scale = 2 / n
-    steps = {"diagonal": scale / np.diag(noise), "full": scale * np.linalg.inv(noise)}
+    steps = {"full": 2 / n * np.linalg.inv(noise), "diagonal": 2 / n / np.diag(noise)}
     divergence = functools.partial(
         optperm.gaussian_kl, other_mean=mode, other_covariance=covariance
     )
@@ -90,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     data = {"x": jnp.float32(x), "y": jnp.float32(y), "ridge": 1 / n}
     found, draws = {}, {}
     for name, preconditioner in steps.items():
-        tx = optperm.constant_sgd(n, BATCH, preconditioner=name, freeze_after=ESTIMATION)
+        tx = optperm.constant_sgd(
+            n, BATCH, preconditioner=name, burn_in=ESTIMATION, freeze_after=ESTIMATION
+        )
         samples = sample(tx, mode, data, arguments.draws)
         flat = draws[name] = np.asarray(samples.params["w"]).reshape(-1, d)
         computed = optperm.stationary_covariance(preconditioner, hessian, noise)
@@ -110,13 +104,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     exact = {"exact": np.random.default_rng(0).multivariate_normal(mode, covariance, len(flat))}
-    for index, (name, points) in enumerate((draws | exact).items()):
+    for index, (name, points) in enumerate((exact | draws).items()):
         center = np.arange(d) + 0.2 * (index - 1)
         left.errorbar(center, points.mean(axis=0), 2 * points.std(axis=0), fmt="o", label=name)
         right.plot(*points[:2000, 4:6].T, ".", markersize=2, alpha=0.5, label=name)
     left.set(xticks=range(d), xticklabels=load_diabetes().feature_names, title="mean, 2 deviations")
     right.set(xlabel="s1", ylabel="s2", title="draws of two collinear coefficients")
-    left.legend()
+    right.legend(markerscale=5)
     FigureCanvasAgg(figure).print_png(arguments.out)
     return found
 

@@ -2,6 +2,10 @@
 
 from optperm.bayes.calibration import Calibration as Calibration
 from optperm.bayes.calibration import calibration as calibration
+from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
+from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
+from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
+from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise
 from optperm.bayes.sampling import Samples as Samples
 from optperm.bayes.sampling import draw_samples as draw_samples
 from optperm.bayes.sampling import posterior_predictive as posterior_predictive
@@ -30,6 +34,8 @@ from optperm.subspace.pca import pca_basis as pca_basis
 from optperm.subspace.trajectory import TrajectoryState as TrajectoryState
 from optperm.subspace.trajectory import record_trajectory as record_trajectory
 from optperm.subspace.trajectory import trajectory as trajectory
+from optperm.switching import SwitchAfterState as SwitchAfterState
+from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
 from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg

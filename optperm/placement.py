@@ -25,12 +25,40 @@ class PlacingState(Protocol):
     """A state of a transformation whose updates place params on exact targets."""
 
     def placements(self) -> list[Placement]:
-        """Where params were placed. A later entry overrides an earlier one."""
+        """Where params were placed. A later entry overrides an earlier one.
+
+        None at all if this state never places any, as one that wraps others may find.
+        """
         ...
 
     def with_targets_of(self, other: Self) -> Self:
         """This state with the targets of another, for params that were put on those."""
         ...
+
+
+def placing_states(opt_state: Any) -> list[PlacingState]:
+    """The states, in any nesting, that place params at some step."""
+    found = find_states(opt_state, PlacingState)  # type: ignore[type-abstract]
+    return [state for state in found if state.placements()]
+
+
+def with_targets_of(opt_state: Any, other: Any) -> Any:
+    """An optimizer state whose parts that place params have the targets of those of another.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      other: One whose parts that place params are of the same types, in the same order.
+    """
+
+    def is_placing(node: Any) -> bool:
+        return isinstance(node, PlacingState) and bool(node.placements())
+
+    targets = iter(placing_states(other))
+    return jax.tree.map(
+        lambda node: node.with_targets_of(next(targets)) if is_placing(node) else node,
+        opt_state,
+        is_leaf=is_placing,
+    )
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
@@ -66,7 +94,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     structure = jax.tree.structure(params)
     moved = without_variables(optax.apply_updates(params, updates))
     placed_anywhere = jax.tree.map(lambda _: False, moved)
-    for state in find_states(opt_state, PlacingState):  # type: ignore[type-abstract]
+    for state in placing_states(opt_state):
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
             moved = jax.tree.map(

@@ -136,4 +136,14 @@ TRANSFORMATIONS = (
         {"learning_rate": 2e-3, "refresh_probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
     ),
+    Transformation(
+        "switch_after",
+        optperm.switch_after,
+        {
+            "num_steps": 2,
+            "first": optperm.agn(optax.sgd(2e-3, 0.9), communication_period=2),
+            "then": optax.sgd(2e-3, 0.9),
+        },
+        lenient=True,
+    ),
 )

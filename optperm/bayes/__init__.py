@@ -1,1 +1,1 @@
-"""Stochastic gradients as samples of a posterior."""
+"""Constant SGD as approximate Bayesian inference."""

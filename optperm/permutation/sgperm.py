@@ -389,8 +389,9 @@ def _warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes) -> Non
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
             continue
-        array = jnp.asarray(leaf)
-        matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
+        with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
+            array = jnp.asarray(leaf)
+            matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
         if np.any(np.all(matrix == matrix[0], axis=0)):
             constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
     if constant:

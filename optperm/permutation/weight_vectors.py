@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optperm.mapped_axes import mark_varying, varying_axes
+
 # An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
 
@@ -61,4 +63,5 @@ def _inputs_first(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
 def sort_ranks(matrix: jax.Array) -> jax.Array:
     """The rank of each entry in its column: 0 for the smallest, ties by location. int32 (n, rows)."""
     order = jnp.argsort(matrix, axis=0, stable=True)
+    order = mark_varying(order, varying_axes(matrix))  # of which a sort's other operands lose track
     return jnp.argsort(order, axis=0).astype(jnp.int32)
