@@ -97,10 +97,10 @@ def draw_samples(
       >>> def step(params, opt_state, key):  # constant SGD on a noisy parabola
       ...     return params - 0.1 * (params + jax.random.normal(key)), opt_state
       >>> samples = optperm.draw_samples(
-      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=1000, warmup=50
+      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=2000, thinning=20
       ... )
       >>> samples.params.shape
-      (4, 1000)
+      (4, 2000)
       >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # where it settles
       True
 
