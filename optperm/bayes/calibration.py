@@ -49,10 +49,10 @@ def calibration(
       A `Calibration`.
 
     Raises:
-      TypeError: If the probabilities are not floating, the labels not integers, or `num_bins` no integer.
+      TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
       ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1; where Python
-        can see them, if probabilities are not finite, negative or do not sum to one, or a label is out of
-        range.
+        can see them, if probabilities are not finite, negative or do not sum to one, or a label is out
+        of range.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -69,10 +69,11 @@ def calibration(
     probabilities = jnp.asarray(probabilities)
     confidences = jnp.max(probabilities, axis=1).astype(wide_dtype(probabilities))
     # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
-    edges = np.arange(1, num_bins) / num_bins
-    edges = jnp.asarray(edges, probabilities.dtype).astype(confidences.dtype)
+    edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
+    edges = edges.astype(confidences.dtype)
     bins = jnp.searchsorted(edges, confidences, side="left")
-    is_right = (jnp.argmax(probabilities, axis=1) == jnp.asarray(labels)).astype(confidences.dtype)
+    predictions = jnp.argmax(probabilities, axis=1).astype(jnp.int32)
+    is_right = (predictions == jnp.asarray(labels, jnp.int32)).astype(confidences.dtype)
 
     def sum_by_bin(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, bins, num_segments=num_bins)

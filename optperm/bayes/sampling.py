@@ -97,12 +97,12 @@ def draw_samples(
       >>> def step(params, opt_state, key):  # constant SGD on a noisy parabola
       ...     return params - 0.1 * (params + jax.random.normal(key)), opt_state
       >>> samples = optperm.draw_samples(
-      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=1000, warmup=50
+      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=2000, thinning=20
       ... )
       >>> samples.params.shape
-      (4, 1000)
-      >>> float(jnp.var(samples.params)), 0.1 / (2 - 0.1)  # doctest: +SKIP
-      (0.0528..., 0.0526...)
+      (4, 2000)
+      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # where it settles
+      True
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -158,7 +158,8 @@ def _run_chains(
     def run_chain(chain: jax.Array, params: optax.Params, opt_state: Any) -> tuple[Any, Any, Any]:
         chain_key = jax.random.fold_in(key, chain)
 
-        def take_step(params: optax.Params, opt_state: Any, t: jax.Array) -> tuple[Any, Any]:
+        def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, opt_state = carry
             returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
             return _checked_step(returned, params, opt_state)
 
@@ -168,16 +169,18 @@ def _run_chains(
             first_kept = end - thinning
             start = jnp.where(index == 0, 0, first_kept)
             if not average:
-                carry = jax.lax.fori_loop(start, end, lambda t, c: take_step(*c, t), carry)
+                carry = jax.lax.fori_loop(start, end, take_step, carry)
                 return carry, carry[0]
 
             def step_and_sum(t: jax.Array, carry_and_total: Any) -> Any:
-                (params, opt_state), total = carry_and_total
-                params, opt_state = take_step(params, opt_state, t)
+                carry, total = carry_and_total
+                carry = take_step(t, carry)
                 total = jax.tree.map(
-                    lambda s, p: s + jnp.where(t >= first_kept, p, 0).astype(s.dtype), total, params
+                    lambda s, p: s + jnp.where(t >= first_kept, p, 0).astype(s.dtype),
+                    total,
+                    carry[0],
                 )
-                return (params, opt_state), total
+                return carry, total
 
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide_dtype(p)), carry[0])
             carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
@@ -196,20 +199,24 @@ def _run_chains(
     return Samples(draws, last_params, last_opt_state, next_step)
 
 
-def samples_as_dict(samples_params: optax.Params) -> dict[str, np.ndarray]:
+def samples_as_dict(samples_params: optax.Params, *, separator: str = "/") -> dict[str, np.ndarray]:
     """The draws as a flat dictionary of arrays, as ArviZ takes them.
 
-    `arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))` is what `arviz.rhat` and
-    `arviz.ess` work on.
+    ArviZ from version 1 on refuses names with a slash in them: give it another separator. What
+    `arviz.rhat` and `arviz.ess` work on is, in all its versions,
+
+        arviz.convert_to_dataset(optperm.samples_as_dict(samples.params, separator="."))
 
     Args:
       samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
+      separator: What joins the parts of a path to a name.
 
     Returns:
-      NumPy arrays (chain, draw, *shape) by path, the parts joined by "/", such as "dense/kernel"; the
-      name of a tree that is one array is "params". 16-bit floats become float32.
+      NumPy arrays (chain, draw, *shape) by name, such as "dense/kernel"; the name of a tree that is
+      one array is "params". 16-bit floats become float32.
 
     Raises:
+      TypeError: If the separator is not a string.
       ValueError: If two leaves have the same name, a leaf has no axes of chains and draws, or they are
         of another length than those of the first leaf.
 
@@ -218,15 +225,17 @@ def samples_as_dict(samples_params: optax.Params) -> dict[str, np.ndarray]:
       >>> optperm.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense/bias"].shape
       (2, 1, 3)
     """
+    if not isinstance(separator, str):
+        raise TypeError(f"separator must be a string, got {separator!r}.")
     samples_params = without_variables(samples_params)
     _check_draws(samples_params)
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
-        name = jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+        name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
         if name in arrays:
             raise ValueError(
-                f"Two leaves of samples_params have the name {name!r}: rename a key that has a '/' in "
-                "it, or that differs from another by its type alone."
+                f"Two leaves of samples_params have the name {name!r}: rename a key that has "
+                f"{separator!r} in it, or that differs from another by its type alone."
             )
         is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)

@@ -161,6 +161,7 @@ def gaussian_kl(
                 f"{name} must have shape {(d,)}, as the covariances are {(d, d)}; got "
                 f"{jnp.shape(value)}."
             )
+        _check_finite(name, value)
     dtype = widest_dtype((mean, covariance, other_mean, other_covariance))
     arguments = (mean, covariance, other_mean, other_covariance)
     m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
@@ -257,13 +258,13 @@ def _check_finite(name: str, value: Any) -> None:
 
 
 def _check_symmetric(name: str, matrix: Any) -> int:
-    """The number of rows; raises unless the matrix is square and, where concrete, symmetric and finite."""
+    """The number of rows; raises unless the matrix is square and, if concrete, symmetric and finite."""
     _check_real(name, matrix)
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(
-            f"{name} must be a square matrix (D, D), got shape {shape}. A diagonal has to be written out: "
-            "jnp.diag(values)."
+            f"{name} must be a square matrix (D, D), got shape {shape}. A diagonal has to be "
+            "written out: jnp.diag(values)."
         )
     _check_finite(name, matrix)
     if not isinstance(matrix, jax.core.Tracer):
