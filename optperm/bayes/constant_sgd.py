@@ -81,7 +81,7 @@ def constant_sgd(
       >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
       >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
-      >>> tx = optperm.constant_sgd(1000, 10, burn_in=100, burn_in_optimizer=optax.adam(0.1))
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=100, burn_in_optimizer=optax.sgd(0.1))
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
@@ -91,7 +91,7 @@ def constant_sgd(
       ...     return (w, opt_state), w
       >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
       >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 20_000))
-      >>> exact = jnp.linalg.inv(x.T @ x)  # the covariance of the posterior
+      >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
       >>> bool(jnp.allclose(jnp.cov(draws[1000:].T), exact, atol=2e-4))
       True
 

@@ -183,8 +183,8 @@ def scale_by_gradient_noise(
       ...     return (mean, opt_state), mean
       >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
       >>> _, means = jax.lax.scan(step, start, jax.random.split(jax.random.key(1), 50_000))
-      >>> round(float(1000 * jnp.var(means)), 1)
-      1.0
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference

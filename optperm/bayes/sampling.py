@@ -199,20 +199,19 @@ def _run_chains(
     return Samples(draws, last_params, last_opt_state, next_step)
 
 
-def samples_as_dict(samples_params: optax.Params, *, separator: str = "/") -> dict[str, np.ndarray]:
-    """The draws as a flat dictionary of arrays, as ArviZ takes them.
+def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
+    """The draws as a flat dictionary of arrays, as every version of ArviZ takes them.
 
-    ArviZ from version 1 on refuses names with a slash in them: give it another separator. What
-    `arviz.rhat` and `arviz.ess` work on is, in all its versions,
+    What `arviz.rhat` and `arviz.ess` work on is
 
-        arviz.convert_to_dataset(optperm.samples_as_dict(samples.params, separator="."))
+        arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))
 
     Args:
       samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
-      separator: What joins the parts of a path to a name.
+      separator: What joins the parts of a path to a name. ArviZ from version 1 on refuses a slash.
 
     Returns:
-      NumPy arrays (chain, draw, *shape) by name, such as "dense/kernel"; the name of a tree that is
+      NumPy arrays (chain, draw, *shape) by name, such as "dense.kernel"; the name of a tree that is
       one array is "params". 16-bit floats become float32.
 
     Raises:
@@ -222,7 +221,7 @@ def samples_as_dict(samples_params: optax.Params, *, separator: str = "/") -> di
 
     Example:
       >>> import jax.numpy as jnp, optperm
-      >>> optperm.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense/bias"].shape
+      >>> optperm.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense.bias"].shape
       (2, 1, 3)
     """
     if not isinstance(separator, str):

@@ -154,7 +154,8 @@ def test_an_entry_without_noise_takes_the_largest_step_or_none(max_step, expecte
     _, state = update(tx, tx.init(jnp.zeros(D)), rows)
     updates, _ = update(tx, state, rows, grad=np.ones(D, np.float32))
     assert float(updates[1]) == expected
-    assert np.all(np.isfinite(updates)) and updates[0] > 0
+    assert np.all(np.isfinite(updates))
+    assert updates[0] > 0
 
 
 def test_a_full_preconditioner_waits_until_it_can_be_inverted():
@@ -184,7 +185,8 @@ def test_what_is_not_finite_is_left_out(preconditioner):
         (before.covariance, before.weight, before.factor),
     )
     # The entries whose gradient is finite move on, where each has a step of its own.
-    assert np.all(np.isfinite(updates)) and updates[1] == 0
+    assert np.all(np.isfinite(updates))
+    assert updates[1] == 0
     assert np.all((np.asarray(updates)[[0, 2]] != 0) == (preconditioner != "full"))
 
 

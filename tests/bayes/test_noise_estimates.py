@@ -145,7 +145,7 @@ def test_replicas_average_the_other_estimates(estimator):
 
 
 def test_what_an_estimator_misses_is_named():
-    data, params = problem()
+    _, params = problem()
     grads = jax.tree.map(jnp.ones_like, params)
     for estimator, name, help_ in [
         ("per_example", "per_example_grad_fn", "optperm.evaluate(loss_fn, params, batch)"),
@@ -156,15 +156,14 @@ def test_what_an_estimator_misses_is_named():
         with pytest.raises(ValueError, match=name) as error:
             tx.update(grads, tx.init(params), params)
         assert help_ in str(error.value)
-    del data
 
 
 def test_batches_of_another_size_are_refused():
     data, params = problem()
     batch = jax.tree.map(lambda leaf: leaf[:4], data)
-    with pytest.raises(ValueError, match="batch_size is 8, but .* of 4 examples"):
-        e = optperm.evaluate(loss_fn, params, batch)
-        tx = optperm.scale_by_gradient_noise(100, 8)
+    e = optperm.evaluate(loss_fn, params, batch)
+    tx = optperm.scale_by_gradient_noise(100, 8)
+    with pytest.raises(ValueError, match=r"batch_size is 8, but .* of 4 examples"):
         tx.update(e.grad, tx.init(params), params, **e.extra_args)
     one = jax.tree.map(lambda leaf: leaf[:1], data)
     with pytest.raises(ValueError, match="at least 2 examples, got 1"):

@@ -145,16 +145,16 @@ def test_names_of_the_draws():
     }
     found = optperm.samples_as_dict(tree)
     assert {name: (a.shape, str(a.dtype)) for name, a in found.items()} == {
-        "dense/kernel": ((2, 5, 3, 4), "float32"),
-        "dense/bias": ((2, 5, 4), "float32"),
+        "dense.kernel": ((2, 5, 3, 4), "float32"),
+        "dense.bias": ((2, 5, 4), "float32"),
         "scales/0": ((2, 5), "float32"),
         "scales/1": ((2, 5), "int32"),
     }
     assert all(type(array) is np.ndarray for array in found.values())
-    assert next(iter(optperm.samples_as_dict(tree, separator="."))) == "dense.bias"
+    assert next(iter(optperm.samples_as_dict(tree, separator="/"))) == "dense/bias"
     assert list(optperm.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
-    with pytest.raises(ValueError, match=r"Two leaves.*'a/b'"):
-        optperm.samples_as_dict({"a": {"b": jnp.ones((2, 5))}, "a/b": jnp.ones((2, 5))})
+    with pytest.raises(ValueError, match=r"Two leaves.*'a\.b'"):
+        optperm.samples_as_dict({"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))})
 
 
 def test_mean_prediction_of_a_linen_model():
