@@ -138,7 +138,7 @@ def test_chains_settle_where_they_must(momentum):
 
 
 def test_names_of_the_draws():
-    """Paths joined by slashes, NumPy arrays that ArviZ takes, 16-bit floats widened."""
+    """Paths joined by dots, NumPy arrays that ArviZ takes, 16-bit floats widened."""
     tree = {
         "dense": {"kernel": jnp.ones((2, 5, 3, 4)), "bias": jnp.ones((2, 5, 4), jnp.bfloat16)},
         "scales": [jnp.ones((2, 5)), jnp.arange(10).reshape(2, 5)],
@@ -147,8 +147,8 @@ def test_names_of_the_draws():
     assert {name: (a.shape, str(a.dtype)) for name, a in found.items()} == {
         "dense.kernel": ((2, 5, 3, 4), "float32"),
         "dense.bias": ((2, 5, 4), "float32"),
-        "scales/0": ((2, 5), "float32"),
-        "scales/1": ((2, 5), "int32"),
+        "scales.0": ((2, 5), "float32"),
+        "scales.1": ((2, 5), "int32"),
     }
     assert all(type(array) is np.ndarray for array in found.values())
     assert next(iter(optperm.samples_as_dict(tree, separator="/"))) == "dense/bias"
