@@ -27,6 +27,7 @@ class Transformation:
       lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
       is_identity: Whether it hands on the updates as they came.
       rows: For params of state entries with a leading axis, the lengths that occur.
+      needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
@@ -37,6 +38,7 @@ class Transformation:
     lenient: bool = False
     is_identity: bool = False
     rows: tuple[int, ...] = ()
+    needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
@@ -123,6 +125,9 @@ TRANSFORMATIONS = (
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
+    ),
+    Transformation(
+        "mask_elements", optperm.mask_elements, {}, is_identity=True, needs_params=False
     ),
     Transformation(
         "svrg",
