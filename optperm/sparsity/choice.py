@@ -85,7 +85,7 @@ def choose_lowest(
 def _lowest(scores: jax.Array, fraction: float | jax.Array) -> jax.Array:
     """True for floor(p n) of n scores: the lowest, of equal ones the first, NaN last."""
     order = jnp.argsort(scores, stable=True)
-    is_taken = jnp.arange(scores.size) < _count(fraction, scores.size)
+    is_taken = jnp.arange(scores.size, dtype=jnp.int32) < _count(fraction, scores.size)
     return jnp.zeros(scores.shape, bool).at[order].set(is_taken, unique_indices=True)
 
 

@@ -126,10 +126,10 @@ def prune(
     accumulate. By magnitude what was pruned before is chosen first, so pruning .5 and then .6 leaves .4.
     A weight that is frozen at another value than zero is set to zero if it is chosen.
 
-    It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A fraction of
-    Python or NumPy is multiplied by n in Python's floats (.58 of 50 is 28.999..., so 28 entries). One
+    It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A fraction
+    of Python or NumPy is multiplied by n in Python's floats (.58 of 50 is 28.999..., so 28 entries). One
     that is an array of JAX, traced or not, is multiplied in its own precision, float32 at least (there
-    .58 of 50 is 29). A traced fraction that is out of range counts as the nearest that is not, NaN as 0.
+    .58 of 50 is 29). A traced one that is out of range counts as the nearest that is not, NaN as 0.
 
     Args:
       params: The params, all of them where the mask is inside `optax.masked` or `optax.partition`: those
