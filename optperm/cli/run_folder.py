@@ -80,6 +80,12 @@ def append_metrics(folder: pathlib.Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
 
 
+def write_draws(folder: pathlib.Path, draws: optax.Params) -> None:
+    """Writes draws.npz: arrays (chain, draw, *shape) by the names of the params."""
+    arrays: dict[str, Any] = {**optperm.samples_as_dict(draws)}
+    np.savez(folder / "draws.npz", **arrays)
+
+
 def write_summary(folder: pathlib.Path, summary: dict[str, Any]) -> None:
     """Writes summary.json."""
     text = json.dumps(_without_nan(summary), indent=2, allow_nan=False)
