@@ -1,5 +1,17 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
+from optperm.bayes.calibration import Calibration as Calibration
+from optperm.bayes.calibration import calibration as calibration
+from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
+from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
+from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
+from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise
+from optperm.bayes.sampling import Samples as Samples
+from optperm.bayes.sampling import draw_samples as draw_samples
+from optperm.bayes.sampling import posterior_predictive as posterior_predictive
+from optperm.bayes.sampling import samples_as_dict as samples_as_dict
+from optperm.bayes.stationary import gaussian_kl as gaussian_kl
+from optperm.bayes.stationary import stationary_covariance as stationary_covariance
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.local_steps import LocalStepsState as LocalStepsState

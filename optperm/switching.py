@@ -131,8 +131,9 @@ def switch_after(
             return in_form_of(with_targets_of(then_state, fresh) if track else fresh, then_state)
 
         def in_first() -> tuple[optax.Updates, Any, Any]:
+            then_state = step(after, state.then)[1] if track else state.then
             moves, first_state = step(before, state.first)
-            return moves, first_state, step(after, state.then)[1] if track else state.then
+            return moves, first_state, then_state
 
         def in_then() -> tuple[optax.Updates, Any, Any]:
             then_state = state.then

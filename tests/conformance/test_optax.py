@@ -27,6 +27,7 @@ _SUBSPACE = "goes on in a line with a loss that the case does not pass; test_dld
 _SHAPES = (
     "a number that decides shapes cannot be traced: it goes into static_args, tested beside it"
 )
+_PRECONDITIONS = "makes no steps downhill by itself; constant_sgd does"
 _CORRECTS = "corrects gradients for an optimizer after it; svrg_and_sgd has one"
 
 # Each case that is not run, and why: for one transformation, or "*" for all.
@@ -38,6 +39,13 @@ LEFT_OUT = {
     ("contrib.ContribTest.test_optimizers", "laperm"): _MINIMUM,
     ("alias.AliasTest.test_optimization", "laperm"): _MINIMUM,
     ("contrib.ContribTest.test_optimizers", "svrg"): _CORRECTS,
+    ("contrib.ContribTest.test_optimizers", "scale_by_gradient_noise"): _PRECONDITIONS,
+    ("alias.AliasTest.test_optimization", "scale_by_gradient_noise"): _PRECONDITIONS,
+    (
+        "contrib.ContribTest."
+        "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
+        "scale_by_gradient_noise",
+    ): "has no learning rate",
     ("alias.AliasTest.test_optimization", "svrg"): _CORRECTS,
     (
         "contrib.ContribTest."
