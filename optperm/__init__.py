@@ -21,6 +21,8 @@ from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation
 from optperm.permutation.export import export_permutation as export_permutation
 from optperm.permutation.export import permuted_params as permuted_params
+from optperm.permutation.laperm import LapermState as LapermState
+from optperm.permutation.laperm import laperm as laperm
 from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesState
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm

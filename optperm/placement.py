@@ -38,7 +38,7 @@ class PlacingState(Protocol):
 
 def placing_states(opt_state: Any) -> list[PlacingState]:
     """The states, in any nesting, that place params at some step."""
-    found = find_states(opt_state, PlacingState)  # type: ignore[type-abstract]
+    found = find_states(opt_state, PlacingState)
     return [state for state in found if state.placements()]
 
 

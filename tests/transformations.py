@@ -100,6 +100,13 @@ TRANSFORMATIONS = (
         permutes=True,
     ),
     Transformation(
+        "laperm",
+        optperm.laperm,
+        {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
+        permutes=True,
+        lenient=True,
+    ),
+    Transformation(
         "agn",
         optperm.agn,
         {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},

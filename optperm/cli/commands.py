@@ -6,12 +6,14 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+import optperm
 from optperm.cli import (
     checkpoints,
     datasets,
@@ -92,7 +94,7 @@ def train(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 replicas=group,
                 own_state=method.spreads or method.period is not None,
-                has_center=method.period is not None,
+                trained=_what_is_trained(method),
                 epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
                 phase=functools.partial(method.phase, **_hyperparameters(arguments)),
             )
@@ -132,6 +134,14 @@ def train(arguments: argparse.Namespace) -> int:
 
         group.on_main(write, folder)
     return INTERRUPTED if run.interrupted else 0
+
+
+def _what_is_trained(method: Method) -> Callable[[optax.Params, Any], optax.Params]:
+    if method.period is not None:
+        return lambda params, opt_state: optperm.center_params(opt_state)
+    if method.permutes:
+        return lambda params, opt_state: optperm.permuted_params(opt_state, params)
+    return lambda params, opt_state: params
 
 
 def _replicas(arguments: argparse.Namespace) -> replicas.Replicas:

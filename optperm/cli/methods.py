@@ -113,6 +113,12 @@ def _adam(
     return optax.adam(learning_rate, b1, b2, eps)
 
 
+def _laperm(
+    learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, sync_every: int = 58
+) -> optax.GradientTransformation:
+    return optperm.laperm(_adam(learning_rate, b1, b2), sync_every)
+
+
 def _svrg(
     update_freq: int = 2,
     coefficient: float = 1.0,
@@ -293,6 +299,19 @@ _ENTRIES = (
             "momentum": "weight of the last recommendation in the next",
             "min_partition_size": "least weights permuted within themselves",
             "include_remainder": "permute a smaller last part of a weight vector as well",
+        },
+        permutes=True,
+    ),
+    Method(
+        "laperm",
+        "Adam, with the initial weights put in the order of the trained ones now and then",
+        _laperm,
+        {
+            "learning_rate": "step size of Adam",
+            "b1": "decay of the first moment",
+            "b2": "decay of the second moment",
+            "sync_every": "steps from one synchronization to the next; what is tested and kept is "
+            "always synchronized",
         },
         permutes=True,
     ),

@@ -2,7 +2,7 @@
 
 - `metrics.jsonl`: a line an epoch (`training.EpochRecord`), written as training goes on;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: the loss of each step, and the share of weights moved where the method permutes them;
+- `steps.npz`: the loss of each step, and the share of weights moved where the method counts them;
 - `curve.png`: accuracies and share moved;
 - `checkpoints/` on request (`optperm.cli.checkpoints`);
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
@@ -123,7 +123,7 @@ def write_permutation(
     Raises:
       CliError: If it does not.
     """
-    permutation = optperm.export_permutation(initial, opt_state)
+    permutation = optperm.export_permutation(initial, opt_state, trained)
     if digest(optperm.apply_permutation(initial, permutation)) != digest(trained):
         raise CliError(
             "the permutation does not give the trained weights, so it was not saved: this is a bug "

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import support
 
 from optperm.cli import errors, methods, models, run_folder
 from optperm.cli.main import main
@@ -163,6 +164,30 @@ def test_sgperm_keeps_the_weights_and_evaluate_reproduces_the_accuracy(tmp_path,
     capsys.readouterr()
     assert main(["evaluate", str(out)]) == 0
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
+
+
+def test_laperm_keeps_and_tests_what_is_synchronized(tmp_path, small_npz):
+    """No epoch of the three ends with a synchronization: each is tested as a run that ended there, and
+    what is kept are the initial weights in another order."""
+
+    def train(epochs, every):
+        out = tmp_path / f"{epochs}-{every}"
+        flags = ["--batch-size", "10", "--learning-rate", "0.05", "--sync-every", str(every)]
+        flags += ["--data", str(small_npz), "--epochs", str(epochs), "--quiet", "--out", str(out)]
+        assert main(["train", "laperm", *flags]) == 0
+        return out
+
+    whole = train(3, 5)
+    assert read_summary(whole)["steps"] == 12
+    _, *epochs = read_metrics(whole)
+    for number, record in enumerate(epochs, start=1):
+        part = whole if number == 3 else train(number, 5)
+        assert read_summary(part)["test_accuracy"] == record["test_accuracy"]
+        assert main(["evaluate", str(part)]) == 0
+    spec, params = run_folder.rebuild(whole)
+    support.assert_permutes(params, models.initial_params(spec))
+    assert run_folder.digest(params) != run_folder.digest(models.initial_params(spec))
+    assert epochs[-1]["test_accuracy"] > 0.8
 
 
 def test_evaluate_notices_weights_that_are_not_those_trained(tmp_path, capsys):
