@@ -124,7 +124,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 "parameters with optax.partition or optax.masked."
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
-    for holding in find_states(opt_state, HoldingState):  # type: ignore[type-abstract]
+    for holding in find_states(opt_state, HoldingState):
         moved = jax.tree.map(_hold, holding.may_move(), moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 

@@ -92,12 +92,11 @@ def write_summary(folder: pathlib.Path, summary: dict[str, Any]) -> None:
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+def _without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for the loss of a run that diverged."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_steps(folder: pathlib.Path, **columns: np.ndarray | None) -> None:

@@ -64,7 +64,7 @@ class TestSet:
         mean = mean.reshape(-1, mean.shape[-1])[: self._size]
         loss = optax.softmax_cross_entropy_with_integer_labels(jnp.log(mean), self._labels)
         return Predictive(
-            accuracy=float(np.mean(np.argmax(mean, axis=-1) == self._labels)),
+            accuracy=float(np.mean(np.argmax(np.asarray(mean), axis=-1) == self._labels)),
             negative_log_likelihood=float(jnp.mean(loss)),
             calibration=optperm.calibration(mean, self._labels),
         )

@@ -255,7 +255,7 @@ def freeze(
     else:
         preconditioner = find_state(
             opt_state,
-            PreconditioningState,  # type: ignore[type-abstract]
+            PreconditioningState,
             method="scale_by_gradient_noise or optperm.constant_sgd",
         )
         scaled = preconditioner.preconditioned(without_variables(scores))
