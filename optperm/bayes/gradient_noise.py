@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from optperm import checks
 from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Preconditioner, Step
-from optperm.composition import find_state
+from optperm.composition import find_state, mask_like
 from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.precision import all_finite, in_form_of, wide_dtype, widest_dtype
 from optperm.schedules import at_step
@@ -45,7 +45,14 @@ class GradientNoiseState(NamedTuple):
     max_step: jax.Array  # () likewise
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """H times the gradients, a tree of their structure and dtypes."""
+        """H g, in the dtypes of g.
+
+        Args:
+          grads: g, a tree like the params; the diagonal preconditioner leaves out itself what it does
+            not see under `optax.masked` or `optax.partition`, the others cannot.
+        """
+        if isinstance(self.factor, tuple) and not _is_number(self.covariance):
+            grads = mask_like(grads, self.covariance)
 
         def apply(covariance: jax.Array, g: Any) -> jax.Array:
             h = self._step_size(covariance)
@@ -71,6 +78,7 @@ class GradientNoiseState(NamedTuple):
         flat, unflatten = ravel_pytree(
             jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), grads)
         )
+        _check_size(flat.size, self.factor)
         solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
         step = self.scale * solution
         return unflatten(jnp.where(self._has_factor(), step, jnp.zeros_like(step)))
@@ -343,10 +351,13 @@ def _check_params(params: optax.Params, state: GradientNoiseState) -> None:
                 "params", params, state.covariance, source="the optimizer state", dtypes=False
             )
         return
-    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-    if size != len(state.factor):
+    _check_size(sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)), state.factor)
+
+
+def _check_size(size: int, factor: jax.Array) -> None:
+    if size != len(factor):
         raise ValueError(
-            f"The optimizer state was made for {len(state.factor)} params, but there are {size} here."
+            f"The optimizer state was made for {len(factor)} params, but there are {size} here."
         )
 
 
