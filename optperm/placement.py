@@ -65,9 +65,18 @@ def with_targets_of(opt_state: Any, other: Any) -> Any:
 class HoldingState(Protocol):
     """A state of a transformation that holds some entries of the params at the value they have."""
 
-    def may_move(self) -> Any:
-        """Booleans shaped like params; `optax.MaskedNode` for a leaf of which all entries may."""
+    def may_move(self) -> list[Any]:
+        """Booleans shaped like params; `optax.MaskedNode` for a leaf of which all entries may.
+
+        An entry may move if all of several trees say so.
+        """
         ...
+
+
+def holding_masks(opt_state: Any) -> list[Any]:
+    """What `may_move` says of all states in any nesting."""
+    found = find_states(opt_state, HoldingState)
+    return [mask for state in found for mask in state.may_move()]
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
@@ -124,8 +133,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 "parameters with optax.partition or optax.masked."
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
-    for holding in find_states(opt_state, HoldingState):
-        moved = jax.tree.map(_hold, holding.may_move(), moved, before, is_leaf=is_masked)
+    for may_move in holding_masks(opt_state):
+        moved = jax.tree.map(_hold, may_move, moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 
 

@@ -8,7 +8,7 @@ import optax
 
 from optperm import checks
 from optperm.mapped_axes import matched_cond
-from optperm.placement import Placement, placing_states, with_targets_of
+from optperm.placement import Placement, holding_masks, placing_states, with_targets_of
 from optperm.precision import in_form_of
 
 
@@ -29,13 +29,25 @@ class SwitchAfterState(NamedTuple):
 
     def placements(self) -> list[Placement]:
         """Where the optimizer that took the last step placed params."""
-        phases = (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
         return [
             (targets, jnp.logical_and(is_placed, is_active))
-            for phase, is_active in phases
+            for phase, is_active in self._phases()
             for state in placing_states(phase)
             for targets, is_placed in state.placements()
         ]
+
+    def may_move(self) -> list[Any]:
+        """What the optimizer that took the last step lets move; the other one holds nothing."""
+        return [
+            jax.tree.map(
+                lambda m, is_active=is_active: jnp.logical_or(m, jnp.logical_not(is_active)), mask
+            )
+            for phase, is_active in self._phases()
+            for mask in holding_masks(phase)
+        ]
+
+    def _phases(self) -> tuple[tuple[Any, jax.Array], ...]:
+        return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
 
     def with_targets_of(self, other: "SwitchAfterState") -> "SwitchAfterState":
         """This state with the targets of another one that is in the same phase."""
@@ -63,9 +75,10 @@ def switch_after(
 
     Without `track` the second optimizer starts cold: it is initialized on the params as they are at
     the switch, which its state may hold (the weights of `optperm.sgperm`, the center of
-    `optperm.agn`, a snapshot). With `track` it sees every gradient of the first phase too, and what it
-    would have done is dropped: its moments are warm at the switch. Where it places params, the places
-    are those of the params at the switch in either case.
+    `optperm.agn`, a snapshot). What was put into its state before, a mask say, is lost. With `track` it
+    sees every gradient of the first phase too, and what it would have done is dropped: its moments are
+    warm at the switch. Where it places params, the places are those of the params at the switch in
+    either case.
 
     Args:
       num_steps: :math:`T \ge 0`, in steps. Once the second optimizer has taken a step, a larger number

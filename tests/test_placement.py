@@ -31,7 +31,7 @@ class Held(NamedTuple):
     mask: object
 
     def may_move(self):
-        return self.mask
+        return [self.mask]
 
 
 def far_apart():

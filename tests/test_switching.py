@@ -180,6 +180,17 @@ def test_weights_are_placed_in_their_phase_alone():
         optperm.permuted_params(opt_state)
 
 
+def test_entries_are_held_in_their_phase_alone():
+    """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
+    masked = optax.chain(sgd(), optperm.mask_elements())
+    tx = optperm.switch_after(2, masked, sgd(0.5))
+    p, opt_state = optperm.prune(start(), tx.init(start()), fraction=0.5)
+    pruned = p["kernel"] == 0.0
+    for index in range(3):
+        p, opt_state = step(tx, p, opt_state, jax.tree.map(jnp.ones_like, p))
+        assert np.all((p["kernel"] == 0.0)[pruned] == (index < 2))
+
+
 def test_targets_of_another_state_of_its_phase():
     """Both phases' targets are taken over, as by the optimizers alone."""
     one, other = params(), jax.tree.map(lambda p: p[::-1], params())

@@ -24,7 +24,7 @@ from optperm.permutation.weight_vectors import (
     to_matrix,
     warn_of_constant_rows,
 )
-from optperm.placement import Placement, placing_states
+from optperm.placement import Placement, holding_masks, placing_states
 from optperm.precision import in_form_of
 from optperm.schedules import at_step
 
@@ -95,7 +95,7 @@ def laperm(
 
     Args:
       optimizer: The optimizer that moves the weights. Not one that places params, such as
-        `optperm.sgperm`.
+        `optperm.sgperm`, or holds some, such as `optperm.mask_elements`.
       sync_every: :math:`k \ge 1`, in steps: an integer, or a schedule from t to one.
       output_axes: As in `optperm.permute_by_cycles`.
 
@@ -105,8 +105,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sync_every` is below 1, the optimizer places params, or the trees passed to
-        `update` do not match.
+      ValueError: If `sync_every` is below 1, the optimizer places or holds params, or the trees
+        passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -137,10 +137,10 @@ def laperm(
             params, output_axes, example="optperm.laperm(optax.adam(1e-3), sync_every)"
         )
         inner_state = inner.init(params)
-        if placing_states(inner_state):
+        if placing_states(inner_state) or holding_masks(inner_state):
             raise ValueError(
-                "optimizer places params where its own state says, and would not know where a "
-                "synchronization put them: use one that moves them."
+                "optimizer places params where its own state says, or holds some, and would not know "
+                "where a synchronization puts them: use one that moves them all."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

@@ -32,9 +32,9 @@ class MaskElementsState(NamedTuple):
 
     mask: Any  # bool, shaped like params
 
-    def may_move(self) -> Any:
+    def may_move(self) -> list[Any]:
         """The mask, for `optperm.apply_updates`."""
-        return self.mask
+        return [self.mask]
 
 
 def mask_elements() -> optax.GradientTransformationExtraArgs:

@@ -397,6 +397,10 @@ def test_arguments_that_are_wrong_are_named():
         optperm.laperm(0.1, 10)
     with pytest.raises(ValueError, match="optimizer places params"):
         optperm.laperm(optperm.sgperm(), 10).init(params())
+    masked = optax.chain(optax.sgd(0.1), optperm.mask_elements())
+    with pytest.raises(ValueError, match="or holds some"):
+        optperm.laperm(masked, 10).init(params())
+    optperm.laperm(optperm.switch_after(1, optax.sgd(0.1), optax.adam(0.1)), 10).init(params())
     with pytest.raises(TypeError, match=r"params\['table'\] has dtype int32"):
         optperm.laperm(optax.sgd(0.1), 10).init({"table": jnp.arange(3)})
     with pytest.raises(ValueError, match=r"output_axes \(2,\) .*kernel"):
