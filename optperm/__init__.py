@@ -1,6 +1,18 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
 from optperm import training as training
+from optperm.bayes.calibration import Calibration as Calibration
+from optperm.bayes.calibration import calibration as calibration
+from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
+from optperm.bayes.gradient_noise import GradientNoiseState as GradientNoiseState
+from optperm.bayes.gradient_noise import noise_covariance as noise_covariance
+from optperm.bayes.gradient_noise import scale_by_gradient_noise as scale_by_gradient_noise
+from optperm.bayes.sampling import Samples as Samples
+from optperm.bayes.sampling import draw_samples as draw_samples
+from optperm.bayes.sampling import posterior_predictive as posterior_predictive
+from optperm.bayes.sampling import samples_as_dict as samples_as_dict
+from optperm.bayes.stationary import gaussian_kl as gaussian_kl
+from optperm.bayes.stationary import stationary_covariance as stationary_covariance
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.local_steps import LocalStepsState as LocalStepsState
@@ -10,10 +22,17 @@ from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation
 from optperm.permutation.export import export_permutation as export_permutation
 from optperm.permutation.export import permuted_params as permuted_params
+from optperm.permutation.laperm import LapermState as LapermState
+from optperm.permutation.laperm import laperm as laperm
 from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesState
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.sparsity.masks import MaskElementsState as MaskElementsState
+from optperm.sparsity.masks import freeze as freeze
+from optperm.sparsity.masks import mask_elements as mask_elements
+from optperm.sparsity.masks import prune as prune
+from optperm.sparsity.masks import reset_masks as reset_masks
 from optperm.subspace.dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace.dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace.dim_reduce import set_basis as set_basis
@@ -23,6 +42,8 @@ from optperm.subspace.pca import pca_basis as pca_basis
 from optperm.subspace.trajectory import TrajectoryState as TrajectoryState
 from optperm.subspace.trajectory import record_trajectory as record_trajectory
 from optperm.subspace.trajectory import trajectory as trajectory
+from optperm.switching import SwitchAfterState as SwitchAfterState
+from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
 from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg

@@ -39,6 +39,17 @@ def check_in_range(name: str, value: object, low: float, high: float, *, advice:
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raises unless a concrete number is above 0; schedules and traced values are not checked.
+
+    Raises:
+      TypeError: If `value` is a bool or not a number at all.
+      ValueError: If `value` is NaN, zero or negative.
+    """
+    if is_concrete_number(value) and not _as_scalar(name, value) > 0:
+        raise ValueError(f"{name} must be above 0, got {float(np.asarray(value))!r}.")
+
+
 def _as_scalar(name: str, value: object) -> float:
     array = np.asarray(value)
     if array.dtype == bool or (array.dtype.kind not in "iuf" and array.dtype != jnp.bfloat16):

@@ -11,7 +11,7 @@ from optperm import checks
 State = TypeVar("State")
 
 
-def find_states(opt_state: Any, state_type: type[State]) -> list[State]:
+def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
     """All states of a type inside any nesting of chain, masked, partition, MultiSteps and the like.
 
     The search does not look inside a state that it has found. Optimizer states that `flax.nnx` keeps
@@ -25,12 +25,14 @@ def find_states(opt_state: Any, state_type: type[State]) -> list[State]:
     return [without_variables(state) for state in found]
 
 
-def find_state(opt_state: Any, state_type: type[State], *, method: str) -> State:
+def find_state(
+    opt_state: Any, state_type: type[State] | tuple[type[State], ...], *, method: str
+) -> State:
     """The one state of a type inside any nesting of Optax states.
 
     Args:
       opt_state: The state of an optimizer, however composed.
-      state_type: The NamedTuple to look for.
+      state_type: The NamedTuple to look for, or several of which one is wanted.
       method: The public name of the transformation that makes such states, for the message.
 
     Returns:
@@ -42,7 +44,9 @@ def find_state(opt_state: Any, state_type: type[State], *, method: str) -> State
     found = find_states(opt_state, state_type)
     if len(found) == 1:
         return found[0]
-    wanted = f"a {state_type.__name__} (the state of optperm.{method})"
+    types = state_type if isinstance(state_type, tuple) else (state_type,)
+    name = " or ".join(each.__name__ for each in types)
+    wanted = f"a {name} (the state of optperm.{method})"
     if not found:
         raise ValueError(
             f"Looked for {wanted} in the optimizer state and found none: pass the state that "

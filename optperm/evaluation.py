@@ -40,6 +40,7 @@ def evaluate(
     *,
     has_aux: bool = False,
     axis_name: AxisName | None = None,
+    example: Any = None,
 ) -> Evaluation:
     r"""Evaluates a loss on one batch and binds to it the closures that methods may ask for.
 
@@ -57,6 +58,7 @@ def evaluate(
       has_aux: Whether `loss_fn` returns something beside the loss.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
+      example: A batch of one, drawn apart from `batch`, for a method that compares the two.
 
     Returns:
       An `Evaluation`. Its `extra_args` holds
@@ -64,7 +66,10 @@ def evaluate(
       - `value`: the loss; `grad`: the gradient;
       - `value_fn(params)` and `grad_fn(params)`: the same at other params, on the same batch;
       - `per_example_grad_fn(params)`: the gradient of each example by itself, a tree like params with
-        a leading axis of the batch's size. It is not averaged over `axis_name`.
+        a leading axis of the batch's size. It is not averaged over `axis_name`;
+      - `example_grad_fn(params)`, if there is an `example`: its gradient, not averaged either.
+
+      `grad_fn` and `per_example_grad_fn` also take a part of the batch, `start=` (0) and `size=`.
 
       Inside `optax.masked` or `optax.partition` a method sees only its own part of the params. Where
       the params given to a closure are an `optax.MaskedNode`, it takes those of this evaluation, and
@@ -101,25 +106,39 @@ def evaluate(
     # Optax's line searches hand on to value_fn what they do not take themselves, and refuse what it
     # does not take either.
     def value_fn(
-        params: optax.Params, *, grad_fn: Any = None, per_example_grad_fn: Any = None
+        params: optax.Params,
+        *,
+        grad_fn: Any = None,
+        per_example_grad_fn: Any = None,
+        example_grad_fn: Any = None,
     ) -> jax.Array:
-        del grad_fn, per_example_grad_fn
+        del grad_fn, per_example_grad_fn, example_grad_fn
         return mean(loss_and_aux(shared(params, batch, axis_name), batch)[0])
 
-    def value_and_grad(params: optax.Params) -> tuple[tuple[jax.Array, Any], optax.Updates]:
-        local = varying_like(params, batch, axis_name)
-        return jax.value_and_grad(loss_and_aux, has_aux=True)(local, batch)
+    def value_and_grad(
+        params: optax.Params, examples: Any
+    ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
+        local = varying_like(params, examples, axis_name)
+        return jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
 
-    def grad_fn(params: optax.Params) -> optax.Updates:
-        return mean(value_and_grad(params)[1])
+    def grad_fn(
+        params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
+    ) -> optax.Updates:
+        return mean(value_and_grad(params, part_of(batch, start, size))[1])
 
-    def per_example_grad_fn(params: optax.Params) -> optax.Updates:
+    def per_example_grad_fn(
+        params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
+    ) -> optax.Updates:
         local = varying_like(params, batch, axis_name)
         return map_examples(
-            lambda example: jax.grad(lambda p: loss_and_aux(p, example)[0])(local), batch
+            lambda example: jax.grad(lambda p: loss_and_aux(p, example)[0])(local),
+            part_of(batch, start, size),
         )
 
-    (value, aux), grad = value_and_grad(params)
+    def example_grad_fn(params: optax.Params) -> optax.Updates:
+        return value_and_grad(params, example)[1]
+
+    (value, aux), grad = value_and_grad(params, batch)
     value, grad = mean(value), mean(grad)
     extra_args = {
         "value": value,
@@ -128,6 +147,8 @@ def evaluate(
         "grad_fn": grad_fn,
         "per_example_grad_fn": per_example_grad_fn,
     }
+    if example is not None:
+        extra_args["example_grad_fn"] = example_grad_fn
     return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)
 
 
@@ -150,6 +171,16 @@ def checked_loss(
             "If it returns (loss, aux), pass has_aux=True."
         )
     return loss, aux
+
+
+def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
+    """The `size` examples of a batch from `start` on, or all; leaves of rank 0 are shared by all."""
+    if size is None:
+        return batch
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size) if jnp.ndim(leaf) else leaf,
+        batch,
+    )
 
 
 def map_examples(function: Callable[[Any], Any], batch: Any) -> Any:

@@ -55,6 +55,29 @@ def cond(
     return jax.lax.cond(predicate, marked(true_fn), marked(false_fn), *operands)
 
 
+def matched_cond(
+    predicate: jax.Array,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """`jax.lax.cond` whose branches both vary, leaf by leaf, over the axes over which either does.
+
+    So a state's leaf that varies in neither branch keeps its type, beside others that do vary.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.lax.cond(predicate, true_fn, false_fn, *operands)
+    shapes = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
+
+    def marked(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def mark(leaf: Any, *others: Any) -> Any:
+            return mark_varying(leaf, varying_axes(*others))
+
+        return lambda *operands: jax.tree.map(mark, branch(*operands), *shapes)
+
+    return jax.lax.cond(predicate, marked(true_fn), marked(false_fn), *operands)
+
+
 def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
     """`jax.lax.all_gather` whose result is everywhere the same, by its type too if that is tracked."""
     to = "invarying" if varying_axes(tree) else "varying"

@@ -1,8 +1,8 @@
-"""Applying updates so that weights which a method places land bit for bit.
+"""Applying updates so that weights which a method places or holds land bit for bit.
 
 In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
-places weights, instead of moving them, keeps the exact targets in its state; `apply_updates` reads
-them from there.
+places weights, instead of moving them, keeps the exact targets in its state, and one that holds weights
+keeps there which; `apply_updates` reads both.
 """
 
 import functools
@@ -25,12 +25,58 @@ class PlacingState(Protocol):
     """A state of a transformation whose updates place params on exact targets."""
 
     def placements(self) -> list[Placement]:
-        """Where params were placed. A later entry overrides an earlier one."""
+        """Where params were placed. A later entry overrides an earlier one.
+
+        None at all if this state never places any, as one that wraps others may find.
+        """
         ...
 
     def with_targets_of(self, other: Self) -> Self:
         """This state with the targets of another, for params that were put on those."""
         ...
+
+
+def placing_states(opt_state: Any) -> list[PlacingState]:
+    """The states, in any nesting, that place params at some step."""
+    found = find_states(opt_state, PlacingState)
+    return [state for state in found if state.placements()]
+
+
+def with_targets_of(opt_state: Any, other: Any) -> Any:
+    """An optimizer state whose parts that place params have the targets of those of another.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      other: One whose parts that place params are of the same types, in the same order.
+    """
+
+    def is_placing(node: Any) -> bool:
+        return isinstance(node, PlacingState) and bool(node.placements())
+
+    targets = iter(placing_states(other))
+    return jax.tree.map(
+        lambda node: node.with_targets_of(next(targets)) if is_placing(node) else node,
+        opt_state,
+        is_leaf=is_placing,
+    )
+
+
+@runtime_checkable
+class HoldingState(Protocol):
+    """A state of a transformation that holds some entries of the params at the value they have."""
+
+    def may_move(self) -> list[Any]:
+        """Booleans shaped like params; `optax.MaskedNode` for a leaf of which all entries may.
+
+        An entry may move if all of several trees say so.
+        """
+        ...
+
+
+def holding_masks(opt_state: Any) -> list[Any]:
+    """What `may_move` says of all states in any nesting."""
+    found = find_states(opt_state, HoldingState)
+    return [mask for state in found for mask in state.may_move()]
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
@@ -39,12 +85,14 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     Gives `optax.apply_updates(params, updates)` for every leaf that moves by its update, and the exact
     target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
     that places weights is the last of its chain: what stands after it changes updates, not targets.
+    Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
+    `params`, wherever it was placed.
 
     Args:
       params: A tree of parameters.
       updates: A tree of updates of the same structure and shapes.
       opt_state: The optimizer state that came with `updates`, however composed. One without any
-        placing method is fine: then this is `optax.apply_updates`.
+        such method is fine: then this is `optax.apply_updates`.
 
     Returns:
       The new parameters, of the structure, shapes and dtypes of `params`.
@@ -65,8 +113,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     # States hold plain arrays where params may hold variables of flax.nnx.
     structure = jax.tree.structure(params)
     moved = without_variables(optax.apply_updates(params, updates))
+    before = without_variables(params)
     placed_anywhere = jax.tree.map(lambda _: False, moved)
-    for state in find_states(opt_state, PlacingState):  # type: ignore[type-abstract]
+    for state in placing_states(opt_state):
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
             moved = jax.tree.map(
@@ -84,6 +133,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 "parameters with optax.partition or optax.masked."
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
+    for may_move in holding_masks(opt_state):
+        moved = jax.tree.map(_hold, may_move, moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 
 
@@ -92,3 +143,8 @@ def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
     if is_masked(target):
         return moved
     return target if is_placed is True else jnp.where(is_placed, target, moved)
+
+
+def _hold(may_move: Any, moved: Any, before: Any) -> Any:
+    """What was there before, where it may not move; a masked node leaves all below it as it is."""
+    return moved if is_masked(may_move) else jnp.where(may_move, moved, before)

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -26,7 +27,9 @@ class Transformation:
       permutes: Whether it keeps the values of the params, in another order.
       lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
       is_identity: Whether it hands on the updates as they came.
+      knows_dtypes: Whether its state tells the dtypes of the params that it was made for.
       rows: For params of state entries with a leading axis, the lengths that occur.
+      needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
@@ -36,7 +39,9 @@ class Transformation:
     permutes: bool = False
     lenient: bool = False
     is_identity: bool = False
+    knows_dtypes: bool = True
     rows: tuple[int, ...] = ()
+    needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
@@ -79,6 +84,13 @@ def bowl(params: optax.Params) -> optax.Updates:
 # A loss that tells a line search nothing; before a basis is set none is made.
 LOSS = {"value": jnp.zeros([]), "value_fn": lambda params: jnp.zeros([])}
 
+
+def two_examples(params: optax.Params, **part: int) -> optax.Updates:
+    """The gradients of two examples of a bowl with noise."""
+    del part
+    return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
+
+
 TRANSFORMATIONS = (
     Transformation("sgperm", optperm.sgperm, {"aggressiveness": 0.3}, permutes=True),
     Transformation(
@@ -86,6 +98,13 @@ TRANSFORMATIONS = (
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
         permutes=True,
+    ),
+    Transformation(
+        "laperm",
+        optperm.laperm,
+        {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
+        permutes=True,
+        lenient=True,
     ),
     Transformation(
         "agn",
@@ -125,6 +144,9 @@ TRANSFORMATIONS = (
         extra_args=LOSS,
     ),
     Transformation(
+        "mask_elements", optperm.mask_elements, {}, is_identity=True, needs_params=False
+    ),
+    Transformation(
         "svrg",
         optperm.svrg,
         {"coefficient": 0.5, "refresh_every": 2},
@@ -135,5 +157,37 @@ TRANSFORMATIONS = (
         svrg_and_sgd,
         {"learning_rate": 2e-3, "refresh_probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+    ),
+    Transformation(
+        "switch_after",
+        optperm.switch_after,
+        {
+            "num_steps": 2,
+            "first": optperm.agn(optax.sgd(2e-3, 0.9), communication_period=2),
+            "then": optax.sgd(2e-3, 0.9),
+        },
+        lenient=True,
+    ),
+    Transformation(
+        "scale_by_gradient_noise",
+        optperm.scale_by_gradient_noise,
+        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
+        knows_dtypes=False,
+        extra_args={"per_example_grad_fn": two_examples},
+    ),
+    Transformation(
+        "constant_sgd",
+        optperm.constant_sgd,
+        {
+            "num_data": 1000,
+            "batch_size": 2,
+            "momentum": 0.5,
+            "burn_in": 2,
+            "burn_in_optimizer": optax.sgd(2e-3),
+            "max_step": 2e-3,
+        },
+        lenient=True,
+        knows_dtypes=False,
+        extra_args={"per_example_grad_fn": two_examples},
     ),
 )

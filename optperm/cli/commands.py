@@ -6,12 +6,14 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+import optperm
 from optperm.cli import (
     checkpoints,
     datasets,
@@ -23,7 +25,7 @@ from optperm.cli import (
     training,
 )
 from optperm.cli.errors import CliError, UsageError, import_extra
-from optperm.cli.methods import Method
+from optperm.cli.methods import Method, Posterior
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
 
@@ -97,7 +99,7 @@ def train(arguments: argparse.Namespace) -> int:
                 seed=arguments.seed,
                 replicas=group,
                 own_state=method.spreads or method.period is not None,
-                has_center=method.period is not None,
+                trained=_what_is_trained(method),
                 epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
                 phase=functools.partial(method.phase, **_hyperparameters(arguments)),
             )
@@ -122,8 +124,14 @@ def train(arguments: argparse.Namespace) -> int:
                 ),
             )
         summary = _summary(arguments, data, run, progress.epoch, group)
+        posterior = method.posterior(
+            run.opt_state, run.records[-1].step, **_hyperparameters(arguments)
+        )
 
         def write(folder: pathlib.Path) -> None:
+            if posterior is not None:
+                test = testset.TestSet(model, run.params, data)
+                summary.update(_write_posterior(folder, name, posterior, test, run.params))
             if method.permutes:
                 run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
             else:
@@ -135,6 +143,14 @@ def train(arguments: argparse.Namespace) -> int:
 
         replicas.on_main(group, write, folder)
     return INTERRUPTED if run.interrupted else 0
+
+
+def _what_is_trained(method: Method) -> Callable[[optax.Params, Any], optax.Params]:
+    if method.period is not None:
+        return lambda params, opt_state: optperm.center_params(opt_state)
+    if method.permutes:
+        return lambda params, opt_state: optperm.permuted_params(opt_state, params)
+    return lambda params, opt_state: params
 
 
 def _replicas(arguments: argparse.Namespace) -> Replicas:
@@ -218,6 +234,37 @@ def _shared_facts(arguments: argparse.Namespace, identity: dict[str, Any]) -> di
     }
 
 
+def _write_posterior(
+    folder: pathlib.Path,
+    name: str,
+    posterior: Posterior,
+    test: testset.TestSet,
+    params: optax.Params,
+) -> dict[str, Any]:
+    """Writes the draws and their reliability; what the summary says of them and of the last params."""
+    found = {
+        "last_iterate": test.predictive(jax.tree.map(lambda leaf: leaf[None, None], params)),
+        "posterior": test.predictive(posterior.draws),
+    }
+    run_folder.write_draws(folder, posterior.draws)
+    calibrations = {whose: each.calibration for whose, each in found.items()}
+    report.draw_reliability(folder / "reliability.png", calibrations, name)
+    entries = {whose: _predictive(each) for whose, each in found.items()}
+    entries["posterior"] |= {
+        "draws": jax.tree.leaves(posterior.draws)[0].shape[1],
+        "share_at_max_step": posterior.share_at_max_step,
+    }
+    return entries
+
+
+def _predictive(found: testset.Predictive) -> dict[str, Any]:
+    return {
+        "accuracy": found.accuracy,
+        "negative_log_likelihood": found.negative_log_likelihood,
+        "expected_calibration_error": float(found.calibration.expected_calibration_error),
+    }
+
+
 def _summary(
     arguments: argparse.Namespace,
     data: datasets.Dataset,
@@ -247,10 +294,13 @@ def _summary(
         "steps": last.step,
         "phase": last.phase,
         # Of the loss on one example; a full gradient takes as many as there are training examples.
-        "gradient_evaluations": examples * method.gradients_a_step(**hyperparameters)
+        "gradient_evaluations": int(examples * method.gradients_a_step(**hyperparameters))
         + len(data.x_train) * sum(start is not None for start in starts),
         # The trained network holds nothing of them.
         "steps_since_commit": None if period is None else last.step % hyperparameters[period],
+        # How good their predicted probabilities are, where the method draws from a posterior.
+        "last_iterate": None,
+        "posterior": None,
         "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
         "data": data.source,
         "model": arguments.model,

@@ -4,16 +4,36 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 
 import optperm
 from optperm import checks
+from optperm.bayes.noise_estimates import Preconditioner
 from optperm.cli.training import EpochStart
+from optperm.composition import find_states
 from optperm.distributed.local_steps import Commit
 from optperm.subspace.dldr import SecondPhase
 
 Hyperparameter = bool | int | float | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Posterior:
+    """Draws from a posterior.
+
+    Attributes:
+      draws: A tree like params whose leaves have two leading axes, a single chain and its draws.
+      share_at_max_step: Of the params, those whose steps have the largest size allowed; None where a
+        step mixes them.
+    """
+
+    draws: optax.Params
+    share_at_max_step: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +58,8 @@ class Method:
       spreads: Whether each replica keeps a part of the state, so that the method averages the
         gradients of the replicas itself.
       phase: From the steps done and the hyperparameters, what the method is doing, if it changes.
+      posterior: From the optimizer state, the steps done and the hyperparameters, the draws from a
+        posterior, if the method makes any.
     """
 
     name: str
@@ -49,7 +71,8 @@ class Method:
     spreads: bool = False
     phase: Callable[..., str | None] = lambda step, **_: None
     epoch_start: Callable[..., EpochStart | None] = lambda epoch, **_: None
-    gradients_a_step: Callable[..., int] = lambda **_: 1
+    posterior: Callable[..., Posterior | None] = lambda opt_state, step, **_: None
+    gradients_a_step: Callable[..., float] = lambda **_: 1
 
     def defaults(self) -> dict[str, Hyperparameter]:
         """The default of each flag."""
@@ -88,6 +111,12 @@ def _adam(
     checks.check_in_range("b2", b2, 0.0, 1.0)
     checks.check_in_range("eps", eps, 0.0, float("inf"))
     return optax.adam(learning_rate, b1, b2, eps)
+
+
+def _laperm(
+    learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, sync_every: int = 58
+) -> optax.GradientTransformation:
+    return optperm.laperm(_adam(learning_rate, b1, b2), sync_every)
 
 
 def _svrg(
@@ -187,6 +216,73 @@ def _dldr_phase(
     return "subspace" if taken >= num_samples else f"sampling {taken}/{num_samples}"
 
 
+def _constant_sgd(
+    learning_rate: float = 1.0,
+    preconditioner: Preconditioner = "diagonal",
+    estimator: Literal["per_example", "two_batches"] = "per_example",
+    momentum: float = 0.0,
+    temperature: float = 1.0,
+    prior_precision: float = 1.0,
+    max_step: float = 0.5,
+    burn_in: int = 150,
+    burn_in_learning_rate: float = 0.1,
+    draw_every: int = 5,
+    max_draws: int = 50,
+    *,
+    num_data: int,
+    batch_size: int,
+    axis_name: str | None = None,
+) -> optax.GradientTransformation:
+    checks.check_in_range("prior_precision", prior_precision, 0.0, float("inf"))
+    return optax.chain(
+        optperm.record_trajectory(draw_every, max_draws),
+        optax.add_decayed_weights(prior_precision / num_data),
+        optperm.constant_sgd(
+            num_data,
+            batch_size,
+            learning_rate=learning_rate,
+            preconditioner=preconditioner,
+            estimator=estimator,
+            momentum=momentum or None,
+            temperature=temperature,
+            burn_in=burn_in,
+            burn_in_optimizer=_sgd(burn_in_learning_rate),
+            max_step=max_step,
+            axis_name=axis_name,
+        ),
+    )
+
+
+def _constant_sgd_phase(step: int, *, burn_in: int, **_: Hyperparameter) -> str:
+    return "sampling" if step >= burn_in else "burn-in"
+
+
+def _constant_sgd_posterior(
+    opt_state: Any,
+    step: int,
+    *,
+    preconditioner: Preconditioner,
+    max_step: float,
+    burn_in: int,
+    draw_every: int,
+    **_: Hyperparameter,
+) -> Posterior | None:
+    """The snapshots that were taken after a step that sampled."""
+    snapshots, count = optperm.trajectory(opt_state)
+    taken = -(-step // draw_every) - (burn_in // draw_every + 1)
+    valid = min(int(count), taken)
+    if valid < 1:
+        return None
+    draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
+    (noise,) = find_states(opt_state, optperm.GradientNoiseState)
+    if preconditioner == "full":
+        return Posterior(draws, None)
+    sizes = ravel_pytree(
+        noise.preconditioned(jax.tree.map(lambda row: jnp.ones_like(row[0, 0]), draws))
+    )[0]
+    return Posterior(draws, float(jnp.mean(sizes >= jnp.float32(max_step))))
+
+
 _ENTRIES = (
     Method(
         "sgperm",
@@ -203,6 +299,19 @@ _ENTRIES = (
             "momentum": "weight of the last recommendation in the next",
             "min_partition_size": "least weights permuted within themselves",
             "include_remainder": "permute a smaller last part of a weight vector as well",
+        },
+        permutes=True,
+    ),
+    Method(
+        "laperm",
+        "Adam, with the initial weights put in the order of the trained ones now and then",
+        _laperm,
+        {
+            "learning_rate": "step size of Adam",
+            "b1": "decay of the first moment",
+            "b2": "decay of the second moment",
+            "sync_every": "steps from one synchronization to the next; what is tested and kept is "
+            "always synchronized",
         },
         permutes=True,
     ),
@@ -283,6 +392,29 @@ _ENTRIES = (
         },
         spreads=True,
         phase=_dldr_phase,
+    ),
+    Method(
+        "constant-sgd",
+        "SGD to an optimum, then steps of a constant size whose iterates sample the posterior",
+        _constant_sgd,
+        {
+            "learning_rate": "factor on the steps that sample; 1 for the posterior",
+            "preconditioner": "what the steps are divided by: the mean noise of the gradients, that of "
+            "each parameter, or their whole covariance",
+            "estimator": "of the noise: gradients of single examples, or of halves of the batch",
+            "momentum": "decay of the momentum of the steps that sample",
+            "temperature": "factor on the covariance of the posterior",
+            "prior_precision": "of the normal prior of each parameter; 0 for none",
+            "max_step": "the largest step size: where a network fits its data there is too little noise "
+            "to sample by, and all steps are of this size",
+            "burn_in": "steps of SGD with momentum .9 before the first one that samples",
+            "burn_in_learning_rate": "step size of these",
+            "draw_every": "steps from one draw to the next",
+            "max_draws": "draws to keep, the last ones",
+        },
+        phase=_constant_sgd_phase,
+        gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
+        posterior=_constant_sgd_posterior,
     ),
 )
 METHODS = {method.name: method for method in _ENTRIES}

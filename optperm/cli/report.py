@@ -4,11 +4,13 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from optperm.bayes.calibration import Calibration
 from optperm.cli.errors import import_extra
 from optperm.cli.training import EpochRecord, TrainingRun
 
@@ -107,6 +109,17 @@ class Reporter:
             rows["devices"] = f"{summary['devices']} in each of {summary['processes']} processes"
             if summary["processes"] == 1:
                 rows["devices"] = str(summary["devices"])
+        for whose in ("last_iterate", "posterior"):
+            if (found := summary[whose]) is not None:
+                rows[whose.replace("_", " ")] = (
+                    f"accuracy {found['accuracy']:.4f}, negative log likelihood "
+                    f"{found['negative_log_likelihood']:.4f}, calibration error "
+                    f"{found['expected_calibration_error']:.4f}"
+                )
+        if summary["posterior"] is not None:
+            share = summary["posterior"]["share_at_max_step"]
+            limited = "" if share is None else f", {share:.1%} of the steps at --max-step"
+            rows["draws"] = f"{summary['posterior']['draws']}{limited}"
         if summary["steps_since_commit"]:
             rows["not committed"] = f"the last {summary['steps_since_commit']} steps"
         for name, value in rows.items():
@@ -150,4 +163,25 @@ def draw_curve(path: pathlib.Path, run: TrainingRun, title: str) -> None:
         right.set_zorder(0)
         axes.set(zorder=1, frame_on=False)
     axes.legend(handles=lines, loc="center right")
+    figure.savefig(path, dpi=120)
+
+
+def draw_reliability(
+    path: pathlib.Path, calibrations: Mapping[str, Calibration], title: str
+) -> None:
+    """Draws how often predictions are right over how confident they are, and how many there are."""
+    figure = import_extra("matplotlib.figure").Figure(figsize=(5, 6), layout="constrained")
+    import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot((0, 1), (0, 1), color="0.7", linewidth=0.8)
+    for name, found in calibrations.items():
+        is_filled = np.asarray(found.counts) > 0
+        confidence, accuracy = found.confidence[is_filled], found.accuracy[is_filled]
+        error = float(found.expected_calibration_error)
+        above.plot(confidence, accuracy, "o-", label=f"{name}: calibration error {error:.4f}")
+        edges = np.linspace(0, 1, len(found.counts) + 1)
+        below.stairs(np.asarray(found.counts), edges)
+    above.set(title=title, ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
+    above.legend(loc="upper left")
+    below.set(xlabel="confidence", ylabel="examples", yscale="log")
     figure.savefig(path, dpi=120)

@@ -2,7 +2,7 @@
 
 - `metrics.jsonl`: a line an epoch (`training.EpochRecord`), written as training goes on;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: the loss of each step, and the share of weights moved where the method permutes them;
+- `steps.npz`: the loss of each step, and the share of weights moved where the method counts them;
 - `curve.png`: accuracies and share moved;
 - `checkpoints/` on request (`optperm.cli.checkpoints`);
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
@@ -79,18 +79,23 @@ def append_metrics(folder: pathlib.Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
 
 
+def write_draws(folder: pathlib.Path, draws: optax.Params) -> None:
+    """Writes draws.npz: arrays (chain, draw, *shape) by the names of the params."""
+    arrays: dict[str, Any] = {**optperm.samples_as_dict(draws)}
+    np.savez(folder / "draws.npz", **arrays)
+
+
 def write_summary(folder: pathlib.Path, summary: dict[str, Any]) -> None:
     """Writes summary.json."""
     text = json.dumps(_without_nan(summary), indent=2, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _without_nan(record: dict[str, Any]) -> dict[str, Any]:
+def _without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null stands for the loss of a run that diverged."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_steps(folder: pathlib.Path, **columns: np.ndarray | None) -> None:
@@ -116,7 +121,7 @@ def write_permutation(
     Raises:
       CliError: If it does not.
     """
-    permutation = optperm.export_permutation(initial, opt_state)
+    permutation = optperm.export_permutation(initial, opt_state, trained)
     if digest(optperm.apply_permutation(initial, permutation)) != digest(trained):
         raise CliError(
             "the permutation does not give the trained weights, so it was not saved: this is a bug "

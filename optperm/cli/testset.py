@@ -1,4 +1,6 @@
-"""The accuracy of a network on the test examples."""
+"""What a network makes of the test examples."""
+
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -6,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optperm
 from optperm.cli import models
 from optperm.cli.datasets import Dataset
 
@@ -22,6 +25,7 @@ class TestSet:
     """
 
     def __init__(self, model: nn.Module, params: optax.Params, data: Dataset) -> None:
+        self._model, self._labels = model, data.y_test
         self._size = len(data.x_test)
         chunk = min(self._size, _CHUNK)
         fill = -self._size % chunk
@@ -43,3 +47,39 @@ class TestSet:
     def accuracy(self, params: optax.Params) -> float:
         """The share of the test examples that are classified right."""
         return int(self._count_correct(params, self._x, self._y)) / self._size
+
+    def predictive(self, draws: optax.Params) -> "Predictive":
+        """The prediction of all draws together.
+
+        Args:
+          draws: A tree like params whose leaves have two leading axes, chains and their draws.
+        """
+
+        def probabilities(params: optax.Params, chunks: jax.Array) -> jax.Array:
+            return jax.lax.map(
+                lambda x: jax.nn.softmax(models.logits(self._model, params, x)), chunks
+            )
+
+        mean = optperm.posterior_predictive(probabilities, draws, self._x)
+        mean = mean.reshape(-1, mean.shape[-1])[: self._size]
+        loss = optax.softmax_cross_entropy_with_integer_labels(jnp.log(mean), self._labels)
+        return Predictive(
+            accuracy=float(np.mean(np.argmax(np.asarray(mean), axis=-1) == self._labels)),
+            negative_log_likelihood=float(jnp.mean(loss)),
+            calibration=optperm.calibration(mean, self._labels),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictive:
+    """How good predicted probabilities are.
+
+    Attributes:
+      accuracy: The share of the examples whose most probable class is right.
+      negative_log_likelihood: Mean of -log of the probability of the right class, in nats.
+      calibration: How often a prediction of some confidence is right.
+    """
+
+    accuracy: float
+    negative_log_likelihood: float
+    calibration: optperm.Calibration

@@ -38,7 +38,7 @@ class EpochRecord:
       train_loss: Mean over the epoch's batches, each taken before its step.
       train_accuracy: Likewise.
       test_accuracy: After the epoch.
-      share_moved: Mean share of the weights that a step moved; None where the method permutes none.
+      share_moved: Mean share of the weights that a step moved; None where the method does not say.
       seconds: Wall time of the epoch's steps, without compiling and testing.
       phase: What the method is doing by now; None where that does not change.
     """
@@ -93,11 +93,11 @@ class TrainingRun:
     """What training came to.
 
     Attributes:
-      params: The trained params; the center's, where the method has one.
+      params: The trained params: the center's, where the method has one, or the permutation.
       opt_state: The last optimizer state, of one replica.
       records: One for each epoch, epoch 0 included.
       loss: (steps,), the loss of each batch before its step.
-      share_moved: (steps,), or None where the method permutes no weights.
+      share_moved: (steps,), or None where the method does not say.
       compile_seconds: Wall time of compiling.
       interrupted: Whether Ctrl-C ended it.
     """
@@ -128,8 +128,8 @@ class Trainer:
       replicas: What the network is trained on.
       own_state: Whether each replica keeps params and a state of its own, and the method brings
         together what they learn. Else they share both, and the mean of their gradients.
-      has_center: Whether what is trained is the center of the replicas (`optperm.center_params`).
-        Else it is the params, which are the same on all of them.
+      trained: From params and optimizer state of one replica, what is tested and kept, which is the
+        same for all of them: a center, say, or the params.
       epoch_start: From the number of an epoch, what to do before it; only where the replicas share
         their state. Compiled when it first gives something, which should be for epoch 1.
       phase: From the steps done, what the method is doing.
@@ -149,12 +149,13 @@ class Trainer:
         seed: int,
         replicas: Replicas,
         own_state: bool = False,
-        has_center: bool = False,
+        trained: Callable[[optax.Params, Any], optax.Params] = lambda params, opt_state: params,
         epoch_start: Callable[[int], EpochStart | None] = lambda epoch: None,
         phase: Callable[[int], str | None] = lambda step: None,
     ) -> None:
         start = time.perf_counter()
-        self._replicas, self._own_state, self._has_center = replicas, own_state, has_center
+        self._replicas, self._own_state = replicas, own_state
+        self._what_is_trained = jax.jit(trained)
         self._phase, self._epoch_start = phase, epoch_start
         self._loss_fn = _loss_function(model)
         self._jit = functools.cache(replicas.jit)
@@ -174,13 +175,13 @@ class Trainer:
             if (first := epoch_start(1)) is not None:
                 few = self._feed.all_batches(1, _GRADIENT_CHUNK, few=True)
                 self._start_epoch(first, carry, few)
-            trained, _ = self._trained(carry)
+            what, _ = self._trained(carry)
         except LostProcessError:
             raise
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
-        self._test = TestSet(model, trained, data)
+        self._test = TestSet(model, what, data)
         self.initial = Progress(
             replicas.gather(carry, own=own_state), [self._record(0, carry, {}, 0.0)], []
         )
@@ -291,7 +292,7 @@ class Trainer:
     def _trained(self, carry: Any) -> tuple[optax.Params, Any]:
         """What has been trained, and the optimizer state of one replica."""
         params, opt_state = self._replicas.first(carry, own=self._own_state)
-        return optperm.center_params(opt_state) if self._has_center else params, opt_state
+        return self._what_is_trained(params, opt_state), opt_state
 
     def _record(
         self, epoch: int, carry: Any, metrics: dict[str, np.ndarray], seconds: float

@@ -14,7 +14,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm import checks
-from optperm.composition import find_state, find_states
+from optperm.composition import find_state
 from optperm.mapped_axes import (
     AxisName,
     all_gather,
@@ -25,8 +25,9 @@ from optperm.mapped_axes import (
     varying_axes,
     varying_like,
 )
-from optperm.placement import Placement, PlacingState, apply_updates
+from optperm.placement import Placement, apply_updates, placing_states, with_targets_of
 from optperm.precision import all_finite, in_form_of, widest_dtype
+from optperm.switching import SwitchAfterState
 
 Commit = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
@@ -57,7 +58,7 @@ class LocalStepsState(NamedTuple):
 
     def placements(self) -> list[Placement]:
         """Where the local optimizer places params, and over it the center after a pull."""
-        local = find_states(self.local_state, PlacingState)  # type: ignore[type-abstract]
+        local = placing_states(self.local_state)
         within = [placement for state in local for placement in state.placements()]
         return [*within, (self.center, self.pulled)]
 
@@ -65,8 +66,8 @@ class LocalStepsState(NamedTuple):
         """This state with the center of another, and what its optimizers place."""
         return self._replace(
             center=other.center,
-            local_state=_with_targets_of(self.local_state, other.local_state),
-            center_state=_with_targets_of(self.center_state, other.center_state),
+            local_state=with_targets_of(self.local_state, other.local_state),
+            center_state=with_targets_of(self.center_state, other.center_state),
         )
 
 
@@ -315,35 +316,25 @@ def _common_extras(
 
 def _after_pull(state: LocalStepsState) -> Any:
     """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
-    if not find_states(state.local_state, PlacingState):  # type: ignore[type-abstract]
+    if not placing_states(state.local_state):
         return state.local_state
     return cond(
         state.pulled,
-        lambda: _with_targets_of(state.local_state, state.center_state),
+        lambda: with_targets_of(state.local_state, state.center_state),
         lambda: state.local_state,
         axes=varying_axes(state.local_state, state.center_state),
     )
 
 
-def _with_targets_of(state: Any, other: Any) -> Any:
-    """A state whose parts that place params have the targets of those of another state."""
-
-    def is_placing(node: Any) -> bool:
-        return isinstance(node, PlacingState)
-
-    targets = iter(find_states(other, PlacingState))  # type: ignore[type-abstract]
-    return jax.tree.map(
-        lambda node: node.with_targets_of(next(targets)) if is_placing(node) else node,
-        state,
-        is_leaf=is_placing,
-    )
-
-
 def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     local, center = (
-        [type(state) for state in find_states(tree, PlacingState)]  # type: ignore[type-abstract]
-        for tree in (local_state, center_state)
+        [type(state) for state in placing_states(tree)] for tree in (local_state, center_state)
     )
+    if SwitchAfterState in local:
+        raise ValueError(
+            "The local optimizer places params in a phase of optperm.switch_after, and the center's, "
+            f"which counts commits, would be in another phase: put switch_after around {method}."
+        )
     if local != center:
         raise ValueError(
             f"The local optimizer of {method} places params where its own state says, and the center's "

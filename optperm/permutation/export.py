@@ -8,7 +8,14 @@ import numpy as np
 import optax
 
 from optperm import checks
-from optperm.composition import find_state, is_masked
+from optperm.composition import (
+    fill_masked,
+    find_state,
+    is_masked,
+    mask_like,
+    without_variables,
+)
+from optperm.permutation.laperm import LapermState, synchronized
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
@@ -18,19 +25,25 @@ from optperm.permutation.weight_vectors import (
 )
 
 
-def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax.Params:
+def permuted_params(
+    opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
+) -> optax.Params:
     """The exact weights that a permutation state holds.
 
-    Under plain `optax.apply_updates` the params that training carries along are within one rounding of
-    these; these are bit for bit a permutation of the initial ones.
+    Of `optperm.sgperm` the current ones: under plain `optax.apply_updates` the params that training
+    carries along are within one rounding of these. Of `optperm.laperm` the params that are given,
+    synchronized, or without them the weights as last synchronized. In either case they are bit for bit
+    a permutation of the initial ones.
 
     Args:
-      opt_state: The state of an optimizer with `optperm.sgperm` somewhere in it.
+      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
       params: Current params, of which the leaves are taken that the method does not train (masked to
-        another optimizer). Without them those leaves are `optax.MaskedNode`.
+        another optimizer). Without them those leaves are `optax.MaskedNode`. Those of a `flax.nnx` model
+        may be its variables.
+      output_axes: As given to `optperm.laperm`; of no use for `optperm.sgperm`.
 
     Returns:
-      A tree like params.
+      A tree like params, of plain arrays.
 
     Raises:
       ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
@@ -42,28 +55,29 @@ def permuted_params(opt_state: Any, params: optax.Params | None = None) -> optax
       >>> bool(jnp.all(optperm.permuted_params(opt_state)["bias"] == params["bias"]))
       True
     """
-    weights = _state(opt_state).weights
+    state = _state(opt_state)
     if params is None:
-        return weights
-    try:
-        merged = jax.tree.map(
-            lambda w, p: p if is_masked(w) else w, weights, params, is_leaf=is_masked
-        )
-    except ValueError as error:
-        raise ValueError(f"params do not match the optimizer state: {error}") from error
-    checks.check_same_tree("params", params, merged, source="the optimizer state")
-    return merged
+        return state.weights
+    params = without_variables(params)
+    trained, _ = _weights_and_ranks(state, params, output_axes)
+    return fill_masked(trained, params)
 
 
 def export_permutation(
-    initial_params: optax.Params, opt_state: Any, *, output_axes: OutputAxes = (-1,)
+    initial_params: optax.Params,
+    opt_state: Any,
+    params: optax.Params | None = None,
+    *,
+    output_axes: OutputAxes = (-1,),
 ) -> Any:
     """The permutation that takes the initial params to the trained ones.
 
     Args:
       initial_params: The params that `init` was called with.
-      opt_state: The state of an optimizer with `optperm.sgperm` somewhere in it.
-      output_axes: As given to `optperm.sgperm`.
+      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
+      params: Current params: what is exported is then `permuted_params(opt_state, params)`, which for
+        `optperm.laperm` is another permutation than without.
+      output_axes: As given to the method.
 
     Returns:
       A tree like params of int32 indices into the flattened initial parameter:
@@ -71,8 +85,9 @@ def export_permutation(
       are `optax.MaskedNode`.
 
     Raises:
-      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` have
-        another structure, shape or dtype; if the trained weights are no permutation of them.
+      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` or
+        `params` have another structure, shape or dtype; if the trained weights are no permutation of
+        the initial ones.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -84,7 +99,10 @@ def export_permutation(
       [1, 0, 2]
     """
     state = _state(opt_state)
-    initial = _mask_like(jax.tree.map(jnp.asarray, initial_params), state.weights)
+    trained, ranks = state.weights, state.ranks
+    if params is not None:
+        trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
+    initial = mask_like(jax.tree.map(jnp.asarray, without_variables(initial_params)), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
 
     def export(path: tuple[Any, ...], leaf: jax.Array, ranks: jax.Array) -> jax.Array:
@@ -97,11 +115,11 @@ def export_permutation(
         found = jnp.take_along_axis(sorted_locations, to_matrix(ranks, axes), axis=0)
         return from_matrix(found, leaf.shape, axes)
 
-    permutation = jax.tree_util.tree_map_with_path(export, initial, state.ranks)
+    permutation = jax.tree_util.tree_map_with_path(export, initial, ranks)
     for (path, leaf), indices, exact in zip(
         jax.tree_util.tree_leaves_with_path(initial),
         jax.tree.leaves(permutation),
-        jax.tree.leaves(state.weights),
+        jax.tree.leaves(trained),
         strict=True,
     ):
         if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
@@ -139,7 +157,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
       >>> optperm.apply_permutation(jnp.array([0.1, 0.3, 0.2]), jnp.array([1, 0, 2])).tolist()
       [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
     """
-    initial = _mask_like(initial_params, permutation)
+    initial = mask_like(initial_params, permutation)
     checks.check_same_tree(
         "permutation", permutation, initial, source="initial_params", dtypes=False
     )
@@ -164,19 +182,21 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
     return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
 
 
-def _state(opt_state: Any) -> PermuteByCyclesState:
-    return find_state(opt_state, PermuteByCyclesState, method="sgperm")
+def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
+    types: tuple[type[Any], ...] = (PermuteByCyclesState, LapermState)
+    return find_state(opt_state, types, method="sgperm or optperm.laperm")
+
+
+def _weights_and_ranks(
+    state: PermuteByCyclesState | LapermState, params: optax.Params, output_axes: OutputAxes
+) -> tuple[optax.Params, Any]:
+    """The exact weights at given params, masked where the state is, and their ranks."""
+    trained = mask_like(params, state.weights)
+    checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
+    if isinstance(state, LapermState):
+        return synchronized(state, trained, output_axes)
+    return state.weights, state.ranks
 
 
 def _is_permutation(indices: np.ndarray) -> bool:
     return np.array_equal(np.sort(indices), np.arange(indices.size))
-
-
-def _mask_like(tree: Any, masked: Any) -> Any:
-    """Replaces by MaskedNode the parts of a tree that are MaskedNode in another one."""
-    try:
-        return jax.tree.map(
-            lambda m, part: m if is_masked(m) else part, masked, tree, is_leaf=is_masked
-        )
-    except ValueError:
-        return tree

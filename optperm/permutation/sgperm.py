@@ -4,12 +4,10 @@ Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural N
 arXiv 2003.02570, 2020.
 """
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm import checks
@@ -17,9 +15,10 @@ from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     from_matrix,
+    init_ranks,
     resolve_output_axes,
-    sort_ranks,
     to_matrix,
+    warn_of_constant_rows,
 )
 from optperm.placement import Placement
 from optperm.precision import widest_dtype
@@ -138,19 +137,12 @@ def permute_by_cycles(
         checks.check_real_floating(
             "params", params, advice="Mask the others to another optimizer with optax.partition."
         )
-        _warn_of_constant_rows(params, output_axes)
-
-        def init_ranks(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-            if leaf.size == 0 or leaf.ndim == 0:
-                return jnp.zeros(leaf.shape, jnp.int32)
-            axes = resolve_output_axes(path, leaf, output_axes)
-            return from_matrix(sort_ranks(to_matrix(leaf, axes)), leaf.shape, axes)
-
+        warn_of_constant_rows(params, output_axes, example="optperm.sgperm()")
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
             key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
-            ranks=jax.tree_util.tree_map_with_path(init_ranks, jax.tree.map(jnp.asarray, params)),
+            ranks=init_ranks(params, output_axes),
             share_moved=jnp.zeros([], jnp.float32),
         )
 
@@ -381,23 +373,3 @@ def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.A
     return jnp.clip(
         jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
     )
-
-
-def _warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes) -> None:
-    """Warns of parameters with weight vectors that no permutation can change, where Python sees them."""
-    constant = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
-            continue
-        array = jnp.asarray(leaf)
-        matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
-        if np.any(np.all(matrix == matrix[0], axis=0)):
-            constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-    if constant:
-        warnings.warn(
-            f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "
-            "cannot train it. Initialize it at random, or train it with another optimizer: "
-            "optax.partition({'permute': optperm.sgperm(), 'other': optax.adam(1e-3)}, labels).",
-            UserWarning,
-            stacklevel=2,
-        )

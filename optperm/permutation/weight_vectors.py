@@ -5,11 +5,16 @@ A weight vector holds all weights that enter one output unit. Here it is a colum
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.mapped_axes import mark_varying, varying_axes
 
 # An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
@@ -58,7 +63,67 @@ def _inputs_first(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
     return (*(axis for axis in range(rank) if axis not in output_axes), *output_axes)
 
 
+def sort_order(matrix: jax.Array) -> jax.Array:
+    """Where the smallest entry of each column stands, the next one, and so on. int32 (n, rows).
+
+    Ties are by location, 0.0 and -0.0 being tied; NaN is last.
+    """
+    order = jnp.argsort(matrix, axis=0, stable=True).astype(jnp.int32)
+    return mark_varying(order, varying_axes(matrix))  # of which a sort's other operands lose track
+
+
+def scatter_rows(matrix: jax.Array, places: jax.Array) -> jax.Array:
+    """Puts each entry at its place in its column: `result[places[k, row], row] = matrix[k, row]`.
+
+    Where the places are a permutation this undoes `take_along_axis`, for a fraction of a sort's time.
+    """
+    return jnp.put_along_axis(jnp.zeros_like(matrix), places, matrix, axis=0, inplace=False)
+
+
+def ranks_of(order: jax.Array) -> jax.Array:
+    """The rank of each entry in its column, 0 for the smallest, from `sort_order`. int32 (n, rows)."""
+    return scatter_rows(jax.lax.broadcasted_iota(jnp.int32, order.shape, 0), order)
+
+
 def sort_ranks(matrix: jax.Array) -> jax.Array:
     """The rank of each entry in its column: 0 for the smallest, ties by location. int32 (n, rows)."""
-    order = jnp.argsort(matrix, axis=0, stable=True)
-    return jnp.argsort(order, axis=0).astype(jnp.int32)
+    return ranks_of(sort_order(matrix))
+
+
+def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
+    """The rank of each weight among those of its weight vector, int32, shaped like params."""
+
+    def of_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        if leaf.size == 0 or leaf.ndim == 0:
+            return jnp.zeros(leaf.shape, jnp.int32)
+        axes = resolve_output_axes(path, leaf, output_axes)
+        return from_matrix(sort_ranks(to_matrix(leaf, axes)), leaf.shape, axes)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, jax.tree.map(jnp.asarray, params))
+
+
+def warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes, *, example: str) -> None:
+    """Warns of parameters with weight vectors that no permutation can change, where Python sees them.
+
+    Args:
+      params: The initial params.
+      output_axes: The axes that index output units.
+      example: How the method is built, for the message.
+    """
+    constant = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
+            continue
+        with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
+            array = jnp.asarray(leaf)
+            matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
+        if np.any(np.all(matrix == matrix[0], axis=0)):
+            constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    if constant:
+        warnings.warn(
+            f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "
+            "cannot train it. Initialize it at random, or train it with another optimizer: "
+            f"optax.partition({{'permute': {example}, 'other': optax.adam(1e-3)}}, labels).",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm import checks
-from optperm.composition import find_states
 from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
-from optperm.placement import PlacingState
+from optperm.placement import placing_states
 from optperm.precision import all_finite, widest_dtype
 from optperm.subspace.dim_reduce import Curvature, DimReduceState, dim_reduce
 from optperm.subspace.pca import principal_rows
@@ -182,7 +181,7 @@ def dldr(
     def init_fn(params: optax.Params) -> DldrState:
         second = then.init(params)
         optimizer_state = first.init(params)
-        if find_states(optimizer_state, PlacingState):  # type: ignore[type-abstract]
+        if placing_states(optimizer_state):
             raise ValueError(
                 "optimizer places params where its own state says, and would keep them there in the "
                 "second phase: use one that moves them."

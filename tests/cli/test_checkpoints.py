@@ -21,6 +21,7 @@ from optperm.cli.main import main
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
 
 DLDR = ["--sample-every", "1", "--num-samples", "7", "--n-components", "5"]  # six steps of SGD
+CONSTANT_SGD = ["--burn-in", "6", "--draw-every", "1"]
 
 
 def losses(folder):
@@ -45,7 +46,7 @@ def state(folder, epoch):
 @pytest.mark.parametrize(
     ("method", "devices"),
     [(method, 1) for method in methods.METHODS]
-    + [("agn", 4), ("svrg", 4), ("dldr", 2), ("dldr", 3)],
+    + [("agn", 4), ("svrg", 4), ("dldr", 2), ("dldr", 3), ("constant-sgd", 4)],
 )
 def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
     """After epoch 1 svrg is in mid-cycle, agn and diloco are in mid-period.
@@ -54,7 +55,7 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
     the switch is in the middle of epoch 2.
     """
     flags = [method, "--checkpoint-every", "1"]
-    flags += DLDR if method == "dldr" else []
+    flags += {"dldr": DLDR, "constant-sgd": CONSTANT_SGD}.get(method, [])
     if period := methods.METHODS[method].period:
         flags += [f"--{period.replace('_', '-')}", "7"]
     whole = train(*flags, devices=devices)
@@ -64,6 +65,10 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):
     np.testing.assert_array_equal(losses(resumed), losses(whole))
     support.assert_same_bits(run_folder.rebuild(resumed)[1], run_folder.rebuild(whole)[1])
     support.assert_same_bits(state(resumed, 3), state(whole, 3))
+    if method == "constant-sgd":
+        with np.load(whole / "draws.npz") as draws, np.load(resumed / "draws.npz") as again:
+            assert draws["Dense_0.kernel"].shape[:2] == (1, 29 if devices == 1 else 2)
+            support.assert_same_bits(dict(again), dict(draws))
     if method == "dldr":
         is_set = [
             np.all(state(whole, epoch)[1]["second"]["subspace"]["is_set"]) for epoch in (1, 2)

@@ -10,7 +10,9 @@ import time
 import jax
 import numpy as np
 import pytest
+import support
 
+import optperm
 from optperm.cli import errors, methods, models, run_folder
 from optperm.cli.main import main
 
@@ -144,6 +146,56 @@ def test_each_epoch_sees_every_example_once_in_a_new_order(tmp_path, small_npz):
     assert np.all(loss[1] != loss[2])
 
 
+def test_constant_sgd_predicts_by_its_draws(tmp_path, small_npz, capsys):
+    out = tmp_path / "run"
+    flags = ["--data", str(small_npz), "--hidden", "7", "--batch-size", "10", "--epochs", "3"]
+    flags += ["--burn-in", "3", "--draw-every", "2", "--max-draws", "3", "--out", str(out)]
+    assert main(["train", "constant-sgd", *flags]) == 0
+    assert {path.name for path in out.iterdir()} == FILES | {
+        "params.npz",
+        "draws.npz",
+        "reliability.png",
+    }
+    summary = read_summary(out)
+    assert summary["phase"] == "sampling"
+    assert summary["gradient_evaluations"] == 2 * 12 * 10
+    assert summary["posterior"]["draws"] == 3  # of those at 4, 6, 8 and 10 the last ones
+    with np.load(out / "draws.npz") as file:
+        draws = dict(file)
+    spec, last = run_folder.rebuild(out)
+    with np.load(small_npz) as data:
+        x, y = data["x_test"], data["y_test"]
+    by_draw = [
+        jax.nn.softmax(models.logits(models.build(spec), params, x))
+        for params in (
+            {
+                layer: {kind: draws[f"{layer}.{kind}"][0, index] for kind in leaves}
+                for layer, leaves in last.items()
+            }
+            for index in range(3)
+        )
+    ]
+    assert not np.array_equal(by_draw[0], by_draw[1])
+    mean = np.mean(by_draw, axis=0)
+    found = summary["posterior"]
+    assert found["accuracy"] == np.mean(np.argmax(mean, axis=1) == y)
+    nll = -np.mean(np.log(mean[np.arange(len(y)), y]))
+    assert found["negative_log_likelihood"] == pytest.approx(nll, rel=1e-4)
+    exact = optperm.calibration(mean, y).expected_calibration_error
+    assert found["expected_calibration_error"] == pytest.approx(float(exact), abs=1e-5)
+    assert summary["last_iterate"]["accuracy"] == summary["test_accuracy"]
+    assert "calibration error" in capsys.readouterr().out.replace("\n", " ").replace("  ", "")
+    assert (out / "reliability.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_constant_sgd_without_a_draw_says_none(tmp_path, small_npz):
+    out = tmp_path / "run"
+    flags = ["--data", str(small_npz), "--batch-size", "10", "--epochs", "1", "--quiet"]
+    assert main(["train", "constant-sgd", *flags, "--out", str(out)]) == 0
+    assert read_summary(out)["posterior"] is None
+    assert {path.name for path in out.iterdir()} == FILES | {"params.npz"}
+
+
 def test_sgperm_keeps_the_weights_and_evaluate_reproduces_the_accuracy(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "sgperm", "--hidden", "8", "--epochs", "1", "--out", str(out)]) == 0
@@ -163,6 +215,30 @@ def test_sgperm_keeps_the_weights_and_evaluate_reproduces_the_accuracy(tmp_path,
     capsys.readouterr()
     assert main(["evaluate", str(out)]) == 0
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
+
+
+def test_laperm_keeps_and_tests_what_is_synchronized(tmp_path, small_npz):
+    """No epoch of the three ends with a synchronization: each is tested as a run that ended there, and
+    what is kept are the initial weights in another order."""
+
+    def train(epochs, every):
+        out = tmp_path / f"{epochs}-{every}"
+        flags = ["--batch-size", "10", "--learning-rate", "0.05", "--sync-every", str(every)]
+        flags += ["--data", str(small_npz), "--epochs", str(epochs), "--quiet", "--out", str(out)]
+        assert main(["train", "laperm", *flags]) == 0
+        return out
+
+    whole = train(3, 5)
+    assert read_summary(whole)["steps"] == 12
+    _, *epochs = read_metrics(whole)
+    for number, record in enumerate(epochs, start=1):
+        part = whole if number == 3 else train(number, 5)
+        assert read_summary(part)["test_accuracy"] == record["test_accuracy"]
+        assert main(["evaluate", str(part)]) == 0
+    spec, params = run_folder.rebuild(whole)
+    support.assert_permutes(params, models.initial_params(spec))
+    assert run_folder.digest(params) != run_folder.digest(models.initial_params(spec))
+    assert epochs[-1]["test_accuracy"] > 0.8
 
 
 def test_evaluate_notices_weights_that_are_not_those_trained(tmp_path, capsys):

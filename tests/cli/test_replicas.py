@@ -74,10 +74,27 @@ def test_dldr_on_replicas_takes_the_steps_of_one_with_a_larger_batch(train):
     assert main(["evaluate", str(on_four)]) == 0
 
 
-def test_sgperm_on_replicas_permutes_and_is_rebuilt(train, capsys):
-    out = train("sgperm", devices=4)
+CONSTANT_SGD = ["--burn-in", "3", "--draw-every", "2"]
+
+
+def test_constant_sgd_on_replicas_takes_the_steps_of_one_with_a_larger_batch(train):
+    """The noise is that of the whole batch; draws are taken at steps 4, 6 and 8."""
+    flags = ["constant-sgd", *CONSTANT_SGD, "--temperature", "0.02", "--max-step", "0.1"]
+    on_four, alone = train(*flags, devices=4), train(*flags, batch_size=20)
+    assert_same_run(on_four, alone, rtol=2e-4)
+    for run in (on_four, alone):
+        assert summary(run)["posterior"]["draws"] == 3
+        assert 0 < summary(run)["posterior"]["share_at_max_step"] < 1
+    assert summary(on_four)["gradient_evaluations"] == 2 * 9 * 20
+
+
+@pytest.mark.parametrize("flags", [["sgperm"], ["laperm", "--sync-every", "7"]], ids=" ".join)
+def test_permutations_on_replicas_are_kept_and_rebuilt(train, capsys, flags):
+    """LaPerm is in the middle of a period at the end: what is tested and kept is synchronized."""
+    out = train(*flags, devices=4)
+    assert summary(out)["steps"] == 9
     support.assert_permutes(trained(out), untrained(out))
-    assert 0 < summary(out)["share_moved"] < 1
+    assert (summary(out)["share_moved"] is None) == (flags[0] == "laperm")
     capsys.readouterr()
     assert main(["evaluate", str(out)]) == 0
     assert capsys.readouterr().out == f"test accuracy {summary(out)['test_accuracy']:.4f}\n"

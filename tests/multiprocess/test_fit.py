@@ -18,4 +18,4 @@ def test_two_processes_train_as_one(lenient, tmp_path):
         alone = fitting.fit("linen", name, epochs=2, devices=4).history.steps["loss"]
         for index in range(2):
             with np.load(tmp_path / f"{name}-{index}.npz") as file:
-                np.testing.assert_allclose(file["loss"], alone, rtol=1e-5)
+                np.testing.assert_allclose(file["loss"], alone, rtol=2e-4)

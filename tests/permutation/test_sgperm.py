@@ -442,6 +442,12 @@ def test_constant_rows_are_warned_of_once_by_name():
     (warning,) = caught
     message = str(warning.message)
     assert message.startswith("In bias, half, norm/scale all weights")
+    # As constants of a program, and not of one that is given its params.
+    with pytest.warns(UserWarning, match="In bias, half"):
+        jax.jit(lambda: optperm.sgperm().init(params))()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(optperm.sgperm().init)(params)
 
 
 def test_other_params_are_not_warned_of():

@@ -1,0 +1,1 @@
+"""Constant SGD as approximate Bayesian inference."""

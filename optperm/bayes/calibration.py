@@ -1,0 +1,128 @@
+"""Whether predicted probabilities are as often right as they say."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm import checks
+from optperm.precision import wide_dtype
+
+
+class Calibration(NamedTuple):
+    """What `calibration` found. Where a bin is empty, `confidence` and `accuracy` are 0.
+
+    Attributes:
+      expected_calibration_error: The mean distance of accuracy from confidence over the examples' bins.
+      counts: Examples in each bin.
+      confidence: The mean confidence in each bin.
+      accuracy: The share of right predictions in each bin.
+    """
+
+    expected_calibration_error: jax.Array  # float32 (), or wider
+    counts: jax.Array  # int32 (num_bins,)
+    confidence: jax.Array  # float32 (num_bins,), or wider
+    accuracy: jax.Array  # float32 (num_bins,), or wider
+
+
+def calibration(
+    probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray, *, num_bins: int = 15
+) -> Calibration:
+    r"""The expected calibration error of a classifier, and the bins of its reliability diagram.
+
+    The confidence of a prediction is its largest probability. Bin b of B holds the examples whose
+    confidence lies in ((b - 1) / B, b / B], and
+
+    .. math::
+      \mathrm{ECE} = \sum_{b = 1}^{B} \frac{n_b}{n} \left| \mathrm{acc}_b - \mathrm{conf}_b \right|
+
+    Of two equally probable classes the first is the prediction. The negative log-likelihood beside it
+    is `optax.softmax_cross_entropy_with_integer_labels(jnp.log(probabilities), labels).mean()`.
+
+    Args:
+      probabilities: (n, classes), rows that sum to one, of any real floating dtype.
+      labels: (n,), integers in [0, classes).
+      num_bins: B.
+
+    Returns:
+      A `Calibration`.
+
+    Raises:
+      TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
+      ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1; where Python
+        can see them, if probabilities are not finite, negative or do not sum to one, or a label is out
+        of range.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> probabilities = jnp.array([[0.75, 0.25]] * 4)
+      >>> found = optperm.calibration(probabilities, jnp.array([0, 0, 0, 1]), num_bins=2)
+      >>> float(found.expected_calibration_error), found.counts.tolist(), found.accuracy.tolist()
+      (0.0, [0, 4], [0.0, 0.75])
+
+    References:
+      Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
+    """
+    checks.check_static_count("num_bins", num_bins)
+    _check_probabilities(probabilities, labels)
+    probabilities = jnp.asarray(probabilities)
+    confidences = jnp.max(probabilities, axis=1).astype(wide_dtype(probabilities))
+    # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
+    edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
+    edges = edges.astype(confidences.dtype)
+    bins = jnp.searchsorted(edges, confidences, side="left")
+    predictions = jnp.argmax(probabilities, axis=1).astype(jnp.int32)
+    is_right = (predictions == jnp.asarray(labels, jnp.int32)).astype(confidences.dtype)
+
+    def sum_by_bin(values: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(values, bins, num_segments=num_bins)
+
+    counts = sum_by_bin(jnp.ones(confidences.shape, jnp.int32))
+    safe_counts = jnp.maximum(counts, 1).astype(confidences.dtype)
+    gaps = jnp.abs(sum_by_bin(is_right - confidences))
+    return Calibration(
+        expected_calibration_error=jnp.sum(gaps) / confidences.size,
+        counts=counts,
+        confidence=sum_by_bin(confidences) / safe_counts,
+        accuracy=sum_by_bin(is_right) / safe_counts,
+    )
+
+
+def _check_probabilities(
+    probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
+) -> None:
+    shape, dtype = jnp.shape(probabilities), jnp.result_type(probabilities)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"probabilities must be of a real floating dtype, got {dtype}.")
+    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        raise TypeError(f"labels must be integers, got dtype {jnp.result_type(labels)}.")
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(
+            f"probabilities must have shape (n, classes), neither of them 0, got {shape}. For two "
+            "classes stack the probabilities of both: jnp.stack([1 - p, p], axis=1)."
+        )
+    if jnp.shape(labels) != shape[:1]:
+        raise ValueError(
+            f"labels must have shape {shape[:1]}, one for each row of probabilities {shape}; got "
+            f"{jnp.shape(labels)}."
+        )
+    if not isinstance(probabilities, jax.core.Tracer):
+        values = np.asarray(probabilities, np.float64)
+        sums = values.sum(axis=1)
+        tolerance = max(1e-4, 4 * float(jnp.finfo(dtype).eps))
+        is_bad = ~((np.abs(sums - 1) <= tolerance) & (values >= 0).all(axis=1))
+        if is_bad.any():
+            row = int(is_bad.argmax())
+            raise ValueError(
+                "probabilities must be at least 0 and each row must sum to one, but row "
+                f"{row} is {values[row][:8]} and sums to {sums[row]:.6g}. Logits go through "
+                "jax.nn.softmax first."
+            )
+    if not isinstance(labels, jax.core.Tracer):
+        lowest, highest = int(np.min(labels)), int(np.max(labels))
+        if lowest < 0 or highest >= shape[1]:
+            raise ValueError(
+                f"labels must lie in [0, {shape[1] - 1}], as there are {shape[1]} classes; got "
+                f"{lowest if lowest < 0 else highest}."
+            )

@@ -1,0 +1,138 @@
+"""Constant SGD: steps of a constant size whose iterates are samples from a posterior.
+
+S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
+JMLR 18(134), 2017.
+"""
+
+import jax
+import optax
+
+from optperm import checks
+from optperm.bayes.gradient_noise import scale_by_gradient_noise
+from optperm.bayes.noise_estimates import Estimator, Preconditioner
+from optperm.mapped_axes import AxisName
+from optperm.switching import switch_after
+
+
+def constant_sgd(
+    num_data: int | jax.Array,
+    batch_size: int | jax.Array,
+    *,
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    preconditioner: Preconditioner = "diagonal",
+    estimator: Estimator = "per_example",
+    momentum: float | jax.Array | None = None,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    k_coef: float | jax.Array = 1.0,
+    t0: float | jax.Array = 10.0,
+    burn_in: int | jax.Array = 10,
+    burn_in_optimizer: optax.GradientTransformation | None = None,
+    freeze_after: int | jax.Array | None = None,
+    max_step: float | jax.Array | None = None,
+    damping: float | jax.Array = 0.0,
+    chunk_size: int | None = None,
+    max_full_size: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
+
+    .. math::
+      v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+
+    with the :math:`H` of `optperm.scale_by_gradient_noise`, which says what it needs of the loss and of
+    the data. The factor :math:`1 - \mu` keeps the stationary distribution, to first order
+    in the length of the steps, where it is without momentum. Draw batches with replacement, or large
+    shuffles from many examples: within an epoch, what one batch misses another one has, and their noise
+    cancels.
+
+    Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
+    the way (`burn_in_optimizer`), or begin at params that are trained. `optperm.draw_samples` collects
+    the iterates of many chains.
+
+    Args:
+      num_data: N, the number of training examples.
+      batch_size: S, the number of examples in a batch, of all replicas together.
+      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling.
+      preconditioner: "scalar", "diagonal" or "full".
+      estimator: "per_example", "single_example" or "two_batches".
+      momentum: :math:`\mu`, in [0, 1); None for none.
+      temperature: Factor on the posterior's covariance, a number or a schedule of the step.
+      k_coef: Weight of new estimates of the noise.
+      t0: Steps before that weight falls.
+      burn_in: Steps that estimate the noise before the first one that samples.
+      burn_in_optimizer: What moves the params meanwhile; None leaves them where they are.
+      freeze_after: Steps after which the noise is taken to be constant; None for never.
+      max_step: The largest step size, None for no limit. Set it for networks.
+      damping: The least noise, in the units of :math:`C`.
+      chunk_size: How many gradients of examples to hold at once; None for all.
+      max_full_size: The largest number of params for which the full preconditioner is built; None
+        for 4096.
+      axis_name: The mapped axis, or several, over which each batch is spread.
+
+    Returns:
+      A transformation. It needs `params` and the estimator's extra argument.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range; else as `optperm.scale_by_gradient_noise`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
+      >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=100, burn_in_optimizer=optax.sgd(0.1))
+      >>> def step(carry, key):
+      ...     w, opt_state = carry
+      ...     chosen = jax.random.choice(key, 1000, (10,))
+      ...     e = optperm.evaluate(loss_fn, w, (x[chosen], y[chosen]))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     w = optax.apply_updates(w, updates)
+      ...     return (w, opt_state), w
+      >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
+      >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 20_000))
+      >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
+      >>> bool(jnp.allclose(jnp.cov(draws[1000:].T), exact, atol=2e-4))
+      True
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+    """
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    sampling = [
+        scale_by_gradient_noise(
+            num_data,
+            batch_size,
+            preconditioner=preconditioner,
+            estimator=estimator,
+            temperature=temperature,
+            k_coef=k_coef,
+            t0=t0,
+            burn_in=burn_in,
+            freeze_after=freeze_after,
+            max_step=max_step,
+            damping=damping,
+            chunk_size=chunk_size,
+            max_full_size=max_full_size,
+            axis_name=axis_name,
+        )
+    ]
+    size = learning_rate
+    if momentum is not None:
+        checks.check_in_range("momentum", momentum, 0.0, 1.0)
+        sampling.append(optax.trace(momentum))
+        size = _times(learning_rate, 1.0 - momentum)
+    sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
+    if burn_in_optimizer is None:
+        return optax.with_extra_args_support(sampler)
+    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
+    return switch_after(burn_in, burn_in_optimizer, sampler, track=True)
+
+
+def _times(
+    learning_rate: optax.ScalarOrSchedule, factor: float | jax.Array
+) -> optax.ScalarOrSchedule:
+    if callable(learning_rate):
+        return lambda count: learning_rate(count) * factor
+    return learning_rate * factor

@@ -1,0 +1,288 @@
+"""Estimates of the covariance of one example's gradient, from the gradients of one step."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm import checks
+from optperm.composition import mask_like
+from optperm.mapped_axes import AxisName
+from optperm.precision import wide_dtype, widest_dtype
+
+Estimator = Literal["per_example", "single_example", "two_batches"]
+Preconditioner = Literal["scalar", "diagonal", "full"]
+
+# Of deviations from a mean, a tree with a leading axis, what is kept of the sum of d d^T.
+Outer = Callable[[optax.Updates], Any]
+
+
+class Step(NamedTuple):
+    """What is known at one step.
+
+    Attributes:
+      params: The current params.
+      grad: The gradient of the batch.
+      extras: The extra arguments of `update`.
+    """
+
+    params: optax.Params
+    grad: optax.Updates
+    extras: dict[str, Any]
+
+
+class Estimate(Protocol):
+    """An unbiased estimate of C, the covariance of one example's gradient."""
+
+    def __call__(
+        self,
+        step: Step,
+        outer: Outer,
+        *,
+        batch_size: int | jax.Array,
+        chunk_size: int | None,
+        axis_name: AxisName | None,
+    ) -> Any:
+        """What `outer` keeps of C."""
+        ...
+
+
+def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
+    """The trace of the sum of outer products, over the number of params, ()."""
+    dtype, leaves = widest_dtype(deviations), jax.tree.leaves(deviations)
+    size = max(1, sum(leaf[0].size for leaf in leaves))
+    parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
+    return sum(parts, start=jnp.zeros([], dtype)) / size
+
+
+def diagonal(deviations: optax.Updates) -> optax.Updates:
+    """The diagonal of the sum of outer products, a tree like params."""
+    return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
+
+
+def matrix(deviations: optax.Updates) -> jax.Array:
+    """The sum of outer products of the flattened deviations, (D, D)."""
+    rows = _rows(deviations)
+    return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
+
+
+def _rows(tree: Any) -> jax.Array:
+    """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
+    dtype, leaves = widest_dtype(tree), jax.tree.leaves(tree)
+    flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
+    return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
+
+
+OUTER: dict[Preconditioner, Outer] = {
+    "scalar": mean_of_diagonal,
+    "diagonal": diagonal,
+    "full": matrix,
+}
+
+
+class _Moments(NamedTuple):
+    """Mean and spread of some gradients.
+
+    Attributes:
+      count: How many, (); a float.
+      mean: Their mean, a tree like params.
+      spread: Of the sum of outer products of their deviations from it, what is kept.
+    """
+
+    count: Any
+    mean: optax.Updates
+    spread: Any
+
+
+def per_example(
+    step: Step,
+    outer: Outer,
+    *,
+    batch_size: int | jax.Array,
+    chunk_size: int | None,
+    axis_name: AxisName | None,
+) -> Any:
+    r"""The unbiased covariance of the gradients of the batch's examples.
+
+    .. math:: \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
+    """
+    grad_fn = _required(step, "per_example_grad_fn", "per_example", "the gradient of each example")
+
+    def gradients(**part: Any) -> optax.Updates:
+        return _checked(grad_fn(step.params, **part), step, "per_example_grad_fn(params)", axes=1)
+
+    def moments(rows: optax.Updates) -> _Moments:
+        rows = jax.tree.map(lambda g: g.astype(wide_dtype(g)), rows)
+        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), rows)
+        deviations = jax.tree.map(lambda g, m: g - m[None], rows, mean)
+        return _Moments(jnp.asarray(_length(rows), jnp.float32), mean, outer(deviations))
+
+    def chunk(start: Any, size: int) -> _Moments:
+        return moments(gradients(start=start, size=size))
+
+    if chunk_size is None:
+        rows = gradients()
+        _check_batch(_length(rows), batch_size, axis_name)
+        found = moments(rows)
+    else:
+        _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
+        here = _length(jax.eval_shape(gradients))
+        _check_batch(here, batch_size, axis_name)
+        chunk_size = min(chunk_size, here)
+        whole, rest = divmod(here, chunk_size)
+        found = jax.lax.fori_loop(
+            1,
+            whole,
+            lambda i, so_far: _join(so_far, chunk(i * chunk_size, chunk_size), outer),
+            chunk(0, chunk_size),
+        )
+        if rest:
+            found = _join(found, chunk(whole * chunk_size, rest), outer)
+    count, spread = found.count, found.spread
+    if axis_name is not None:
+        # Each replica's deviations from its own mean, and of that from the mean of all.
+        mean = jax.lax.pmean(found.mean, axis_name)
+        between = _outer_of(jax.tree.map(jnp.subtract, found.mean, mean), count, outer)
+        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), axis_name)
+        count = count * jax.lax.axis_size(axis_name)
+    return _scaled(spread, 1 / (count - 1))
+
+
+def single_example(
+    step: Step,
+    outer: Outer,
+    *,
+    batch_size: int | jax.Array,
+    chunk_size: int | None,
+    axis_name: AxisName | None,
+) -> Any:
+    r"""How far the gradient of an example drawn apart lies from that of the batch.
+
+    .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
+    """
+    del chunk_size
+    grad_fn = _required(
+        step,
+        "example_grad_fn",
+        "single_example",
+        "the gradient of one example drawn apart from the batch",
+        argument="example=one_example",
+    )
+    one = _checked(grad_fn(step.params), step, "example_grad_fn(params)", axes=0)
+    estimate = _outer_of(_difference(one, step.grad), 1 / (1 + 1 / batch_size), outer)
+    return estimate if axis_name is None else jax.lax.pmean(estimate, axis_name)
+
+
+def two_batches(
+    step: Step,
+    outer: Outer,
+    *,
+    batch_size: int | jax.Array,
+    chunk_size: int | None,
+    axis_name: AxisName | None,
+) -> Any:
+    r"""How far the gradient of the batch's first half lies from that of the whole.
+
+    .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
+    """
+    del chunk_size
+    grad_fn = _required(step, "grad_fn", "two_batches", "the gradient of a part of the batch")
+    _check_takes_part(grad_fn, "grad_fn", 'estimator="two_batches"')
+    checks.check_static_count("batch_size", batch_size)
+    replicas = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    here = int(batch_size) // replicas
+    if here < 2 or here * replicas != batch_size:
+        raise ValueError(
+            f"batch_size is {batch_size}, and there are {replicas} replicas: the estimator "
+            "'two_batches' halves the batch of each, which takes a multiple of them, and at least "
+            "2 examples each."
+        )
+    half = here // 2
+    part = _checked(grad_fn(step.params, start=0, size=half), step, "grad_fn(params)", axes=0)
+    factor = half / (here - half) * int(batch_size)
+    return _outer_of(_difference(part, step.grad), factor, outer)
+
+
+ESTIMATES: dict[Estimator, Estimate] = {
+    "per_example": per_example,
+    "single_example": single_example,
+    "two_batches": two_batches,
+}
+
+
+def _length(rows: optax.Updates) -> int:
+    return int(jax.tree.leaves(rows)[0].shape[0])
+
+
+def _join(a: _Moments, b: _Moments, outer: Outer) -> _Moments:
+    """The moments of both, from how far their means lie apart (Chan, Golub and LeVeque)."""
+    count = a.count + b.count
+    apart = jax.tree.map(jnp.subtract, b.mean, a.mean)
+    between = _outer_of(apart, a.count * b.count / count, outer)
+    return _Moments(
+        count,
+        jax.tree.map(lambda m, d: m + d * (b.count / count).astype(d.dtype), a.mean, apart),
+        jax.tree.map(lambda x, y, z: x + y + z, a.spread, b.spread, between),
+    )
+
+
+def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
+    return _scaled(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
+
+
+def _scaled(tree: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(factor, leaf.dtype), tree)
+
+
+def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
+    return jax.tree.map(lambda a, b: a.astype(wide_dtype(a)) - b.astype(wide_dtype(a)), one, other)
+
+
+def _required(
+    step: Step, name: str, estimator: Estimator, what: str, *, argument: str = ""
+) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = step.extras.get(name)
+    if function is None:
+        call = ", ".join(["loss_fn, params, batch", *([argument] if argument else [])])
+        raise ValueError(
+            f"The estimator {estimator!r} needs the extra argument {name}, {what} at given params: e = "
+            f"optperm.evaluate({call}), then update(e.grad, state, params, **e.extra_args)."
+        )
+    return function
+
+
+def _checked(grads: Any, step: Step, name: str, *, axes: int) -> optax.Updates:
+    """The gradients, without what is masked, if they are shaped like params after `axes` axes."""
+    grads = mask_like(grads, step.params)
+    shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
+    checks.check_same_tree(name, shapes, step.params, source="params", dtypes=False)
+    return grads
+
+
+def _check_batch(here: int, batch_size: Any, axis_name: AxisName | None) -> None:
+    replicas = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    if here * replicas < 2:
+        raise ValueError(
+            "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
+            "estimator='single_example' for batches of one."
+        )
+    if checks.is_concrete_number(batch_size) and here * replicas != batch_size:
+        over = "" if axis_name is None else f" on each of {replicas} replicas"
+        raise ValueError(
+            f"batch_size is {batch_size}, but per_example_grad_fn gave the gradients of {here} "
+            f"examples{over}: pass batches of one size (leave out a smaller last one), and axis_name "
+            "where a batch is spread over several devices."
+        )
+
+
+def _check_takes_part(function: Callable[..., Any], name: str, reason: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    if not takes_any and not {"start", "size"} <= {p.name for p in parameters}:
+        raise ValueError(
+            f"With {reason}, {name} must take the first example of a part of the batch and its size, "
+            f"{name}(params, start=, size=), as optperm.evaluate makes it."
+        )

@@ -1,0 +1,344 @@
+"""Draws from a stochastic optimizer whose iterates sample a distribution, and predictions from them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm import checks
+from optperm.composition import without_variables
+from optperm.precision import in_form_of, wide_dtype
+
+# (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
+Step = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
+
+
+class Samples(NamedTuple):
+    """What `draw_samples` drew, and all that it takes to go on from there.
+
+    Attributes:
+      params: The draws.
+      last_params: The iterates at the end, whose leaves have a leading axis of chains.
+      last_opt_state: The optimizer states at the end, with the same axis.
+      next_step: Steps that each chain has taken; `first_step` to go on from.
+    """
+
+    params: optax.Params  # like params, leaves (chain, draw, *shape)
+    last_params: optax.Params  # like params, leaves (chain, *shape)
+    last_opt_state: Any  # like the optimizer state, leaves (chain, *shape)
+    next_step: jax.Array  # int32 ()
+
+
+def draw_samples(
+    step: Step,
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    *,
+    num_chains: int,
+    num_draws: int,
+    thinning: int = 1,
+    warmup: int = 0,
+    average: bool = False,
+    stacked: bool = False,
+    first_step: int | jax.Array = 0,
+) -> Samples:
+    r"""Runs several chains of a stochastic optimizer and keeps an iterate of each every so often.
+
+    After `warmup` steps draw i, from 0, of a chain is
+
+    .. math::
+      \theta_{w + (i + 1) k} \quad \text{or, averaged,} \quad
+      \frac{1}{k} \sum_{t = w + i k + 1}^{w + (i + 1) k} \theta_t
+
+    with k the `thinning` and w the `warmup`. The paper averages over windows of N / S steps, one pass
+    over N examples in batches of S: its draws are then nearly independent, and close to the posterior
+    for an ill-fitting preconditioner too.
+
+    Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, whatever the number of chains
+    and draws. So a run in two parts, the second from where the first ended, is the run in one:
+
+        first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
+        second = draw_samples(step, first.last_params, first.last_opt_state, key,
+                              num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
+
+    The chains are mapped by `jax.vmap`, the draws by one `jax.lax.scan` that compiles `step` once; given
+    the same function again, nothing is compiled again.
+
+    Args:
+      step: `step(params, opt_state, key) -> (params, opt_state)`, one step on a batch that it draws with
+        the key. It must be traceable, and return the form that it was given.
+      params: Where all chains start; with `stacked`, where each starts, on a leading axis.
+      opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
+      key: A random key, typed or the raw data of one.
+      num_chains: Chains.
+      num_draws: Draws of each chain.
+      thinning: Steps from one draw to the next.
+      warmup: Steps of each chain ahead of its first draw's.
+      average: Whether a draw is the mean of its `thinning` iterates, summed in float32 or the leaf's
+        dtype if wider, instead of the last of them.
+      stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
+      first_step: The t of the first step: 0 to start, `next_step` of the earlier `Samples` to go on.
+
+    Returns:
+      `Samples`. All draws are held in memory.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if with `stacked` a leaf
+        has no leading axis of `num_chains`; if `step` returns another form than it was given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> def step(params, opt_state, key):  # constant SGD on a noisy parabola
+      ...     return params - 0.1 * (params + jax.random.normal(key)), opt_state
+      >>> samples = optperm.draw_samples(
+      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=2000, thinning=20
+      ... )
+      >>> samples.params.shape
+      (4, 2000)
+      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # where it settles
+      True
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, 2017, on iterate averaging: section 5
+    """
+    if not callable(step):
+        raise TypeError(f"step must be a function (params, opt_state, key), got {step!r}.")
+    checks.check_static_count("num_chains", num_chains)
+    checks.check_static_count("num_draws", num_draws)
+    checks.check_count("thinning", thinning)
+    checks.check_count("warmup", warmup, minimum=0)
+    checks.check_count("first_step", first_step, minimum=0)
+    checks.check_flag("average", average)
+    checks.check_flag("stacked", stacked)
+    if average:
+        checks.check_real_floating("params", params, advice="Others have no mean: average=False.")
+    params, opt_state = without_variables(params), without_variables(opt_state)
+    if stacked:
+        _check_stacked("params", params, num_chains)
+        _check_stacked("opt_state", opt_state, num_chains)
+    return _run_chains(
+        step,
+        params,
+        opt_state,
+        key,
+        jnp.asarray(thinning, jnp.int32),
+        jnp.asarray(warmup, jnp.int32),
+        jnp.asarray(first_step, jnp.int32),
+        num_chains=num_chains,
+        num_draws=num_draws,
+        average=average,
+        stacked=stacked,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("step", "num_chains", "num_draws", "average", "stacked")
+)
+def _run_chains(
+    step: Step,
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    thinning: jax.Array,
+    warmup: jax.Array,
+    first_step: jax.Array,
+    *,
+    num_chains: int,
+    num_draws: int,
+    average: bool,
+    stacked: bool,
+) -> Samples:
+    def run_chain(chain: jax.Array, params: optax.Params, opt_state: Any) -> tuple[Any, Any, Any]:
+        chain_key = jax.random.fold_in(key, chain)
+
+        def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, opt_state = carry
+            returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
+            return _checked_step(returned, params, opt_state)
+
+        def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            # The first draw's loop takes the steps of the warmup too: one loop compiles one step.
+            end = warmup + (index + 1) * thinning
+            first_kept = end - thinning
+            start = jnp.where(index == 0, 0, first_kept)
+            if not average:
+                carry = jax.lax.fori_loop(start, end, take_step, carry)
+                return carry, carry[0]
+
+            def step_and_sum(t: jax.Array, carry_and_total: Any) -> Any:
+                carry, total = carry_and_total
+                carry = take_step(t, carry)
+                total = jax.tree.map(
+                    lambda s, p: s + jnp.where(t >= first_kept, p, 0).astype(s.dtype),
+                    total,
+                    carry[0],
+                )
+                return carry, total
+
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide_dtype(p)), carry[0])
+            carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
+            mean = jax.tree.map(lambda s: s / thinning.astype(s.dtype), total)
+            return carry, in_form_of(mean, carry[0])
+
+        carry = (_strongly_typed(params), _strongly_typed(opt_state))
+        carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
+        return draws, *carry
+
+    start_axis = 0 if stacked else None
+    draws, last_params, last_opt_state = jax.vmap(run_chain, in_axes=(0, start_axis, start_axis))(
+        jnp.arange(num_chains, dtype=jnp.int32), params, opt_state
+    )
+    next_step = first_step + warmup + num_draws * thinning
+    return Samples(draws, last_params, last_opt_state, next_step)
+
+
+def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
+    """The draws as a flat dictionary of arrays, as every version of ArviZ takes them.
+
+    What `arviz.rhat` and `arviz.ess` work on is
+
+        arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))
+
+    Args:
+      samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
+      separator: What joins the parts of a path to a name. ArviZ from version 1 on refuses a slash.
+
+    Returns:
+      NumPy arrays (chain, draw, *shape) by name, such as "dense.kernel"; the name of a tree that is
+      one array is "params". 16-bit floats become float32.
+
+    Raises:
+      TypeError: If the separator is not a string.
+      ValueError: If two leaves have the same name, a leaf has no axes of chains and draws, or they are
+        of another length than those of the first leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> optperm.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense.bias"].shape
+      (2, 1, 3)
+    """
+    if not isinstance(separator, str):
+        raise TypeError(f"separator must be a string, got {separator!r}.")
+    samples_params = without_variables(samples_params)
+    _check_draws(samples_params)
+    arrays: dict[str, np.ndarray] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
+        name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
+        if name in arrays:
+            raise ValueError(
+                f"Two leaves of samples_params have the name {name!r}: rename a key that has "
+                f"{separator!r} in it, or that differs from another by its type alone."
+            )
+        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
+    return arrays
+
+
+def posterior_predictive(
+    predict_fn: Callable[[optax.Params, Any], jax.Array],
+    samples_params: optax.Params,
+    inputs: Any,
+) -> jax.Array:
+    r"""The mean of a model's predictions over all draws of its params.
+
+    .. math::
+      p(y \mid x) \approx \frac{1}{M} \sum_{m = 1}^{M} p(y \mid x, \theta_m)
+
+    One draw is evaluated at a time. The mean of class probabilities is the posterior predictive
+    probability; the mean of logits is not.
+
+    Args:
+      predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
+        `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
+      samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
+      inputs: What to predict for, a tree of arrays.
+
+    Returns:
+      The mean, of the shape that `predict_fn` returns, in float32 or its dtype if wider.
+
+    Raises:
+      TypeError: If `predict_fn` is not a function, or does not return one array of real floating dtype.
+      ValueError: If a leaf of `samples_params` has no axes of chains and draws, or they are of another
+        length than those of the first leaf.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> draws = jnp.array([[1.0, 3.0], [5.0, 7.0]])  # of one parameter, two chains of two
+      >>> optperm.posterior_predictive(lambda w, x: w * x, draws, jnp.array([1.0, 10.0])).tolist()
+      [4.0, 40.0]
+    """
+    if not callable(predict_fn):
+        raise TypeError(f"predict_fn must be a function (params, inputs), got {predict_fn!r}.")
+    samples_params = without_variables(samples_params)
+    _check_draws(samples_params)
+    return _mean_prediction(predict_fn, samples_params, inputs)
+
+
+@functools.partial(jax.jit, static_argnames="predict_fn")
+def _mean_prediction(
+    predict_fn: Callable[[optax.Params, Any], jax.Array], samples_params: optax.Params, inputs: Any
+) -> jax.Array:
+    draws = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples_params)
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), draws)
+    out = jax.eval_shape(predict_fn, one, inputs)
+    if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
+        what = getattr(out, "dtype", type(out).__name__)
+        raise TypeError(f"predict_fn must return one array of a real floating dtype, got {what}.")
+
+    def add(total: jax.Array, params: optax.Params) -> tuple[jax.Array, None]:
+        return total + predict_fn(params, inputs).astype(total.dtype), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(out.shape, wide_dtype(out)), draws)
+    return total / jax.tree.leaves(draws)[0].shape[0]
+
+
+def _strongly_typed(tree: Any) -> Any:
+    return in_form_of(tree, tree)
+
+
+def _checked_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
+    """What a step returned, without weak types; raises unless it has the form that went in."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"step must return a pair (params, opt_state), got {type(returned).__name__}"
+            + (f" of {len(returned)}." if isinstance(returned, tuple) else ".")
+        )
+    names = ("the params that step returns", "the opt_state that step returns")
+    old = (params, opt_state)
+    new = without_variables(returned)
+    for name, here, before in zip(names, new, old, strict=True):
+        checks.check_same_tree(name, here, before, source="what it was given")
+    return in_form_of(new[0], params), in_form_of(new[1], opt_state)
+
+
+def _check_stacked(name: str, tree: Any, num_chains: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.shape(leaf)[:1] != (num_chains,):
+            raise ValueError(
+                f"With stacked=True every leaf of {name} needs a leading axis of num_chains="
+                f"{num_chains}, but {name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}."
+            )
+
+
+def _check_draws(samples_params: Any) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(samples_params)
+    if not leaves:
+        raise ValueError(
+            "samples_params has no leaves: pass the params of what draw_samples returned."
+        )
+    axes = jnp.shape(leaves[0][1])[:2]
+    for path, leaf in leaves:
+        shape = jnp.shape(leaf)
+        if len(shape) < 2 or shape[:2] != axes or 0 in axes:
+            raise ValueError(
+                f"samples_params{jax.tree_util.keystr(path)} has shape {shape}; every leaf needs two "
+                "leading axes, of chains and of draws, none of them empty and the same in all "
+                f"leaves. The first leaf begins with {axes}."
+            )

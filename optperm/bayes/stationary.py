@@ -1,0 +1,279 @@
+"""Where constant SGD settles: its stationary covariance on a quadratic, and the distance of Gaussians.
+
+S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
+JMLR 18(134), arXiv 1704.04289, 2017.
+
+What is solved here is solved in float64, whatever dtype the matrices have: a small step is the small
+difference of I - HA from I, of which float32 keeps few digits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm import checks
+from optperm.precision import widest_dtype
+
+# After 2^44 steps even a recursion that forgets 1e-12 of the past in a step has forgotten all of it.
+_MAX_DOUBLINGS = 44
+
+
+def stationary_covariance(
+    preconditioner: jax.Array | np.ndarray | float,
+    hessian: jax.Array | np.ndarray,
+    noise: jax.Array | np.ndarray,
+    *,
+    momentum: float | jax.Array = 0.0,
+    continuous: bool = False,
+) -> jax.Array:
+    r"""The covariance at which SGD with a constant preconditioner settles on a quadratic.
+
+    Around the optimum SGD is :math:`\theta_{t+1} = \theta_t - H (A \theta_t + \epsilon_t)` with
+    :math:`\epsilon_t \sim N(0, R)`. Its stationary covariance solves the discrete Lyapunov equation
+
+    .. math::
+      \Sigma = (I - HA)\, \Sigma\, (I - HA)^\top + H R H^\top
+
+    With momentum, :math:`v_{t+1} = \mu v_t + A \theta_t + \epsilon_t` and
+    :math:`\theta_{t+1} = \theta_t - H v_{t+1}` as in `optax.trace`, it is the block of :math:`\theta` in
+    the covariance of :math:`(\theta, H v)`. In the limit of small steps, the paper's continuous one,
+
+    .. math::
+      H A \Sigma + \Sigma A H^\top = \frac{1}{1 - \mu} H R H^\top
+
+    Args:
+      preconditioner: H: a number, a diagonal (D,), or a matrix (D, D). A learning rate is part of it.
+      hessian: A, (D, D), symmetric: the Hessian of the mean loss.
+      noise: R, (D, D), symmetric: the covariance of a batch's gradient, C / S for batches of S examples
+        whose single gradients have the covariance C.
+      momentum: :math:`\mu \in [0, 1)`, Optax's decay.
+      continuous: Whether to take the limit of small steps.
+
+    Returns:
+      :math:`\Sigma`, (D, D), in float64 if an argument is and that is enabled, else in float32. Traced,
+      where Python cannot see the matrices, it is NaN where no stationary distribution exists.
+
+    Raises:
+      TypeError: If an argument is not of real numbers.
+      ValueError: If shapes do not match, a matrix is not symmetric or not finite, momentum is out of
+        range, or no stationary distribution exists: the steps are too large, or a direction has no
+        curvature, along which SGD walks away at random.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> posterior = jnp.linalg.inv(1000 * jnp.array([[2.0, 0.5], [0.5, 1.0]]))
+      >>> hessian = noise = jnp.array([[2.0, 0.5], [0.5, 1.0]])
+      >>> h = 2 * 10 / 1000 * jnp.linalg.inv(noise)  # batches of 10 of 1000 examples
+      >>> limit = optperm.stationary_covariance(h, hessian, noise / 10, continuous=True)
+      >>> bool(jnp.allclose(limit, posterior))
+      True
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, 2017, equations 13 and 16
+    """
+    d = _check_symmetric("hessian", hessian)
+    if _check_symmetric("noise", noise) != d:
+        raise ValueError(
+            f"noise must have the shape of hessian, {(d, d)}, got {jnp.shape(noise)}: it is the "
+            "covariance of the gradient of all parameters, flattened to one vector."
+        )
+    _check_real("preconditioner", preconditioner)
+    if jnp.shape(preconditioner) not in ((), (d,), (d, d)):
+        raise ValueError(
+            f"preconditioner must be a number, a diagonal {(d,)} or a matrix {(d, d)}, as hessian is "
+            f"{(d, d)}; got shape {jnp.shape(preconditioner)}."
+        )
+    _check_finite("preconditioner", preconditioner)
+    checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0))
+    checks.check_flag("continuous", continuous)
+
+    arguments = (preconditioner, hessian, noise, momentum)
+    dtype = widest_dtype((preconditioner, hessian, noise))
+    with jax.enable_x64(True):
+        h, a, r, mu = (jnp.asarray(each, jnp.float64) for each in arguments)
+        h = h if h.ndim == 2 else jnp.diag(jnp.broadcast_to(h, (d,)))
+        drift, diffusion = _matmul(h, a), _sandwich(h, r)
+        identity = jnp.eye(d, dtype=jnp.float64)
+        if continuous:
+            transition, diffusion = _cayley(drift, diffusion / (1.0 - mu))
+        elif checks.is_concrete_number(momentum) and not momentum:
+            transition = identity - drift
+        else:
+            # The state is (theta, H v): H v' = mu H v + H (A theta + epsilon), theta' = theta - H v'.
+            friction = mu * identity
+            transition = jnp.block([[identity - drift, -friction], [drift, friction]])
+            diffusion = jnp.block([[diffusion, -diffusion], [-diffusion, diffusion]])
+        covariance = _solve_by_doubling(transition, diffusion)[:d, :d]
+        covariance = jax.lax.convert_element_type(covariance, dtype)
+    if not isinstance(covariance, jax.core.Tracer) and not np.all(np.isfinite(covariance)):
+        raise ValueError(_why_not_stationary(np.asarray(transition), continuous=continuous))
+    return covariance
+
+
+def gaussian_kl(
+    mean: jax.Array | np.ndarray,
+    covariance: jax.Array | np.ndarray,
+    other_mean: jax.Array | np.ndarray,
+    other_covariance: jax.Array | np.ndarray,
+) -> jax.Array:
+    r"""The Kullback-Leibler divergence of one Gaussian from another.
+
+    .. math::
+      \mathrm{KL}(N(m, \Sigma) \,\|\, N(m', \Sigma')) = \tfrac12 \left( \mathrm{tr}(\Sigma'^{-1} \Sigma)
+      + (m' - m)^\top \Sigma'^{-1} (m' - m) - D + \log \frac{\det \Sigma'}{\det \Sigma} \right)
+
+    By the Cholesky factors of both, as a sum of terms none of which is negative, so that a small
+    divergence is not lost in the difference of large terms.
+
+    Args:
+      mean: m, (D,).
+      covariance: :math:`\Sigma`, (D, D), symmetric and positive definite.
+      other_mean: m', (D,).
+      other_covariance: :math:`\Sigma'`, (D, D), symmetric and positive definite.
+
+    Returns:
+      The divergence in nats, scalar, in float64 if an argument is and that is enabled, else in float32.
+      Traced, where Python cannot see the matrices, it is NaN if one is not positive definite.
+
+    Raises:
+      TypeError: If an argument is not of real numbers.
+      ValueError: If shapes do not match, or a covariance is not symmetric, finite and positive definite.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> zero, one = jnp.zeros(2), jnp.eye(2)
+      >>> float(optperm.gaussian_kl(zero, one, jnp.array([3.0, 4.0]), one))  # half of 5 squared
+      12.5
+    """
+    d = _check_symmetric("covariance", covariance)
+    if _check_symmetric("other_covariance", other_covariance) != d:
+        raise ValueError(
+            f"covariance and other_covariance must have the same shape, got {(d, d)} and "
+            f"{jnp.shape(other_covariance)}."
+        )
+    for name, value in (("mean", mean), ("other_mean", other_mean)):
+        _check_real(name, value)
+        if jnp.shape(value) != (d,):
+            raise ValueError(
+                f"{name} must have shape {(d,)}, as the covariances are {(d, d)}; got "
+                f"{jnp.shape(value)}."
+            )
+        _check_finite(name, value)
+    dtype = widest_dtype((mean, covariance, other_mean, other_covariance))
+    arguments = (mean, covariance, other_mean, other_covariance)
+    m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
+    factor, other_factor = jnp.linalg.cholesky(sigma), jnp.linalg.cholesky(other_sigma)
+    for name, each in (("covariance", factor), ("other_covariance", other_factor)):
+        if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
+            raise ValueError(
+                f"{name} must be positive definite, and its Cholesky factorization fails. A sample "
+                "covariance is so only of more samples than dimensions; else add to its diagonal."
+            )
+
+    def whitened(x: jax.Array) -> jax.Array:
+        return jax.scipy.linalg.solve_triangular(other_factor, x, lower=True)
+
+    # With K = L'^-1 L, lower triangular: tr K K^T - D - log det K K^T, entry by entry.
+    ratio = whitened(factor)
+    diagonal = jnp.diag(ratio)
+    excess = (diagonal - 1.0) * (diagonal + 1.0)
+    off_diagonal = jnp.tril(ratio, -1)
+    shift = whitened(other_m - m)
+    return 0.5 * (
+        jnp.sum(excess - jnp.log1p(excess)) + jnp.sum(off_diagonal**2) + jnp.sum(shift**2)
+    )
+
+
+def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Array]:
+    r"""A recursion with the covariance that solves :math:`G \Sigma + \Sigma G^\top = Q`.
+
+    For any :math:`\tau > 0`, with :math:`M = I + \tau G`, it is that of the transition
+    :math:`M^{-1} (I - \tau G)` and the noise :math:`2 \tau M^{-1} Q M^{-\top}`.
+    """
+    identity = jnp.eye(len(drift), dtype=drift.dtype)
+    size = jnp.max(jnp.sum(jnp.abs(drift), axis=1))
+    scaled = drift / jnp.where(size > 0, size, 1.0)
+    inverse = jnp.linalg.inv(identity + scaled)
+    return _matmul(inverse, identity - scaled), _sandwich(
+        inverse, 2.0 * diffusion / jnp.where(size > 0, size, 1.0)
+    )
+
+
+def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array:
+    r"""The sum :math:`\sum_t F^t Q (F^t)^\top`, doubling its terms each time; NaN if it has no limit."""
+
+    def goes_on(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        index, power, _ = carry
+        size = jnp.sum(power**2)
+        return (size > 1e-20) & (size < 1e100) & (index < _MAX_DOUBLINGS)
+
+    def double(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, Any, Any]:
+        index, power, total = carry
+        return index + np.int32(1), _matmul(power, power), total + _sandwich(power, total)
+
+    start = (jnp.zeros([], jnp.int32), transition, diffusion)
+    _, power, total = jax.lax.while_loop(goes_on, double, start)
+    has_limit = jnp.sum(power**2) <= 1e-20
+    return jnp.where(has_limit, (total + total.T) / 2, jnp.nan)
+
+
+# The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+
+
+def _sandwich(a: jax.Array, middle: jax.Array) -> jax.Array:
+    return _matmul(_matmul(a, middle), a.T)
+
+
+def _why_not_stationary(transition: np.ndarray, *, continuous: bool) -> str:
+    radius = np.abs(np.linalg.eigvals(transition)).max() if np.all(np.isfinite(transition)) else 0
+    if continuous:
+        return (
+            "No stationary distribution exists: preconditioner @ hessian has an eigenvalue whose real "
+            "part is not positive, so nothing draws back along its direction. Add curvature to the "
+            "hessian, such as that of a prior, and take a positive definite preconditioner."
+        )
+    return (
+        f"No stationary distribution exists: the spectral radius of a step is {radius:.6g}, and below 1 "
+        "is needed. Take smaller steps, preconditioner times a number below 1; if that does not "
+        "help, the hessian has a direction without curvature, which a prior would give it."
+    )
+
+
+def _check_real(name: str, value: Any) -> None:
+    dtype = jnp.result_type(value)
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"{name} must be of real numbers, got dtype {dtype}.")
+
+
+def _check_finite(name: str, value: Any) -> None:
+    if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(value))):
+        raise ValueError(f"{name} must be finite, got a NaN or an infinity in it.")
+
+
+def _check_symmetric(name: str, matrix: Any) -> int:
+    """The number of rows; raises unless the matrix is square and, if concrete, symmetric and finite."""
+    _check_real(name, matrix)
+    shape = jnp.shape(matrix)
+    if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
+        raise ValueError(
+            f"{name} must be a square matrix (D, D), got shape {shape}. A diagonal has to be "
+            "written out: jnp.diag(values)."
+        )
+    _check_finite(name, matrix)
+    if not isinstance(matrix, jax.core.Tracer):
+        values = np.asarray(matrix, np.float64)
+        gap, size = np.abs(values - values.T).max(), np.abs(values).max()
+        if gap > 1e-3 * size:
+            raise ValueError(
+                f"{name} must be symmetric, got entries that differ by {gap:.3g} from their mirror "
+                f"images, where the largest is {size:.3g}. Rounding alone may be averaged away: "
+                "(m + m.T) / 2."
+            )
+    return int(shape[0])

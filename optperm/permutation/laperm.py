@@ -1,0 +1,226 @@
+"""LaPerm: training freely, with the initial weights put in the order of the trained ones now and then.
+
+Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
+NeurIPS 2020.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm import checks
+from optperm.mapped_axes import matched_cond
+from optperm.permutation.weight_vectors import (
+    OutputAxes,
+    from_matrix,
+    init_ranks,
+    ranks_of,
+    resolve_output_axes,
+    scatter_rows,
+    sort_order,
+    to_matrix,
+    warn_of_constant_rows,
+)
+from optperm.placement import Placement, holding_masks, placing_states
+from optperm.precision import in_form_of
+from optperm.schedules import at_step
+
+# An integer, or a schedule: from the number of a step to one.
+SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
+
+
+class LapermState(NamedTuple):
+    """State of `laperm`.
+
+    The sorted values of a weight vector are in it: that of rank k stands where `ranks` is k.
+
+    Attributes:
+      count: Steps taken.
+      inner_state: State of the optimizer that moves the weights.
+      weights: The weights as last synchronized, a permutation of the initial ones in each weight vector.
+      ranks: The rank of each of these among those of its weight vector.
+      synchronized: Whether the last step ended in a synchronization, which put the params on `weights`.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    inner_state: Any
+    weights: optax.Params  # like params, leaf for leaf
+    ranks: Any  # int32, shaped like params
+    synchronized: jax.Array  # bool ()
+
+    def placements(self) -> list[Placement]:
+        """The synchronized weights; scalars, which never move, are not placed either."""
+        targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
+        return [(targets, self.synchronized)]
+
+    def with_targets_of(self, other: "LapermState") -> "LapermState":
+        """This state with the weights of another permutation of the same ones."""
+        return self._replace(weights=other.weights, ranks=other.ranks)
+
+
+def laperm(
+    optimizer: optax.GradientTransformation,
+    sync_every: SyncEvery,
+    *,
+    output_axes: OutputAxes = (-1,),
+) -> optax.GradientTransformationExtraArgs:
+    r"""LaPerm: trains a network by permuting its initial weights, in the order that an optimizer finds.
+
+    The optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a multiple
+    of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
+
+    .. math::
+      w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)],
+
+    the smallest of them where the smallest weight is now, and so on; ties by location. So the network
+    holds its initial weights, bit for bit, in another order. The optimizer's state is neither reset nor
+    permuted: it stays with the location. Zeros among the initial weights move like any value.
+
+    Between two synchronizations the params are no permutation. `optperm.permuted_params(opt_state)` is
+    the network as last synchronized; `optperm.permuted_params(opt_state, params)` synchronizes the
+    params first, which is how to test and to keep a network when training ends between two.
+
+    If k is too small no weight gets past its neighbors before it is put back, and nothing is learned;
+    a few per epoch to one in a few epochs is the range to try. Initialize biases at random, or train
+    them with another optimizer (`optax.partition`). Scalars keep their value.
+
+    A gradient that is not finite counts as zero in its entry. A weight vector that holds a NaN when it
+    is synchronized goes back to its last synchronized order. The sort is computed only when it is due,
+    but under `jax.vmap` in every step. It is the last of its chain: what follows it changes updates, not
+    the weights that it places. Apply the updates with `optperm.apply_updates` to place them bit for
+    bit; with `optax.apply_updates` they are within one rounding of it, without ever drifting.
+
+    Args:
+      optimizer: The optimizer that moves the weights. Not one that places params, such as
+        `optperm.sgperm`, or holds some, such as `optperm.mask_elements`.
+      sync_every: :math:`k \ge 1`, in steps: an integer, or a schedule from t to one.
+      output_axes: As in `optperm.permute_by_cycles`.
+
+    Returns:
+      A transformation whose state is a `LapermState`. Its `update` needs `params`, and whatever the
+      optimizer needs.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If `sync_every` is below 1, the optimizer places or holds params, or the trees
+        passed to `update` do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.laperm(optax.sgd(1.0), sync_every=2)
+      >>> w = jnp.array([0.5, 1.0, 2.0])
+      >>> opt_state = tx.init(w)
+      >>> for _ in range(2):
+      ...     updates, opt_state = tx.update(jnp.array([-0.5, 0.0, 0.75]), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     print(w.tolist(), optperm.permuted_params(opt_state, w).tolist())
+      [1.0, 1.0, 1.25] [0.5, 1.0, 2.0]
+      [2.0, 1.0, 0.5] [2.0, 1.0, 0.5]
+
+    References:
+      Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
+      NeurIPS 2020
+    """
+    checks.check_transformation("optimizer", optimizer)
+    if not callable(sync_every):
+        checks.check_count("sync_every", sync_every)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init_fn(params: optax.Params) -> LapermState:
+        checks.check_real_floating(
+            "params", params, advice="Mask the others to another optimizer with optax.partition."
+        )
+        warn_of_constant_rows(
+            params, output_axes, example="optperm.laperm(optax.adam(1e-3), sync_every)"
+        )
+        inner_state = inner.init(params)
+        if placing_states(inner_state) or holding_masks(inner_state):
+            raise ValueError(
+                "optimizer places params where its own state says, or holds some, and would not know "
+                "where a synchronization puts them: use one that moves them all."
+            )
+        return LapermState(
+            count=jnp.zeros([], jnp.int32),
+            inner_state=inner_state,
+            weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            ranks=init_ranks(params, output_axes),
+            synchronized=jnp.zeros([], jnp.bool_),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: LapermState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LapermState]:
+        params = checks.require_params(params, "laperm")
+        checks.check_same_tree("params", params, state.weights, source="the optimizer state")
+        checks.check_same_tree(
+            "updates", updates, state.weights, source="the optimizer state", dtypes=False
+        )
+        # Raw, the gradient would leave NaN in the inner state for ever.
+        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
+        moves, inner_state = inner.update(finite, state.inner_state, params, **extra_args)
+        moves = jax.tree.map(
+            lambda move: move if move.ndim else jnp.zeros_like(move), in_form_of(moves, params)
+        )
+        period = jnp.maximum(at_step(sync_every, state.count, jnp.int32), 1)
+        count = optax.safe_increment(state.count)
+        is_due = count % period == 0
+
+        def synchronize() -> tuple[optax.Updates, optax.Params, Any]:
+            moved = optax.apply_updates(params, moves)
+            weights, ranks = synchronized(state, moved, output_axes)
+            return jax.tree.map(jnp.subtract, weights, params), weights, ranks
+
+        moves, weights, ranks = matched_cond(
+            is_due, synchronize, lambda: (moves, state.weights, state.ranks)
+        )
+        return moves, LapermState(
+            count=count,
+            inner_state=in_form_of(inner_state, state.inner_state),
+            weights=weights,
+            ranks=ranks,
+            synchronized=is_due,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def synchronized(
+    state: LapermState, params: optax.Params, output_axes: OutputAxes
+) -> tuple[optax.Params, Any]:
+    """The initial values of each weight vector in the order of the params, and the ranks of these.
+
+    Args:
+      state: The state, which holds the values.
+      params: A tree like `state.weights`.
+      output_axes: As given to `laperm`.
+    """
+
+    def of_leaf(
+        path: tuple[Any, ...], leaf: jax.Array, weights: jax.Array, ranks: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if leaf.ndim == 0 or leaf.size == 0:
+            return weights, ranks
+        axes = resolve_output_axes(path, leaf, output_axes)
+        row, old_weights, old_ranks = (to_matrix(x, axes) for x in (leaf, weights, ranks))
+        order = sort_order(row)
+        values = scatter_rows(old_weights, old_ranks)
+        is_ordered = ~jnp.any(jnp.isnan(row), axis=0, keepdims=True)
+        new_weights = jnp.where(is_ordered, scatter_rows(values, order), old_weights)
+        new_ranks = jnp.where(is_ordered, ranks_of(order), old_ranks)
+        return from_matrix(new_weights, leaf.shape, axes), from_matrix(new_ranks, leaf.shape, axes)
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    pairs = [
+        of_leaf(path, leaf, weights, ranks)
+        for (path, leaf), weights, ranks in zip(
+            leaves, jax.tree.leaves(state.weights), jax.tree.leaves(state.ranks), strict=True
+        )
+    ]
+    all_weights, all_ranks = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(structure, all_weights), jax.tree.unflatten(structure, all_ranks)

@@ -1,0 +1,172 @@
+"""Two optimizers, one after the other, as one."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm import checks
+from optperm.mapped_axes import matched_cond
+from optperm.placement import Placement, holding_masks, placing_states, with_targets_of
+from optperm.precision import in_form_of
+
+
+class SwitchAfterState(NamedTuple):
+    """State of `switch_after`.
+
+    Attributes:
+      count: Steps taken.
+      switched: Whether the last step was one of the second optimizer.
+      first: State of the first optimizer; after the switch it stays as it is.
+      then: State of the second one.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    switched: jax.Array  # bool ()
+    first: Any
+    then: Any
+
+    def placements(self) -> list[Placement]:
+        """Where the optimizer that took the last step placed params."""
+        return [
+            (targets, jnp.logical_and(is_placed, is_active))
+            for phase, is_active in self._phases()
+            for state in placing_states(phase)
+            for targets, is_placed in state.placements()
+        ]
+
+    def may_move(self) -> list[Any]:
+        """What the optimizer that took the last step lets move; the other one holds nothing."""
+        return [
+            jax.tree.map(
+                lambda m, is_active=is_active: jnp.logical_or(m, jnp.logical_not(is_active)), mask
+            )
+            for phase, is_active in self._phases()
+            for mask in holding_masks(phase)
+        ]
+
+    def _phases(self) -> tuple[tuple[Any, jax.Array], ...]:
+        return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
+
+    def with_targets_of(self, other: "SwitchAfterState") -> "SwitchAfterState":
+        """This state with the targets of another one that is in the same phase."""
+        return self._replace(
+            first=with_targets_of(self.first, other.first),
+            then=with_targets_of(self.then, other.then),
+        )
+
+
+def switch_after(
+    num_steps: int | jax.Array,
+    first: optax.GradientTransformation,
+    then: optax.GradientTransformation,
+    *,
+    track: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Trains with one optimizer for some steps, and goes on with another.
+
+    .. math::
+      u_t = \begin{cases} \text{first}(g_t) & t < T \\ \text{then}(g_t) & t \ge T \end{cases}
+
+    Each step computes only the optimizer whose turn it is, but under `jax.vmap` both. The switch is in
+    the state, so training resumes on either side of it, and the form of the state never changes: it
+    runs in a `jax.lax.scan` through the switch.
+
+    Without `track` the second optimizer starts cold: it is initialized on the params as they are at
+    the switch, which its state may hold (the weights of `optperm.sgperm`, the center of
+    `optperm.agn`, a snapshot). What was put into its state before, a mask say, is lost. With `track` it
+    sees every gradient of the first phase too, and what it would have done is dropped: its moments are
+    warm at the switch. Where it places params, the places are those of the params at the switch in
+    either case.
+
+    Args:
+      num_steps: :math:`T \ge 0`, in steps. Once the second optimizer has taken a step, a larger number
+        does not bring the first one back.
+      first: The optimizer of steps 0 to T - 1. Extra arguments are passed on to both.
+      then: The optimizer of all further steps.
+      track: Whether `then` is updated in the first phase as well, which costs its time.
+
+    Returns:
+      A transformation whose state is a `SwitchAfterState`. Its `update` needs `params`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If `num_steps` is negative, or the trees passed to `update` do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.switch_after(2, optax.sgd(0.5), optperm.sgperm(1.0))
+      >>> w = jnp.array([3.0, 0.0])
+      >>> opt_state = tx.init(w)
+      >>> for _ in range(3):
+      ...     updates, opt_state = tx.update(jnp.array([1.0, -1.0]), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     print(w.tolist())
+      [2.5, 0.5]
+      [2.0, 1.0]
+      [1.0, 2.0]
+    """
+    checks.check_count("num_steps", num_steps, minimum=0)
+    checks.check_transformation("first", first)
+    checks.check_transformation("then", then)
+    checks.check_flag("track", track)
+    before, after = optax.with_extra_args_support(first), optax.with_extra_args_support(then)
+
+    def init_fn(params: optax.Params) -> SwitchAfterState:
+        return SwitchAfterState(
+            count=jnp.zeros([], jnp.int32),
+            switched=jnp.zeros([], jnp.bool_),
+            first=before.init(params),
+            then=after.init(params),
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: SwitchAfterState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, SwitchAfterState]:
+        params = checks.require_params(params, "switch_after")
+        is_switched = state.switched | (state.count >= jnp.asarray(num_steps, jnp.int32))
+
+        def step(
+            tx: optax.GradientTransformationExtraArgs, tx_state: Any
+        ) -> tuple[optax.Updates, Any]:
+            moves, new_state = tx.update(updates, tx_state, params, **extra_args)
+            return in_form_of(moves, params), in_form_of(new_state, tx_state)
+
+        def start(then_state: Any, params: optax.Params) -> Any:
+            fresh = after.init(params)
+            checks.check_same_tree(
+                "then.init(params)", fresh, then_state, source="the optimizer state"
+            )
+            return in_form_of(with_targets_of(then_state, fresh) if track else fresh, then_state)
+
+        def in_first() -> tuple[optax.Updates, Any, Any]:
+            then_state = step(after, state.then)[1] if track else state.then
+            moves, first_state = step(before, state.first)
+            return moves, first_state, then_state
+
+        def in_then() -> tuple[optax.Updates, Any, Any]:
+            then_state = state.then
+            if not track or placing_states(then_state):
+                # Params as an operand are traced, and warned of at the true init alone.
+                then_state = matched_cond(
+                    state.switched, lambda kept, _: kept, start, then_state, params
+                )
+            moves, then_state = step(after, then_state)
+            return moves, state.first, then_state
+
+        # The branch named first is traced first: it names trees that do not match.
+        moves, first_state, then_state = matched_cond(
+            jnp.logical_not(is_switched), in_first, in_then
+        )
+        return moves, SwitchAfterState(
+            count=optax.safe_increment(state.count),
+            switched=is_switched,
+            first=first_state,
+            then=then_state,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

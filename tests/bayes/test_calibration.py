@@ -1,0 +1,105 @@
+"""The expected calibration error against a loop over the bins, and by hand."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optperm
+
+
+def by_hand(probabilities, labels, num_bins):
+    """Bin by bin, as the definition says, with edges in the dtype of the probabilities."""
+    confidences, predictions = probabilities.max(axis=1), probabilities.argmax(axis=1)
+    edges = np.array([b / num_bins for b in range(num_bins + 1)], probabilities.dtype)
+    error, bins = 0.0, []
+    for low, high in itertools.pairwise(edges):
+        inside = [i for i, c in enumerate(confidences) if low < c <= high]
+        if not inside:
+            bins.append((0, 0.0, 0.0))
+            continue
+        confidence = np.mean(confidences[inside], dtype=np.float64)
+        accuracy = np.mean([float(predictions[i] == labels[i]) for i in inside])
+        error += len(inside) / len(labels) * abs(accuracy - confidence)
+        bins.append((len(inside), confidence, accuracy))
+    return error, *zip(*bins, strict=True)
+
+
+@pytest.mark.parametrize("num_bins", [1, 5, 15])
+def test_as_by_hand(num_bins):
+    """On random predictions, and on confidences that lie on edges, which belong to the bin below."""
+    rng = np.random.default_rng(0)
+    random = rng.dirichlet([0.5, 0.5, 0.5], size=400)
+    on_edges = np.array([[k / 15, (1 - k / 15) / 2, (1 - k / 15) / 2] for k in range(5, 16)])
+    probabilities = np.concatenate([random, on_edges]).astype(np.float32)
+    labels = rng.integers(0, 3, size=len(probabilities))
+    wanted = by_hand(probabilities, labels, num_bins)
+    for compute in (optperm.calibration, jax.jit(optperm.calibration, static_argnames="num_bins")):
+        found = compute(probabilities, labels, num_bins=num_bins)
+        np.testing.assert_array_equal(found.counts, wanted[1])
+        for actual, expected in zip(
+            (found.expected_calibration_error, found.confidence, found.accuracy),
+            (wanted[0], *wanted[2:]),
+            strict=True,
+        ):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_perfectly_calibrated():
+    """As often right as it says: 0, whatever the bins."""
+    probabilities = np.repeat(np.float32([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]), 4, axis=0)
+    labels = np.array([0, 0, 0, 1] + [0, 0, 1, 1] + [0] * 4)
+    for num_bins in (1, 4, 15):
+        found = optperm.calibration(probabilities, labels, num_bins=num_bins)
+        assert float(found.expected_calibration_error) == 0
+
+
+def test_always_wrong_and_sure():
+    """The error is the confidence: 1 at worst."""
+    labels = np.ones(6, np.int32)
+    for confidence in (1.0, 0.9):
+        probabilities = np.tile(np.float32([confidence, 1 - confidence]), (6, 1))
+        found = optperm.calibration(probabilities, labels)
+        assert float(found.expected_calibration_error) == pytest.approx(confidence)
+        assert found.accuracy.tolist() == [0.0] * 15
+        assert np.count_nonzero(found.counts) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_dtypes(dtype):
+    """Sums are in float32 or wider; a thousand half-sure examples are not rounded in 16 bits."""
+    with jax.enable_x64(dtype == "float64"):
+        probabilities = jnp.tile(jnp.asarray([0.6, 0.4], dtype), (1000, 1))
+        found = optperm.calibration(probabilities, np.zeros(1000, np.int32))
+        assert found.confidence.dtype == (dtype if dtype == "float64" else "float32")
+        error = 1 - float(jnp.asarray(0.6, dtype))
+        assert float(found.expected_calibration_error) == pytest.approx(error, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "labels", "error", "match"),
+    [
+        (np.ones((2, 2), int), [0, 1], TypeError, "probabilities must be of a real floating dtype"),
+        (np.eye(2), [0.0, 1.0], TypeError, "labels must be integers"),
+        (np.full(2, 0.5), [0, 1], ValueError, r"shape \(n, classes\).*jnp\.stack"),
+        (np.zeros((0, 2)), np.zeros(0, int), ValueError, r"neither of them 0, got \(0, 2\)"),
+        (np.eye(2), [[0, 1]], ValueError, r"labels must have shape \(2,\).*got \(1, 2\)"),
+        (np.eye(2) * 2, [0, 1], ValueError, r"row 0 is \[2\. 0\.\] and sums to 2.*softmax"),
+        (np.array([[0.5, 0.5], [1.5, -0.5]]), [0, 1], ValueError, "at least 0.*row 1"),
+        (np.full((1, 2), np.nan), [0], ValueError, "sums to nan"),
+        (np.eye(2), [0, 2], ValueError, r"labels must lie in \[0, 1\].*got 2"),
+        (np.eye(2), [-1, 1], ValueError, r"labels must lie in \[0, 1\].*got -1"),
+    ],
+)
+def test_errors(probabilities, labels, error, match):
+    """Each names the argument, what came and what is allowed."""
+    with pytest.raises(error, match=match):
+        optperm.calibration(probabilities, np.asarray(labels))
+
+
+def test_number_of_bins():
+    """At least one."""
+    with pytest.raises(ValueError, match="num_bins must be at least 1"):
+        optperm.calibration(np.eye(2), np.array([0, 1]), num_bins=0)

@@ -1,0 +1,307 @@
+"""Step sizes against their formulas, and the life of the estimate; the chains are in test_chains.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+N, S, D = 1000, 10, 3
+PRECONDITIONERS = ("scalar", "diagonal", "full")
+
+
+def batch_gradients(seed, scale=1.0):
+    """The gradients of a batch's examples, (S, D), correlated."""
+    mix = np.array([[1.0, 0.5, 0.0], [0.0, 0.7, 0.2], [0.0, 0.0, 0.3]])
+    rows = np.random.default_rng(seed).normal(size=(S, D)) @ mix * scale + [0.3, -0.2, 0.1]
+    return rows.astype(np.float32)
+
+
+def update(tx, state, rows, grad=None):
+    """One step on the gradients of examples; the updates and the next state."""
+    grad = jnp.asarray(rows.mean(axis=0) if grad is None else grad)
+    extras = {"per_example_grad_fn": lambda params: jnp.asarray(rows)}
+    return jax.jit(lambda state: tx.update(grad, state, jnp.zeros(D), **extras))(state)
+
+
+def expected_matrix(covariance, preconditioner):
+    """H, from the formulas of the paper."""
+    return {
+        "scalar": 2 * S * D / (N * np.trace(covariance)) * np.eye(D),
+        "diagonal": np.diag(2 * S / (N * np.diag(covariance))),
+        "full": 2 * S / N * np.linalg.inv(covariance),
+    }[preconditioner]
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_updates_are_the_preconditioned_gradient(preconditioner):
+    tx = optperm.scale_by_gradient_noise(N, S, preconditioner=preconditioner, burn_in=2)
+    state = tx.init(jnp.zeros(D))
+    covariances = []
+    for step in range(4):
+        rows = batch_gradients(step)
+        updates, state = update(tx, state, rows)
+        if step < 2:
+            support.assert_same_bits(updates, jnp.zeros(D))
+        else:  # by the plain mean of the estimates of the steps before
+            h = expected_matrix(np.mean(covariances, axis=0), preconditioner)
+            np.testing.assert_allclose(updates, h @ rows.mean(axis=0), rtol=2e-4)
+        covariances.append(np.cov(rows.T))
+    assert abs(float(state.weight) - (1 - np.prod([1 - 1 / (10 + t) for t in range(4)]))) < 1e-6
+
+
+@pytest.mark.parametrize(("k_coef", "t0"), [(1.0, 10.0), (2.5, 10.0), (10.0, 10.0), (3.0, 1.0)])
+def test_estimates_are_weighted_by_the_recurrence(k_coef, t0):
+    """The recurrence from zero, over the total weight: nothing of the start is left."""
+    tx = optperm.scale_by_gradient_noise(N, S, k_coef=k_coef, t0=t0)
+    state, plain, weight = tx.init(jnp.zeros(D)), np.zeros(D), 0.0
+    for step in range(6):
+        rows = batch_gradients(step, scale=1.0 + step)
+        _, state = update(tx, state, rows)
+        kappa = min(1.0, k_coef / (t0 + step))
+        plain = (1 - kappa) * plain + kappa * rows.var(axis=0, ddof=1)
+        weight = (1 - kappa) * weight + kappa
+        np.testing.assert_allclose(state.covariance, plain / weight, rtol=1e-5)
+
+
+def test_the_very_first_step_only_estimates():
+    tx = optperm.scale_by_gradient_noise(N, S, burn_in=0)
+    updates, state = update(tx, tx.init(jnp.zeros(D)), batch_gradients(0))
+    support.assert_same_bits(updates, jnp.zeros(D))
+    assert np.all(update(tx, state, batch_gradients(1))[0] != 0)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_a_frozen_estimate_stays(preconditioner):
+    tx = optperm.scale_by_gradient_noise(
+        N, S, preconditioner=preconditioner, burn_in=1, freeze_after=3
+    )
+    state, history = tx.init(jnp.zeros(D)), []
+    for step in range(6):
+        updates, state = update(tx, state, batch_gradients(step), grad=np.ones(D, np.float32))
+        history.append((state.covariance, state.factor))
+    for frozen in history[3:]:
+        support.assert_same_bits(frozen, history[2])
+    assert not np.array_equal(history[1][0], history[2][0])
+    mean = np.mean([np.cov(batch_gradients(step).T) for step in range(3)], axis=0)
+    np.testing.assert_allclose(
+        updates, expected_matrix(mean, preconditioner) @ np.ones(D), rtol=2e-4
+    )
+
+
+def test_a_frozen_estimate_is_not_computed():
+    calls = []
+
+    def count(rows):
+        calls.append(1)
+        return rows
+
+    def gradients(params):
+        rows = jnp.asarray(batch_gradients(0))
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
+
+    tx = optperm.scale_by_gradient_noise(N, S, freeze_after=2)
+    step = jax.jit(lambda s: tx.update(jnp.ones(D), s, jnp.ones(D), per_example_grad_fn=gradients))
+    state = tx.init(jnp.ones(D))
+    for _ in range(5):
+        _, state = step(state)
+    jax.block_until_ready(state)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("max_step", [0.01, 0.05, 10.0])
+def test_no_eigenvalue_exceeds_the_largest_step(preconditioner, max_step):
+    rows = batch_gradients(0)
+    tx = optperm.scale_by_gradient_noise(
+        N, S, preconditioner=preconditioner, burn_in=1, max_step=max_step
+    )
+    _, state = update(tx, tx.init(jnp.zeros(D)), rows)
+    h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    free = expected_matrix(np.cov(rows.T), preconditioner)
+    assert np.linalg.eigvalsh(free).max() > 0.01  # so the smallest limit binds
+    assert np.linalg.eigvalsh(h).max() <= max_step * (1 + 1e-5)
+    if np.linalg.eigvalsh(free).max() < max_step:
+        np.testing.assert_allclose(h, free, rtol=2e-4, atol=1e-6)
+    elif preconditioner != "full":
+        np.testing.assert_allclose(h, np.minimum(free, max_step), rtol=2e-4)
+
+
+def test_damping_is_the_least_noise():
+    rows = batch_gradients(0)
+    covariance = np.cov(rows.T)
+    damping = float(np.median(np.diag(covariance)))
+    for preconditioner, expected in [
+        ("diagonal", np.diag(2 * S / (N * np.maximum(np.diag(covariance), damping)))),
+        ("full", 2 * S / N * np.linalg.inv(covariance + damping * np.eye(D))),
+    ]:
+        tx = optperm.scale_by_gradient_noise(
+            N, S, preconditioner=preconditioner, burn_in=1, damping=damping
+        )
+        _, state = update(tx, tx.init(jnp.zeros(D)), rows)
+        h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+        np.testing.assert_allclose(h, expected, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("max_step", "expected"), [(None, 0.0), (0.25, 0.25)])
+def test_an_entry_without_noise_takes_the_largest_step_or_none(max_step, expected):
+    rows = batch_gradients(0)
+    rows[:, 1] = 0.5
+    tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, max_step=max_step)
+    _, state = update(tx, tx.init(jnp.zeros(D)), rows)
+    updates, _ = update(tx, state, rows, grad=np.ones(D, np.float32))
+    assert float(updates[1]) == expected
+    assert np.all(np.isfinite(updates))
+    assert updates[0] > 0
+
+
+def test_a_full_preconditioner_waits_until_it_can_be_inverted():
+    rows = batch_gradients(0)
+    rows[:, 2] = rows[:, 0]
+    tx = optperm.scale_by_gradient_noise(N, S, preconditioner="full", burn_in=0)
+    _, state = update(tx, tx.init(jnp.zeros(D)), np.zeros((S, D), np.float32))
+    updates, state = update(tx, state, batch_gradients(1))
+    support.assert_same_bits(updates, jnp.zeros(D))
+    updates, _ = update(tx, state, batch_gradients(2))
+    assert np.all(updates != 0)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_what_is_not_finite_is_left_out(preconditioner):
+    tx = optperm.scale_by_gradient_noise(N, S, preconditioner=preconditioner, burn_in=1)
+    state = tx.init(jnp.zeros(D))
+    bad = batch_gradients(7)
+    bad[3, 1] = np.nan
+    _, state = update(tx, state, bad)  # not even as the first estimate
+    updates, state = update(tx, state, batch_gradients(0))
+    support.assert_same_bits(updates, jnp.zeros(D))
+    before = state
+    updates, state = update(tx, state, bad)
+    support.assert_same_bits(
+        (state.covariance, state.weight, state.factor),
+        (before.covariance, before.weight, before.factor),
+    )
+    # The entries whose gradient is finite move on, where each has a step of its own.
+    assert np.all(np.isfinite(updates))
+    assert updates[1] == 0
+    assert np.all((np.asarray(updates)[[0, 2]] != 0) == (preconditioner != "full"))
+
+
+def test_temperature_multiplies_the_steps():
+    rows = batch_gradients(0)
+    warm = {}
+    for name, temperature in [("one", 1.0), ("four", 4.0), ("later", lambda t: jnp.where(t, 4, 1))]:
+        tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, temperature=temperature)
+        _, state = update(tx, tx.init(jnp.zeros(D)), rows)
+        warm[name], _ = update(tx, state, rows)
+    np.testing.assert_allclose(warm["four"], 4 * warm["one"], rtol=1e-6)
+    support.assert_same_bits(warm["later"], warm["four"])
+
+
+def test_momentum_is_that_of_optax_with_shorter_steps():
+    rows = [batch_gradients(seed) for seed in range(5)]
+    tx = optperm.constant_sgd(N, S, momentum=0.8, burn_in=1, learning_rate=0.5)
+    plain = optperm.scale_by_gradient_noise(N, S, burn_in=1)
+    state, plain_state, velocity = tx.init(jnp.zeros(D)), plain.init(jnp.zeros(D)), np.zeros(D)
+    for each in rows:
+        updates, state = update(tx, state, each)
+        h_g, plain_state = update(plain, plain_state, each)
+        velocity = 0.8 * velocity + h_g
+        np.testing.assert_allclose(updates, -0.5 * (1 - 0.8) * velocity, rtol=1e-5)
+
+
+def test_an_optimizer_may_burn_in():
+    """It moves the params, and the noise is estimated along its way."""
+    tx = optperm.constant_sgd(N, S, burn_in=3, burn_in_optimizer=optax.sgd(0.1))
+    alone, adam = optperm.constant_sgd(N, S, burn_in=3), optax.sgd(0.1)
+    state, alone_state, adam_state = (t.init(jnp.zeros(D)) for t in (tx, alone, adam))
+    for step in range(5):
+        rows = batch_gradients(step)
+        updates, state = update(tx, state, rows)
+        sampled, alone_state = update(alone, alone_state, rows)
+        moved, adam_state = adam.update(jnp.asarray(rows.mean(axis=0)), adam_state)
+        np.testing.assert_allclose(updates, moved if step < 3 else sampled, rtol=1e-6)
+    support.assert_same_bits(optperm.noise_covariance(state), optperm.noise_covariance(alone_state))
+
+
+def test_trees_of_several_dtypes_keep_them():
+    params = {"w": jnp.zeros((2, 2), jnp.bfloat16), "b": jnp.zeros((3,), jnp.float32)}
+    rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((S, *p.shape), p.dtype), 1), params)
+    grads = jax.tree.map(lambda r: jnp.mean(r, axis=0), rows)
+    for preconditioner in PRECONDITIONERS:
+        tx = optperm.scale_by_gradient_noise(
+            N, S, preconditioner=preconditioner, burn_in=1, damping=0.1
+        )
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(
+                grads, state, params, per_example_grad_fn=lambda params: rows
+            )
+        assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda p: p.dtype, params)
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.covariance))
+        assert all(np.all(np.asarray(leaf, np.float32) != 0) for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((5, 10), {}, ValueError, "num_data must be at least batch_size, got 5"),
+        ((0, 0), {}, ValueError, "num_data must be at least 1"),
+        ((10.0, 5), {}, TypeError, "num_data must be an integer"),
+        ((10, True), {}, TypeError, "batch_size must be an integer"),
+        ((10, 5), {"preconditioner": "cholesky"}, ValueError, "preconditioner must be one of"),
+        ((10, 5), {"estimator": "none"}, ValueError, "estimator must be one of"),
+        ((10, 5), {"temperature": -1.0}, ValueError, "temperature"),
+        ((10, 5), {"temperature": float("nan")}, ValueError, "temperature"),
+        ((10, 5), {"k_coef": 0.0}, ValueError, "k_coef must be above 0"),
+        ((10, 5), {"t0": -1.0}, ValueError, "t0"),
+        ((10, 5), {"burn_in": -1}, ValueError, "burn_in"),
+        ((10, 5), {"burn_in": 1.5}, TypeError, "burn_in"),
+        ((10, 5), {"freeze_after": 0}, ValueError, "freeze_after"),
+        ((10, 5), {"max_step": 0.0}, ValueError, "max_step must be above 0"),
+        ((10, 5), {"max_step": float("nan")}, ValueError, "max_step must be above 0"),
+        ((10, 5), {"damping": -1.0}, ValueError, "damping"),
+        ((10, 5), {"chunk_size": 0}, ValueError, "chunk_size"),
+        ((10, 5), {"max_full_size": 0}, ValueError, "max_full_size"),
+        ((10, 5), {"axis_name": 3}, TypeError, "axis_name"),
+    ],
+)
+@pytest.mark.parametrize("build", [optperm.scale_by_gradient_noise, optperm.constant_sgd])
+def test_arguments_are_checked(build, arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        build(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"learning_rate": -1.0}, ValueError, "learning_rate"),
+        ({"momentum": 1.5}, ValueError, "momentum"),
+        ({"burn_in_optimizer": "adam"}, TypeError, "burn_in_optimizer must be an optax"),
+    ],
+)
+def test_arguments_of_constant_sgd_are_checked(options, error, message):
+    with pytest.raises(error, match=message):
+        optperm.constant_sgd(10, 5, **options)
+
+
+def test_a_full_preconditioner_of_too_many_params_is_refused():
+    tx = optperm.scale_by_gradient_noise(100, 10, preconditioner="full", max_full_size=50)
+    tx.init({"a": jnp.zeros((5, 9)), "b": jnp.zeros(5)})
+    with pytest.raises(ValueError, match=r"51 params .* 51 x 51.*max_full_size=50.*'diagonal'"):
+        tx.init({"a": jnp.zeros((5, 9)), "b": jnp.zeros(6)})
+
+
+def test_params_that_cannot_be_trained_are_refused():
+    with pytest.raises(TypeError, match="int32"):
+        optperm.scale_by_gradient_noise(100, 10).init({"n": jnp.zeros(3, jnp.int32)})
+
+
+def test_the_state_is_found_and_missed():
+    tx = optax.chain(optax.clip(1.0), optperm.constant_sgd(N, S))
+    support.assert_same_bits(optperm.noise_covariance(tx.init(jnp.ones(D))), jnp.zeros(D))
+    with pytest.raises(ValueError, match="GradientNoiseState"):
+        optperm.noise_covariance(optax.adam(0.1).init(jnp.ones(D)))

@@ -1,0 +1,190 @@
+"""The estimators against the exact covariance: of a whole data set, and of one batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import replicas
+import support
+from jax.flatten_util import ravel_pytree
+
+import optperm
+
+PRECONDITIONERS = ("scalar", "diagonal", "full")
+SIZE = 40
+
+
+def loss_fn(params, batch):
+    """Least squares, with a bias: the examples' gradients have means and a covariance."""
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+@functools.cache
+def problem():
+    rng = np.random.default_rng(3)
+    data = {
+        "x": rng.normal(size=(SIZE, 3)).astype(np.float32) * np.float32([1.0, 0.3, 2.0]),
+        "y": rng.normal(size=(SIZE,)).astype(np.float32),
+    }
+    return data, {"w": jnp.array([0.5, -1.0, 0.2]), "b": jnp.array(0.3)}
+
+
+def example_gradients(params, batch):
+    """The gradients of a batch's examples as rows, one call each."""
+    count = len(batch["x"])
+    single = [jax.tree.map(lambda leaf, n=n: leaf[n : n + 1], batch) for n in range(count)]
+    return np.stack([ravel_pytree(jax.grad(loss_fn)(params, one))[0] for one in single])
+
+
+def kept(matrix, preconditioner):
+    """What is kept of a covariance, as one vector or matrix in the order of the flattened params."""
+    return {
+        "scalar": np.trace(matrix) / len(matrix),
+        "diagonal": np.diag(matrix),
+        "full": matrix,
+    }[preconditioner]
+
+
+def estimate(params, batch, preconditioner, estimator, **options):
+    """One estimate, from a first step."""
+    example = options.pop("example", None)
+    e = optperm.evaluate(loss_fn, params, batch, example=example)
+    tx = optperm.scale_by_gradient_noise(
+        1000, len(batch["x"]), preconditioner=preconditioner, estimator=estimator, **options
+    )
+    _, state = tx.update(e.grad, tx.init(params), params, **e.extra_args)
+    found = optperm.noise_covariance(state)
+    return ravel_pytree(found)[0] if preconditioner == "diagonal" else found
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 4, 12, 50])
+def test_per_example_is_the_unbiased_covariance_of_the_batch(preconditioner, chunk_size):
+    data, params = problem()
+    batch = jax.tree.map(lambda leaf: leaf[:12], data)
+    expected = kept(np.cov(example_gradients(params, batch).T, ddof=1), preconditioner)
+    found = estimate(params, batch, preconditioner, "per_example", chunk_size=chunk_size)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("estimator", ["per_example", "single_example", "two_batches"])
+@pytest.mark.parametrize("batch_size", [4, 5])
+def test_the_mean_of_many_estimates_is_the_exact_covariance(preconditioner, estimator, batch_size):
+    data, params = problem()
+    exact = np.cov(example_gradients(params, data).T, ddof=0)  # of an example drawn at random
+
+    @jax.jit
+    @jax.vmap
+    def draw(key):
+        chosen = jax.random.choice(key, SIZE, (batch_size + 1,))
+        batch, example = (
+            jax.tree.map(lambda leaf, rows=rows: jnp.asarray(leaf)[rows], data)
+            for rows in (chosen[:-1], chosen[-1:])
+        )
+        return estimate(params, batch, preconditioner, estimator, example=example)
+
+    count = 20_000
+    draws = np.asarray(draw(jax.random.split(jax.random.key(0), count)), np.float64)
+    error = draws.mean(axis=0) - kept(exact, preconditioner)
+    assert np.all(np.abs(error) < 4.5 * draws.std(axis=0) / np.sqrt(count))
+    # That far off the figure would be without the corrections for the size of the batch.
+    assert np.all(4.5 * draws.std(axis=0) / np.sqrt(count) < 0.15 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner):
+    data, params = problem()
+    batch = jax.tree.map(lambda leaf: leaf[:12], data)
+    whole = estimate(params, batch, preconditioner, "per_example")
+    tx = optperm.scale_by_gradient_noise(
+        1000, 12, preconditioner=preconditioner, axis_name=replicas.AXIS, chunk_size=2
+    )
+    state = tx.init(params)
+
+    def step(part):
+        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS)
+        _, new = tx.update(e.grad, state, params, **e.extra_args)
+        return optperm.noise_covariance(new)
+
+    parts = jax.tree.map(lambda leaf: leaf.reshape(4, 3, *leaf.shape[1:]), batch)
+    found = replicas.MAPPINGS[mapping](step, 4)(parts)
+    for index in range(4):
+        mine = replicas.take(found, index)
+        support.assert_same_bits(mine, replicas.take(found, 0))
+        flat = ravel_pytree(mine)[0] if preconditioner == "diagonal" else mine
+        np.testing.assert_allclose(flat, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
+def test_replicas_average_the_other_estimates(estimator):
+    data, params = problem()
+    parts = jax.tree.map(lambda leaf: leaf[:12].reshape(4, 3, *leaf.shape[1:]), data)
+    examples = jax.tree.map(lambda leaf: leaf[20:24].reshape(4, 1, *leaf.shape[1:]), data)
+    tx = optperm.scale_by_gradient_noise(1000, 12, estimator=estimator, axis_name=replicas.AXIS)
+
+    def step(part, example):
+        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
+        _, new = tx.update(e.grad, tx.init(params), params, **e.extra_args)
+        return optperm.noise_covariance(new)
+
+    found = replicas.MAPPINGS["shard_map"](step, 4)(parts, examples)
+    rows = example_gradients(params, jax.tree.map(lambda leaf: leaf[:12], data))
+    mean = rows.mean(axis=0)
+    if estimator == "single_example":
+        apart = example_gradients(params, jax.tree.map(lambda leaf: leaf[20:24], data))
+        expected = ((apart - mean) ** 2).mean(axis=0) / (1 + 1 / 12)
+    else:  # the first example of each three
+        expected = (rows[::3].mean(axis=0) - mean) ** 2 * 12 * 4 / 8
+    for index in range(4):
+        flat = ravel_pytree(replicas.take(found, index))[0]
+        np.testing.assert_allclose(flat, expected, rtol=2e-5)
+
+
+def test_what_an_estimator_misses_is_named():
+    _, params = problem()
+    grads = jax.tree.map(jnp.ones_like, params)
+    for estimator, name, help_ in [
+        ("per_example", "per_example_grad_fn", "optperm.evaluate(loss_fn, params, batch)"),
+        ("single_example", "example_grad_fn", "example=one_example"),
+        ("two_batches", "grad_fn", "optperm.evaluate"),
+    ]:
+        tx = optperm.scale_by_gradient_noise(100, 4, estimator=estimator)
+        with pytest.raises(ValueError, match=name) as error:
+            tx.update(grads, tx.init(params), params)
+        assert help_ in str(error.value)
+
+
+def test_batches_of_another_size_are_refused():
+    data, params = problem()
+    batch = jax.tree.map(lambda leaf: leaf[:4], data)
+    e = optperm.evaluate(loss_fn, params, batch)
+    tx = optperm.scale_by_gradient_noise(100, 8)
+    with pytest.raises(ValueError, match=r"batch_size is 8, but .* of 4 examples"):
+        tx.update(e.grad, tx.init(params), params, **e.extra_args)
+    one = jax.tree.map(lambda leaf: leaf[:1], data)
+    with pytest.raises(ValueError, match="at least 2 examples, got 1"):
+        estimate(params, one, "diagonal", "per_example")
+    with pytest.raises(ValueError, match="at least 2 examples each"):
+        estimate(params, one, "diagonal", "two_batches")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [({"chunk_size": 2}, "per_example_grad_fn"), ({"estimator": "two_batches"}, "grad_fn")],
+)
+def test_closures_that_know_no_parts_are_refused(options, name):
+    params = jnp.zeros(3)
+    tx = optperm.scale_by_gradient_noise(100, 4, **options)
+    with pytest.raises(ValueError, match=rf"{name}\(params, start=, size=\)"):
+        tx.update(params, tx.init(params), params, **{name: lambda params: jnp.ones((4, 3))})
+
+
+def test_gradients_of_another_shape_are_refused():
+    params = jnp.zeros(3)
+    tx = optperm.scale_by_gradient_noise(100, 4)
+    with pytest.raises(ValueError, match=r"per_example_grad_fn\(params\)"):
+        tx.update(params, tx.init(params), params, per_example_grad_fn=lambda p: jnp.ones((4, 2)))

@@ -1,0 +1,253 @@
+"""Draws against a plain loop over the same keys, and chains against where they must settle."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+KEY = jax.random.key(3)
+
+
+def noisy_step(params, opt_state, key):
+    """SGD with momentum on a parabola, with a gradient of unit noise."""
+    noise = support.random_like_from_key(params, key)
+    grads = jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.5)
+
+
+def start():
+    params = {"w": jnp.array([1.0, -2.0]), "b": jnp.asarray(3.0, jnp.bfloat16)}
+    return params, OPTIMIZER.init(params)
+
+
+def draw(params, opt_state, **options):
+    options = {"num_chains": 3, "num_draws": 4} | options
+    return optperm.draw_samples(noisy_step, params, opt_state, KEY, **options)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_as_a_plain_loop(average):
+    """Every draw of every chain is an iterate, or the mean of a window, with the keys promised."""
+    samples = draw(*start(), thinning=3, warmup=5, average=average)
+    step = jax.jit(noisy_step)
+    for chain in range(3):
+        params, opt_state = start()
+        key, iterates = jax.random.fold_in(KEY, chain), []
+        for t in range(5 + 4 * 3):
+            params, opt_state = step(params, opt_state, jax.random.fold_in(key, t))
+            iterates.append(jax.tree.map(lambda p: np.asarray(p, np.float32), params))
+        for i in range(4):
+            window = iterates[5 + 3 * i : 5 + 3 * (i + 1)]
+            drawn = jax.tree.map(lambda s, c=chain, i=i: s[c, i], samples.params)
+            for name, leaf in drawn.items():
+                kept = [each[name] for each in window] if average else [window[-1][name]]
+                tolerance = 2**-7 if leaf.dtype == jnp.bfloat16 else 1e-5
+                np.testing.assert_allclose(
+                    np.asarray(leaf, np.float32), np.mean(kept, axis=0), atol=tolerance
+                )
+        last = jax.tree.map(lambda s, c=chain: s[c], (samples.last_params, samples.last_opt_state))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), last[0], params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), last[1], opt_state)
+    assert samples.next_step == 5 + 4 * 3
+    assert jax.tree.map(jnp.result_type, samples.params) == jax.tree.map(
+        jnp.result_type, start()[0]
+    )
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_two_parts_are_one_run(average):
+    """A run that goes on from where one ended gives the bits of the run in one."""
+    options = {"thinning": 2, "average": average}
+    whole = draw(*start(), num_draws=6, warmup=3, **options)
+    first = draw(*start(), num_draws=2, warmup=3, **options)
+    second = draw(
+        first.last_params, first.last_opt_state, stacked=True, first_step=first.next_step, **options
+    )
+    joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), first.params, second.params)
+    support.assert_same_bits(joined, whole.params)
+    support.assert_same_bits(second[1:], whole[1:])
+    again = draw(first.last_params, first.last_opt_state, stacked=True, **options)
+    assert not np.array_equal(again.params["w"], second.params["w"])
+
+
+def test_chains_differ_and_do_not_depend_on_their_number():
+    """Each chain has its own keys, the same whatever runs beside it, and with raw key data too."""
+    three, two = draw(*start()), draw(*start(), num_chains=2)
+    support.assert_same_bits(jax.tree.map(lambda s: s[:2], three.params), two.params)
+    assert len(np.unique(three.params["w"][:, -1, 0])) == 3
+    raw = optperm.draw_samples(
+        noisy_step, *start(), jax.random.key_data(KEY), num_chains=3, num_draws=4
+    )
+    support.assert_same_bits(raw, three)
+
+
+def test_a_step_is_compiled_once():
+    """The warmup, the draws and a later run share one compilation; inside jit the draws are the same."""
+    traces = []
+
+    def step(params, opt_state, key):
+        traces.append(None)
+        return noisy_step(params, opt_state, key)
+
+    def run(key, **options):
+        return optperm.draw_samples(step, *start(), key, num_chains=2, num_draws=3, **options)
+
+    first = run(KEY, warmup=2, thinning=2)
+    number = len(traces)
+    run(KEY, warmup=7, thinning=1, first_step=100)
+    assert len(traces) == number
+    support.assert_same_bits(jax.jit(lambda key: run(key, warmup=2, thinning=2))(KEY), first)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_chains_settle_where_they_must(momentum):
+    """On a quadratic with Gaussian noise the draws have the stationary covariance, momentum or not."""
+    hessian = np.float32([[1.0, 0.4], [0.4, 0.5]])
+    root = np.float32([[1.0, 0.0], [-0.5, 0.3]])
+    tx = optax.sgd(0.3 * (1 - momentum), momentum=momentum)
+
+    def step(params, opt_state, key):
+        grad = hessian @ params + root @ jax.random.normal(key, (2,))
+        updates, opt_state = tx.update(grad, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jnp.zeros(2)
+    samples = optperm.draw_samples(
+        step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, warmup=100
+    )
+    flat = np.asarray(samples.params).reshape(-1, 2)
+    wanted = optperm.stationary_covariance(
+        0.3 * (1 - momentum), hessian, root @ root.T, momentum=momentum
+    )
+    # Of 19,200 draws the divergence is about 5 / (2 x 19,200), times what they depend on each other.
+    mean = flat.mean(axis=0)
+    assert optperm.gaussian_kl(mean, np.cov(flat.T), np.zeros(2), wanted) < 1e-3
+    other = optperm.stationary_covariance(
+        0.3 * (1 - momentum), hessian, root @ root.T, momentum=0.8 - momentum
+    )
+    assert optperm.gaussian_kl(mean, np.cov(flat.T), np.zeros(2), other) > 0.01
+
+
+def test_names_of_the_draws():
+    """Paths joined by dots, NumPy arrays that ArviZ takes, 16-bit floats widened."""
+    tree = {
+        "dense": {"kernel": jnp.ones((2, 5, 3, 4)), "bias": jnp.ones((2, 5, 4), jnp.bfloat16)},
+        "scales": [jnp.ones((2, 5)), jnp.arange(10).reshape(2, 5)],
+    }
+    found = optperm.samples_as_dict(tree)
+    assert {name: (a.shape, str(a.dtype)) for name, a in found.items()} == {
+        "dense.kernel": ((2, 5, 3, 4), "float32"),
+        "dense.bias": ((2, 5, 4), "float32"),
+        "scales.0": ((2, 5), "float32"),
+        "scales.1": ((2, 5), "int32"),
+    }
+    assert all(type(array) is np.ndarray for array in found.values())
+    assert next(iter(optperm.samples_as_dict(tree, separator="/"))) == "dense/bias"
+    assert list(optperm.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
+    with pytest.raises(ValueError, match=r"Two leaves.*'a\.b'"):
+        optperm.samples_as_dict({"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))})
+
+
+def test_mean_prediction_of_a_linen_model():
+    """The mean over all draws of the probabilities, and not the prediction of the mean params."""
+    model = nn.Dense(3)
+    x = jax.random.normal(KEY, (7, 4))
+    params = model.init(KEY, x)["params"]
+    draws = jax.tree.map(lambda p: jax.random.normal(KEY, (2, 5, *p.shape)), params)
+
+    def predict(params, x):
+        return jax.nn.softmax(model.apply({"params": params}, x))
+
+    found = optperm.posterior_predictive(predict, draws, x)
+    each = [
+        predict(jax.tree.map(lambda d, c=c, i=i: d[c, i], draws), x)
+        for c in range(2)
+        for i in range(5)
+    ]
+    np.testing.assert_allclose(found, np.mean(each, axis=0), atol=1e-6)
+    of_mean = predict(jax.tree.map(lambda d: d.mean(axis=(0, 1)), draws), x)
+    assert np.abs(found - of_mean).max() > 0.05
+
+
+def test_one_prediction_in_memory():
+    """The memory that the mean takes does not grow with the draws."""
+
+    def temporary_bytes(num_draws):
+        draws = jax.ShapeDtypeStruct((2, num_draws, 64), jnp.float32)
+        x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+        compute = jax.jit(lambda w, x: optperm.posterior_predictive(lambda w, x: x * w[None], w, x))
+        return compute.lower(draws, x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(200) <= temporary_bytes(2) + 512 * 64 * 4
+
+
+def test_predictions_in_16_bits_are_added_up_in_32():
+    """A thousand draws, of which each alone would no longer change a sum in 16 bits."""
+    draws = jnp.full((4, 1000), 0.7, jnp.bfloat16)
+    found = optperm.posterior_predictive(lambda w, x: w * x, draws, jnp.ones(3, jnp.bfloat16))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, float(draws[0, 0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"num_chains": 0}, ValueError, "num_chains must be at least 1"),
+        ({"num_draws": 2.0}, TypeError, "num_draws must be an integer"),
+        ({"thinning": 0}, ValueError, "thinning must be at least 1"),
+        ({"warmup": -1}, ValueError, "warmup must be at least 0"),
+        ({"first_step": -1}, ValueError, "first_step must be at least 0"),
+        ({"average": 1}, TypeError, "average must be True or False"),
+        (
+            {"stacked": True},
+            ValueError,
+            r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
+        ),
+        ({"step": None}, TypeError, "step must be a function"),
+        ({"step": lambda p, s, k: p}, TypeError, "must return a pair.*got dict"),
+        ({"step": lambda p, s, k: (p, s, k)}, TypeError, "must return a pair.*tuple of 3"),
+        (
+            {"step": lambda p, s, k: (p | {"b": p["w"]}, s)},
+            ValueError,
+            r"the params that step returns\['b'\] is float32\[2\]",
+        ),
+        ({"step": lambda p, s, k: (p, ())}, ValueError, "the opt_state that step returns has"),
+    ],
+)
+def test_errors_of_a_run(change, error, match):
+    """Each names the argument, what came and what is allowed."""
+    params, opt_state = start()
+    options = {"step": noisy_step, "num_chains": 3, "num_draws": 4} | change
+    with pytest.raises(error, match=match):
+        optperm.draw_samples(options.pop("step"), params, opt_state, KEY, **options)
+
+
+def test_errors_of_what_was_drawn():
+    """Trees without draws in them, integers that have no mean, and what is no prediction."""
+    with pytest.raises(TypeError, match=r"params.*int32.*average=False"):
+        optperm.draw_samples(
+            noisy_step, jnp.arange(3), (), KEY, num_chains=1, num_draws=1, average=True
+        )
+    with pytest.raises(ValueError, match="no leaves"):
+        optperm.samples_as_dict({})
+    with pytest.raises(ValueError, match=r"samples_params\['b'\] has shape \(2,\)"):
+        optperm.samples_as_dict({"a": jnp.ones((2, 5)), "b": jnp.ones(2)})
+    with pytest.raises(ValueError, match=r"shape \(2, 4\).*begins with \(2, 5\)"):
+        optperm.posterior_predictive(
+            lambda p, x: x, {"a": jnp.ones((2, 5)), "b": jnp.ones((2, 4))}, 1.0
+        )
+    with pytest.raises(TypeError, match="predict_fn must be a function"):
+        optperm.posterior_predictive(None, jnp.ones((2, 5)), 1.0)
+    with pytest.raises(
+        TypeError, match="must return one array of a real floating dtype, got int32"
+    ):
+        optperm.posterior_predictive(lambda p, x: x, jnp.ones((2, 5)), jnp.arange(3))

@@ -1,0 +1,228 @@
+"""Stationary covariances against published figures, closed forms and the recursion itself."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import optperm
+
+N, S, D = 1000, 10, 3
+M = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
+C1 = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
+PRECONDITIONERS = {
+    "scalar": 2 * S * D / (N * np.trace(C1)),
+    "diagonal": 2 * S / (N * np.diag(C1)),
+    "full": 2 * S / N * np.linalg.inv(C1),
+}
+# The divergence from the posterior, in the limit of small steps and for the steps as they are.
+DIVERGENCES = {
+    "scalar": (0.657710, 0.660328),
+    "diagonal": (0.053221, 0.055051),
+    "full": (0.0, 0.000830),
+}
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def spd(seed, d=4):
+    rng = np.random.default_rng(seed)
+    root = rng.normal(size=(d, d))
+    return root @ root.T / d + 0.1 * np.eye(d)
+
+
+def step_size(drift):
+    """A number that makes `drift` a step well inside of stability."""
+    return 0.5 / np.abs(np.linalg.eigvals(drift)).max()
+
+
+def iterated(h, a, r, momentum, steps=4000):
+    """The covariance of theta after many steps of the recursion of (theta, v), as it is written."""
+    d = len(a)
+    identity, zero = np.eye(d), np.zeros((d, d))
+    to_v = np.block([[identity, zero], [a, momentum * identity]])  # v' = mu v + A theta + eps
+    to_theta = np.block([[identity, -h], [zero, identity]])  # theta' = theta - H v'
+    noise = np.block([[zero, zero], [zero, r]])
+    covariance = np.zeros((2 * d, 2 * d))
+    for _ in range(steps):
+        covariance = to_theta @ (to_v @ covariance @ to_v.T + noise) @ to_theta.T
+    return covariance[:d, :d]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", PRECONDITIONERS)
+def test_divergences_from_the_posterior(name):
+    """The specification's figures, for Hessian M and covariance C1 of the gradients."""
+    zero, posterior = np.zeros(D), np.linalg.inv(N * M)
+    for continuous, wanted in zip((True, False), DIVERGENCES[name], strict=True):
+        found = optperm.stationary_covariance(
+            PRECONDITIONERS[name], M, C1 / S, continuous=continuous
+        )
+        divergence = optperm.gaussian_kl(zero, found, zero, posterior)
+        assert divergence.dtype == jnp.float64
+        assert float(divergence) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", PRECONDITIONERS)
+def test_divergences_in_float32(name):
+    """The same figures without float64."""
+    zero, posterior = np.zeros(D, np.float32), np.linalg.inv(N * M).astype(np.float32)
+    found = optperm.stationary_covariance(
+        np.float32(PRECONDITIONERS[name]), M.astype(np.float32), (C1 / S).astype(np.float32)
+    )
+    assert found.dtype == jnp.float32
+    divergence = optperm.gaussian_kl(zero, found, zero, posterior)
+    assert float(divergence) == pytest.approx(DIVERGENCES[name][1], abs=2e-6)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+def test_the_recursion_settles_there(form, momentum):
+    """Against the covariance of theta after thousands of steps, momentum as optax.trace has it."""
+    a, r = spd(0), spd(1)
+    h = {"scalar": np.eye(4), "diagonal": np.diag([1.0, 0.2, 2.0, 0.7]), "full": spd(2)}[form]
+    h = h * step_size(h @ a)
+    given = {"scalar": h[0, 0], "diagonal": np.diag(h), "full": h}[form]
+    found = optperm.stationary_covariance(given, a, r, momentum=momentum)
+    np.testing.assert_allclose(found, iterated(h, a, r, momentum), rtol=1e-10, atol=1e-14)
+    traced = jax.jit(lambda mu: optperm.stationary_covariance(given, a, r, momentum=mu))
+    np.testing.assert_allclose(traced(momentum), found, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.usefixtures("float64")
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), momentum=st.sampled_from([0.0, 0.7]))
+def test_the_limit_solves_its_equation(seed, momentum):
+    """For any positive definite matrices; and it is what small steps come near to, momentum or not."""
+    a, r, h = spd(seed), spd(seed + 1), spd(seed + 2)
+    limit = optperm.stationary_covariance(h, a, r, momentum=momentum, continuous=True)
+    noise = h @ r @ h / (1 - momentum)
+    np.testing.assert_allclose(h @ a @ limit + limit @ a @ h, noise, atol=1e-9 * noise.max())
+    np.testing.assert_array_equal(limit, limit.T)
+    assert np.linalg.eigvalsh(limit).min() > 0
+    small = 1e-7 * step_size(h @ a)
+    found = optperm.stationary_covariance(small * h, a, r, momentum=momentum)
+    np.testing.assert_allclose(found / small, limit, atol=1e-5 * np.abs(limit).max())
+
+
+def test_small_steps_keep_their_digits_in_float32():
+    """Where I - HA, rounded to float32, is off by 1 %, the covariance is not."""
+    a, r, h = (spd(seed).astype(np.float32) for seed in range(3))
+    h = np.float32(1e-5) * h
+    found = np.asarray(optperm.stationary_covariance(h, a, r), np.float64)
+    a, r, h = (x.astype(np.float64) for x in (a, r, h))
+    residual = h @ a @ found + found @ a @ h - h @ a @ found @ a @ h - h @ r @ h
+    assert np.abs(residual).max() < 1e-6 * np.abs(h @ r @ h).max()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_up_to_the_edge_of_stability(momentum):
+    """In one dimension theta is an AR(2) process, stable below h a = 2 (1 + mu); an error above."""
+    a, r = np.array([[2.0]]), np.array([[3.0]])
+    edge = 2 * (1 + momentum) / 2.0
+    compute = jax.jit(lambda h: optperm.stationary_covariance(h, a, r, momentum=momentum)[0, 0])
+    for h in (1e-4 * edge, 0.5 * edge, 0.999 * edge):
+        plus = 1 + momentum
+        wanted = h**2 * 3.0 * plus / ((1 - momentum) * (plus**2 - (plus - h * 2.0) ** 2))
+        assert float(compute(h)) == pytest.approx(wanted, rel=1e-4)
+    assert np.isnan(compute(1.001 * edge))
+    with pytest.raises(ValueError, match=r"spectral radius of a step is 1\.0.*smaller steps"):
+        optperm.stationary_covariance(1.001 * edge, a, r, momentum=momentum)
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+def test_no_curvature_no_stationary_distribution(continuous):
+    """A flat direction, or one that curves down, is an error, and NaN where it is traced."""
+    r = np.eye(2)
+    compute = jax.jit(lambda a: optperm.stationary_covariance(0.1, a, r, continuous=continuous))
+    for flat in (np.array([[1.0, 1.0], [1.0, 1.0]]), np.diag([1.0, -1.0]), np.zeros((2, 2))):
+        with pytest.raises(ValueError, match=r"No stationary distribution.*prior"):
+            optperm.stationary_covariance(0.1, flat, r, continuous=continuous)
+        assert np.all(np.isnan(compute(flat)))
+
+
+def test_mapped_over_preconditioners():
+    """Under vmap, within jit and without, each is what it is alone."""
+    steps = np.array([0.1, 0.5, 3.0], np.float32)
+
+    def one(h):
+        return optperm.stationary_covariance(h, M, C1, momentum=0.5)
+
+    mapped = jax.vmap(one)(steps)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(one))(steps), mapped)
+    np.testing.assert_allclose(mapped[0], one(0.1), rtol=1e-6)
+    np.testing.assert_allclose(mapped[1], one(0.5), rtol=1e-6)
+    assert np.all(np.isnan(mapped[2]))
+
+
+@pytest.mark.usefixtures("float64")
+def test_divergence_of_gaussians():
+    """Against its formula, and by hand; the two directions differ."""
+    rng = np.random.default_rng(0)
+    m, other_m, sigma, other = rng.normal(size=4), rng.normal(size=4), spd(3), spd(4)
+    inverse = np.linalg.inv(other)
+    shift = other_m - m
+    wanted = np.trace(inverse @ sigma) - 4 + shift @ inverse @ shift
+    wanted += np.linalg.slogdet(other)[1] - np.linalg.slogdet(sigma)[1]
+    found = optperm.gaussian_kl(m, sigma, other_m, other)
+    assert float(found) == pytest.approx(wanted / 2, rel=1e-10)
+    zero, one, four = np.zeros(1), np.eye(1), 4 * np.eye(1)
+    narrow, wide = 0.5 * (0.25 - 1 + np.log(4)), 0.5 * (4 - 1 - np.log(4))
+    assert float(optperm.gaussian_kl(zero, one, zero, four)) == pytest.approx(narrow)
+    assert float(optperm.gaussian_kl(zero, four, zero, one)) == pytest.approx(wide)
+
+
+def test_a_small_divergence_is_not_lost_in_float32():
+    """Of covariances 0.1 % apart, where trace less D alone rounds by more than the divergence."""
+    d, excess = 100, 1e-3
+    one = np.eye(d, dtype=np.float32)
+    found = optperm.gaussian_kl(np.zeros(d), np.float32(1 + excess) * one, np.zeros(d), one)
+    assert float(found) == pytest.approx(0.5 * d * (excess - np.log1p(excess)), rel=1e-2)
+    assert float(optperm.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
+
+
+def test_divergence_of_what_is_no_gaussian():
+    """An error where Python can see it, NaN where it cannot."""
+    zero, one, bad = np.zeros(2), np.eye(2), np.diag([1.0, -1.0])
+    for arguments, name in (
+        ((zero, bad, zero, one), "covariance"),
+        ((zero, one, zero, bad), "other"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}.*must be positive definite"):
+            optperm.gaussian_kl(*arguments)
+        assert np.isnan(jax.jit(optperm.gaussian_kl)(*arguments))
+    with pytest.raises(ValueError, match=r"mean must have shape \(2,\)"):
+        optperm.gaussian_kl(np.zeros(3), one, zero, one)
+    with pytest.raises(ValueError, match=r"the same shape, got \(2, 2\) and \(3, 3\)"):
+        optperm.gaussian_kl(zero, one, zero, np.eye(3))
+    with pytest.raises(ValueError, match="other_mean must be finite"):
+        optperm.gaussian_kl(zero, one, np.array([0.0, np.nan]), one)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"hessian": np.ones(3)}, ValueError, r"hessian must be a square matrix.*jnp\.diag"),
+        ({"hessian": np.triu(M)}, ValueError, "hessian must be symmetric"),
+        ({"hessian": np.full((3, 3), np.inf)}, ValueError, "hessian must be finite"),
+        ({"noise": np.eye(2)}, ValueError, r"noise must have the shape of hessian, \(3, 3\)"),
+        ({"noise": M * 1j}, TypeError, "noise must be of real numbers"),
+        ({"preconditioner": np.ones(2)}, ValueError, r"preconditioner.*got shape \(2,\)"),
+        ({"preconditioner": np.nan}, ValueError, "preconditioner must be finite"),
+        ({"momentum": 1.0}, ValueError, "momentum must be in"),
+        ({"momentum": -0.1}, ValueError, "momentum must be in"),
+        ({"continuous": 1}, TypeError, "continuous must be True or False"),
+    ],
+)
+def test_errors(change, error, match):
+    """Each names the argument, what came and what is allowed."""
+    arguments = {"preconditioner": 0.1, "hessian": M, "noise": C1} | change
+    with pytest.raises(error, match=match):
+        optperm.stationary_covariance(**arguments)

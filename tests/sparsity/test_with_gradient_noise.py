@@ -1,0 +1,57 @@
+"""Freezing by the preconditioned gradient of the method that estimates the preconditioner."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from jax.flatten_util import ravel_pytree
+
+import optperm
+
+PARAMS = {"w": jnp.arange(6.0).reshape(3, 2), "b": jnp.array([0.5, -0.5])}
+
+
+def warm(preconditioner, wrap=lambda tx: tx):
+    """A state whose noise is that of one batch, and the gradients of its examples as rows."""
+    rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((12, *p.shape)), p.size), PARAMS)
+    scales = {"w": jnp.geomspace(0.1, 10.0, 6).reshape(1, 3, 2), "b": jnp.array([[5.0, 0.2]])}
+    rows = jax.tree.map(jnp.multiply, rows, scales)
+    tx = wrap(optperm.constant_sgd(100, 12, preconditioner=preconditioner, burn_in=1))
+    tx = optax.chain(tx, optperm.mask_elements())
+    grads = jax.tree.map(lambda r: r.mean(axis=0), rows)
+    _, state = tx.update(grads, tx.init(PARAMS), PARAMS, per_example_grad_fn=lambda params: rows)
+    flat = np.stack([ravel_pytree(jax.tree.map(lambda r, i=i: r[i], rows))[0] for i in range(12)])
+    return tx, state, np.cov(flat.T)
+
+
+@pytest.mark.parametrize("preconditioner", ["scalar", "diagonal", "full"])
+def test_those_with_the_smallest_preconditioned_gradient_are_frozen(preconditioner):
+    _, state, covariance = warm(preconditioner)
+    scores = support.random_like(PARAMS, 3)
+    flat = np.asarray(ravel_pytree(scores)[0])
+    moved = {
+        "scalar": flat,
+        "diagonal": flat / np.diag(covariance),
+        "full": np.linalg.solve(covariance, flat),
+    }[preconditioner]
+    state = optperm.freeze(
+        state, 0.5, scores=scores, criterion="preconditioned_gradient", scope="global"
+    )
+    mask = np.asarray(ravel_pytree(jax.tree.map(lambda m: m.astype(int), state[1].mask))[0])
+    np.testing.assert_array_equal(np.flatnonzero(mask == 0), np.sort(np.argsort(abs(moved))[:4]))
+
+
+def test_scores_may_be_whole_where_both_are_masked():
+    def under_a_mask(tx):
+        return optax.masked(tx, {"w": True, "b": False})
+
+    _, state, covariance = warm("diagonal", under_a_mask)
+    tx = under_a_mask(optperm.mask_elements())
+    state = (state[0], tx.init(PARAMS))
+    scores = support.random_like(PARAMS, 3)
+    state = optperm.freeze(state, 0.5, scores=scores, criterion="preconditioned_gradient")
+    moved = np.asarray(scores["w"]).ravel() / np.diag(covariance)[2:]
+    mask = np.asarray(state[1].inner_state.mask["w"]).ravel()
+    np.testing.assert_array_equal(np.flatnonzero(~mask), np.sort(np.argsort(abs(moved))[:3]))

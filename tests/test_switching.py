@@ -1,0 +1,341 @@
+"""`switch_after`: the two optimizers run by hand, one after the other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optperm
+from optperm.composition import find_state
+from optperm.placement import placing_states, with_targets_of
+
+STEPS, SWITCH = 7, 3
+
+
+def params():
+    return support.random_params()
+
+
+def grads(step):
+    """Quarters: with the rates below, sums and products of them are exact however they are fused."""
+    return jax.tree.map(lambda g: jnp.round(4 * g) / 4, support.random_like(params(), step))
+
+
+def start():
+    """Params on the same grid."""
+    return jax.tree.map(lambda p: jnp.round(64 * p) / 64, params())
+
+
+def sgd(rate=0.25):
+    return optax.sgd(rate, momentum=0.5)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: sgd(0.5),
+    "sgperm": lambda: optperm.sgperm(0.4, learning_rate=0.25, momentum=0.5),
+    "agn": lambda: optperm.agn(sgd(0.5), communication_period=2),
+}
+
+
+def step(tx, p, opt_state, g, **extra_args):
+    updates, opt_state = tx.update(g, opt_state, p, **extra_args)
+    return optperm.apply_updates(p, updates, opt_state), opt_state
+
+
+def by_hand(first, then, *, track, switch=SWITCH):
+    """The params after each step, and the state of the second optimizer at the end."""
+    p, trail = start(), []
+    first_state, then_state = first.init(p), then.init(p)
+    step_first, step_then = (jax.jit(functools.partial(step, tx)) for tx in (first, then))
+    for index in range(STEPS):
+        if index < switch:
+            if track:
+                _, then_state = step_then(p, then_state, grads(index))
+            p, first_state = step_first(p, first_state, grads(index))
+        else:
+            if index == switch:
+                fresh = then.init(p)
+                then_state = with_targets_of(then_state, fresh) if track else fresh
+            p, then_state = step_then(p, then_state, grads(index))
+        trail.append(p)
+    return trail, then_state
+
+
+def trained(tx, carry=None, *, begin=0):
+    """Params and state after each further step, by one scan."""
+    p, opt_state = (start(), tx.init(start())) if carry is None else carry
+
+    def body(carry, g):
+        carry = step(tx, *carry, g)
+        return carry, carry
+
+    xs = jax.tree.map(lambda *gs: jnp.stack(gs), *(grads(index) for index in range(begin, STEPS)))
+    _, trail = jax.jit(lambda carry: jax.lax.scan(body, carry, xs))((p, opt_state))
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], trail) for i in range(STEPS - begin)]
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("track", [False, True])
+@pytest.mark.parametrize(("first", "then"), [("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")])
+def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
+    """Each step's params are theirs bit for bit, through the switch in one scan, and from a state
+    that went to the host before, at and after it."""
+    first, then = OPTIMIZERS[first](), OPTIMIZERS[then]()
+    tx = optperm.switch_after(SWITCH, first, then, track=track)
+    wanted, then_state = by_hand(first, then, track=track)
+    trail = trained(tx)
+    for index, ((p, opt_state), expected) in enumerate(zip(trail, wanted, strict=True)):
+        support.assert_same_bits(p, expected)
+        assert opt_state.count == index + 1
+        assert opt_state.switched == (index >= SWITCH)
+    support.assert_same_bits(trail[-1][1].then, then_state)
+    for index in range(SWITCH - 1, SWITCH + 2):
+        halfway = jax.device_get(trail[index - 1])
+        support.assert_same_bits(trained(tx, halfway, begin=index)[-1], trail[-1])
+    # It parts from the first optimizer alone, and the warm second one from the cold one.
+    assert not np.array_equal(wanted[-1]["kernel"], trained(first)[-1][0]["kernel"])
+    other, _ = by_hand(first, then, track=not track)
+    assert not np.array_equal(wanted[-1]["kernel"], other[-1]["kernel"])
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("track", [False, True])
+def test_the_number_of_steps_may_be_traced_zero_or_never_reached(track):
+    """Under `inject_hyperparams`; 0 leaves only the second, a number too large only the first."""
+    first, then = sgd(), OPTIMIZERS["sgperm"]()
+    make = optax.inject_hyperparams(optperm.switch_after, static_args=("track",))
+    tx = make(SWITCH, first, then, track=track)
+    trail = trained(tx)
+    support.assert_same_bits([p for p, _ in trail], by_hand(first, then, track=track)[0])
+    for number, alone in [(0, then), (STEPS, first), (2**31 - 1, first)]:
+        opt_state = tx.init(start())
+        opt_state.hyperparams["num_steps"] = jnp.int32(number)
+        p, _ = trained(tx, (start(), opt_state))[-1]
+        support.assert_same_bits(p, trained(alone)[-1][0])
+    # Lowered below the steps already taken, it switches at once; raised again, it does not go back.
+    p, opt_state = trail[1]
+    opt_state.hyperparams["num_steps"] = jnp.int32(1)
+    p, opt_state = step(tx, p, opt_state, grads(2))
+    assert opt_state.inner_state.switched
+    opt_state.hyperparams["num_steps"] = jnp.int32(9)
+    _, opt_state = step(tx, p, opt_state, grads(3))
+    assert opt_state.inner_state.switched
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_only_the_optimizer_whose_turn_it_is_is_computed(track):
+    """But a tracked one, which is computed in both phases."""
+    calls = []
+
+    def counting(name):
+        def update(updates, state, params=None):
+            del params
+            jax.debug.callback(lambda: calls.append(name))
+            return updates, state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    tx = optperm.switch_after(2, counting("first"), counting("then"), track=track)
+    opt_state, update = tx.init(start()), jax.jit(tx.update)
+    for index in range(4):
+        _, opt_state = update(grads(index), opt_state, start())
+    jax.effects_barrier()
+    assert calls.count("first") == 2
+    assert calls.count("then") == (4 if track else 2)
+
+
+def test_weights_are_placed_in_their_phase_alone():
+    """Both optimizers may place the same params: those of the phase land exactly, and are found."""
+    permute = optperm.sgperm(0.4)
+    tx = optperm.switch_after(SWITCH, sgd(), permute)
+    trail = trained(tx)
+    at_switch = trail[SWITCH - 1][0]
+    for p, opt_state in trail[SWITCH:]:
+        support.assert_permutes(p, at_switch)
+        support.assert_same_bits(optperm.permuted_params(opt_state), p)
+    assert not np.array_equal(trail[-1][0]["kernel"], at_switch["kernel"])
+    rebuilt = optperm.apply_permutation(
+        at_switch, optperm.export_permutation(at_switch, trail[-1][1])
+    )
+    support.assert_same_bits(rebuilt, trail[-1][0])
+
+    random = params()
+    twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
+    p, opt_state = random, twice.init(random)
+    for index in range(4):
+        p, opt_state = step(twice, p, opt_state, grads(index))
+        support.assert_permutes(p, random)
+    placing = placing_states(opt_state)
+    assert [type(state) for state in placing] == [optperm.SwitchAfterState]
+    assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(random))
+    with pytest.raises(ValueError, match="found 2"):
+        optperm.permuted_params(opt_state)
+
+
+def test_entries_are_held_in_their_phase_alone():
+    """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
+    masked = optax.chain(sgd(), optperm.mask_elements())
+    tx = optperm.switch_after(2, masked, sgd(0.5))
+    p, opt_state = optperm.prune(start(), tx.init(start()), fraction=0.5)
+    pruned = p["kernel"] == 0.0
+    for index in range(3):
+        p, opt_state = step(tx, p, opt_state, jax.tree.map(jnp.ones_like, p))
+        assert np.all((p["kernel"] == 0.0)[pruned] == (index < 2))
+
+
+def test_targets_of_another_state_of_its_phase():
+    """Both phases' targets are taken over, as by the optimizers alone."""
+    one, other = params(), jax.tree.map(lambda p: p[::-1], params())
+    tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(seed=1))
+    states = tx.init(one), tx.init(other)
+    merged = with_targets_of(*states)
+    support.assert_same_bits((merged.first[1].weights, merged.then[1].weights), (other, other))
+    support.assert_same_bits(merged.then[1].key, states[0].then[1].key)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_local_steps_around_a_switch():
+    """AGN takes one whose phases move params, and refuses one that places them in a phase."""
+    around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), communication_period=2)
+    p, opt_state = start(), around.init(start())
+    for index in range(2):
+        p, opt_state = step(around, p, opt_state, grads(index))
+    support.assert_same_bits(p, optperm.center_params(opt_state))
+    with pytest.raises(ValueError, match="put switch_after around agn"):
+        optperm.agn(optperm.switch_after(2, sgd(), optperm.sgperm())).init(start())
+
+
+@pytest.mark.usefixtures("lenient")
+def test_extra_arguments_reach_line_searches_in_both_phases():
+    """Two runs of L-BFGS, each with the line search that asks for value, grad and value_fn."""
+    target = jax.tree.map(jnp.ones_like, start())
+
+    def loss_fn(p, batch):
+        error = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), p, target)
+        return batch * sum(jax.tree.leaves(error))
+
+    def run(tx, p, opt_state):
+        e = optperm.evaluate(loss_fn, p, jnp.float32(3.0))
+        return step(tx, p, opt_state, e.grad, **e.extra_args), e.value
+
+    lbfgs = optax.lbfgs(memory_size=2)
+    tx = optperm.switch_after(1, lbfgs, lbfgs)
+    (p, opt_state), before = jax.jit(functools.partial(run, tx))(start(), tx.init(start()))
+    (p, _), after = jax.jit(functools.partial(run, tx))(p, opt_state)
+    # The second one has no memory of the first one's step.
+    alone = start()
+    for _ in range(2):
+        (alone, _), _ = jax.jit(functools.partial(run, lbfgs))(alone, lbfgs.init(alone))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), p, alone)
+    assert after < before
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+def test_replicas_of_their_own_switch_as_one_does(mapping):
+    """Each of four replicas, with other gradients, holds the bits of its run alone."""
+    tx = optperm.switch_after(SWITCH, sgd(), OPTIMIZERS["agn"]())
+    batches = [
+        replicas.stack([grads(STEPS * r + index) for r in range(4)]) for index in range(STEPS)
+    ]
+    evaluate = lambda params, batch: (batch, {})  # noqa: E731
+    for index, (p, _) in enumerate(
+        replicas.train(tx, start(), batches, size=4, mapping=mapping, evaluate=evaluate)
+    ):
+        last = index, p
+    p, opt_state = start(), tx.init(start())
+    for batch in batches:
+        p, opt_state = step(tx, p, opt_state, replicas.take(batch, 2))
+    support.assert_same_bits(replicas.take(last[1], 2), p)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("track", [False, True])
+def test_a_scan_in_checked_shard_map_keeps_its_types(track):
+    """Init, steps and switch inside the mapped function: what does not vary stays so."""
+    tx = optperm.switch_after(2, optax.adam(0.1), sgd(), track=track)
+    mesh = Mesh(np.array(jax.devices()[:2]), (replicas.AXIS,))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(replicas.AXIS)),
+        out_specs=(P(replicas.AXIS), P()),
+    )
+    def train(p, batches):
+        p = jax.lax.pcast(p, replicas.AXIS, to="varying")
+        carry, _ = jax.lax.scan(
+            lambda carry, g: (step(tx, *carry, g), None), (p, tx.init(p)), replicas.take(batches, 0)
+        )
+        return jax.tree.map(lambda leaf: leaf[None], carry[0]), carry[1].first[0].count
+
+    xs = replicas.stack([replicas.stack([grads(i), grads(i + 9), grads(i + 5)]) for i in range(2)])
+    p, adam_count = jax.jit(train)(start(), xs)
+    assert adam_count == 2
+    alone = start(), tx.init(start())
+    for index in range(3):
+        alone = jax.jit(functools.partial(step, tx))(
+            *alone, jax.tree.map(lambda x, i=index: x[1, i], xs)
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=0, atol=1e-6), p, alone[0])
+
+
+@pytest.mark.usefixtures("lenient")
+def test_in_multi_steps_it_counts_whole_steps():
+    """Two micro-steps are one: the switch comes after 2 * SWITCH of them, placed exactly."""
+    tx = optax.MultiSteps(optperm.switch_after(2, sgd(), optperm.sgperm(0.4)), every_k_schedule=2)
+    p, opt_state, run = start(), tx.init(start()), jax.jit(functools.partial(step, tx))
+    trail = []
+    for index in range(8):
+        p, opt_state = run(p, opt_state, grads(index // 2))
+        trail.append(p)
+    wanted, _ = by_hand(sgd(), optperm.sgperm(0.4), track=False, switch=2)
+    support.assert_same_bits(trail[1::2], wanted[:4])
+    support.assert_same_bits(trail[6], trail[5])
+
+
+def test_in_an_nnx_optimizer():
+    """`nnx.Optimizer` holds its state as variables; weights are permuted from the switch on."""
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
+    tx = optperm.switch_after(1, optax.sgd(0.5), optperm.sgperm(0.4))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def run(model, optimizer, x):
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(jnp.sin(9.0 * m(x))))(model))
+
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+    run(model, optimizer, x)
+    at_switch = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    run(model, optimizer, x)
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    assert find_state(optimizer.opt_state, optperm.SwitchAfterState, method="switch_after").switched
+    exact = nnx.to_pure_dict(optperm.permuted_params(optimizer.opt_state))
+    support.assert_permutes(exact, at_switch)
+    assert not np.array_equal(exact["kernel"], at_switch["kernel"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), after, exact)
+
+
+def test_arguments_that_are_wrong_are_named():
+    """Numbers, optimizers and flags are checked when it is built, params at the switch."""
+    for number, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError)]:
+        with pytest.raises(error, match="num_steps"):
+            optperm.switch_after(number, sgd(), sgd())
+    with pytest.raises(TypeError, match="first must be an optax"):
+        optperm.switch_after(1, 0.1, sgd())
+    with pytest.raises(TypeError, match="then must be an optax"):
+        optperm.switch_after(1, sgd(), None)
+    with pytest.raises(TypeError, match="track"):
+        optperm.switch_after(1, sgd(), sgd(), track=1)
+    tx = optperm.switch_after(1, optax.identity(), optax.sgd(0.1, 0.9))
+    cast = start() | {"bias": start()["bias"].astype("bfloat16")}
+    with pytest.raises(ValueError, match=r"then.init\(params\).*bfloat16\[5\].*float32\[5\]"):
+        tx.update(start(), tx.init(start()), cast)
