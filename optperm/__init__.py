@@ -19,6 +19,11 @@ from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesSt
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.sparsity.masks import MaskElementsState as MaskElementsState
+from optperm.sparsity.masks import freeze as freeze
+from optperm.sparsity.masks import mask_elements as mask_elements
+from optperm.sparsity.masks import prune as prune
+from optperm.sparsity.masks import reset_masks as reset_masks
 from optperm.subspace.dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace.dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace.dim_reduce import set_basis as set_basis

@@ -1,8 +1,8 @@
-"""Applying updates so that weights which a method places land bit for bit.
+"""Applying updates so that weights which a method places or holds land bit for bit.
 
 In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
-places weights, instead of moving them, keeps the exact targets in its state; `apply_updates` reads
-them from there.
+places weights, instead of moving them, keeps the exact targets in its state, and one that holds weights
+keeps there which; `apply_updates` reads both.
 """
 
 import functools
@@ -61,18 +61,29 @@ def with_targets_of(opt_state: Any, other: Any) -> Any:
     )
 
 
+@runtime_checkable
+class HoldingState(Protocol):
+    """A state of a transformation that holds some entries of the params at the value they have."""
+
+    def may_move(self) -> Any:
+        """Booleans shaped like params; `optax.MaskedNode` for a leaf of which all entries may."""
+        ...
+
+
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
     """Applies updates to params, bit-exactly where a method places weights.
 
     Gives `optax.apply_updates(params, updates)` for every leaf that moves by its update, and the exact
     target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
     that places weights is the last of its chain: what stands after it changes updates, not targets.
+    Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
+    `params`, wherever it was placed.
 
     Args:
       params: A tree of parameters.
       updates: A tree of updates of the same structure and shapes.
       opt_state: The optimizer state that came with `updates`, however composed. One without any
-        placing method is fine: then this is `optax.apply_updates`.
+        such method is fine: then this is `optax.apply_updates`.
 
     Returns:
       The new parameters, of the structure, shapes and dtypes of `params`.
@@ -93,6 +104,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     # States hold plain arrays where params may hold variables of flax.nnx.
     structure = jax.tree.structure(params)
     moved = without_variables(optax.apply_updates(params, updates))
+    before = without_variables(params)
     placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in placing_states(opt_state):
         placed_here = jax.tree.map(lambda _: False, moved)
@@ -112,6 +124,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 "parameters with optax.partition or optax.masked."
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
+    for holding in find_states(opt_state, HoldingState):  # type: ignore[type-abstract]
+        moved = jax.tree.map(_hold, holding.may_move(), moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 
 
@@ -120,3 +134,8 @@ def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
     if is_masked(target):
         return moved
     return target if is_placed is True else jnp.where(is_placed, target, moved)
+
+
+def _hold(may_move: Any, moved: Any, before: Any) -> Any:
+    """What was there before, where it may not move; a masked node leaves all below it as it is."""
+    return moved if is_masked(may_move) else jnp.where(may_move, moved, before)

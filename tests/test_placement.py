@@ -25,6 +25,15 @@ class Placed(NamedTuple):
         return self._replace(targets=other.targets)
 
 
+class Held(NamedTuple):
+    """A state that holds what its mask says."""
+
+    mask: object
+
+    def may_move(self):
+        return self.mask
+
+
 def far_apart():
     """Params, targets and updates for which params + updates is not the target."""
     params = {"a": jnp.float32([1e8, 1.0]), "b": jnp.float32([1.0])}
@@ -92,3 +101,31 @@ def test_scalars_move_by_their_updates_beside_placed_weights():
     updates, opt_state = tx.update(support.random_like(params, 1), tx.init(params), params)
     got = optperm.apply_updates(params, updates | {"scale": jnp.float32(0.5)}, opt_state)
     assert got["scale"] == 1.5
+
+
+@pytest.mark.parametrize("held_first", [False, True])
+def test_held_entries_keep_their_bits_wherever_they_were_placed(held_first):
+    """Inside a leaf each entry for itself; a masked node holds nothing of what is below it."""
+    params, targets, updates = far_apart()
+    held = Held({"a": jnp.array([True, False]), "b": optax.MaskedNode()})
+    expected = {"a": jnp.stack([targets["a"][0], params["a"][1]]), "b": targets["b"]}
+    states = (held, Placed(targets, True)) if held_first else (Placed(targets, True), held)
+    support.assert_same_bits(optperm.apply_updates(params, updates, states), expected)
+    nested = {"net": params, "x": params["a"]}
+    moves = {"net": updates, "x": updates["a"]}
+    states = (Held({"net": optax.MaskedNode(), "x": jnp.array([False, True])}), optax.EmptyState())
+    got = jax.jit(optperm.apply_updates)(nested, moves, states)
+    moved = optax.apply_updates(nested, moves)
+    expected = moved | {"x": jnp.stack([params["a"][0], moved["x"][1]])}
+    support.assert_same_bits(got, expected)
+
+
+def test_all_states_that_hold_are_heard():
+    """An entry that one of them holds does not move."""
+    params, _, updates = far_apart()
+    one = Held({"a": jnp.array([True, False]), "b": jnp.array([True])})
+    two = Held({"a": jnp.array([True, True]), "b": jnp.array([False])})
+    got = optperm.apply_updates(params, updates, {"one": one, "two": (two,)})
+    moved = optax.apply_updates(params, updates)
+    expected = {"a": jnp.stack([moved["a"][0], params["a"][1]]), "b": params["b"]}
+    support.assert_same_bits(got, expected)

@@ -29,6 +29,7 @@ class Transformation:
       is_identity: Whether it hands on the updates as they came.
       knows_dtypes: Whether its state tells the dtypes of the params that it was made for.
       rows: For params of state entries with a leading axis, the lengths that occur.
+      needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
     """
 
@@ -40,6 +41,7 @@ class Transformation:
     is_identity: bool = False
     knows_dtypes: bool = True
     rows: tuple[int, ...] = ()
+    needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
@@ -133,6 +135,9 @@ TRANSFORMATIONS = (
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
+    ),
+    Transformation(
+        "mask_elements", optperm.mask_elements, {}, is_identity=True, needs_params=False
     ),
     Transformation(
         "svrg",

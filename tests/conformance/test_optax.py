@@ -51,8 +51,10 @@ LEFT_OUT = {
         "permute_by_cycles",
     ): "has no learning rate",
     ("contrib.ContribTest.test_optimizers", "record_trajectory"): _IDENTITY,
+    ("contrib.ContribTest.test_optimizers", "mask_elements"): _IDENTITY,
     ("contrib.ContribTest.test_optimizers", "dldr"): _SUBSPACE,
     ("alias.AliasTest.test_optimization", "record_trajectory"): _IDENTITY,
+    ("alias.AliasTest.test_optimization", "mask_elements"): _IDENTITY,
     ("alias.AliasTest.test_optimization", "dldr"): _SUBSPACE,
     (
         "contrib.ContribTest.test_optimizers_can_be_wrapped_in_inject_hyperparams",
