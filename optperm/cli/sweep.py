@@ -6,6 +6,7 @@ the same further steps side by side. Of one repeat they share the first steps, t
 preconditioner H, which stays what the first steps have made it.
 """
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -140,97 +141,117 @@ class Repeat(NamedTuple):
     masked: np.ndarray
 
 
-def run(
-    plan: Plan,
-    data: Dataset,
-    *,
-    interrupt: Interrupt,
-    on_call: Callable[[int], None],
-) -> Iterator[Repeat]:
-    """Computes a plan, repeat by repeat.
+def plan(arguments: argparse.Namespace) -> Plan:
+    """The plan that the parsed flags of `sweep` describe."""
+    own = {
+        field.name: getattr(arguments, field.name)
+        for field in dataclasses.fields(Setting)
+        if field.name in arguments
+    }
+    fields = {field.name for field in dataclasses.fields(Plan)} - {"curves", "setting"}
+    return Plan(
+        curves=CURVES[arguments.action],
+        setting=dataclasses.replace(SETTINGS[arguments.legacy], **own),
+        **{name: getattr(arguments, name) for name in fields},
+    )
+
+
+def records(plan: Plan, number: int, repeat: Repeat) -> Iterator[dict[str, Any]]:
+    """A line for metrics.jsonl for each curve of a repeat, the `number`-th."""
+    for curve, train, test in zip(plan.curves, repeat.train, repeat.test, strict=True):
+        yield {
+            "seed": plan.seed + number,
+            **curve._asdict(),
+            "start_train_accuracy": repeat.start[0],
+            "start_test_accuracy": repeat.start[1],
+            "train_accuracy": train.tolist(),
+            "test_accuracy": test.tolist(),
+        }
+
+
+class Networks:
+    """The networks of a plan.
 
     Args:
       plan: What to compute.
       data: What to train and test on; features that are constant in training are left out.
-      interrupt: Ends it after some steps once it is requested; the repeat is lost.
-      on_call: Called with the number of the repeat after every few steps of all its networks.
-
-    Yields:
-      A `Repeat` each.
 
     Raises:
-      UsageError: If the batch does not fit.
-    """
-    if plan.batch_size > len(data.x_train):
-        raise UsageError(
-            f"--batch-size {plan.batch_size} is more than the {len(data.x_train)} training "
-            "examples. Choose a smaller one."
-        )
-    train, test = _flat(data)
-    networks = _Networks(plan, len(data.x_train), train[0].shape[1], data.num_classes)
-    shape = (len(plan.curves), plan.grid)
-    for repeat in range(plan.repeats):
-        keys = jax.random.split(jax.random.key(plan.seed + repeat, impl="threefry2x32"), 4)
-        params, opt_state, grad = networks.start(keys[_INIT], keys[_FIRST_BATCHES], train)
-        start = [float(_accuracy(params, examples)) for examples in (train, test)]
-        params, opt_state = networks.branch(params, opt_state, grad, keys[_ORDER])
-        batches = networks.batches(keys[_BATCHES], plan.steps)
-        for first in range(0, plan.steps, _STEPS_A_CALL):
-            if interrupt.requested:
-                return
-            chosen = batches[first : first + _STEPS_A_CALL]
-            params = jax.block_until_ready(networks.advance(params, opt_state, train, chosen))
-            on_call(repeat)
-        found = [networks.accuracies(params, examples) for examples in (train, test)]
-        of_train, of_test = (np.asarray(accuracies).reshape(shape) for accuracies in found)
-        masked = sum(
-            np.sum(~np.asarray(leaf).reshape(*shape, -1), axis=-1)
-            for leaf in jax.tree.leaves(opt_state[1])
-        )
-        yield Repeat((start[0], start[1]), of_train, of_test, np.asarray(masked))
-
-
-class _Networks:
-    """The compiled parts of a sweep.
-
-    Args:
-      plan: What to compute.
-      num_data: How many training examples there are.
-      features: How many numbers each of them has.
-      num_classes: How many classes.
+      UsageError: If the plan does not fit the data, or a hyperparameter is out of range.
     """
 
-    def __init__(self, plan: Plan, num_data: int, features: int, num_classes: int) -> None:
-        self._plan, self._num_data, setting = plan, num_data, plan.setting
+    def __init__(self, plan: Plan, data: Dataset) -> None:
+        self._plan, setting = plan, plan.setting
+        self._train, self._test = _flat(data)
+        num_data, features = self._train[0].shape
+        if plan.batch_size > num_data:
+            raise UsageError(
+                f"--batch-size {plan.batch_size} is more than the {num_data} training examples. "
+                "Choose a smaller one."
+            )
+        if not setting.prior_precision >= 0:
+            raise UsageError(
+                f"--prior-precision must be at least 0, got {setting.prior_precision}."
+            )
         self._shapes = {
             "w1": (features, plan.hidden),
             "b1": (plan.hidden,),
-            "w2": (plan.hidden, num_classes),
-            "b2": (num_classes,),
+            "w2": (plan.hidden, data.num_classes),
+            "b2": (data.num_classes,),
         }
-        num_params = sum(map(math.prod, self._shapes.values()))
+        self.num_params = sum(map(math.prod, self._shapes.values()))
         self._loss_fn = _loss_function(setting, num_data)
-        self._tx = optax.chain(
-            optperm.constant_sgd(
-                num_params if setting.legacy else num_data,
+        try:
+            sampler = optperm.constant_sgd(
+                self.num_params if setting.legacy else num_data,
                 plan.batch_size,
                 learning_rate=setting.learning_rate,
                 max_step=setting.max_step,
                 burn_in=0,
                 freeze_after=plan.first_steps,
-            ),
-            optperm.mask_elements(),
-        )
-        self.start = jax.jit(self._start)
-        self.branch = jax.jit(self._branch)
-        self.advance = jax.jit(self._advance, donate_argnums=0)
-        self.accuracies = jax.jit(
-            lambda params, examples: jax.lax.map(lambda p: _accuracy(p, examples), params)
-        )
+            )
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"sweep: {error}") from error
+        self._tx = optax.chain(sampler, optperm.mask_elements())
 
-    def batches(self, key: jax.Array, steps: int) -> jax.Array:
+    def run(self, *, interrupt: Interrupt, on_call: Callable[[int], None]) -> Iterator[Repeat]:
+        """Computes the plan, repeat by repeat.
+
+        Args:
+          interrupt: Ends it after some steps once it is requested; the repeat is lost.
+          on_call: Called with the number of the repeat after every few steps of all its networks.
+
+        Yields:
+          A `Repeat` each.
+        """
+        plan, sets = self._plan, (self._train, self._test)
+        start, branch = jax.jit(self._start), jax.jit(self._branch)
+        advance = jax.jit(self._advance, donate_argnums=0)
+        shape = (len(plan.curves), plan.grid)
+        for repeat in range(plan.repeats):
+            keys = jax.random.split(jax.random.key(plan.seed + repeat, impl="threefry2x32"), 4)
+            params, opt_state, grad = start(keys[_INIT], keys[_FIRST_BATCHES], self._train)
+            before = [float(_accuracy(params, examples)) for examples in sets]
+            params, opt_state = branch(params, opt_state, grad, keys[_ORDER])
+            batches = self._batches(keys[_BATCHES], plan.steps)
+            for first in range(0, plan.steps, _STEPS_A_CALL):
+                if interrupt.requested:
+                    return
+                chosen = batches[first : first + _STEPS_A_CALL]
+                params = jax.block_until_ready(advance(params, opt_state, self._train, chosen))
+                on_call(repeat)
+            train, test = (
+                np.asarray(_accuracies(params, examples)).reshape(shape) for examples in sets
+            )
+            masked = sum(
+                np.sum(~np.asarray(leaf).reshape(*shape, -1), axis=-1)
+                for leaf in jax.tree.leaves(opt_state[1])
+            )
+            yield Repeat((before[0], before[1]), train, test, np.asarray(masked))
+
+    def _batches(self, key: jax.Array, steps: int) -> jax.Array:
         """Which examples, (steps, batch_size), drawn with replacement."""
-        return jax.random.randint(key, (steps, self._plan.batch_size), 0, self._num_data)
+        return jax.random.randint(key, (steps, self._plan.batch_size), 0, len(self._train[0]))
 
     def _step(self, params: Params, opt_state: Any, batch: Any) -> tuple[Params, Any]:
         e = optperm.evaluate(self._loss_fn, params, batch)
@@ -247,9 +268,10 @@ class _Networks:
         }
 
         def step(carry: Any, chosen: jax.Array) -> tuple[Any, None]:
-            return self._step(*carry, _examples(data, chosen)), None
+            params, opt_state = carry
+            return self._step(params, opt_state, _examples(data, chosen)), None
 
-        batches = self.batches(order, self._plan.first_steps)
+        batches = self._batches(order, self._plan.first_steps)
         (params, opt_state), _ = jax.lax.scan(step, (params, self._tx.init(params)), batches)
         return params, opt_state, optperm.full_gradient(self._loss_fn, params, [data])
 
@@ -335,3 +357,9 @@ def _loss_function(setting: Setting, num_data: int) -> Callable[[Params, _Exampl
 def _accuracy(params: Params, examples: _Examples) -> jax.Array:
     x, y = examples
     return jnp.mean(jnp.argmax(_logits(params, x), axis=-1) == y)
+
+
+@jax.jit
+def _accuracies(params: Params, examples: _Examples) -> jax.Array:
+    """The accuracy of each network, one after the other: all at once might not fit."""
+    return jax.lax.map(lambda one: _accuracy(one, examples), params)
