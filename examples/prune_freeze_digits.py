@@ -23,6 +23,7 @@ import optperm
 BATCH, HIDDEN, KERNEL = 32, 32, jax.nn.initializers.lecun_normal()
 PRUNE, FREEZE = ("magnitude", "random"), ("preconditioned_gradient", "gradient", "random")
 NAMES = [*(f"prune, {c}" for c in PRUNE), *(f"freeze, {c}" for c in FREEZE)]
+SETS = "train", "test"
 AXES = 0, (None, 0)  # Each network has params and masks of its own; they share H, constant by then.
 
 
@@ -109,8 +110,8 @@ def main(argv: list[str] | None = None) -> np.ndarray:
         ):
             axes.plot(p, y, label=name)
             axes.fill_between(p, y - d, y + d, alpha=0.2)
-            print(f"{name:31}", ("train", "test")[index], *(f"{value:.3f}" for value in y[::5]))
-        axes.set(xlabel="fraction p", title=("train", "test")[index] + " accuracy")
+            print(f"{name:31}", SETS[index], *(f"{value:.3f}" for value in y[::5]))
+        axes.set(xlabel="fraction p", title=SETS[index])
     axes.legend(loc="lower left")
     figure.savefig(options.out, dpi=120)
     return found

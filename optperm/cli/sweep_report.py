@@ -48,8 +48,8 @@ class Reporter(report.Reporter):
     def table(self, plan: sweep.Plan, repeats: list[sweep.Repeat], folder: pathlib.Path) -> None:
         """Prints mean test accuracies, and where the files are."""
         if repeats:
-            table = import_extra("rich.table").Table(box=None, padding=(0, 2, 0, 0))
-            table.add_column("test accuracy at p =")
+            table = import_extra("rich.table").Table(box=None, padding=(0, 1, 0, 0))
+            table.add_column("test accuracy at p =", no_wrap=True)
             shown = sorted({int(np.abs(plan.fractions - p).argmin()) for p in _SHOWN})
             for index in shown:
                 table.add_column(f"{plan.fractions[index]:.3g}", justify="right")

@@ -153,13 +153,13 @@ def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
 def test_counts_are_exact_on_the_whole_grid(data):
     """Each array has floor(p n) masked for p = i / 50, which Python's or float32's product may miss."""
     plan = sweep.Plan(
-        sweep.CURVES["all"], repeats=1, first_steps=1, steps=0, hidden=50, batch_size=4
+        sweep.CURVES["prune"], repeats=1, first_steps=1, steps=0, hidden=50, batch_size=4
     )
     loaded = datasets.load(data)
     (repeat,) = sweep.Networks(plan, loaded).run(interrupt=Interrupt(), on_call=None)
     sizes = (6 * 50, 50, 50 * 3, 3)
     expected = [sum(i * size // 50 for size in sizes) for i in range(51)]
-    assert repeat.masked.tolist() == 5 * [expected]
+    assert repeat.masked.tolist() == 2 * [expected]
     assert math.floor(29 / 50 * 50) != 29  # so this is a case
 
 
