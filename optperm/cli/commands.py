@@ -1,4 +1,4 @@
-"""The commands: `train` makes a run folder, `evaluate` tests the network of one."""
+"""The commands: `train` and `sweep` make a run folder, `evaluate` tests the network of one."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ from optperm.cli import (
     replicas,
     report,
     run_folder,
+    sweep_report,
     testset,
     training,
 )
+from optperm.cli import sweep as sweeps
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method, Posterior
 from optperm.training.interrupt import Interrupt
@@ -313,11 +316,13 @@ def _summary(
         "devices": group.devices,
         "processes": group.num_processes,
         "device": group.device_kind,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},
-        },
+        "versions": _versions(),
     }
+
+
+def _versions() -> dict[str, str]:
+    names = ("optperm", "jax", "flax", "optax", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -348,6 +353,58 @@ def evaluate(arguments: argparse.Namespace) -> int:
         )
     print(f"test accuracy {accuracy:.4f}")
     return 0
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Prunes or freezes networks at every fraction, and writes how well they train on.
+
+    Args:
+      arguments: The parsed flags of `sweep`.
+
+    Returns:
+      0, or `INTERRUPTED` if Ctrl-C cut it short.
+
+    Raises:
+      CliError: If data, files or the installation are at fault, or the flags.
+    """
+    for extra in ("rich", "matplotlib"):
+        import_extra(extra)
+    plan = sweeps.plan(arguments)
+    data = datasets.load(arguments.data)
+    networks = sweeps.Networks(plan, data)
+    legacy = "-legacy" if plan.setting.legacy else ""
+    name = f"{arguments.action}-{data.name}-s{plan.seed}{legacy}"
+    folder = run_folder.create(getattr(arguments, "out", None), name)
+    reporter = sweep_report.Reporter(plan, quiet=arguments.quiet)
+    repeats: list[sweeps.Repeat] = []
+    start = time.perf_counter()
+    with Interrupt() as interrupt, reporter:
+        for repeat in networks.run(interrupt=interrupt, on_call=reporter.call):
+            for record in sweeps.records(plan, len(repeats), repeat):
+                run_folder.append_metrics(folder, record)
+            repeats.append(repeat)
+            reporter.repeat(len(repeats), repeat)
+        seconds = time.perf_counter() - start
+        interrupted = len(repeats) < plan.repeats
+        if interrupted:
+            reporter.sweep_interrupted()
+        summary = {
+            "sweep": arguments.action,
+            "data": data.source,
+            "params": networks.num_params,
+            **dataclasses.asdict(plan) | {"curves": [curve.name for curve in plan.curves]},
+            "seconds": seconds,  # compiling included
+            "interrupted": interrupted,
+            "repeats_done": len(repeats),
+            "device": jax.devices()[0].device_kind,
+            "versions": _versions(),
+        }
+        run_folder.write_summary(folder, summary)
+        if repeats:
+            sweep_report.write_csv(folder / sweep_report.CSV_FILE, plan, repeats)
+            sweep_report.draw(folder / sweep_report.PNG_FILE, plan, repeats, name)
+    reporter.table(plan, repeats, folder)
+    return INTERRUPTED if interrupted else 0
 
 
 def version(package: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from optperm.cli import commands, datasets, models
+from optperm.cli import commands, datasets, models, sweep
 from optperm.cli.errors import CliError
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.roll_call import Address
@@ -95,6 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         _add_hyperparameters(of_method, method)
         of_method.set_defaults(command=commands.train, method=method)
 
+    about = "prune or freeze networks at every fraction, and see how well constant SGD trains on"
+    sweeps = subparsers.add_parser("sweep", help=about, description=about, **options)
+    actions = sweeps.add_subparsers(title="what is swept", required=True, metavar="ACTION")
+    for action, curves in sweep.CURVES.items():
+        about = ", ".join(curve.name for curve in curves)
+        of_action = actions.add_parser(action, help=about, description=about, **options)
+        _add_sweep_flags(of_action)
+        of_action.set_defaults(command=commands.sweep, action=action)
+
     about = "rebuild the network of a run from its files, and test it"
     evaluate = subparsers.add_parser("evaluate", help=about, description=about, **options)
     evaluate.add_argument("folder", type=pathlib.Path, help="a run folder")
@@ -103,14 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the run")
+def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data",
         default="digits",
         help="'digits' (scikit-learn's), a folder of MNIST-format IDX files, or an .npz file with "
         f"{', '.join(datasets.KEYS)}",
     )
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    _add_data(group)
     group.add_argument("--model", choices=models.MODELS, default="mlp", help="the network")
     group.add_argument(
         "--hidden",
@@ -212,6 +225,64 @@ def _add_hyperparameters(parser: argparse.ArgumentParser, method: Method) -> Non
         else:
             kind = _integer() if isinstance(default, int) else _number
             group.add_argument(flag, type=kind, default=default, help=about, metavar="X")
+
+
+def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
+    default = sweep.Plan(())
+    group = parser.add_argument_group("the sweep")
+    _add_data(group)
+    for name, low, about in (
+        ("grid", 2, "fractions p, evenly spaced from 0 to 1"),
+        ("repeats", 1, "networks to start from, each with a seed and batches of its own"),
+        ("first_steps", 1, "steps of constant SGD before a network is pruned or frozen"),
+        ("steps", 0, "steps after that"),
+        ("batch_size", 2, "examples a step, drawn with replacement"),
+        ("hidden", 1, "units of the hidden layer"),
+    ):
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_integer(low, 2**20),
+            default=getattr(default, name),
+            help=about,
+            metavar="N",
+        )
+    group.add_argument(
+        "--seed",
+        type=_integer(0, 2**31 - 1),
+        default=default.seed,
+        help="of the first repeat; the next one has the next",
+        metavar="N",
+    )
+    group.add_argument(
+        "--out",
+        default=argparse.SUPPRESS,
+        help="folder for the results, which must be new or empty (default: "
+        "runs/ACTION-DATA-sSEED, with -2, -3, ... where that exists)",
+        metavar="FOLDER",
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+    correct, legacy = sweep.SETTINGS[False], sweep.SETTINGS[True]
+    group = parser.add_argument_group("what is sampled")
+    group.add_argument(
+        "--legacy",
+        action="store_true",
+        help="the experiment as it was first published: the softmax is fed into a loss that takes a "
+        "softmax itself, and the number of params stands for that of examples",
+    )
+    for name, about in (
+        ("learning_rate", "factor on all steps, 1 for sampling"),
+        ("max_step", "largest entry of the preconditioner H"),
+        ("prior_precision", "of the Gaussian prior of each parameter"),
+    ):
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_number,
+            default=argparse.SUPPRESS,
+            help=f"{about} (default: {getattr(correct, name)}, with --legacy "
+            f"{getattr(legacy, name)})",
+            metavar="X",
+        )
 
 
 def _integer(low: int | None = None, high: int | None = None) -> Callable[[str], int]:

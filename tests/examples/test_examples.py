@@ -73,3 +73,23 @@ def test_dldr_digits(tmp_path):
     sgd, p_sgd, p_bfgs = (curve[-1, 0] for curve in curves.values())
     assert p_bfgs < 0.5 * sgd
     assert p_sgd < 1.2 * sgd
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_prune_freeze_digits(tmp_path):
+    """Nine tenths of the network can be frozen at no great cost, and not be pruned."""
+    flags = ["--out", tmp_path / "curves.png", "--fractions", 11, "--repeats", 2]
+    found = run("prune_freeze_digits.py", *flags, "--steps", 50, 200)
+    assert_is_picture(tmp_path / "curves.png")
+    assert found.shape == (2, 5, 11, 2)
+    magnitude, random, *frozen = np.moveaxis(found, 1, 0)[..., 1]
+    for curve in (random, *frozen):
+        np.testing.assert_array_equal(curve[:, 0], magnitude[:, 0])  # nothing is masked
+    for curve in frozen:
+        np.testing.assert_array_equal(curve[:, -1], frozen[0][:, -1])  # nothing has moved
+        assert np.all(curve[:, 0] > curve[:, -1])
+        assert np.all(curve[:, 9] > magnitude[:, 9] + 0.1)
+    np.testing.assert_array_equal(magnitude[:, -1], random[:, -1])  # nothing is left
+    assert np.all(magnitude[:, -1] < 0.2)
+    assert np.mean(magnitude[:, 9]) > np.mean(random[:, 9])
