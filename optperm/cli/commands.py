@@ -7,14 +7,12 @@ import importlib.metadata
 import pathlib
 import platform
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-import optperm
 from optperm.cli import (
     checkpoints,
     datasets,
@@ -27,6 +25,7 @@ from optperm.cli import (
     training,
 )
 from optperm.cli import sweep as sweeps
+from optperm.cli.assembly import Assembly
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.methods import Method, Posterior
 from optperm.training.interrupt import Interrupt
@@ -70,8 +69,8 @@ def train(arguments: argparse.Namespace) -> int:
         num_classes=data.num_classes,
         seed=arguments.seed,
     )
-    model = models.build(spec)
-    tx = _transformation(arguments, data, planned)
+    assembly = Assembly(method, _hyperparameters(arguments), spec, data, arguments.batch_size)
+    tx = assembly.transformation(planned)
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
     is_quiet = arguments.quiet or planned.process_id > 0
     reporter = report.Reporter(arguments.epochs, quiet=is_quiet)
@@ -93,19 +92,7 @@ def train(arguments: argparse.Namespace) -> int:
             reporter.epoch(record)
 
         with reporter:
-            trainer = training.Trainer(
-                model,
-                tx,
-                initial,
-                data,
-                batch_size=arguments.batch_size,
-                seed=arguments.seed,
-                replicas=group,
-                own_state=method.spreads or method.period is not None,
-                trained=_what_is_trained(method),
-                epoch_start=functools.partial(method.epoch_start, **_hyperparameters(arguments)),
-                phase=functools.partial(method.phase, **_hyperparameters(arguments)),
-            )
+            trainer = assembly.trainer(tx, initial, group)
             progress = trainer.initial
             if "resume" in arguments:
                 kept = replicas.on_main(group, checkpoints.read, checkpoint, trainer.initial)
@@ -126,14 +113,14 @@ def train(arguments: argparse.Namespace) -> int:
                     replicas.on_main, group, checkpoints.write, folder, identity
                 ),
             )
-        summary = _summary(arguments, data, run, progress.epoch, group)
+        summary = _summary(arguments, assembly, run, progress.epoch, group)
         posterior = method.posterior(
-            run.opt_state, run.records[-1].step, **_hyperparameters(arguments)
+            run.opt_state, run.records[-1].step, **assembly.hyperparameters
         )
 
         def write(folder: pathlib.Path) -> None:
             if posterior is not None:
-                test = testset.TestSet(model, run.params, data)
+                test = testset.TestSet(models.build(spec), run.params, data)
                 summary.update(_write_posterior(folder, name, posterior, test, run.params))
             if method.permutes:
                 run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
@@ -146,14 +133,6 @@ def train(arguments: argparse.Namespace) -> int:
 
         replicas.on_main(group, write, folder)
     return INTERRUPTED if run.interrupted else 0
-
-
-def _what_is_trained(method: Method) -> Callable[[optax.Params, Any], optax.Params]:
-    if method.period is not None:
-        return lambda params, opt_state: optperm.center_params(opt_state)
-    if method.permutes:
-        return lambda params, opt_state: optperm.permuted_params(opt_state, params)
-    return lambda params, opt_state: params
 
 
 def _replicas(arguments: argparse.Namespace) -> Replicas:
@@ -177,23 +156,6 @@ def _replicas(arguments: argparse.Namespace) -> Replicas:
 
 def _hyperparameters(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in arguments.method.flags}
-
-
-def _transformation(
-    arguments: argparse.Namespace, data: datasets.Dataset, planned: Replicas
-) -> optax.GradientTransformationExtraArgs:
-    method: Method = arguments.method
-    facts = {
-        "seed": arguments.seed,
-        "num_data": len(data.x_train),
-        # Of one gradient.
-        "batch_size": arguments.batch_size * (1 if method.period else planned.size),
-        "axis_name": planned.axis_name,
-    }
-    try:
-        return method.transformation(_hyperparameters(arguments), facts)
-    except (ValueError, TypeError) as error:
-        raise UsageError(f"{method.name}: {error}") from error
 
 
 def _checkpoint(arguments: argparse.Namespace, identity: dict[str, Any]) -> pathlib.Path | None:
@@ -270,18 +232,15 @@ def _predictive(found: testset.Predictive) -> dict[str, Any]:
 
 def _summary(
     arguments: argparse.Namespace,
-    data: datasets.Dataset,
+    assembly: Assembly,
     run: training.TrainingRun,
     first_epoch: int,
     group: Replicas,
 ) -> dict[str, Any]:
     last = run.records[-1]
-    method: Method = arguments.method
-    period, hyperparameters = method.period, _hyperparameters(arguments)
-    starts = [method.epoch_start(e, **hyperparameters) for e in range(1, last.epoch + 1)]
-    examples = last.step * arguments.batch_size * group.size
+    period, hyperparameters = assembly.method.period, assembly.hyperparameters
     return {
-        "method": method.name,
+        "method": assembly.method.name,
         "test_accuracy": last.test_accuracy,
         "train_accuracy": last.train_accuracy,
         "train_loss": last.train_loss,
@@ -296,22 +255,20 @@ def _summary(
         "epochs_done": last.epoch,
         "steps": last.step,
         "phase": last.phase,
-        # Of the loss on one example; a full gradient takes as many as there are training examples.
-        "gradient_evaluations": int(examples * method.gradients_a_step(**hyperparameters))
-        + len(data.x_train) * sum(start is not None for start in starts),
+        "gradient_evaluations": assembly.gradient_evaluations(last, group),
         # The trained network holds nothing of them.
-        "steps_since_commit": None if period is None else last.step % hyperparameters[period],
+        "steps_since_commit": None if period is None else last.step % int(hyperparameters[period]),
         # How good their predicted probabilities are, where the method draws from a posterior.
         "last_iterate": None,
         "posterior": None,
         "params": sum(leaf.size for leaf in jax.tree.leaves(run.params)),
-        "data": data.source,
+        "data": assembly.data.source,
         "model": arguments.model,
         "hidden": arguments.hidden,
         "seed": arguments.seed,
         "epochs": arguments.epochs,
         "batch_size": arguments.batch_size,
-        "hyperparameters": hyperparameters,
+        "hyperparameters": dict(hyperparameters),
         "replicas": group.size,
         "devices": group.devices,
         "processes": group.num_processes,

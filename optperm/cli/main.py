@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from optperm.cli import commands, datasets, models, sweep
+from optperm.cli import commands, compare, datasets, models, sweep
 from optperm.cli.errors import CliError
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.roll_call import Address
@@ -104,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
         _add_sweep_flags(of_action)
         of_action.set_defaults(command=commands.sweep, action=action)
 
+    about = "train by several methods from several seeds, and tabulate what each of them buys"
+    comparison = subparsers.add_parser("compare", help=about, description=about, **options)
+    _add_compare_flags(comparison)
+    comparison.set_defaults(command=compare.run)
+
     about = "rebuild the network of a run from its files, and test it"
     evaluate = subparsers.add_parser("evaluate", help=about, description=about, **options)
     evaluate.add_argument("folder", type=pathlib.Path, help="a run folder")
@@ -121,8 +126,44 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the run")
+def _method_name(text: str) -> str:
+    if text not in METHODS:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(METHODS)}, got {text!r}")
+    return text
+
+
+def _add_compare_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "methods",
+        nargs="*",
+        type=_method_name,
+        help=f"each with its default hyperparameters (default: all): {', '.join(METHODS)}",
+        metavar="METHOD",
+    )
+    group = parser.add_argument_group("the runs")
+    _add_network_flags(group)
+    group.add_argument(
+        "--seeds", type=_integer(1), default=3, help="from how many seeds each", metavar="N"
+    )
+    group.add_argument(
+        "--seed", type=_integer(0, 2**32 - 1), default=0, help="the first of them", metavar="N"
+    )
+    group.add_argument(
+        "--epochs", type=_integer(1), default=20, help="passes through the data", metavar="N"
+    )
+    group.add_argument(
+        "--devices", type=_integer(1), default=1, help="devices to train on", metavar="N"
+    )
+    group.add_argument(
+        "--out",
+        default=argparse.SUPPRESS,
+        help="folder for the results, which must be new or empty (default: runs/compare-...)",
+        metavar="FOLDER",
+    )
+    group.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def _add_network_flags(group: argparse._ArgumentGroup) -> None:
     _add_data(group)
     group.add_argument("--model", choices=models.MODELS, default="mlp", help="the network")
     group.add_argument(
@@ -133,6 +174,18 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
     )
     group.add_argument(
+        "--batch-size",
+        type=_integer(1),
+        default=50,
+        help="examples a step, on each device",
+        metavar="N",
+    )
+
+
+def _add_run_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    _add_network_flags(group)
+    group.add_argument(
         "--seed",
         type=_integer(0, 2**32 - 1),
         default=0,
@@ -141,13 +194,6 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--epochs", type=_integer(0), default=10, help="passes through the data", metavar="N"
-    )
-    group.add_argument(
-        "--batch-size",
-        type=_integer(1),
-        default=50,
-        help="examples a step, on each device",
-        metavar="N",
     )
     group.add_argument(
         "--out",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.flatten_util import ravel_pytree
 
 import optperm
@@ -117,6 +118,12 @@ def _laperm(
     learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, sync_every: int = 58
 ) -> optax.GradientTransformation:
     return optperm.laperm(_adam(learning_rate, b1, b2), sync_every)
+
+
+def _muon(learning_rate: float = 0.02, weight_decay: float = 0.0) -> optax.GradientTransformation:
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("weight_decay", weight_decay, 0.0, float("inf"))
+    return optax.contrib.muon(learning_rate, weight_decay=weight_decay)
 
 
 def _svrg(
@@ -331,6 +338,12 @@ _ENTRIES = (
             "b2": "decay of the second moment",
             "eps": "added to the root of the second moment",
         },
+    ),
+    Method(
+        "muon",
+        "Muon for matrices, Adam for the rest",
+        _muon,
+        {"learning_rate": "step size", "weight_decay": "of the matrices"},
     ),
     Method(
         "svrg",

@@ -1,0 +1,158 @@
+"""Several methods on the same network, data and epochs, from several seeds: what each of them buys."""
+
+import argparse
+import dataclasses
+import statistics
+from typing import Any
+
+import jax
+
+from optperm.cli import compare_report, datasets, models, replicas, run_folder
+from optperm.cli.assembly import Assembly
+from optperm.cli.errors import UsageError, import_extra
+from optperm.cli.methods import METHODS, Method
+from optperm.cli.training import EpochRecord
+from optperm.training.interrupt import Interrupt
+from optperm.training.replicas import Replicas
+
+INTERRUPTED = 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one method came to from one seed.
+
+    Attributes:
+      method: Its name.
+      seed: The seed.
+      records: One for each epoch, epoch 0 included.
+      seconds_a_step: The median over the epochs, compiling and testing apart.
+      state_bytes: What the optimizer state takes, of one replica.
+      gradient_evaluations: Gradients of the loss on one example.
+    """
+
+    method: str
+    seed: int
+    records: list[EpochRecord]
+    seconds_a_step: float
+    state_bytes: int
+    gradient_evaluations: int
+
+    @property
+    def test_accuracy(self) -> float:
+        """After the last epoch."""
+        return self.records[-1].test_accuracy
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains by all methods from all seeds, and writes tables and curves.
+
+    Args:
+      arguments: The parsed flags of `compare`.
+
+    Returns:
+      0, or `INTERRUPTED` if Ctrl-C cut it short.
+
+    Raises:
+      CliError: If data, files or the installation are at fault, or the flags.
+    """
+    for extra in ("rich", "matplotlib"):
+        import_extra(extra)
+    data = datasets.load(arguments.data)
+    if arguments.batch_size * arguments.devices > len(data.x_train):
+        raise UsageError(
+            f"--batch-size {arguments.batch_size} on {arguments.devices} devices is more than the "
+            f"{len(data.x_train)} training examples. Choose a smaller one."
+        )
+    methods = [METHODS[name] for name in dict.fromkeys(arguments.methods or METHODS)]
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    planned = Replicas(arguments.devices)
+    for method in methods:  # what is wrong must come out before the first training
+        _assembly(method, arguments, data, arguments.seed).transformation(planned)
+    name = f"compare-{arguments.model}-{data.name}-s{arguments.seed}"
+    reporter = compare_report.Reporter(len(methods) * len(seeds), quiet=arguments.quiet)
+    outcomes: list[Outcome] = []
+    with (
+        replicas.start(planned, {}, on_wait=lambda: None, coordinator=None) as group,
+        Interrupt() as interrupt,
+    ):
+        folder = run_folder.create(getattr(arguments, "out", None), name)
+        with reporter:
+            for method in methods:
+                for seed in seeds:
+                    if interrupt.requested:
+                        break
+                    reporter.training(method.name, seed)
+                    assembly = _assembly(method, arguments, data, seed)
+                    outcome = _outcome(assembly, arguments.epochs, group, interrupt)
+                    if outcome is None:
+                        break
+                    run_folder.append_metrics(folder, _line(outcome))
+                    outcomes.append(outcome)
+                    reporter.outcome(outcome)
+            is_cut = len(outcomes) < len(methods) * len(seeds)
+            if is_cut:
+                reporter.comparison_interrupted()
+    about = (
+        f"{data.name}, {arguments.model} with {arguments.hidden} hidden units, {arguments.epochs} "
+        f"epochs, batches of {arguments.batch_size}, {arguments.devices} device(s), "
+        f"{len(seeds)} seed(s), {jax.devices()[0].device_kind}"
+    )
+    compare_report.write(folder, outcomes, about)
+    reporter.table(outcomes, folder)
+    return INTERRUPTED if is_cut else 0
+
+
+def _assembly(
+    method: Method, arguments: argparse.Namespace, data: datasets.Dataset, seed: int
+) -> Assembly:
+    spec = models.NetworkSpec(
+        model=arguments.model,
+        hidden=arguments.hidden,
+        input_shape=data.x_train.shape[1:],
+        num_classes=data.num_classes,
+        seed=seed,
+    )
+    return Assembly(method, method.defaults(), spec, data, arguments.batch_size)
+
+
+def _outcome(
+    assembly: Assembly, epochs: int, group: Replicas, interrupt: Interrupt
+) -> Outcome | None:
+    """Trains once; None if Ctrl-C came between."""
+    tx = assembly.transformation(group)
+    trainer = assembly.trainer(tx, models.initial_params(assembly.spec), group)
+    run = trainer.run(
+        epochs,
+        trainer.initial,
+        interrupt=interrupt,
+        on_epoch=lambda record: None,
+        on_start=lambda says: None,
+        on_interrupt=lambda: None,
+        keep_every=0,
+        on_keep=lambda progress: None,
+    )
+    if run.interrupted:
+        return None
+    before, *trained = run.records
+    steps = trained[0].step - before.step
+    return Outcome(
+        method=assembly.method.name,
+        seed=assembly.spec.seed,
+        records=run.records,
+        seconds_a_step=statistics.median(record.seconds for record in trained) / steps,
+        state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(run.opt_state)),
+        gradient_evaluations=assembly.gradient_evaluations(run.records[-1], group),
+    )
+
+
+def _line(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "method": outcome.method,
+        "seed": outcome.seed,
+        "seconds_a_step": outcome.seconds_a_step,
+        "state_bytes": outcome.state_bytes,
+        "gradient_evaluations": outcome.gradient_evaluations,
+        "test_accuracy": [record.test_accuracy for record in outcome.records],
+        "train_loss": [record.train_loss for record in outcome.records],
+    }
