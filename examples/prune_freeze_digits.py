@@ -7,7 +7,6 @@ frozen (held as it is), then 3000 more steps follow: for all fractions at once, 
 """
 
 import argparse
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +19,10 @@ from sklearn.model_selection import train_test_split
 
 import optperm
 
-BATCH, HIDDEN, KERNEL = 32, 32, jax.nn.initializers.lecun_normal()
+SETS, BATCH, HIDDEN, KERNEL = ("train", "test"), 32, 32, jax.nn.initializers.lecun_normal()
 PRUNE, FREEZE = ("magnitude", "random"), ("preconditioned_gradient", "gradient", "random")
 NAMES = [*(f"prune, {c}" for c in PRUNE), *(f"freeze, {c}" for c in FREEZE)]
-SETS = "train", "test"
-AXES = 0, (None, 0)  # Each network has params and masks of its own; they share H, constant by then.
+AXES = 0, (None, 0)  # Each network has params and masks of its own; they share H.
 
 
 def load() -> list[tuple[jax.Array, jax.Array]]:
@@ -37,25 +35,24 @@ def load() -> list[tuple[jax.Array, jax.Array]]:
 
 
 def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Logits."""
+    """Logits, of one network or of an array of them."""
     return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
 def sweep(sets: Any, fractions: jax.Array, steps: list[int], legacy: bool) -> Any:
     """A function from a seed to accuracies (curves, fractions, train or test)."""
     x, y = sets[0]
-    size, features = x.shape
     # The original had probabilities for logits, the number of params for N, and no prior.
-    num_data = features * HIDDEN + HIDDEN + HIDDEN * 10 + 10 if legacy else size
+    num_data = (x.shape[1] + 1) * HIDDEN + (HIDDEN + 1) * 10 if legacy else len(x)
 
     def loss_fn(params: dict[str, jax.Array], batch: Any) -> jax.Array:
-        logits = predict(params, batch[0])
-        logits = jax.nn.softmax(logits) if legacy else logits
-        prior = 0.0 if legacy else optax.tree.norm(params, squared=True) / (2 * size)
+        logits = (jax.nn.softmax if legacy else jnp.array)(predict(params, batch[0]))
+        prior = 0.0 if legacy else optax.tree.norm(params, squared=True) / (2 * len(x))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean() + prior
 
-    factors = {"learning_rate": 0.01 if legacy else 1.0, "max_step": 14.0 if legacy else 0.25}
-    sampler = optperm.constant_sgd(num_data, BATCH, burn_in=0, freeze_after=steps[0], **factors)
+    rate = (lambda t: 0.01 * (t + 9.0) / (t + 309.0)) if legacy else 1.0
+    limits = {"max_step": 60.0 if legacy else 0.25, "freeze_after": steps[0]}
+    sampler = optperm.constant_sgd(num_data, BATCH, learning_rate=rate, burn_in=0, **limits)
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def step(params: Any, opt_state: Any, chosen: jax.Array) -> Any:
@@ -66,33 +63,35 @@ def sweep(sets: Any, fractions: jax.Array, steps: list[int], legacy: bool) -> An
     @jax.jit
     def run(seed: jax.Array) -> jax.Array:
         draw, key, *keys = jax.random.split(jax.random.key(seed), 4)
-        params = {"w1": KERNEL(keys[0], (features, HIDDEN)), "b1": jnp.zeros(HIDDEN)}
-        params |= {"w2": KERNEL(keys[1], (HIDDEN, 10)), "b2": jnp.zeros(10)}
-        first, then = jnp.split(jax.random.randint(draw, (sum(steps), BATCH), 0, size), steps[:1])
-        start = params, tx.init(params)
-        (params, opt_state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), start, first)
+        params = {"w1": KERNEL(keys[0], (x.shape[1], HIDDEN)), "b1": jnp.zeros((1, HIDDEN))}
+        params |= {"w2": KERNEL(keys[1], (HIDDEN, 10)), "b2": jnp.zeros((1, 10))}
+        first, then = jnp.split(jax.random.randint(draw, (sum(steps), BATCH), 0, len(x)), steps[:1])
+        carry = params, tx.init(params)
+        (params, opt_state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), carry, first)
         full_grad = optperm.full_gradient(loss_fn, params, sets[:1])
 
         def masked(p: jax.Array) -> Any:
             pruned = [optperm.prune(params, opt_state, p, criterion=c, key=key) for c in PRUNE]
-            hold = partial(optperm.freeze, opt_state, p, scores=full_grad, key=key)
-            frozen = [(params, hold(criterion=c)) for c in FREEZE]
-            networks = [(params, mask) for params, (_, mask) in pruned + frozen]
+            by = {"scores": full_grad, "key": key}
+            frozen = [(params, optperm.freeze(opt_state, p, criterion=c, **by)) for c in FREEZE]
+            networks = [(own, mask) for own, (_, mask) in pruned + frozen]
             all_params, masks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *networks)
             return all_params, (opt_state[0], masks)
 
         params, opt_state = jax.vmap(masked, out_axes=(1, (None, 1)))(fractions)
         move = jax.vmap(jax.vmap(lambda p, s, i: step(p, s, i)[0], (*AXES, None)), (*AXES, None))
-        params, _ = jax.lax.scan(lambda p, i: (move(p, opt_state, i), None), params, then)
-        logits = jax.vmap(jax.vmap(predict, (0, None)), (0, None))
-        found = [jnp.mean(logits(params, x).argmax(-1) == y, axis=-1) for x, y in sets]
-        return jnp.stack(found, axis=-1)
+
+        def step_all(params: Any, at: Any) -> Any:  # Masks and H stay; only the count goes on.
+            return move(params, optax.tree.set(opt_state, count=at[0]), at[1]), None
+
+        params, _ = jax.lax.scan(step_all, params, (jnp.arange(*np.cumsum(steps)), then))
+        return jnp.stack([(predict(params, x).argmax(-1) == y).mean(-1) for x, y in sets], axis=-1)
 
     return run
 
 
 def main(argv: list[str] | None = None) -> np.ndarray:
-    """Prints and draws; returns accuracies (repeats, curves, fractions, train or test)."""
+    """Draws; returns accuracies (repeats, curves, fractions, train or test)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fractions", type=int, default=51, help="evenly spaced from 0 to 1")
     parser.add_argument("--repeats", type=int, default=5, help="each with a seed of its own")
@@ -105,15 +104,14 @@ def main(argv: list[str] | None = None) -> np.ndarray:
     found = np.stack([run(seed) for seed in range(options.repeats)])
     figure = Figure(figsize=(11, 4), layout="constrained")
     for index, axes in enumerate(figure.subplots(1, 2, sharey=True)):
-        for name, y, d in zip(
-            NAMES, found.mean(0)[..., index], found.std(0)[..., index], strict=True
-        ):
+        for curve, name in enumerate(NAMES):
+            y, d = found[:, curve, :, index].mean(0), found[:, curve, :, index].std(0)
             axes.plot(p, y, label=name)
             axes.fill_between(p, y - d, y + d, alpha=0.2)
-            print(f"{name:31}", SETS[index], *(f"{value:.3f}" for value in y[::5]))
+            print(f"{SETS[index]:5} {name:31}", *(f"{value:.3f}" for value in y[::5]))
         axes.set(xlabel="fraction p", title=SETS[index])
     axes.legend(loc="lower left")
-    figure.savefig(options.out, dpi=120)
+    figure.savefig(options.out)
     return found
 
 

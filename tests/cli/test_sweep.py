@@ -90,8 +90,10 @@ def test_the_ends_of_the_curves_are_what_they_have_to_be(swept, data):
 
 def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
     """With the same start, batches and mask, one at a time, with the noise estimated in the state."""
+    setting = sweep.Setting(False, 1.0, warm_up=20.0, max_step=0.7, prior_precision=2.0)
     plan = sweep.Plan(
-        sweep.CURVES["all"], grid=3, repeats=1, first_steps=12, steps=30, hidden=5, batch_size=4
+        *(sweep.CURVES["all"], setting),
+        **{"grid": 3, "repeats": 1, "first_steps": 12, "steps": 30, "hidden": 5, "batch_size": 4},
     )
     loaded = datasets.load(data)
     networks = sweep.Networks(plan, loaded)
@@ -108,11 +110,15 @@ def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
         x, y = batch
         losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
         squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
-        return jnp.mean(losses) + plan.setting.prior_precision * squares / (2 * 64)
+        return jnp.mean(losses) + 2.0 * squares / (2 * 64)
 
     tx = optax.chain(
         optperm.constant_sgd(
-            64, 4, max_step=plan.setting.max_step, burn_in=0, freeze_after=plan.first_steps
+            *(64, 4),
+            learning_rate=lambda count: (count + 9) / (count + 29),
+            max_step=0.7,
+            burn_in=0,
+            freeze_after=12,
         ),
         optperm.mask_elements(),
     )
@@ -183,6 +189,7 @@ def test_a_part_of_the_curves_of_one_repeat_in_the_legacy_setting(tmp_path, data
     assert summary["setting"] == {
         "legacy": True,
         "learning_rate": 0.01,
+        "warm_up": sweep.SETTINGS[True].warm_up,
         "max_step": 7.0,
         "prior_precision": 0.0,
     }
@@ -239,7 +246,8 @@ def test_bad_flags_end_with_one_line(flags, says, capsys):
         (["--batch-size", "65"], "--batch-size 65 is more than the 64 training examples"),
         (["--prior-precision", "-1"], "--prior-precision must be at least 0, got -1.0"),
         (["--max-step", "0"], "sweep: max_step must be"),
-        (["--learning-rate", "-1"], "sweep: learning_rate must be"),
+        (["--learning-rate", "-1"], "--learning-rate must be at least 0, got -1.0"),
+        (["--warm-up", "-1"], "--warm-up must be at least 0, got -1.0"),
     ],
 )
 def test_flags_that_do_not_fit_end_with_one_line(tmp_path, data, flags, says, capsys):
