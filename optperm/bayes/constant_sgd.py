@@ -4,6 +4,8 @@ S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Ba
 JMLR 18(134), 2017.
 """
 
+from typing import Any
+
 import jax
 import optax
 
@@ -118,9 +120,10 @@ def constant_sgd(
             axis_name=axis_name,
         )
     ]
-    size = learning_rate
+    size = _as_float(learning_rate)
     if momentum is not None:
-        checks.check_in_range("momentum", momentum, 0.0, 1.0)
+        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
+        momentum = _as_float(momentum)
         sampling.append(optax.trace(momentum))
         size = _times(learning_rate, 1.0 - momentum)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
@@ -135,4 +138,9 @@ def _times(
 ) -> optax.ScalarOrSchedule:
     if callable(learning_rate):
         return lambda count: learning_rate(count) * factor
-    return learning_rate * factor
+    return _as_float(learning_rate) * factor
+
+
+def _as_float(number: Any) -> Any:
+    """A concrete number as one of Python, which takes on any dtype."""
+    return float(number) if checks.is_concrete_number(number) else number

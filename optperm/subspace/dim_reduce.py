@@ -213,22 +213,22 @@ def dim_reduce(
             return jnp.asarray(value_fn(apply_updates(params, moves, inner_state)), dtype)
 
         is_finite = all_finite(grads)
-        decrease = at_step(sigma, state.count, dtype) * _matmul(gk, d)
+        decrease = at_step("sigma", sigma, state.count, dtype) * _matmul(gk, d)
         c, is_accepted = _line_search(
             trial_value,
             lambda c, trial: jnp.isfinite(trial) & (value + c * decrease > trial),
-            at_step(rho, state.count, dtype),
+            at_step("rho", rho, state.count, dtype),
             jnp.where(is_finite & state.subspace.is_set, max_search_steps, 0),
             axes=varying_axes(value, decrease, is_finite, state.subspace.is_set),
         )
 
         def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
-            momentum = at_step(gamma, state.count, g.dtype)
+            momentum = at_step("gamma", gamma, state.count, g.dtype)
             new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
             return jnp.where(is_finite, new, m)
 
         def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
-            rate = at_step(alpha, state.count, along.dtype)
+            rate = at_step("alpha", alpha, state.count, along.dtype)
             moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
             return rate * m.astype(along.dtype) - moved
 
