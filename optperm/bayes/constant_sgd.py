@@ -7,12 +7,14 @@ JMLR 18(134), 2017.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optperm import checks
 from optperm.bayes.gradient_noise import scale_by_gradient_noise
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
 from optperm.mapped_axes import AxisName
+from optperm.schedules import at_step
 from optperm.switching import switch_after
 
 
@@ -120,7 +122,7 @@ def constant_sgd(
             axis_name=axis_name,
         )
     ]
-    size = _as_float(learning_rate)
+    size = _times(learning_rate, 1.0)
     if momentum is not None:
         checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
         momentum = _as_float(momentum)
@@ -137,7 +139,9 @@ def _times(
     learning_rate: optax.ScalarOrSchedule, factor: float | jax.Array
 ) -> optax.ScalarOrSchedule:
     if callable(learning_rate):
-        return lambda count: learning_rate(count) * factor
+        return lambda count: (
+            at_step("learning_rate", learning_rate, count) * jnp.asarray(factor, jnp.float32)
+        )
     return _as_float(learning_rate) * factor
 
 

@@ -50,7 +50,8 @@ def check_output_axes(axes: OutputAxes) -> None:
 
 
 def _as_axes(axes: Any) -> tuple[int, ...]:
-    chosen = tuple(axes) if isinstance(axes, list | tuple | np.ndarray) and np.ndim(axes) else (axes,)
+    is_many = isinstance(axes, list | tuple) or (isinstance(axes, np.ndarray) and axes.ndim > 0)
+    chosen = tuple(axes) if is_many else (axes,)
     if any(isinstance(axis, bool) or not isinstance(axis, int | np.integer) for axis in chosen):
         raise TypeError(
             f"output_axes must be an integer, several, or a function of a path and a parameter to "
