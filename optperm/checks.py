@@ -11,60 +11,86 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+# What a state counts in.
+_LARGEST_INT32 = 2**31 - 1
+# What hyperparameters are computed in.
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 
 def is_concrete_number(value: object) -> TypeGuard[float | np.ndarray | jax.Array]:
     """Whether `value` is a number whose value can be looked at now, rather than traced or a schedule."""
     return not callable(value) and not isinstance(value, jax.core.Tracer)
 
 
-def check_in_range(name: str, value: object, low: float, high: float, *, advice: str = "") -> None:
+def check_in_range(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    may_be_schedule: bool = True,
+    advice: str = "",
+) -> None:
     """Raises unless a concrete number lies in [low, high].
 
     Args:
       name: The argument's name, for the message.
       value: A number, a schedule (not checked) or a traced value (not checked).
       low: The smallest value allowed.
-      high: The largest value allowed; `float("inf")` for no limit.
+      high: The largest value allowed; `float("inf")` for all that float32 holds.
+      may_be_schedule: Whether a schedule is allowed.
       advice: What to do about it, a sentence that ends the message.
 
     Raises:
       TypeError: If `value` is a bool or not a number at all.
-      ValueError: If `value` is NaN or out of range.
+      ValueError: If `value` is NaN, infinite or out of range.
     """
-    if not is_concrete_number(value):
+    if isinstance(value, jax.core.Tracer) or (may_be_schedule and callable(value)):
         return
-    number = _as_scalar(name, value)
-    if not low <= number <= high:
-        limits = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+    number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
+    if not low <= number <= min(high, _LARGEST_FLOAT32):
+        limits = (
+            f"finite in float32 and at least {low:g}"
+            if high == float("inf")
+            else f"in [{low:g}, {high:g}]"
+        )
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raises unless a concrete number is above 0; schedules and traced values are not checked.
+    """Raises unless a concrete number is above 0; traced values are not checked.
 
     Raises:
       TypeError: If `value` is a bool or not a number at all.
       ValueError: If `value` is NaN, zero or negative.
     """
-    if is_concrete_number(value) and not _as_scalar(name, value) > 0:
-        raise ValueError(f"{name} must be above 0, got {float(np.asarray(value))!r}.")
+    if not isinstance(value, jax.core.Tracer) and not (
+        number := _as_scalar(name, value, "a number")
+    ) > 0:
+        raise ValueError(f"{name} must be above 0, got {number!r}.")
 
 
-def _as_scalar(name: str, value: object) -> float:
-    array = np.asarray(value)
+def _as_scalar(name: str, value: object, wanted: str) -> float:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError):  # ragged, or a random key
+        array = np.asarray(None)
     if array.dtype == bool or (array.dtype.kind not in "iuf" and array.dtype != jnp.bfloat16):
-        raise TypeError(f"{name} must be a number or a schedule, got {value!r}.")
+        advice = ": call the schedule first" if callable(value) else ""
+        raise TypeError(f"{name} must be {wanted}, got {value!r}{advice}.")
     if array.ndim != 0:
         raise ValueError(f"{name} must be a single number, got an array of shape {array.shape}.")
     return float(array)
 
 
-def check_count(name: str, value: object, *, minimum: int = 1) -> None:
-    """Raises unless `value` is an integer (a bool is not one), traced or at least `minimum`.
+def check_count(
+    name: str, value: object, *, minimum: int = 1, maximum: int = _LARGEST_INT32
+) -> None:
+    """Raises unless `value` is an integer (a bool is not one), traced or in [minimum, maximum].
 
     Raises:
       TypeError: If `value` is not an integer.
-      ValueError: If `value` is below `minimum`.
+      ValueError: If `value` is out of range.
     """
     if isinstance(value, jax.Array):
         if value.ndim or not jnp.issubdtype(value.dtype, jnp.integer):
@@ -76,6 +102,8 @@ def check_count(name: str, value: object, *, minimum: int = 1) -> None:
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value!r}.")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {value!r}.")
 
 
 def check_static_count(name: str, value: object) -> None:
@@ -93,12 +121,47 @@ def check_static_count(name: str, value: object) -> None:
     check_count(name, value)
 
 
+def dtype_of(name: str, value: object) -> Any:
+    """The dtype of an array or a number; raises a TypeError if `value` is neither."""
+    is_array = hasattr(value, "dtype") and not isinstance(value, jax.ShapeDtypeStruct)
+    if is_array or isinstance(value, bool | int | float | complex):
+        try:
+            dtype = jnp.result_type(value)
+        except TypeError:  # of strings, dates or objects
+            dtype = None
+        limits = isinstance(value, int) and not isinstance(value, bool) and jnp.iinfo(dtype)
+        if dtype is not None and (not limits or limits.min <= value <= limits.max):
+            return dtype
+    raise TypeError(f"{name} must be an array of numbers, got {value!r}.")
+
+
+def check_arrays(name: str, tree: Any) -> None:
+    """Raises a TypeError that names the first leaf of `tree` that is no array, or random key."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
+
+
+def check_key(name: str, value: Any) -> None:
+    """Raises a TypeError unless `value` is one random key, typed or the raw data of one."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
+        raise TypeError(f"{name} must be a random key, such as jax.random.key(0), got {value!r}.")
+
+
+def check_function(name: str, value: object, arguments: str) -> None:
+    """Raises a TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function {arguments}, got {value!r}.")
+
+
 def check_real_floating(name: str, tree: Any, *, advice: str) -> None:
     """Raises a TypeError that names the first leaf of `tree` that is not of a real floating dtype."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+        dtype = dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
-                f"{name}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}; "
+                f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}; "
                 f"only real floating dtypes can be trained. {advice}"
             )
 
@@ -116,6 +179,7 @@ def check_same_tree(
       dtypes: Whether dtypes have to agree as well.
 
     Raises:
+      TypeError: Naming the first leaf that is no array.
       ValueError: Naming the first leaf that differs, and how.
     """
     structure: Any = jax.tree.structure(tree)
@@ -127,8 +191,10 @@ def check_same_tree(
         )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+        dtype = leaf.dtype if is_struct else dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
+        wanted_dtype = jnp.result_type(wanted)
         shape, wanted_shape = jnp.shape(leaf), jnp.shape(wanted)
-        dtype, wanted_dtype = jnp.result_type(leaf), jnp.result_type(wanted)
         if shape != wanted_shape or (dtypes and dtype != wanted_dtype):
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} is {dtype}{list(shape)}, but {source} "
@@ -152,18 +218,18 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_seed(name: str, value: object) -> None:
-    """Raises unless `value` is a non-negative integer or a traced one.
+    """Raises unless `value` is an integer of 32 bits without a sign, or a traced one.
 
     Raises:
       TypeError: If `value` is not an integer.
-      ValueError: If `value` is negative.
+      ValueError: If `value` is negative, or has more bits: JAX would drop those.
     """
-    check_count(name, value, minimum=0)
+    check_count(name, value, minimum=0, maximum=2**32 - 1)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises a ValueError unless `value` is one of the strings allowed."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.checks import check_axis_is_bound
+from optperm import checks
 from optperm.composition import fill_masked
 from optperm.mapped_axes import AxisName, shared, varying_like
 
@@ -76,7 +76,7 @@ def evaluate(
       it gives no gradient for them.
 
     Raises:
-      TypeError: If the loss is not a real scalar.
+      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
       ValueError: If `axis_name` is not bound where this is called.
 
     Example:
@@ -94,7 +94,13 @@ def evaluate(
       >>> tx = optax.with_extra_args_support(tx)
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
     """
-    check_axis_is_bound(axis_name)
+    checks.check_function("loss_fn", loss_fn, "(params, batch)")
+    checks.check_arrays("batch", batch)
+    checks.check_arrays("example", example)
+    _check_differentiable(params)
+    checks.check_flag("has_aux", has_aux)
+    checks.check_axis_name("axis_name", axis_name)
+    checks.check_axis_is_bound(axis_name)
     here = params
 
     def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
@@ -150,6 +156,16 @@ def evaluate(
     if example is not None:
         extra_args["example_grad_fn"] = example_grad_fn
     return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)
+
+
+def _check_differentiable(params: optax.Params) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = checks.dtype_of(f"params{jax.tree_util.keystr(path)}", leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} has dtype {dtype}, which has no gradient: pass it "
+                "in the batch, or bind it to loss_fn."
+            )
 
 
 def checked_loss(

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.composition import find_states, is_masked, without_variables
+from optperm import checks
+from optperm.composition import find_states, is_masked, mask_like, without_variables
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
 # last update placed the params on them.
@@ -98,7 +99,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       The new parameters, of the structure, shapes and dtypes of `params`.
 
     Raises:
-      ValueError: If two methods in `opt_state` claim to place the same leaf.
+      TypeError: If a leaf is no array.
+      ValueError: If the trees do not match, or two methods in `opt_state` claim to place the same leaf.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -112,12 +114,17 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     """
     # States hold plain arrays where params may hold variables of flax.nnx.
     structure = jax.tree.structure(params)
-    moved = without_variables(optax.apply_updates(params, updates))
     before = without_variables(params)
+    checks.check_arrays("params", before)
+    checks.check_same_tree(
+        "updates", without_variables(updates), before, source="params", dtypes=False
+    )
+    moved = without_variables(optax.apply_updates(params, updates))
     placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in placing_states(opt_state):
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
+            _check_fits(before, targets)
             moved = jax.tree.map(
                 functools.partial(_place, is_placed), targets, moved, is_leaf=is_masked
             )
@@ -134,8 +141,15 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
     for may_move in holding_masks(opt_state):
+        _check_fits(before, may_move)
         moved = jax.tree.map(_hold, may_move, moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
+
+
+def _check_fits(params: optax.Params, held: Any) -> None:
+    checks.check_same_tree(
+        "params", mask_like(params, held), held, source="the optimizer state", dtypes=False
+    )
 
 
 def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:

@@ -92,11 +92,13 @@ def calibration(
 def _check_probabilities(
     probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
 ) -> None:
-    shape, dtype = jnp.shape(probabilities), jnp.result_type(probabilities)
+    dtype = checks.dtype_of("probabilities", probabilities)
+    labels_dtype = checks.dtype_of("labels", labels)
+    shape = jnp.shape(probabilities)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"probabilities must be of a real floating dtype, got {dtype}.")
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"labels must be integers, got dtype {jnp.result_type(labels)}.")
+    if not jnp.issubdtype(labels_dtype, jnp.integer):
+        raise TypeError(f"labels must be integers, got dtype {labels_dtype}.")
     if len(shape) != 2 or 0 in shape:
         raise ValueError(
             f"probabilities must have shape (n, classes), neither of them 0, got {shape}. For two "

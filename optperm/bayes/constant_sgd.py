@@ -4,13 +4,17 @@ S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Ba
 JMLR 18(134), 2017.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import optax
 
 from optperm import checks
 from optperm.bayes.gradient_noise import scale_by_gradient_noise
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
 from optperm.mapped_axes import AxisName
+from optperm.schedules import at_step
 from optperm.switching import switch_after
 
 
@@ -118,9 +122,10 @@ def constant_sgd(
             axis_name=axis_name,
         )
     ]
-    size = learning_rate
+    size = _times(learning_rate, 1.0)
     if momentum is not None:
-        checks.check_in_range("momentum", momentum, 0.0, 1.0)
+        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
+        momentum = _as_float(momentum)
         sampling.append(optax.trace(momentum))
         size = _times(learning_rate, 1.0 - momentum)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
@@ -134,5 +139,12 @@ def _times(
     learning_rate: optax.ScalarOrSchedule, factor: float | jax.Array
 ) -> optax.ScalarOrSchedule:
     if callable(learning_rate):
-        return lambda count: learning_rate(count) * factor
-    return learning_rate * factor
+        return lambda count: (
+            at_step("learning_rate", learning_rate, count) * jnp.asarray(factor, jnp.float32)
+        )
+    return _as_float(learning_rate) * factor
+
+
+def _as_float(number: Any) -> Any:
+    """A concrete number as one of Python, which takes on any dtype."""
+    return float(number) if checks.is_concrete_number(number) else number

@@ -214,7 +214,7 @@ def scale_by_gradient_noise(
         dtype = widest_dtype(params)
         share = jnp.asarray(batch_size, dtype) / jnp.asarray(num_data, dtype)
         return {
-            "scale": 2 * share * at_step(temperature, count, dtype),
+            "scale": 2 * share * at_step("temperature", temperature, count, dtype),
             "damping": jnp.asarray(damping, dtype),
             "max_step": jnp.asarray(float("inf") if max_step is None else max_step, dtype),
         }
@@ -256,6 +256,7 @@ def scale_by_gradient_noise(
         **extra_args: Any,
     ) -> tuple[optax.Updates, GradientNoiseState]:
         params = checks.require_params(params, "scale_by_gradient_noise")
+        checks.check_axis_is_bound(axis_name)
         _check_params(params, state)
         checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         if not jax.tree.leaves(params):
@@ -388,10 +389,10 @@ def _check_steps(
 ) -> None:
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     checks.check_positive("k_coef", k_coef)
-    checks.check_in_range("t0", t0, 0.0, float("inf"))
+    checks.check_in_range("t0", t0, 0.0, float("inf"), may_be_schedule=False)
     checks.check_count("burn_in", burn_in, minimum=0)
     if freeze_after is not None:
         checks.check_count("freeze_after", freeze_after)
     if max_step is not None:
         checks.check_positive("max_step", max_step)
-    checks.check_in_range("damping", damping, 0.0, float("inf"))
+    checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)

@@ -108,8 +108,7 @@ def draw_samples(
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, 2017, on iterate averaging: section 5
     """
-    if not callable(step):
-        raise TypeError(f"step must be a function (params, opt_state, key), got {step!r}.")
+    checks.check_function("step", step, "(params, opt_state, key)")
     checks.check_static_count("num_chains", num_chains)
     checks.check_static_count("num_draws", num_draws)
     checks.check_count("thinning", thinning)
@@ -120,6 +119,9 @@ def draw_samples(
     if average:
         checks.check_real_floating("params", params, advice="Others have no mean: average=False.")
     params, opt_state = without_variables(params), without_variables(opt_state)
+    checks.check_arrays("params", params)
+    checks.check_arrays("opt_state", opt_state)
+    checks.check_key("key", key)
     if stacked:
         _check_stacked("params", params, num_chains)
         _check_stacked("opt_state", opt_state, num_chains)
@@ -274,10 +276,10 @@ def posterior_predictive(
       >>> optperm.posterior_predictive(lambda w, x: w * x, draws, jnp.array([1.0, 10.0])).tolist()
       [4.0, 40.0]
     """
-    if not callable(predict_fn):
-        raise TypeError(f"predict_fn must be a function (params, inputs), got {predict_fn!r}.")
+    checks.check_function("predict_fn", predict_fn, "(params, inputs)")
     samples_params = without_variables(samples_params)
     _check_draws(samples_params)
+    checks.check_arrays("inputs", inputs)
     return _mean_prediction(predict_fn, samples_params, inputs)
 
 
@@ -328,6 +330,7 @@ def _check_stacked(name: str, tree: Any, num_chains: int) -> None:
 
 
 def _check_draws(samples_params: Any) -> None:
+    checks.check_arrays("samples_params", samples_params)
     leaves = jax.tree_util.tree_leaves_with_path(samples_params)
     if not leaves:
         raise ValueError(

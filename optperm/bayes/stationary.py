@@ -87,7 +87,7 @@ def stationary_covariance(
             f"{(d, d)}; got shape {jnp.shape(preconditioner)}."
         )
     _check_finite("preconditioner", preconditioner)
-    checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0))
+    checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0), may_be_schedule=False)
     checks.check_flag("continuous", continuous)
 
     arguments = (preconditioner, hessian, noise, momentum)
@@ -247,7 +247,7 @@ def _why_not_stationary(transition: np.ndarray, *, continuous: bool) -> str:
 
 
 def _check_real(name: str, value: Any) -> None:
-    dtype = jnp.result_type(value)
+    dtype = checks.dtype_of(name, value)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"{name} must be of real numbers, got dtype {dtype}.")
 

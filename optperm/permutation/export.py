@@ -19,6 +19,7 @@ from optperm.permutation.laperm import LapermState, synchronized
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
+    check_output_axes,
     from_matrix,
     resolve_output_axes,
     to_matrix,
@@ -55,6 +56,7 @@ def permuted_params(
       >>> bool(jnp.all(optperm.permuted_params(opt_state)["bias"] == params["bias"]))
       True
     """
+    check_output_axes(output_axes)
     state = _state(opt_state)
     if params is None:
         return state.weights
@@ -98,12 +100,14 @@ def export_permutation(
       >>> optperm.export_permutation(initial, opt_state)["bias"].tolist()
       [1, 0, 2]
     """
+    check_output_axes(output_axes)
     state = _state(opt_state)
     trained, ranks = state.weights, state.ranks
     if params is not None:
         trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
-    initial = mask_like(jax.tree.map(jnp.asarray, without_variables(initial_params)), state.weights)
+    initial = mask_like(without_variables(initial_params), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
+    initial = jax.tree.map(jnp.asarray, initial)
 
     def export(path: tuple[Any, ...], leaf: jax.Array, ranks: jax.Array) -> jax.Array:
         if leaf.ndim == 0 or leaf.size == 0:
@@ -157,6 +161,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
       >>> optperm.apply_permutation(jnp.array([0.1, 0.3, 0.2]), jnp.array([1, 0, 2])).tolist()
       [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
     """
+    checks.check_arrays("initial_params", initial_params)
     initial = mask_like(initial_params, permutation)
     checks.check_same_tree(
         "permutation", permutation, initial, source="initial_params", dtypes=False

@@ -15,6 +15,7 @@ from optperm import checks
 from optperm.mapped_axes import matched_cond
 from optperm.permutation.weight_vectors import (
     OutputAxes,
+    check_output_axes,
     from_matrix,
     init_ranks,
     ranks_of,
@@ -127,6 +128,7 @@ def laperm(
     checks.check_transformation("optimizer", optimizer)
     if not callable(sync_every):
         checks.check_count("sync_every", sync_every)
+    check_output_axes(output_axes)
     inner = optax.with_extra_args_support(optimizer)
 
     def init_fn(params: optax.Params) -> LapermState:
@@ -167,7 +169,7 @@ def laperm(
         moves = jax.tree.map(
             lambda move: move if move.ndim else jnp.zeros_like(move), in_form_of(moves, params)
         )
-        period = jnp.maximum(at_step(sync_every, state.count, jnp.int32), 1)
+        period = jnp.maximum(at_step("sync_every", sync_every, state.count, jnp.int32), 1)
         count = optax.safe_increment(state.count)
         is_due = count % period == 0
 

@@ -14,6 +14,7 @@ from optperm import checks
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
+    check_output_axes,
     from_matrix,
     init_ranks,
     resolve_output_axes,
@@ -132,6 +133,7 @@ def permute_by_cycles(
     checks.check_count("min_partition_size", min_partition_size)
     checks.check_flag("include_remainder", include_remainder)
     checks.check_seed("seed", seed)
+    check_output_axes(output_axes)
 
     def init_fn(params: optax.Params) -> PermuteByCyclesState:
         checks.check_real_floating(
@@ -158,8 +160,8 @@ def permute_by_cycles(
         checks.check_same_tree(
             "updates", updates, state.weights, source="the optimizer state", dtypes=False
         )
-        alpha = at_step(aggressiveness, state.count)
-        ratio = at_step(partition_ratio, state.count)
+        alpha = at_step("aggressiveness", aggressiveness, state.count)
+        ratio = at_step("partition_ratio", partition_ratio, state.count)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         step_key = jax.random.fold_in(key, state.count)
 
@@ -292,21 +294,26 @@ def sgperm(
       <https://arxiv.org/abs/2003.02570>`_, 2020
     """
     infinity = float("inf")
-    checks.check_in_range("aggressiveness_decay", aggressiveness_decay, 0.0, infinity)
-    checks.check_in_range("min_aggressiveness", min_aggressiveness, 0.0, infinity)
-    checks.check_in_range("partition_growth", partition_growth, 0.0, infinity)
-    checks.check_in_range("max_partition_ratio", max_partition_ratio, 0.0, 1.0)
+    for name, number, high in (
+        ("aggressiveness_decay", aggressiveness_decay, infinity),
+        ("min_aggressiveness", min_aggressiveness, infinity),
+        ("partition_growth", partition_growth, infinity),
+        ("max_partition_ratio", max_partition_ratio, 1.0),
+    ):
+        checks.check_in_range(name, number, 0.0, high, may_be_schedule=False)
     checks.check_in_range("aggressiveness", aggressiveness, 0.0, infinity)
     checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
 
     def decayed(count: jax.Array) -> jax.Array:
         return jnp.maximum(
-            _geometric(aggressiveness, aggressiveness_decay, count), min_aggressiveness
+            _geometric(aggressiveness, aggressiveness_decay, count),
+            jnp.asarray(min_aggressiveness, jnp.float32),
         )
 
     def grown(count: jax.Array) -> jax.Array:
         return jnp.minimum(
-            _geometric(partition_ratio, partition_growth, count), max_partition_ratio
+            _geometric(partition_ratio, partition_growth, count),
+            jnp.asarray(max_partition_ratio, jnp.float32),
         )
 
     return optax.chain(
@@ -331,7 +338,7 @@ def _recommend(
     step, and the one kept is the old one.
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    checks.check_in_range("momentum", momentum, 0.0, 1.0)
+    checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
     def init_fn(params: optax.Params) -> RecommendationState:
         return RecommendationState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
@@ -346,11 +353,11 @@ def _recommend(
         checks.check_same_tree(
             "updates", updates, state.recommendation, source="the optimizer state", dtypes=False
         )
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
 
         def propose(g: jax.Array, m: jax.Array) -> jax.Array:
             dtype = widest_dtype((g, m))
-            scaled, kept = jnp.asarray(rate, dtype) * jnp.asarray(g, dtype), m.astype(dtype)
+            rate = at_step("learning_rate", learning_rate, state.count, dtype)
+            scaled, kept = rate * jnp.asarray(g, dtype), m.astype(dtype)
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 
         proposed = jax.tree.map(propose, updates, state.recommendation)

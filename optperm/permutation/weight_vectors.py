@@ -26,13 +26,13 @@ def resolve_output_axes(
     """The output axes of one leaf as non-negative integers in increasing order; () for rank 0 and 1.
 
     Raises:
+      TypeError: If they are no integers.
       ValueError: If an axis is out of range or given twice.
     """
     if leaf.ndim < 2:
         return ()
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    chosen = axes(name, leaf) if callable(axes) else axes
-    chosen = (chosen,) if isinstance(chosen, int) else tuple(chosen)
+    chosen = _as_axes(axes(name, leaf) if callable(axes) else axes)
     if any(not -leaf.ndim <= axis < leaf.ndim for axis in chosen):
         raise ValueError(
             f"output_axes {chosen} are out of range for the parameter {name} of shape {leaf.shape}."
@@ -41,6 +41,23 @@ def resolve_output_axes(
     if len(set(resolved)) != len(resolved):
         raise ValueError(f"output_axes {chosen} name an axis of {name} twice (shape {leaf.shape}).")
     return resolved
+
+
+def check_output_axes(axes: OutputAxes) -> None:
+    """Raises a TypeError unless these are integers, or a function to them."""
+    if not callable(axes):
+        _as_axes(axes)
+
+
+def _as_axes(axes: Any) -> tuple[int, ...]:
+    is_many = isinstance(axes, list | tuple) or (isinstance(axes, np.ndarray) and axes.ndim > 0)
+    chosen = tuple(axes) if is_many else (axes,)
+    if any(isinstance(axis, bool) or not isinstance(axis, int | np.integer) for axis in chosen):
+        raise TypeError(
+            f"output_axes must be an integer, several, or a function of a path and a parameter to "
+            f"them, got {axes!r}."
+        )
+    return tuple(int(axis) for axis in chosen)
 
 
 def to_matrix(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:

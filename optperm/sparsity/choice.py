@@ -38,6 +38,7 @@ def random_scores(mask: Any, key: jax.Array | None) -> Any:
         raise ValueError(
             "criterion 'random' needs a key: pass key=jax.random.key(0), for instance."
         )
+    checks.check_key("key", key)
     leaves, structure = jax.tree.flatten(mask)
     drawn = [
         jax.random.bits(jax.random.fold_in(key, index), leaf.shape, jnp.uint32)
@@ -98,9 +99,7 @@ def _count(fraction: float | jax.Array, size: int) -> int | jax.Array:
 
 
 def _check_fraction(fraction: Any) -> None:
-    if callable(fraction):
-        raise TypeError(f"fraction must be a number, got {fraction!r}: call the schedule first.")
-    checks.check_in_range("fraction", fraction, 0.0, 1.0)
+    checks.check_in_range("fraction", fraction, 0.0, 1.0, may_be_schedule=False)
     if isinstance(fraction, jax.core.Tracer) and (fraction.ndim or fraction.dtype == bool):
         raise TypeError(
             f"fraction must be a single number, got {fraction.dtype}{list(fraction.shape)}: use "

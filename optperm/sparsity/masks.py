@@ -178,7 +178,8 @@ def prune(
     if criterion == "random":
         ranked = random_scores(state.mask, key)
     else:
-        ranked = magnitudes("scores", weights if scores is None else scores, state.mask)
+        name, ranking = ("params", weights) if scores is None else ("scores", scores)
+        ranked = magnitudes(name, ranking, state.mask)
     chosen = choose_lowest(ranked, fraction, scope, include, plain)
     pruned = jax.tree.map(
         lambda is_chosen, w: jnp.where(is_chosen, jnp.zeros_like(w), w), chosen, weights

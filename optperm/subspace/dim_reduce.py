@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm import checks
@@ -213,22 +214,22 @@ def dim_reduce(
             return jnp.asarray(value_fn(apply_updates(params, moves, inner_state)), dtype)
 
         is_finite = all_finite(grads)
-        decrease = at_step(sigma, state.count, dtype) * _matmul(gk, d)
+        decrease = at_step("sigma", sigma, state.count, dtype) * _matmul(gk, d)
         c, is_accepted = _line_search(
             trial_value,
             lambda c, trial: jnp.isfinite(trial) & (value + c * decrease > trial),
-            at_step(rho, state.count, dtype),
+            at_step("rho", rho, state.count, dtype),
             jnp.where(is_finite & state.subspace.is_set, max_search_steps, 0),
             axes=varying_axes(value, decrease, is_finite, state.subspace.is_set),
         )
 
         def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
-            momentum = at_step(gamma, state.count, g.dtype)
+            momentum = at_step("gamma", gamma, state.count, g.dtype)
             new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
             return jnp.where(is_finite, new, m)
 
         def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
-            rate = at_step(alpha, state.count, along.dtype)
+            rate = at_step("alpha", alpha, state.count, along.dtype)
             moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
             return rate * m.astype(along.dtype) - moved
 
@@ -271,7 +272,8 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     Raises:
       TypeError: If a leaf is not of a real floating dtype.
       ValueError: If there is no state of dim_reduce, or more than one, the basis does not match the
-        params in it, or (where Python can see it) its rows are not finite.
+        params in it, or (where Python can see it) its rows are not finite, or not orthonormal to
+        within 1e-3 or the rounding of their dtype. Rows of zeros are fine.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -293,6 +295,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     is_finite = all_finite(basis)
     if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
         raise ValueError("basis has entries that are not finite: take it from finite snapshots.")
+    _check_orthonormal(basis, k)
     subspace = state.subspace
 
     def own_rows(rows: jax.Array, held: jax.Array) -> jax.Array:
@@ -308,6 +311,27 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
         )
     )
     return replace_state(opt_state, DimReduceState, in_form_of(new, state), method="dim_reduce")
+
+
+def _check_orthonormal(basis: optax.Params, k: int) -> None:
+    """Raises a ValueError unless all rows that are not zero are orthonormal, where Python can see it."""
+    leaves, dtype = jax.tree.leaves(basis), widest_dtype(basis)
+    rows = [jnp.asarray(leaf, dtype).reshape(k, -1) for leaf in leaves]
+    gram = sum((_matmul(each, each.T) for each in rows), start=jnp.zeros((k, k), dtype))
+    if not leaves or isinstance(gram, jax.core.Tracer):
+        return
+    products = np.asarray(gram)
+    wanted = np.diag(products.diagonal() > 0).astype(products.dtype)
+    gaps = np.abs(products - wanted)
+    i, j = np.unravel_index(gaps.argmax(), gaps.shape)
+    # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.
+    tolerance = max(1e-3, *(2 * float(jnp.finfo(jnp.result_type(leaf)).eps) for leaf in leaves))
+    if gaps[i, j] > tolerance:
+        raise ValueError(
+            f"basis must have orthonormal rows, but the inner product of rows {i} and {j} is "
+            f"{products[i, j]:.6g}, {gaps[i, j]:.3g} from {wanted[i, j]:g}, where {tolerance:.2g} is "
+            "allowed. optperm.pca_basis makes such rows of snapshots, jnp.linalg.qr of other vectors."
+        )
 
 
 def with_fresh_curvature(state: DimReduceState) -> DimReduceState:

@@ -161,6 +161,9 @@ def dldr(
             f"n_components={n_components} needs num_samples of at least {n_components + 1} (centered, m "
             f"samples span m - 1 directions), got {num_samples}."
         )
+    _check_last_step(start, num_samples, sample_every)
+    if second_optimizer is not None:
+        checks.check_transformation("second_optimizer", second_optimizer)
     first = optax.with_extra_args_support(optimizer)
     if second_phase == "bfgs":
         then = dim_reduce(
@@ -291,6 +294,12 @@ def _projected(
         return moves, state._replace(inner_state=choose(is_finite, inner_state, state.inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_last_step(start: Any, num_samples: int, sample_every: Any) -> None:
+    if not any(isinstance(each, jax.core.Tracer) for each in (start, sample_every)):
+        last = int(start) + (num_samples - 1) * int(sample_every)
+        checks.check_count("start + (num_samples - 1) * sample_every", last, minimum=0)
 
 
 def _check_trees(params: optax.Params, updates: optax.Updates, state: DldrState) -> None:

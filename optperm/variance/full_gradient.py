@@ -104,6 +104,7 @@ def full_gradient(
     References:
       Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
     """
+    checks.check_function("loss_fn", loss_fn, "(params, batch)")
     checks.check_real_floating("params", params, advice="Differentiate the others by themselves.")
     checks.check_flag("has_aux", has_aux)
     checks.check_flag("progress", progress)

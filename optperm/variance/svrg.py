@@ -184,7 +184,7 @@ def svrg(
             is_due = state.count % jnp.asarray(refresh_every, jnp.int32) == 0
         else:
             key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
-            probability = at_step(refresh_probability, state.count)
+            probability = at_step("refresh_probability", refresh_probability, state.count)
             coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), probability)
             is_due = coin | ~old.is_taken
         new = cond(
@@ -226,7 +226,7 @@ def svrg(
             )
         now, following = refresh(state, params, full_grad_fn)
 
-        c = at_step(coefficient, state.count, float)
+        c = at_step("coefficient", coefficient, state.count, float)
         is_used = now.is_taken & (c != 0.0)
 
         def at_snapshot() -> optax.Updates:

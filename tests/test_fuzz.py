@@ -1,0 +1,341 @@
+"""Hostile arguments, random trees and gradients that are not finite, for everything public.
+
+Whatever is passed works and keeps structure, shapes and dtypes, or is refused by a TypeError or a
+ValueError that names the argument. What is traced instead of run needs no compilation.
+"""
+
+import functools
+import inspect
+import re
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from transformations import TRANSFORMATIONS
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
+GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
+BATCH = jnp.array([1.0, 2.0])
+
+
+def loss_fn(params, batch):
+    """Of any params and any batch."""
+    del batch
+    parts = [jnp.sum(jnp.real(p).astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
+    return sum(parts, start=jnp.float32(0.0))
+
+
+def sgd():
+    return optax.sgd(0.1)
+
+
+def rows(k):
+    """Orthonormal rows over the params."""
+    q = np.linalg.qr(np.random.default_rng(0).normal(size=(8, k)))[0].T.astype(np.float32)
+    return {"b": q[:, :2], "w": q[:, 2:].reshape(k, 3, 2)}
+
+
+def state(tx):
+    return tx.init(PARAMS)
+
+
+SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
+DRAWS = jax.tree.map(lambda p: jnp.stack([jnp.stack([p, p])] * 2), PARAMS)
+MASKED = optperm.mask_elements().init(PARAMS)
+
+# Arguments with which each public function works, of which one at a time is spoiled.
+FUNCTIONS = {
+    "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
+    "apply_updates": {
+        "params": PARAMS,
+        "updates": GRADS,
+        "opt_state": state(optperm.sgperm()),
+    },
+    "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
+    "center_params": {"opt_state": state(optperm.agn(sgd()))},
+    "draw_samples": {
+        "step": lambda params, opt_state, key: (params, opt_state),
+        "params": PARAMS,
+        "opt_state": (),
+        "key": jax.random.key(0),
+        "num_chains": 2,
+        "num_draws": 2,
+    },
+    "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
+    "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
+    "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
+    "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
+    "gaussian_kl": {
+        "mean": jnp.zeros(2),
+        "covariance": jnp.eye(2),
+        "other_mean": jnp.ones(2),
+        "other_covariance": jnp.eye(2),
+    },
+    "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
+    "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
+    "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
+    "posterior_predictive": {
+        "predict_fn": lambda params, inputs: jnp.ones(2),
+        "samples_params": DRAWS,
+        "inputs": BATCH,
+    },
+    "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
+    "reset_masks": {"opt_state": MASKED},
+    "samples_as_dict": {"samples_params": DRAWS},
+    "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
+    "stationary_covariance": {
+        "preconditioner": 0.1,
+        "hessian": jnp.eye(2),
+        "noise": jnp.eye(2),
+    },
+    "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
+    "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
+}
+FACTORIES = {
+    "agn": {"optimizer": sgd()},
+    "constant_sgd": {"num_data": 10, "batch_size": 2, "burn_in": 1, "max_step": 0.1},
+    "diloco": {"inner": sgd()},
+    "dim_reduce": {"n_components": 2},
+    "dldr": {"optimizer": sgd(), "sample_every": 1, "num_samples": 2, "n_components": 1},
+    "laperm": {"optimizer": sgd(), "sync_every": 2},
+    "mask_elements": {},
+    "permute_by_cycles": {"aggressiveness": 0.3, "partition_ratio": 1.0},
+    "record_trajectory": {"every": 1, "capacity": 2},
+    "scale_by_gradient_noise": {"num_data": 10, "batch_size": 2, "burn_in": 1},
+    "sgperm": {},
+    "svrg": {},
+    "switch_after": {"num_steps": 1, "first": sgd(), "then": sgd()},
+}
+CASES = FUNCTIONS | FACTORIES
+PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
+# What a user's function does with strange arguments is the user's business.
+FUNCTION_ARGUMENTS = {"loss_fn", "step", "predict_fn", "include", "output_axes"}
+SHAPES = {"num_bins", "n_components", "capacity", "num_samples", "num_chains", "num_draws"}
+COUNTS = SHAPES | {"thinning", "warmup", "chunk_size"}
+
+HOSTILE = {
+    "None": None,
+    "True": True,
+    "np.True_": np.True_,
+    "str": "x",
+    "bytes": b"x",
+    "complex": 1j,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "-inf": -float("inf"),
+    "0": 0,
+    "-1": -1,
+    "2": 2,
+    "1.5": 1.5,
+    "-0.5": -0.5,
+    "1e300": 1e300,
+    "10**30": 10**30,
+    "-10**30": -(10**30),
+    "10**400": 10**400,
+    "2**31": 2**31,
+    "2**31 - 1": 2**31 - 1,
+    "np.int64": np.int64(2**40),
+    "np.uint64": np.uint64(2**63),
+    "np.float16": np.float16(0.5),
+    "bfloat16": jnp.bfloat16(0.5),
+    "array of 5": jnp.array(5),
+    "array of -5": jnp.array(-5),
+    "array of nan": jnp.array(jnp.nan),
+    "vector": jnp.ones(2),
+    "NumPy's vector": np.array([1.0, 2.0]),
+    "matrix": jnp.ones((2, 2)),
+    "no entries": jnp.zeros(0),
+    "integers": jnp.array([1, 2]),
+    "objects": np.array([None, "x"], dtype=object),
+    "strings": np.array(["a"]),
+    "date": np.datetime64("2020-01-01"),
+    "object": object(),
+    "list": [],
+    "tuple": (),
+    "dict": {},
+    "ragged": [1, "x"],
+    "set": {1, 2},
+    "strings in a tree": {"w": "x", "b": "y"},
+    "other tree": {"w": [None, {"b": 1}]},
+    "params": PARAMS,
+    "integer params": jax.tree.map(lambda p: jnp.ones(p.shape, int), PARAMS),
+    "complex params": jax.tree.map(lambda p: jnp.ones(p.shape, complex), PARAMS),
+    "boolean params": jax.tree.map(lambda p: jnp.ones(p.shape, bool), PARAMS),
+    "params of nan": jax.tree.map(lambda p: p * jnp.nan, PARAMS),
+    "bfloat16 params": jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS),
+    "params of other shapes": {"w": jnp.ones((2, 3)), "b": jnp.ones(2)},
+    "list of params": [PARAMS["b"], PARAMS["w"]],
+    "NumPy's params": jax.tree.map(np.asarray, PARAMS),
+    "stacked": jax.tree.map(lambda p: jnp.stack([p, p]), PARAMS),
+    "stack of none": jax.tree.map(lambda p: p[:0], SNAPSHOTS),
+    "shape": jax.ShapeDtypeStruct((2,), jnp.float32),
+    "optimizer": sgd(),
+    "factory": optax.sgd,
+    "schedule": optax.constant_schedule(0.5),
+    "schedule of strings": lambda count: "x",
+    "schedule of vectors": lambda count: jnp.ones(2),
+    "empty state": optax.EmptyState(),
+    "masked": optax.MaskedNode(),
+    "key": jax.random.key(0),
+    "raw key": jax.random.PRNGKey(0),
+    "keys": jax.random.split(jax.random.key(0), 2),
+    "axes": ("data", "model"),
+}
+
+
+def test_nothing_public_is_left_out():
+    """A new function joins `CASES`, with arguments it works with."""
+    public = {name for name, value in vars(optperm).items() if inspect.isfunction(value)}
+    assert public == set(CASES)
+    assert {ours.name for ours in TRANSFORMATIONS} >= set(FACTORIES)
+
+
+def exercise(tx):
+    """What two steps give, traced after `init`."""
+
+    def step(params, opt_state):
+        e = optperm.evaluate(two_examples_loss, params, BATCH, example=BATCH[:1])
+        updates, opt_state = tx.update(
+            e.grad, opt_state, params, full_grad_fn=lambda p: p, **e.extra_args
+        )
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    start = PARAMS, tx.init(PARAMS)
+    assert_same_form(jax.eval_shape(step, *start), start)
+
+
+def two_examples_loss(params, batch):
+    return loss_fn(params, batch) * jnp.mean(batch)
+
+
+def assert_same_form(actual, expected):
+    """Asserts that structure, shapes and dtypes agree."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        wanted = (jnp.shape(b), jnp.result_type(b))
+        assert (a.shape, a.dtype) == wanted, f"{jax.tree_util.keystr(path)}: {a} is not {wanted}"
+
+
+def is_named(argument, message):
+    """Whether a message tells which argument is meant."""
+    names = [argument, *(["optimizer state"] if argument == "opt_state" else [])]
+    return any(re.search(rf"(?<![A-Za-z_]){name}(?![A-Za-z_])", message) for name in names)
+
+
+def is_fair(argument, key):
+    """Whether a hostile value is the library's business and not too large for the machine."""
+    if argument in COUNTS and key == "2**31 - 1":
+        return False
+    return not (argument in FUNCTION_ARGUMENTS and callable(HOSTILE[key]))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [name for name in CASES if PARAMETERS[name]])
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(data=st.data())
+def test_hostile_arguments_work_or_are_refused_by_name(name, data):
+    """One argument at a time is something else than it should be."""
+    argument = data.draw(st.sampled_from(PARAMETERS[name]), label="argument")
+    keys = [key for key in HOSTILE if is_fair(argument, key)]
+    key = data.draw(st.sampled_from(keys), label="value")
+    try:
+        result = getattr(optperm, name)(**CASES[name] | {argument: HOSTILE[key]})
+        if name in FACTORIES:
+            exercise(result)
+    except (TypeError, ValueError) as error:
+        assert is_named(argument, str(error)), f"{argument}={key}: {error!r}"
+
+
+DTYPES = ("float16", "bfloat16", "float32", "int32", "uint8", "bool", "complex64")
+LEAVES = st.tuples(
+    st.lists(st.integers(0, 3), max_size=4).map(tuple),
+    st.sampled_from(DTYPES[:3] * 3 + DTYPES[3:]),
+).map(lambda of: jax.ShapeDtypeStruct(*of))
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=2).map(tuple),
+    ),
+    max_leaves=5,
+)
+
+
+def traced_step(ours, params):
+    """The updates and the states before and after one step, on params of any form."""
+    tx = ours.make()
+    opt_state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    closures = {"value": jnp.float32(0.0), "value_fn": lambda p: jnp.float32(0.0)}
+    updates, after = tx.update(grads, opt_state, params, **closures)
+    return updates, optperm.apply_updates(params, updates, after), opt_state, after
+
+
+@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(tree=TREES)
+@hypothesis.example(tree={"a": jax.ShapeDtypeStruct((0, 3), "float32")})
+@hypothesis.example(tree=[jax.ShapeDtypeStruct((), "bfloat16")])
+def test_any_tree_trains_or_is_refused_by_name(ours, tree):
+    """Params of any structure, rank and real floating dtype; the first leaf of another is named."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        with pytest.raises(TypeError, match=r"params.* has dtype"):
+            jax.eval_shape(functools.partial(traced_step, ours), tree)
+        return
+    updates, params, before, after = jax.eval_shape(functools.partial(traced_step, ours), tree)
+    assert_same_form(updates, tree)
+    assert_same_form(params, tree)
+    assert_same_form(after, before)
+
+
+# Documented to hand on what is not finite: to what follows, or to the optimizer that burns in.
+HANDS_ON = {"record_trajectory", "mask_elements", "svrg", "svrg_and_sgd", "constant_sgd"}
+GUARDED = [ours for ours in TRANSFORMATIONS if ours.name not in HANDS_ON]
+ENTRIES = st.sampled_from([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf")])
+MIXED = {
+    "w": np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(3, 2),
+    "b": jnp.array([0.5, -0.25], jnp.bfloat16),
+    "s": jnp.float32(1.0),
+    "e": jnp.zeros((0, 2)),
+}
+
+
+@functools.cache
+def jitted_update(ours):
+    tx = ours.make()
+
+    @jax.jit
+    def step(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    return tx, step
+
+
+@pytest.mark.parametrize("ours", GUARDED, ids=str)
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
+def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
+    """Params and state stay finite through such a step, and a sound one after it."""
+    tx, step = jitted_update(ours)
+    flat = np.array(entries, np.float32)
+    bad = {"w": flat[:6].reshape(3, 2), "b": flat[6:8].astype(jnp.bfloat16), "s": flat[8]}
+    bad |= {"e": MIXED["e"]}
+    params, opt_state = MIXED, tx.init(MIXED)
+    for grads in (bad, jax.tree.map(np.ones_like, bad)):
+        params, opt_state = step(grads, opt_state, params)
+        assert_same_form(params, MIXED)
+        for path, leaf in jax.tree_util.tree_leaves_with_path((params, opt_state)):
+            assert np.all(np.isfinite(np.asarray(leaf, np.float64))), jax.tree_util.keystr(path)
