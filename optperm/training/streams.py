@@ -102,6 +102,12 @@ class StreamFeed:
             )
         return self._replicas.scatter_local(arrays)
 
+    def _wait_for(self, value: jax.Array) -> None:
+        if self._replicas.num_processes == 1:
+            value.block_until_ready()
+        else:
+            self._replicas.together(lambda: value)
+
     def run(
         self, carry: Any, limit: int, interrupt: Interrupt, on_interrupt: Callable[[], None]
     ) -> Fed:
@@ -112,7 +118,7 @@ class StreamFeed:
             rows.append(row)
             self._next = self._pull()
             if len(rows) > _AHEAD:
-                self._replicas.together(lambda row=rows[-1 - _AHEAD]: row)
+                self._wait_for(rows[-1 - _AHEAD]["loss"])
         if interrupt.requested:
             on_interrupt()
         host = jax.device_get(rows)
