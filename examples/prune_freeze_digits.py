@@ -3,7 +3,7 @@
 After 200 steps of constant SGD a fraction p of each array is pruned (set to zero and held there) or
 frozen (held as it is), then 3000 more steps follow: for all fractions at once, by `jax.vmap` over masks.
 
-    python examples/prune_freeze_digits.py [--fractions 51] [--repeats 5] [--legacy]
+    python examples/prune_freeze_digits.py [--fractions 51] [--repeats 5]
 """
 
 import argparse
@@ -39,20 +39,16 @@ def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
-def sweep(sets: Any, fractions: jax.Array, steps: list[int], legacy: bool) -> Any:
+def sweep(sets: Any, fractions: jax.Array, steps: list[int]) -> Any:
     """A function from a seed to accuracies (curves, fractions, train or test)."""
     x, y = sets[0]
-    # The original had probabilities for logits, the number of params for N, and no prior.
-    num_data = (x.shape[1] + 1) * HIDDEN + (HIDDEN + 1) * 10 if legacy else len(x)
 
     def loss_fn(params: dict[str, jax.Array], batch: Any) -> jax.Array:
-        logits = (jax.nn.softmax if legacy else jnp.array)(predict(params, batch[0]))
-        prior = 0.0 if legacy else optax.tree.norm(params, squared=True) / (2 * len(x))
+        logits = predict(params, batch[0])
+        prior = optax.tree.norm(params, squared=True) / (2 * len(x))
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean() + prior
 
-    rate = (lambda t: 0.01 * (t + 9.0) / (t + 309.0)) if legacy else 1.0
-    limits = {"max_step": 60.0 if legacy else 0.25, "freeze_after": steps[0]}
-    sampler = optperm.constant_sgd(num_data, BATCH, learning_rate=rate, burn_in=0, **limits)
+    sampler = optperm.constant_sgd(len(x), BATCH, burn_in=0, max_step=0.25, freeze_after=steps[0])
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def step(params: Any, opt_state: Any, chosen: jax.Array) -> Any:
@@ -81,10 +77,8 @@ def sweep(sets: Any, fractions: jax.Array, steps: list[int], legacy: bool) -> An
         params, opt_state = jax.vmap(masked, out_axes=(1, (None, 1)))(fractions)
         move = jax.vmap(jax.vmap(lambda p, s, i: step(p, s, i)[0], (*AXES, None)), (*AXES, None))
 
-        def step_all(params: Any, at: Any) -> Any:  # Masks and H stay; only the count goes on.
-            return move(params, optax.tree.set(opt_state, count=at[0]), at[1]), None
-
-        params, _ = jax.lax.scan(step_all, params, (jnp.arange(*np.cumsum(steps)), then))
+        # Masks and H stay: no new state is kept.
+        params, _ = jax.lax.scan(lambda p, i: (move(p, opt_state, i), None), params, then)
         return jnp.stack([(predict(params, x).argmax(-1) == y).mean(-1) for x, y in sets], axis=-1)
 
     return run
@@ -96,11 +90,10 @@ def main(argv: list[str] | None = None) -> np.ndarray:
     parser.add_argument("--fractions", type=int, default=51, help="evenly spaced from 0 to 1")
     parser.add_argument("--repeats", type=int, default=5, help="each with a seed of its own")
     parser.add_argument("--steps", type=int, nargs=2, default=(200, 3000), help="before and after")
-    parser.add_argument("--legacy", action="store_true", help="as the experiment was first made")
     parser.add_argument("--out", default="prune-freeze-digits.png")
     options = parser.parse_args(argv)
     p = np.linspace(0, 1, options.fractions)
-    run = sweep(load(), jnp.float32(p), options.steps, options.legacy)
+    run = sweep(load(), jnp.float32(p), options.steps)
     found = np.stack([run(seed) for seed in range(options.repeats)])
     figure = Figure(figsize=(11, 4), layout="constrained")
     for index, axes in enumerate(figure.subplots(1, 2, sharey=True)):

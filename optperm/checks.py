@@ -64,9 +64,10 @@ def check_positive(name: str, value: object) -> None:
       TypeError: If `value` is a bool or not a number at all.
       ValueError: If `value` is NaN, zero or negative.
     """
-    if not isinstance(value, jax.core.Tracer) and not (
-        number := _as_scalar(name, value, "a number")
-    ) > 0:
+    if (
+        not isinstance(value, jax.core.Tracer)
+        and not (number := _as_scalar(name, value, "a number")) > 0
+    ):
         raise ValueError(f"{name} must be above 0, got {number!r}.")
 
 

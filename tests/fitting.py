@@ -15,7 +15,7 @@ from optperm import training
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
 KINDS = ("linen", "nnx")
-METHODS = ("adam", "sgperm", "svrg", "dldr", "agn", "diloco")
+METHODS = ("adam", "sgperm", "laperm", "svrg", "dldr", "constant_sgd", "agn", "diloco")
 
 
 def method(name, axis_name=None):
@@ -30,6 +30,17 @@ def _method(name, axis_name):
         "sgperm": lambda: optperm.sgperm(0.3, partition_ratio=0.5, min_partition_size=2),
         "svrg": lambda: optax.chain(optperm.svrg(0.5), optax.sgd(0.05)),
         "dldr": lambda: optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=4, n_components=3),
+        "laperm": lambda: optperm.laperm(optax.adam(1e-2), 4),
+        # With batch statistics the examples of a batch cannot be told apart.
+        "constant_sgd": lambda: optperm.constant_sgd(
+            EXAMPLES,
+            BATCH,
+            estimator="two_batches",
+            burn_in=4,
+            burn_in_optimizer=optax.sgd(0.1),
+            max_step=0.1,
+            axis_name=axis_name,
+        ),
         "agn": lambda: optperm.agn(optax.sgd(0.1), 3, axis_name=axis_name),
         "diloco": lambda: optperm.diloco(optax.adam(1e-2), sync_every=3, axis_name=axis_name),
     }[name]()

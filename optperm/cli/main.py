@@ -318,9 +318,12 @@ def _add_sweep_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, about in (
         ("learning_rate", "factor on all steps, 1 for sampling"),
-        ("warm_up", "W, in steps: step t is smaller by the factor (t + 9) / (t + 9 + W)"),
         ("max_step", "largest entry of the preconditioner H"),
         ("prior_precision", "of the Gaussian prior of each parameter"),
+        (
+            "noise_start",
+            "begin the estimate of the noise with random numbers up to this; 0: with data",
+        ),
     ):
         group.add_argument(
             f"--{name.replace('_', '-')}",

@@ -2,8 +2,8 @@
 
 A tanh network with one hidden layer takes some steps of constant SGD. Then a fraction p of each of its
 arrays is pruned or frozen, for every p of a grid and by every criterion, and all these networks take
-the same further steps side by side. Of one repeat they share the first steps, the batches and the
-preconditioner H, which stays what the first steps have made it.
+the same further steps side by side. Of one repeat they share the first steps, the batches and, but in
+the legacy setting, the preconditioner H, which stays what the first steps have made it.
 """
 
 import argparse
@@ -21,15 +21,12 @@ import optax
 import optperm
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import UsageError
+from optperm.composition import find_states, replace_state
 from optperm.training.interrupt import Interrupt
 
 _STEPS_A_CALL = 100
 # What the seed of a repeat is for.
-_INIT, _FIRST_BATCHES, _ORDER, _BATCHES = range(4)
-
-# Of the chained states, along which axis the networks of a repeat lie: they share H and have masks of
-# their own.
-_STATE_AXES = (None, 0)
+_INIT, _FIRST_BATCHES, _ORDER, _BATCHES, _NOISE = range(5)
 
 Action = Literal["prune", "freeze"]
 Params = dict[str, jax.Array]
@@ -69,23 +66,19 @@ class Setting:
     """What is sampled, and by what steps.
 
     Attributes:
-      legacy: Whether the softmax is fed into a loss that takes a softmax itself, and N is the number
-        of params.
+      legacy: Whether the softmax is fed into a loss that takes a softmax itself, N is the number of
+        params, and the noise is estimated to the end, by one example a step, for each network.
       learning_rate: Factor on all steps; 1 for sampling.
-      warm_up: Steps; step t is smaller by the factor (t + 9) / (t + 9 + warm_up).
       max_step: The largest entry of H.
       prior_precision: Of the Gaussian prior of each parameter.
+      noise_start: The estimate of the noise begins with random numbers from 0 to this; 0 for data.
     """
 
     legacy: bool
     learning_rate: float
-    warm_up: float
     max_step: float
     prior_precision: float
-
-    def rate(self, count: jax.Array) -> jax.Array:
-        """The factor on the step after `count` others."""
-        return self.learning_rate * (count + 9.0) / (count + 9.0 + self.warm_up)
+    noise_start: float
 
 
 SETTINGS = {
@@ -93,15 +86,17 @@ SETTINGS = {
     # steps. .1 to 1 end at .977 to .980 with p = 0; the more it is, the less is left to learn after the
     # first steps, and the less it costs to freeze. The prior is worth .004 in test accuracy.
     False: Setting(
-        legacy=False, learning_rate=1.0, warm_up=0.0, max_step=0.25, prior_precision=1.0
+        legacy=False, learning_rate=1.0, max_step=0.25, prior_precision=1.0, noise_start=0.0
     ),
     # The original's estimate of the noise began with random numbers, whose share in it falls as
-    # 9 / (t + 9): so its steps grew to the end, without a limit. The warm-up has the same form, though
-    # one for all entries, and estimates begin with data. 300 and 60 give the published test accuracy
-    # after 200 steps, .86 (400 and 60: .83), and with p = 0 after all, .977. A constant rate with
-    # max_step=14 gives .87 and .975, but .05 less than this where nine tenths are pruned at random.
+    # 10 / (10 + t), and had no limit: its steps grew to the end. How large they were is not published;
+    # up to .05 gives the published test accuracy after 200 steps, .86 (.1: .78, .03: .90).
     True: Setting(
-        legacy=True, learning_rate=0.01, warm_up=300.0, max_step=60.0, prior_precision=0.0
+        legacy=True,
+        learning_rate=0.01,
+        max_step=math.inf,
+        prior_precision=0.0,
+        noise_start=0.05,
     ),
 }
 
@@ -207,7 +202,7 @@ class Networks:
                 f"--batch-size {plan.batch_size} is more than the {num_data} training examples. "
                 "Choose a smaller one."
             )
-        for field in ("learning_rate", "warm_up", "prior_precision"):
+        for field in ("learning_rate", "prior_precision", "noise_start"):
             if (value := getattr(setting, field)) < 0:
                 raise UsageError(f"--{field.replace('_', '-')} must be at least 0, got {value}.")
         self._shapes = {
@@ -222,10 +217,11 @@ class Networks:
             sampler = optperm.constant_sgd(
                 self.num_params if setting.legacy else num_data,
                 plan.batch_size,
-                learning_rate=setting.rate,
+                learning_rate=setting.learning_rate,
+                estimator="single_example" if setting.legacy else "per_example",
                 max_step=setting.max_step,
                 burn_in=0,
-                freeze_after=plan.first_steps,
+                freeze_after=None if setting.legacy else plan.first_steps,
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"sweep: {error}") from error
@@ -246,40 +242,42 @@ class Networks:
         advance = jax.jit(self._advance, donate_argnums=0)
         shape = (len(plan.curves), plan.grid)
         for repeat in range(plan.repeats):
-            keys = jax.random.split(jax.random.key(plan.seed + repeat, impl="threefry2x32"), 4)
-            params, opt_state, grad = start(keys[_INIT], keys[_FIRST_BATCHES], self._train)
+            keys = jax.random.split(jax.random.key(plan.seed + repeat, impl="threefry2x32"), 5)
+            params, opt_state, grad = start(keys, self._train)
             before = [float(_accuracy(params, examples)) for examples in sets]
-            params, opt_state = branch(params, opt_state, grad, keys[_ORDER])
+            carry, fixed = branch(params, opt_state, grad, keys[_ORDER])
             batches = self._batches(keys[_BATCHES], plan.steps)
             for first in range(0, plan.steps, _STEPS_A_CALL):
                 if interrupt.requested:
                     return
                 chosen = batches[first : first + _STEPS_A_CALL]
-                count = np.int32(plan.first_steps + first)
-                params = advance(params, opt_state, self._train, count, chosen)
-                jax.block_until_ready(params)
+                carry = jax.block_until_ready(advance(carry, fixed, self._train, chosen))
                 on_call(repeat)
             train, test = (
-                np.asarray(_accuracies(params, examples)).reshape(shape) for examples in sets
+                np.asarray(_accuracies(carry[0], examples)).reshape(shape) for examples in sets
             )
             masked = sum(
                 np.sum(~np.asarray(leaf).reshape(*shape, -1), axis=-1)
-                for leaf in jax.tree.leaves(opt_state[1])
+                for leaf in jax.tree.leaves(fixed[1])
             )
             yield Repeat((before[0], before[1]), train, test, np.asarray(masked))
 
     def _batches(self, key: jax.Array, steps: int) -> jax.Array:
-        """Which examples, (steps, batch_size), drawn with replacement."""
-        return jax.random.randint(key, (steps, self._plan.batch_size), 0, len(self._train[0]))
+        """Which examples, (steps, batch_size + 1), drawn with replacement; the last is apart."""
+        return jax.random.randint(key, (steps, self._plan.batch_size + 1), 0, len(self._train[0]))
 
-    def _step(self, params: Params, opt_state: Any, batch: Any) -> tuple[Params, Any]:
-        e = optperm.evaluate(self._loss_fn, params, batch)
+    def _step(self, params: Params, opt_state: Any, examples: Any) -> tuple[Params, Any]:
+        batch, apart = (
+            jax.tree.map(lambda leaf, rows=rows: leaf[rows], examples)
+            for rows in (slice(None, -1), slice(-1, None))
+        )
+        e = optperm.evaluate(self._loss_fn, params, batch, example=apart)
         updates, opt_state = self._tx.update(e.grad, opt_state, params, **e.extra_args)
         return optperm.apply_updates(params, updates, opt_state), opt_state
 
-    def _start(self, init: jax.Array, order: jax.Array, data: Any) -> tuple[Params, Any, Params]:
+    def _start(self, purposes: jax.Array, data: Any) -> tuple[Params, Any, Params]:
         """Params and state after the first steps, and the gradient over all examples there."""
-        keys = jax.random.split(init, len(self._shapes))
+        keys = jax.random.split(purposes[_INIT], len(self._shapes))
         kernel = jax.nn.initializers.lecun_normal()
         params = {
             name: kernel(key, shape) if len(shape) == 2 else jnp.zeros(shape)
@@ -290,14 +288,29 @@ class Networks:
             params, opt_state = carry
             return self._step(params, opt_state, _examples(data, chosen)), None
 
-        batches = self._batches(order, self._plan.first_steps)
-        (params, opt_state), _ = jax.lax.scan(step, (params, self._tx.init(params)), batches)
+        batches = self._batches(purposes[_FIRST_BATCHES], self._plan.first_steps)
+        opt_state = self._with_random_noise(self._tx.init(params), purposes[_NOISE])
+        (params, opt_state), _ = jax.lax.scan(step, (params, opt_state), batches)
         return params, opt_state, optperm.full_gradient(self._loss_fn, params, [data])
+
+    def _with_random_noise(self, opt_state: Any, key: jax.Array) -> Any:
+        """The state as if random numbers had been estimated already, with all the weight there is."""
+        if not self._plan.setting.noise_start:
+            return opt_state
+        (noise,) = find_states(opt_state, optperm.GradientNoiseState)
+        random = optax.tree.random_like(
+            key,
+            noise.covariance,
+            functools.partial(jax.random.uniform, maxval=self._plan.setting.noise_start),
+        )
+        started = noise._replace(weight=jnp.ones_like(noise.weight), covariance=random)
+        return replace_state(opt_state, optperm.GradientNoiseState, started, method="constant_sgd")
 
     def _branch(self, params: Params, opt_state: Any, grad: Params, key: jax.Array) -> Any:
         """Prunes or freezes every fraction by every criterion.
 
-        Of the results all but the masks and what is pruned is the same, and kept once.
+        Returns:
+          The carry and what is fixed, for `_advance`.
         """
         # The next number up: p n rounds to no less than an integer that it should be.
         above = np.nextafter(self._plan.fractions.astype(np.float32), np.float32(2))
@@ -312,34 +325,45 @@ class Networks:
             )
 
         chosen = [
-            jax.vmap(functools.partial(choose, curve), out_axes=(0, _STATE_AXES))(fractions)
+            jax.vmap(functools.partial(choose, curve), out_axes=(0, (None, 0)))(fractions)
             for curve in self._plan.curves
         ]
-        all_params, all_masks = (
+        all_params, masks = (
             jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
             for parts in zip(*((p, mask) for p, (_, mask) in chosen), strict=True)
         )
-        return all_params, (opt_state[0], all_masks)
+        sampler = opt_state[0]
+        if not self._plan.setting.legacy:
+            return (all_params, ()), (sampler, masks)
+        count = len(fractions) * len(self._plan.curves)
+        own = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), sampler)
+        return (all_params, own), ((), masks)
 
-    def _advance(
-        self, params: Params, opt_state: Any, data: Any, first: jax.Array, batches: jax.Array
-    ) -> Params:
-        """Params of all networks after a step on each batch, which all of them share."""
+    def _advance(self, carry: Any, fixed: Any, data: Any, batches: jax.Array) -> Any:
+        """All networks after a step on each batch, which all of them share.
 
-        def step(params: Params, at: tuple[jax.Array, jax.Array]) -> tuple[Params, None]:
-            count, chosen = at
-            batch = _examples(data, chosen)
-            # H and the masks stay. Only the count goes on: there is no new state to keep, and XLA leaves
-            # out the gradients of single examples.
-            now = optax.tree.set(opt_state, count=count)
+        Args:
+          carry: Params, and what else each network has for itself and a step changes.
+          fixed: The sampler's state, where that is frozen and all share it, and the masks.
+          data: The training examples.
+          batches: Which of them.
+        """
+        shared, masks = fixed
+        is_own = self._plan.setting.legacy
 
-            def move(params: Params, opt_state: Any) -> Params:
-                return self._step(params, opt_state, batch)[0]
+        def step(carry: Any, chosen: jax.Array) -> tuple[Any, None]:
+            examples = _examples(data, chosen)
 
-            return jax.vmap(move, in_axes=(0, _STATE_AXES))(params, now), None
+            def move(params: Params, own: Any, mask: Any) -> tuple[Params, Any]:
+                state = (own if is_own else shared, mask)
+                params, (sampler, _) = self._step(params, state, examples)
+                # Where it is frozen it is not kept, and XLA leaves out the gradients of single examples.
+                return params, sampler if is_own else ()
 
-        counts = first + jnp.arange(len(batches), dtype=jnp.int32)
-        return jax.lax.scan(step, params, (counts, batches))[0]
+            params, own = carry
+            return jax.vmap(move)(params, own, masks), None
+
+        return jax.lax.scan(step, carry, batches)[0]
 
 
 def _flat(data: Dataset) -> tuple[_Examples, _Examples]:

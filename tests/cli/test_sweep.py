@@ -88,9 +88,16 @@ def test_the_ends_of_the_curves_are_what_they_have_to_be(swept, data):
                 assert line[name][2] == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
-    """With the same start, batches and mask, one at a time, with the noise estimated in the state."""
-    setting = sweep.Setting(False, 1.0, warm_up=20.0, max_step=0.7, prior_precision=2.0)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_network_of_the_sweep_is_one_trained_by_itself(data, legacy):
+    """With the same start, batches and mask, one at a time; the prior and the limit in both settings."""
+    setting = sweep.Setting(
+        legacy,
+        learning_rate=0.5,
+        max_step=0.7,
+        prior_precision=2.0,
+        noise_start=0.1 if legacy else 0.0,
+    )
     plan = sweep.Plan(
         *(sweep.CURVES["all"], setting),
         **{"grid": 3, "repeats": 1, "first_steps": 12, "steps": 30, "hidden": 5, "batch_size": 4},
@@ -108,28 +115,31 @@ def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
 
     def loss_fn(params, batch):
         x, y = batch
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
+        outputs = jax.nn.softmax(logits(params, x)) if legacy else logits(params, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, y)
         squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
         return jnp.mean(losses) + 2.0 * squares / (2 * 64)
 
     tx = optax.chain(
         optperm.constant_sgd(
-            *(64, 4),
-            learning_rate=lambda count: (count + 9) / (count + 29),
+            *(6 * 5 + 5 + 5 * 3 + 3 if legacy else 64, 4),
+            learning_rate=0.5,
+            estimator="single_example" if legacy else "per_example",
             max_step=0.7,
             burn_in=0,
-            freeze_after=12,
+            freeze_after=None if legacy else 12,
         ),
         optperm.mask_elements(),
     )
 
     @jax.jit
     def step(params, opt_state, chosen):
-        e = optperm.evaluate(loss_fn, params, (train[0][chosen], train[1][chosen]))
+        batch, apart = ((train[0][rows], train[1][rows]) for rows in (chosen[:4], chosen[4:]))
+        e = optperm.evaluate(loss_fn, params, batch, example=apart)
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
         return optperm.apply_updates(params, updates, opt_state), opt_state
 
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 5)
     kernel = jax.nn.initializers.lecun_normal()
     of_w1, _, of_w2, _ = jax.random.split(keys[0], 4)
     params = {
@@ -139,7 +149,10 @@ def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
         "b2": jnp.zeros(3),
     }
     opt_state = tx.init(params)
-    for chosen in jax.random.randint(keys[1], (12, 4), 0, 64):
+    if legacy:
+        random = optax.tree.random_like(keys[4], params, lambda *of: 0.1 * jax.random.uniform(*of))
+        opt_state = optax.tree.set(opt_state, weight=jnp.ones([]), covariance=random)
+    for chosen in jax.random.randint(keys[1], (12, 5), 0, 64):
         params, opt_state = step(params, opt_state, chosen)
     grad = optperm.full_gradient(loss_fn, params, [train])
     for index, (action, criterion) in enumerate(plan.curves):
@@ -148,7 +161,7 @@ def test_a_network_of_the_sweep_is_one_trained_by_itself(data):
             own, state = optperm.prune(own, state, 0.5, criterion=criterion, key=keys[2])
         else:
             state = optperm.freeze(state, 0.5, scores=grad, criterion=criterion, key=keys[2])
-        for chosen in jax.random.randint(keys[3], (30, 4), 0, 64):
+        for chosen in jax.random.randint(keys[3], (30, 5), 0, 64):
             own, state = step(own, state, chosen)
         for (x, y), found in ((train, repeat.train), (test, repeat.test)):
             accuracy = float(jnp.mean(jnp.argmax(logits(own, x), axis=1) == y))
@@ -189,7 +202,7 @@ def test_a_part_of_the_curves_of_one_repeat_in_the_legacy_setting(tmp_path, data
     assert summary["setting"] == {
         "legacy": True,
         "learning_rate": 0.01,
-        "warm_up": sweep.SETTINGS[True].warm_up,
+        "noise_start": sweep.SETTINGS[True].noise_start,
         "max_step": 7.0,
         "prior_precision": 0.0,
     }
@@ -247,7 +260,7 @@ def test_bad_flags_end_with_one_line(flags, says, capsys):
         (["--prior-precision", "-1"], "--prior-precision must be at least 0, got -1.0"),
         (["--max-step", "0"], "sweep: max_step must be"),
         (["--learning-rate", "-1"], "--learning-rate must be at least 0, got -1.0"),
-        (["--warm-up", "-1"], "--warm-up must be at least 0, got -1.0"),
+        (["--noise-start", "-1"], "--noise-start must be at least 0, got -1.0"),
     ],
 )
 def test_flags_that_do_not_fit_end_with_one_line(tmp_path, data, flags, says, capsys):
