@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm import checks
@@ -63,8 +64,8 @@ def record_trajectory(
     """
     checks.check_count("every", every)
     checks.check_static_count("capacity", capacity)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
+    if dtype is not None:
+        _check_dtype(dtype)
 
     def init_fn(params: optax.Params) -> TrajectoryState:
         checks.check_real_floating(
@@ -98,6 +99,16 @@ def record_trajectory(
         return updates, TrajectoryState(optax.safe_increment(state.count), recorded, snapshots)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_dtype(dtype: Any) -> None:
+    try:
+        is_array = isinstance(dtype, jax.Array | np.ndarray | np.generic)
+        is_floating = not is_array and jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):
+        is_floating = False
+    if not is_floating:
+        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
 
 
 def write_row(
