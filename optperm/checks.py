@@ -64,9 +64,10 @@ def check_positive(name: str, value: object) -> None:
       TypeError: If `value` is a bool or not a number at all.
       ValueError: If `value` is NaN, zero or negative.
     """
-    if not isinstance(value, jax.core.Tracer) and not (
-        number := _as_scalar(name, value, "a number")
-    ) > 0:
+    if (
+        not isinstance(value, jax.core.Tracer)
+        and not (number := _as_scalar(name, value, "a number")) > 0
+    ):
         raise ValueError(f"{name} must be above 0, got {number!r}.")
 
 
@@ -129,10 +130,16 @@ def dtype_of(name: str, value: object) -> Any:
             dtype = jnp.result_type(value)
         except TypeError:  # of strings, dates or objects
             dtype = None
-        limits = isinstance(value, int) and not isinstance(value, bool) and jnp.iinfo(dtype)
-        if dtype is not None and (not limits or limits.min <= value <= limits.max):
+        if dtype is not None and _fits(value, dtype):
             return dtype
     raise TypeError(f"{name} must be an array of numbers, got {value!r}.")
+
+
+def _fits(value: Any, dtype: Any) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return True
+    limits = jnp.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
 
 
 def check_arrays(name: str, tree: Any) -> None:

@@ -144,6 +144,16 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
 
     Raises:
       ValueError: If there is no such state in `opt_state`, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> tx = optperm.record_trajectory(every=1, capacity=2)
+      >>> opt_state = tx.init(jnp.zeros(1))
+      >>> for w in (jnp.array([1.0]), jnp.array([2.0]), jnp.array([3.0])):
+      ...     _, opt_state = tx.update(w, opt_state, w)
+      >>> snapshots, count = optperm.trajectory(opt_state)
+      >>> snapshots.tolist(), int(count)
+      ([[2.0], [3.0]], 2)
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
 

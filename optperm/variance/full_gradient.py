@@ -217,7 +217,8 @@ def _with_weights(
                     f"weights ended after {index} arrays, but batches go on: one array a batch."
                 )
             kind = checks.dtype_of(f"weights[{index}]", of_batch)
-            if not (jnp.issubdtype(kind, np.number) or kind == bool) or kind.kind == "c":
+            real = (jnp.floating, jnp.integer, jnp.bool_)
+            if not any(jnp.issubdtype(kind, each) for each in real):
                 raise TypeError(f"weights must be of real numbers, weights[{index}] is {kind}.")
             if jnp.shape(of_batch) != (size,):
                 raise ValueError(
