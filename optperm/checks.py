@@ -49,11 +49,9 @@ def check_in_range(
         return
     number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
     if not low <= number <= min(high, _LARGEST_FLOAT32):
-        limits = (
-            f"finite in float32 and at least {low:g}"
-            if high == float("inf")
-            else f"in [{low:g}, {high:g}]"
-        )
+        limits = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+        if low <= number <= high:
+            limits = "finite in float32"
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 

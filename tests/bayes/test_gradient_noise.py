@@ -316,6 +316,6 @@ def test_the_batch_size_may_be_an_array():
     support.assert_same_bits(
         update(tx, tx.init(params), rows), update(plain, plain.init(params), rows)
     )
+    wrong = optperm.scale_by_gradient_noise(N, jnp.array(9))
     with pytest.raises(ValueError, match="batch_size is 9"):
-        wrong = optperm.scale_by_gradient_noise(N, jnp.array(9))
         update(wrong, wrong.init(params), rows)

@@ -394,5 +394,5 @@ def test_batches_and_weights_of_no_numbers_are_named():
         )
     with pytest.raises(TypeError, match=r"weights\[0\] is complex64"):
         optperm.full_gradient(
-            lambda p, b: jnp.sum(p), jnp.zeros(2), [jnp.ones(2)], weights=[1j * jnp.ones(2)]
+            lambda p, b: jnp.sum(p), jnp.zeros(2), [jnp.ones(2)], weights=[jnp.ones(2, complex)]
         )
