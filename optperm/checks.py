@@ -49,11 +49,9 @@ def check_in_range(
         return
     number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
     if not low <= number <= min(high, _LARGEST_FLOAT32):
-        limits = (
-            f"finite in float32 and at least {low:g}"
-            if high == float("inf")
-            else f"in [{low:g}, {high:g}]"
-        )
+        limits = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
+        if low <= number <= high:
+            limits = "finite in float32"
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 
@@ -130,10 +128,16 @@ def dtype_of(name: str, value: object) -> Any:
             dtype = jnp.result_type(value)
         except TypeError:  # of strings, dates or objects
             dtype = None
-        limits = isinstance(value, int) and not isinstance(value, bool) and jnp.iinfo(dtype)
-        if dtype is not None and (not limits or limits.min <= value <= limits.max):
+        if dtype is not None and _fits(value, dtype):
             return dtype
     raise TypeError(f"{name} must be an array of numbers, got {value!r}.")
+
+
+def _fits(value: Any, dtype: Any) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return True
+    limits = jnp.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
 
 
 def check_arrays(name: str, tree: Any) -> None:

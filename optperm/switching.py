@@ -50,7 +50,11 @@ class SwitchAfterState(NamedTuple):
         return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
 
     def with_targets_of(self, other: "SwitchAfterState") -> "SwitchAfterState":
-        """This state with the targets of another one that is in the same phase."""
+        """This state with the targets of another one that is in the same phase.
+
+        Args:
+          other: That one.
+        """
         return self._replace(
             first=with_targets_of(self.first, other.first),
             then=with_targets_of(self.then, other.then),

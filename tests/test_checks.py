@@ -7,7 +7,7 @@ import optax
 import pytest
 import support
 
-from optperm import checks
+from optperm import checks, schedules
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, np.float32(0.5), np.int64(1), jnp.float32(0.5)])
@@ -28,8 +28,10 @@ def test_numbers_out_of_range_are_refused(value):
 def test_a_range_without_an_upper_limit_ends_where_float32_does():
     """What float32 holds as a finite number is in it, infinity is not."""
     checks.check_in_range("rate", 3e38, 0.0, float("inf"))
-    for value in (-1, float("inf"), 1e39):
-        with pytest.raises(ValueError, match=r"rate must be finite in float32 and at least 0, got"):
+    with pytest.raises(ValueError, match=r"rate must be at least 0, got -1\.0\.$"):
+        checks.check_in_range("rate", -1, 0.0, float("inf"))
+    for value in (float("inf"), 1e39):
+        with pytest.raises(ValueError, match=r"rate must be finite in float32, got"):
             checks.check_in_range("rate", value, 0.0, float("inf"))
 
 
@@ -166,3 +168,53 @@ def test_axes_have_to_be_bound():
     jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="data")(jnp.zeros(2))
     with pytest.raises(ValueError, match=r"axis_name \('data', 'model'\) is not bound here"):
         checks.check_axis_is_bound(("data", "model"))
+
+
+@pytest.mark.parametrize(
+    "value", ["x", b"x", None, [1.0], object(), np.array(["a"]), np.datetime64("2020"), 10**30]
+)
+def test_what_is_no_array_is_named(value):
+    """Alone or as a leaf, by its path; random keys and numbers are arrays."""
+    with pytest.raises(TypeError, match=r"mean must be an array of numbers, got"):
+        checks.dtype_of("mean", value)
+    if not isinstance(value, list) and value is not None:
+        with pytest.raises(TypeError, match=r"batch\['x'\]\[1\] must be an array of numbers"):
+            checks.check_arrays("batch", {"x": [jax.random.key(0), value], "y": 1.0})
+    with pytest.raises(TypeError, match="key must be a random key"):
+        checks.check_key("key", value)
+    with pytest.raises(TypeError, match=r"step must be a function \(params\), got"):
+        checks.check_function("step", value, "(params)")
+
+
+def test_random_keys_are_typed_or_raw():
+    """One, not several."""
+    checks.check_key("key", jax.random.key(0))
+    checks.check_key("key", jax.random.key_data(jax.random.key(0)))
+    with pytest.raises(TypeError, match="key must be a random key"):
+        checks.check_key("key", jax.random.split(jax.random.key(0)))
+
+
+def test_counts_fit_what_states_count_in_and_seeds_what_keys_hold():
+    """JAX would raise an OverflowError that names nothing, or drop the upper bits of a seed."""
+    checks.check_count("every", 2**31 - 1)
+    checks.check_seed("seed", 2**32 - 1)
+    with pytest.raises(ValueError, match="every must be at most 2147483647, got 2147483648"):
+        checks.check_count("every", 2**31)
+    with pytest.raises(ValueError, match="seed must be at most 4294967295"):
+        checks.check_seed("seed", 2**32)
+
+
+def test_what_is_no_schedule_is_refused_where_only_numbers_go():
+    """It would fail somewhere inside the first step."""
+    schedule = optax.constant_schedule(0.5)
+    with pytest.raises(TypeError, match=r"t0 must be a number, got .*: call the schedule first"):
+        checks.check_in_range("t0", schedule, 0.0, 1.0, may_be_schedule=False)
+    with pytest.raises(TypeError, match="max_step must be a number"):
+        checks.check_positive("max_step", schedule)
+
+
+@pytest.mark.parametrize("value", ["x", None, np.ones(2, np.float32), 1j, True])
+def test_schedules_give_single_numbers(value):
+    """What one returns is named by the argument that it was passed for."""
+    with pytest.raises(TypeError, match="the schedule alpha returns must be"):
+        schedules.at_step("alpha", lambda count: value, jnp.int32(0))

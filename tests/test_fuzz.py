@@ -248,14 +248,18 @@ def test_hostile_arguments_work_or_are_refused_by_name(name, data):
     argument = data.draw(st.sampled_from(PARAMETERS[name]), label="argument")
     keys = [key for key in HOSTILE if is_fair(argument, key)]
     key = data.draw(st.sampled_from(keys), label="value")
+    refusal = None
     try:
         result = getattr(optperm, name)(**CASES[name] | {argument: HOSTILE[key]})
         if name in FACTORIES:
             exercise(result)
     except (TypeError, ValueError) as error:
-        assert is_named(argument, str(error)), f"{argument}={key}: {error!r}"
+        refusal = str(error)
+    assert refusal is None or is_named(argument, refusal), f"{argument}={key}: {refusal}"
 
 
+BY_NAME = {ours.name: ours for ours in TRANSFORMATIONS}
+EXTRAS = {"value": jnp.float32(0.0), "value_fn": lambda params: jnp.float32(0.0)}
 DTYPES = ("float16", "bfloat16", "float32", "int32", "uint8", "bool", "complex64")
 LEAVES = st.tuples(
     st.lists(st.integers(0, 3), max_size=4).map(tuple),
@@ -272,29 +276,28 @@ TREES = st.recursive(
 )
 
 
-def traced_step(ours, params):
+def traced_step(name, params):
     """The updates and the states before and after one step, on params of any form."""
-    tx = ours.make()
+    tx = BY_NAME[name].make()
     opt_state = tx.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
-    closures = {"value": jnp.float32(0.0), "value_fn": lambda p: jnp.float32(0.0)}
-    updates, after = tx.update(grads, opt_state, params, **closures)
+    updates, after = tx.update(grads, opt_state, params, **EXTRAS)
     return updates, optperm.apply_updates(params, updates, after), opt_state, after
 
 
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+@pytest.mark.parametrize("name", BY_NAME)
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(tree=TREES)
 @hypothesis.example(tree={"a": jax.ShapeDtypeStruct((0, 3), "float32")})
 @hypothesis.example(tree=[jax.ShapeDtypeStruct((), "bfloat16")])
-def test_any_tree_trains_or_is_refused_by_name(ours, tree):
+def test_any_tree_trains_or_is_refused_by_name(name, tree):
     """Params of any structure, rank and real floating dtype; the first leaf of another is named."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         with pytest.raises(TypeError, match=r"params.* has dtype"):
-            jax.eval_shape(functools.partial(traced_step, ours), tree)
+            jax.eval_shape(functools.partial(traced_step, name), tree)
         return
-    updates, params, before, after = jax.eval_shape(functools.partial(traced_step, ours), tree)
+    updates, params, before, after = jax.eval_shape(functools.partial(traced_step, name), tree)
     assert_same_form(updates, tree)
     assert_same_form(params, tree)
     assert_same_form(after, before)
@@ -302,7 +305,6 @@ def test_any_tree_trains_or_is_refused_by_name(ours, tree):
 
 # Documented to hand on what is not finite: to what follows, or to the optimizer that burns in.
 HANDS_ON = {"record_trajectory", "mask_elements", "svrg", "svrg_and_sgd", "constant_sgd"}
-GUARDED = [ours for ours in TRANSFORMATIONS if ours.name not in HANDS_ON]
 ENTRIES = st.sampled_from([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf")])
 MIXED = {
     "w": np.linspace(-1.0, 1.0, 6, dtype=np.float32).reshape(3, 2),
@@ -313,23 +315,23 @@ MIXED = {
 
 
 @functools.cache
-def jitted_update(ours):
-    tx = ours.make()
+def jitted_update(name):
+    tx = BY_NAME[name].make()
 
     @jax.jit
     def step(grads, opt_state, params):
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params, **EXTRAS)
         return optperm.apply_updates(params, updates, opt_state), opt_state
 
     return tx, step
 
 
-@pytest.mark.parametrize("ours", GUARDED, ids=str)
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in HANDS_ON])
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
-def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
+def test_gradients_that_are_not_finite_leave_everything_finite(name, entries):
     """Params and state stay finite through such a step, and a sound one after it."""
-    tx, step = jitted_update(ours)
+    tx, step = jitted_update(name)
     flat = np.array(entries, np.float32)
     bad = {"w": flat[:6].reshape(3, 2), "b": flat[6:8].astype(jnp.bfloat16), "s": flat[8]}
     bad |= {"e": MIXED["e"]}
@@ -338,4 +340,7 @@ def test_gradients_that_are_not_finite_leave_everything_finite(ours, entries):
         params, opt_state = step(grads, opt_state, params)
         assert_same_form(params, MIXED)
         for path, leaf in jax.tree_util.tree_leaves_with_path((params, opt_state)):
-            assert np.all(np.isfinite(np.asarray(leaf, np.float64))), jax.tree_util.keystr(path)
+            place = jax.tree_util.keystr(path)
+            # By what AGN has accumulated a replica knows, until the commit, that it sits it out.
+            is_mark = ".accumulator" in place
+            assert is_mark or np.all(np.isfinite(np.asarray(leaf, np.float64))), place

@@ -371,7 +371,7 @@ def _check_data(num_data: object, batch_size: object) -> None:
     checks.check_count("batch_size", batch_size)
     if not (checks.is_concrete_number(num_data) and checks.is_concrete_number(batch_size)):
         return
-    if num_data < batch_size:
+    if int(num_data) < int(batch_size):
         raise ValueError(
             f"num_data must be at least batch_size, got {num_data} examples in all and "
             f"{batch_size} in a batch. num_data comes first."

@@ -269,7 +269,7 @@ def _check_batch(here: int, batch_size: Any, axis_name: AxisName | None) -> None
             "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
             "estimator='single_example' for batches of one."
         )
-    if checks.is_concrete_number(batch_size) and here * replicas != batch_size:
+    if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
             f"batch_size is {batch_size}, but per_example_grad_fn gave the gradients of {here} "

@@ -63,7 +63,11 @@ class LocalStepsState(NamedTuple):
         return [*within, (self.center, self.pulled)]
 
     def with_targets_of(self, other: Any) -> "LocalStepsState":
-        """This state with the center of another, and what its optimizers place."""
+        """This state with the center of another, and what its optimizers place.
+
+        Args:
+          other: One of the same form.
+        """
         return self._replace(
             center=other.center,
             local_state=with_targets_of(self.local_state, other.local_state),

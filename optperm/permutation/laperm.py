@@ -58,7 +58,11 @@ class LapermState(NamedTuple):
         return [(targets, self.synchronized)]
 
     def with_targets_of(self, other: "LapermState") -> "LapermState":
-        """This state with the weights of another permutation of the same ones."""
+        """This state with the weights of another permutation of the same ones.
+
+        Args:
+          other: One that holds them.
+        """
         return self._replace(weights=other.weights, ranks=other.ranks)
 
 

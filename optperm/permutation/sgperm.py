@@ -49,7 +49,11 @@ class PermuteByCyclesState(NamedTuple):
         return [(targets, True)]
 
     def with_targets_of(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
-        """This state with the weights of another permutation of the same ones."""
+        """This state with the weights of another permutation of the same ones.
+
+        Args:
+          other: One that holds them.
+        """
         return self._replace(weights=other.weights, ranks=other.ranks)
 
 

@@ -75,8 +75,8 @@ def pca_basis(
     if available < n_components + 1:
         raise ValueError(
             f"n_components={n_components} needs at least {n_components + 1} snapshots (centered, m of "
-            f"them span m - 1 directions), got {available}: record more of them, or ask for at most "
-            f"{max(available - 1, 0)} components."
+            f"them span m - 1 directions), got {available} (num_snapshots, or all): record more of "
+            f"them, or ask for at most {max(available - 1, 0)} components."
         )
     basis, rank = _pca(snapshots, jnp.asarray(valid, jnp.int32), n_components)
     if not isinstance(rank, jax.core.Tracer) and rank < n_components:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm import checks
@@ -63,8 +64,8 @@ def record_trajectory(
     """
     checks.check_count("every", every)
     checks.check_static_count("capacity", capacity)
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
+    if dtype is not None:
+        _check_dtype(dtype)
 
     def init_fn(params: optax.Params) -> TrajectoryState:
         checks.check_real_floating(
@@ -100,6 +101,16 @@ def record_trajectory(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _check_dtype(dtype: Any) -> None:
+    try:
+        is_array = isinstance(dtype, jax.Array | np.ndarray | np.generic)
+        is_floating = not is_array and jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):
+        is_floating = False
+    if not is_floating:
+        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
+
+
 def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
@@ -133,6 +144,16 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
 
     Raises:
       ValueError: If there is no such state in `opt_state`, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> tx = optperm.record_trajectory(every=1, capacity=2)
+      >>> opt_state = tx.init(jnp.zeros(1))
+      >>> for w in (jnp.array([1.0]), jnp.array([2.0]), jnp.array([3.0])):
+      ...     _, opt_state = tx.update(w, opt_state, w)
+      >>> snapshots, count = optperm.trajectory(opt_state)
+      >>> snapshots.tolist(), int(count)
+      ([[2.0], [3.0]], 2)
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
 

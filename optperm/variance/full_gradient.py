@@ -211,6 +211,7 @@ def _with_weights(
     others = None if weights is None else iter(weights)
     for index, batch in enumerate(batches):
         arrays = jax.tree.map(_as_array, batch)
+        checks.check_arrays(f"batches[{index}]", arrays)
         size = _batch_size(arrays)
         of_batch = None
         if others is not None:
@@ -219,6 +220,10 @@ def _with_weights(
                 raise ValueError(
                     f"weights ended after {index} arrays, but batches go on: one array a batch."
                 )
+            kind = checks.dtype_of(f"weights[{index}]", of_batch)
+            real = (jnp.floating, jnp.integer, jnp.bool_)
+            if not any(jnp.issubdtype(kind, each) for each in real):
+                raise TypeError(f"weights must be of real numbers, weights[{index}] is {kind}.")
             if jnp.shape(of_batch) != (size,):
                 raise ValueError(
                     f"weights must be one number an example: batch {index} has {size} examples, but "
@@ -241,7 +246,7 @@ def _batch_size(batch: Any) -> int:
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:
         raise ValueError(
-            "The leaves of a batch must agree in their leading axis, which counts its examples, got "
+            "In each of batches the leaves must agree in their leading axis, of examples, got "
             f"leaves of shapes {shapes}. Leaves of rank 0 are shared; a random key has rank 0 if it is "
             "a typed one, from jax.random.key."
         )
@@ -249,13 +254,16 @@ def _batch_size(batch: Any) -> int:
 
 
 def _check_iterable(name: str, value: object) -> None:
-    if isinstance(value, Mapping | str) or not (
-        hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-    ):
+    is_iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    if not is_iterable or isinstance(value, Mapping | str | bytes) or _is_scalar(value):
         raise TypeError(
             f"{name} must be an iterable, one item a batch, got {type(value).__name__}. "
             "For a single batch pass a list of it."
         )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim == 0
 
 
 def _bar(batches: Iterable[Any]) -> Iterable[Any]:

@@ -305,3 +305,17 @@ def test_the_state_is_found_and_missed():
     support.assert_same_bits(optperm.noise_covariance(tx.init(jnp.ones(D))), jnp.zeros(D))
     with pytest.raises(ValueError, match="GradientNoiseState"):
         optperm.noise_covariance(optax.adam(0.1).init(jnp.ones(D)))
+
+
+def test_the_batch_size_may_be_an_array():
+    """A concrete one that meets the trace is still compared as the number it is."""
+    rows = batch_gradients(0)
+    tx = optperm.scale_by_gradient_noise(jnp.array(N), jnp.array(S), burn_in=1)
+    plain = optperm.scale_by_gradient_noise(N, S, burn_in=1)
+    params = jnp.zeros(D)
+    support.assert_same_bits(
+        update(tx, tx.init(params), rows), update(plain, plain.init(params), rows)
+    )
+    wrong = optperm.scale_by_gradient_noise(N, jnp.array(9))
+    with pytest.raises(ValueError, match="batch_size is 9"):
+        update(wrong, wrong.init(params), rows)

@@ -251,3 +251,15 @@ def test_errors_of_what_was_drawn():
         TypeError, match="must return one array of a real floating dtype, got int32"
     ):
         optperm.posterior_predictive(lambda p, x: x, jnp.ones((2, 5)), jnp.arange(3))
+
+
+def test_what_is_no_array_or_key_is_named():
+    """Not by JAX, once it is inside the compiled chains."""
+    call = {"num_chains": 2, "num_draws": 2}
+    for key in (0, jax.random.split(jax.random.key(0)), None):
+        with pytest.raises(TypeError, match="key must be a random key"):
+            optperm.draw_samples(lambda p, s, k: (p, s), jnp.zeros(2), (), key, **call)
+    with pytest.raises(TypeError, match=r"opt_state\['m'\] must be an array"):
+        optperm.draw_samples(
+            lambda p, s, k: (p, s), jnp.zeros(2), {"m": "x"}, jax.random.key(0), **call
+        )

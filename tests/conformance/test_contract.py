@@ -304,3 +304,65 @@ def test_exact_targets_survive_plain_apply_updates(ours):
     chex.assert_trees_all_close(p, exact, rtol=0, atol=5e-7)
     updates, opt_state = update(e.grad, opt_state, p)
     support.assert_permutes(optperm.apply_updates(p, updates, opt_state), params)
+
+
+WRAPPERS = {
+    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
+    "partition": lambda tx: optax.partition(
+        {"ours": tx, "other": optax.sgd(0.1)}, {"kernel": "other", "bias": "ours"}
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+# They decide shapes, or what is built.
+STATIC = {"capacity", "n_components", "num_samples", "optimizer", "inner", "first", "then"}
+
+
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "inject_hyperparams"])
+def test_wrapped_by_optax_the_state_keeps_its_form(ours, wrapper, lenient):
+    """Masked, partitioned, skipped, accumulated or with traced numbers: no leaf changes its type."""
+    if wrapper == "inject_hyperparams":
+        static = {*STATIC, "burn_in_optimizer"} & {*ours.arguments}
+        tx = optax.inject_hyperparams(ours.build, static_args=tuple(static))(**ours.arguments)
+    else:
+        tx = WRAPPERS[wrapper](ours.make())
+    params = support.random_params()
+    opt_state = tx.init(params)
+    new_params, new_state = jax.eval_shape(functools.partial(step, tx), params, opt_state)
+    avals = [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves((new_params, new_state))]
+    assert avals == signature((params, opt_state))[1]
+    assert jax.tree.structure((new_params, new_state)) == jax.tree.structure((params, opt_state))
+
+
+def test_apply_if_finite_leaves_everything_as_it_was(ours, lenient):
+    """A gradient with a NaN in it moves neither the params nor the state of ours."""
+    params = support.random_params()
+    tx = optax.apply_if_finite(ours.make(), 3)
+    params, opt_state = train(tx, params, tx.init(params), steps=2)
+    e = optperm.evaluate(loss_fn, params, jnp.ones((2,)))
+    extras = {**e.extra_args, "full_grad_fn": full_grad_fn}
+    grads = e.grad | {"bias": e.grad["bias"].at[1].set(jnp.nan)}
+    update = jax.jit(lambda g, s, p: tx.update(g, s, p, **extras))
+    updates, after = update(grads, opt_state, params)
+    assert int(after.total_notfinite) == 1
+    support.assert_same_bits(after.inner_state, opt_state.inner_state)
+    support.assert_same_bits(optperm.apply_updates(params, updates, after), params)
+
+
+def test_vmap_trains_each_as_by_itself(ours):
+    """Three networks at once, each with a state of its own, end where they end one by one."""
+    each = [support.random_params(seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    tx = ours.make()
+
+    @jax.jit
+    def run(params):
+        opt_state = tx.init(params)
+        for index in range(2):
+            params, opt_state = step(tx, params, opt_state, jnp.full((2,), 1.0 + index))
+        return params, opt_state
+
+    together = jax.jit(jax.vmap(run))(stacked)
+    for index, params in enumerate(each):
+        one = jax.tree.map(lambda leaf, index=index: leaf[index], together)
+        chex.assert_trees_all_close(one, run(params), rtol=1e-5, atol=1e-6)

@@ -450,3 +450,22 @@ def test_errors_say_what_came_and_what_to_do():
         optperm.dim_reduce(n_components=True)
     with pytest.raises(TypeError, match="optimizer must be"):
         optperm.dim_reduce(0.1, n_components=2)
+
+
+def test_a_basis_has_orthonormal_rows():
+    """Longer, equal or slanted ones are refused; zero ones, and what bfloat16 rounds off, are not."""
+    tx = optperm.dim_reduce(n_components=3)
+    opt_state, basis = tx.init(start()), rows(3)
+    for index, factor in ((0, 1.01), (2, 0.5)):
+        scale = np.ones((3,), np.float32)
+        scale[index] = factor
+        long = {"a": basis["a"] * scale[:, None, None], "b": basis["b"] * scale}
+        with pytest.raises(ValueError, match=rf"orthonormal.* rows {index} and {index} is"):
+            optperm.set_basis(opt_state, long)
+    with pytest.raises(ValueError, match=r"rows 0 and 1 is 1, 1 from 0, where 0.001 is allowed"):
+        optperm.set_basis(opt_state, jax.tree.map(lambda r: r[np.array([0, 0, 2])], basis))
+    fewer = jax.tree.map(lambda r: r * np.float32([1, 1, 0]).reshape(3, *[1] * (r.ndim - 1)), basis)
+    coarse = jax.tree.map(lambda r: r.astype(jnp.bfloat16), basis)
+    for fine in (fewer, coarse):
+        assert optperm.set_basis(opt_state, fine).subspace.is_set
+    jax.jit(optperm.set_basis)(opt_state, long)  # not seen there

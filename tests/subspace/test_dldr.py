@@ -214,3 +214,13 @@ def test_errors():
         tx.update(start(), tx.init(start()), start())
     with pytest.raises(ValueError, match="places params"):
         make(optperm.sgperm(), **OPTIONS).init(support.random_params())
+
+
+def test_the_last_snapshot_comes_before_the_count_ends():
+    """Past int32 the second phase would never begin, or at once."""
+    options = {"sample_every": 2**20, "n_components": 1}
+    optperm.dldr(optax.sgd(0.1), num_samples=2**11, **options)
+    with pytest.raises(ValueError, match=r"sample_every must be at most 2147483647"):
+        optperm.dldr(optax.sgd(0.1), num_samples=2**11 + 2, **options)
+    with pytest.raises(TypeError, match=r"second_optimizer must be an optax"):
+        optperm.dldr(optax.sgd(0.1), num_samples=2, second_optimizer=optax.sgd, **options)

@@ -381,3 +381,18 @@ def test_progress_bar(capsys, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
         optperm.full_gradient(loss_fn, params, ragged(data), progress=True)
     support.assert_same_bits(optperm.full_gradient(loss_fn, params, ragged(data)), expected)
+
+
+def test_batches_and_weights_of_no_numbers_are_named():
+    """With the place at which they came."""
+    for batches in (b"ab", np.float32(1.0), jnp.zeros([])):
+        with pytest.raises(TypeError, match="batches must be an iterable"):
+            optperm.full_gradient(lambda p, b: jnp.sum(p), jnp.zeros(2), batches)
+    with pytest.raises(TypeError, match=r"batches\[1\]\['x'\] must be an array"):
+        optperm.full_gradient(
+            lambda p, b: jnp.sum(p), jnp.zeros(2), [{"x": jnp.ones(2)}, {"x": "ab"}]
+        )
+    with pytest.raises(TypeError, match=r"weights\[0\] is complex64"):
+        optperm.full_gradient(
+            lambda p, b: jnp.sum(p), jnp.zeros(2), [jnp.ones(2)], weights=[jnp.ones(2, complex)]
+        )

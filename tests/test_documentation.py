@@ -1,0 +1,86 @@
+"""Every public name says what it does, takes, gives and raises, and stands in the README."""
+
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import optperm
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+PUBLIC = {
+    name: value
+    for name, value in vars(optperm).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
+CLASSES = {name: value for name, value in PUBLIC.items() if inspect.isclass(value)}
+METHODS = {
+    f"{name}.{method}": function
+    for name, kind in CLASSES.items()
+    for method, function in vars(kind).items()
+    if inspect.isfunction(function) and not method.startswith("_")
+}
+
+
+def sections(documented):
+    """The sections of a docstring by title, after its first line under "summary"."""
+    parts = re.split(r"^(\w+):\n", inspect.getdoc(documented) or "", flags=re.MULTILINE)
+    return {"summary": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def entries(section):
+    """The names that a section lists."""
+    return re.findall(r"^  (\w+): \S", section, flags=re.MULTILINE)
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_all_public_names_are_functions_or_classes():
+    """What is neither would be checked by nothing here."""
+    assert FUNCTIONS.keys() | CLASSES.keys() == PUBLIC.keys()
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
+def test_the_first_line_is_a_sentence(name):
+    """One line, and nothing else beside it."""
+    first, *rest = inspect.getdoc(PUBLIC.get(name) or METHODS[name]).splitlines()
+    assert re.search(r"\S.*\.$", first)
+    assert not rest or not rest[0]
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
+def test_all_arguments_are_explained_in_order(name):
+    """Each parameter stands in Args, and nothing else does."""
+    function = FUNCTIONS.get(name) or METHODS[name]
+    assert entries(sections(function).get("Args", "")) == parameters(function)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_say_what_they_return_and_raise_and_show_it(name):
+    """And the example is one that doctest runs."""
+    found = sections(FUNCTIONS[name])
+    assert found["Returns"].strip()
+    assert "optperm." + name in found["Example"]
+    assert ">>> " in found["Example"]
+    raised = entries(found["Raises"])
+    assert raised
+    assert all(error.endswith("Error") for error in raised)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_explain_their_fields_in_order(name):
+    """Each field stands in Attributes, and nothing else does."""
+    assert entries(sections(CLASSES[name])["Attributes"]) == [*CLASSES[name].__annotations__]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_readme_names_everything_public(name):
+    """In the table of methods, or in what stands beside them."""
+    text = README.read_text(encoding="utf-8")
+    starts = text.index("| method | what it does"), text.index("Beside them:")
+    found = [text[start : text.index("\n\n", start)] for start in starts]
+    assert any(re.search(rf"`(optperm\.)?{name}`", part) for part in found)
