@@ -7,6 +7,7 @@ import re
 import pytest
 
 import optperm
+import optperm.training
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 PUBLIC = {
@@ -84,3 +85,24 @@ def test_the_readme_names_everything_public(name):
     starts = text.index("| method | what it does"), text.index("Beside them:")
     found = [text[start : text.index("\n\n", start)] for start in starts]
     assert any(re.search(rf"`(optperm\.)?{name}`", part) for part in found)
+
+
+TRAINING = {
+    name: value
+    for name, value in vars(optperm.training).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_is_documented(name):
+    """A sentence first, an example for what users make or call, and a place in the README."""
+    first, *rest = inspect.getdoc(TRAINING[name]).splitlines()
+    assert re.search(r"\S.*\.$", first)
+    assert not rest or not rest[0]
+    if name not in ("Event", "FitResult", "CheckpointError"):  # what one is given
+        assert ">>> " in sections(TRAINING[name])["Example"]
+    text = README.read_text(encoding="utf-8")
+    start = text.index("\n## Flax\n")
+    part = text[start : text.index("```", start)]
+    assert re.search(rf"`(optperm\.)?(training\.)?{name}`", part)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optperm import checks
 from optperm.training.replicas import Replicas
 
 # Far from the step counts that a method may fold into the key of the same seed.
@@ -23,7 +24,22 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
       seed: That of `fit`.
       epoch: From 1.
       num_examples: How many there are.
+
+    Returns:
+      A permutation of 0 to `num_examples` - 1.
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If one is out of range.
+
+    Example:
+      >>> from optperm.training import shuffled
+      >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
+      [0, 1, 2, 3]
     """
+    checks.check_seed("seed", seed)
+    checks.check_count("epoch", epoch)
+    checks.check_static_count("num_examples", num_examples)
     return order_of(shuffle_key(seed), epoch, num_examples)
 
 
