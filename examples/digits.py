@@ -20,8 +20,8 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, 64) to logits (batch, 10)."""
-        x = nn.relu(nn.Dense(self.hidden, bias_init=self.bias_init)(x))
-        return nn.Dense(10, bias_init=self.bias_init)(x)
+        output = nn.Dense(10, bias_init=self.bias_init)
+        return output(nn.relu(nn.Dense(self.hidden, bias_init=self.bias_init)(x)))
 
 
 def load() -> tuple[Examples, Examples]:

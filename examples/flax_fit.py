@@ -92,7 +92,7 @@ def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
         eval_fn=test,
         eval_data=test_data,
         epoch_start=lambda epoch: optperm.take_snapshot if method == "svrg" else None,
-        on_epoch_end=EarlyStopping("eval_loss", patience=2, min_delta=0.01),
+        on_epoch_end=EarlyStopping("eval_loss", patience=2, min_delta=0.02),
         **checkpoint,
     )
 
