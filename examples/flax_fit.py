@@ -75,7 +75,7 @@ METHODS = {
 def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
     """Trains from the start, or from a checkpoint, for so many epochs in all at the most."""
     (x, y), test_data = load()
-    variables = jax.jit(MODEL.init, static_argnames="train")(jax.random.key(0), x[:1], train=False)
+    variables = MODEL.init(jax.random.key(0), x[:1], train=False)
     state = TrainState.create(
         apply_fn=MODEL.apply,
         params=variables.pop("params"),

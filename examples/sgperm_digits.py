@@ -27,7 +27,7 @@ MODEL = MLP(hidden=64, bias_init=nn.initializers.normal(0.1))
 
 def draw_weights() -> Any:
     """The initial params, from a seed: never any other values."""
-    return jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    return MODEL.init(jax.random.key(0), jnp.zeros((1, 64)))["params"]
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
