@@ -6,7 +6,6 @@ import tomllib
 _ROOT = pathlib.Path(__file__).parents[1]
 
 project = "optperm"
-author = "the optperm authors"
 release = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 extensions = [
@@ -19,6 +18,8 @@ extensions = [
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"optperm {release}"
+html_show_copyright = False
+smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is to be passed.
 
 # Docstrings write code in single backticks, as Markdown does, and give types and shapes in words: the
 # annotations would be spelled out as unions of a dozen types.
@@ -26,4 +27,4 @@ default_role = "code"
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_attr_annotations = False
