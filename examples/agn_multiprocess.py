@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--process-id", type=int)
     parser.add_argument("--coordinator", help="HOST:PORT of process 0")
     parser.add_argument("--timeout", type=float, default=300, help="in seconds")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("agn_multiprocess.png"))
+    parser.add_argument("--out", default="agn_multiprocess.png")
     chosen = parser.parse_args()
     if chosen.process_id is None:
         launch(sys.argv[1:], chosen.timeout)

@@ -1,40 +1,34 @@
 """AGN and DiLoCo beside synchronous data parallelism: four devices, by `jax.pmap`.
 
-A small network learns scikit-learn's digits. Each replica draws its batches from its own quarter of
-the training images. Synchronous replicas average their gradients in every step; those of AGN and DiLoCo
-train alone for ten steps and then meet in one collective. All take as many gradients of as many images.
-What a step sends is read from the compiled program.
+A small network learns scikit-learn's digits, each replica from its own quarter of the training images.
+Synchronous replicas average their gradients in every step; those of AGN and DiLoCo train alone for ten
+steps and then meet in one collective. What a step sends is read from the compiled program.
 
-Synchronous training and AGN use Adam with the same learning rate, 0.01, the best for the former of
-0.001, 0.002, 0.005, 0.01 and 0.02. AGN's center makes one step in ten, by an averaged gradient, so it
-needs a rate that suits a tenth of the steps: at 0.001 its accuracy is 0.92, the other's 0.98. DiLoCo's
-center goes where the replicas went, and beyond by its momentum; its Adam has the usual 0.001.
+Synchronous training and AGN use Adam at 0.01, the best for the former of 0.001, 0.002, 0.005, 0.01 and
+0.02. AGN's center makes one step in ten, by an averaged gradient, so it needs a rate that suits a tenth
+of the steps: at 0.001 its accuracy is 0.92, the other's 0.98. DiLoCo's center goes where the replicas
+went, and beyond by its momentum; its Adam has the usual 0.001.
 
     python examples/agn_pmap.py [--out FILE.png]
 """
 
 import argparse
 import functools
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from collectives import Traffic, traffic
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from digits import MLP, accuracy, cross_entropy, load
 from matplotlib.figure import Figure
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import optperm
 
-AXIS, REPLICAS = "replica", 4
-PERIOD, STEPS, BATCH = 10, 600, 16
+AXIS, REPLICAS, PERIOD, STEPS, BATCH = "replica", 4, 10, 600, 16
 METHODS = {
     "synchronous": optax.adam(0.01),
     "AGN": optperm.agn(optax.adam(0.01), PERIOD, axis_name=AXIS, commit="mean"),
@@ -43,43 +37,20 @@ METHODS = {
 
 
 class Result(NamedTuple):
-    """What a method reached and what it took, means over the seeds; curves have a point a period."""
+    """What a method reached and what it took, means over the seeds."""
 
-    losses: np.ndarray
-    accuracies: np.ndarray
+    curves: np.ndarray  # training loss and test accuracy after each period, (periods, 2)
     traffic: Traffic
     seconds: float
-
-
-class MLP(nn.Module):
-    """One hidden layer."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, 64) to logits (batch, 10)."""
-        return nn.Dense(10)(nn.relu(nn.Dense(128)(x)))
-
-
-def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
-    logits = MLP().apply(params, x)
-    return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(logits, y))
-
-
-def load() -> tuple[np.ndarray, ...]:
-    """Training and test images, standardized, and their labels."""
-    x, y = load_digits(return_X_y=True)
-    x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.3, random_state=42)
-    mean, deviation = x_train.mean(axis=0), x_train.std(axis=0)
-    deviation[deviation == 0] = 1
-    x_train, x_test = (np.float32((x - mean) / deviation) for x in (x_train, x_test))
-    return x_train, x_test, y_train, y_test
 
 
 def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
     """Trains by a method; `on_replicas` maps a function over all replicas, along a leading axis."""
     tx = METHODS[method]
-    x_train, x_test, y_train, y_test = map(jnp.asarray, load())
+    (x_train, y_train), (x_test, y_test) = jax.tree.map(jnp.asarray, load())
+
+    def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return cross_entropy(MLP().apply(params, x), y)
 
     def init(seed: jax.Array) -> tuple[Any, ...]:
         params = MLP().init(jax.random.key(seed), x_train[:1])
@@ -91,18 +62,15 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
         indices = jax.random.randint(draw, (BATCH,), 0, len(x_train) // REPLICAS)
         own = REPLICAS * indices + jax.lax.axis_index(AXIS)
         grads = jax.grad(loss_fn)(params, x_train[own], y_train[own])
-        if method == "synchronous":
-            grads = jax.lax.pmean(grads, AXIS)
+        grads = jax.lax.pmean(grads, AXIS) if method == "synchronous" else grads
         updates, opt_state = tx.update(grads, opt_state, params)
         return optperm.apply_updates(params, updates, opt_state), opt_state, key
 
     @jax.jit
     def evaluate(params: Any) -> tuple[jax.Array, jax.Array]:
-        right = jnp.argmax(MLP().apply(params, x_test), axis=-1) == y_test
-        return loss_fn(params, x_train, y_train), jnp.mean(right)
+        return loss_fn(params, x_train, y_train), accuracy(MLP().apply(params, x_test), y_test)
 
-    start = on_replicas(init)
-    mapped = on_replicas(step, donate_argnums=(0, 1, 2))
+    start, mapped = on_replicas(init), on_replicas(step, donate_argnums=(0, 1, 2))
     compiled = mapped.lower(*start(np.zeros(REPLICAS, int))).compile()
     curves, seconds = [], 0.0
     for seed in range(seeds):
@@ -114,25 +82,21 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
             seconds += time.perf_counter() - began
             params = carry[0] if method == "synchronous" else optperm.center_params(carry[1])
             curves.append(evaluate(jax.tree.map(lambda x: x.addressable_data(0)[0], params)))
-    losses, accuracies = np.array(curves).reshape(seeds, -1, 2).mean(axis=0).T
-    return Result(losses, accuracies, traffic(compiled.as_text(), PERIOD), seconds / seeds)
+    means = np.array(curves).reshape(seeds, -1, 2).mean(axis=0)
+    return Result(means, traffic(compiled.as_text(), PERIOD), seconds / seeds)
 
 
-def report(results: dict[str, Result], seeds: int, out: pathlib.Path) -> None:
+def report(results: dict[str, Result], seeds: int, out: str) -> None:
     """Prints the table and draws the curves."""
     print(f"{STEPS} steps on {REPLICAS} devices, bytes those of each; seeds averaged: {seeds}")
     print("method       test accuracy  collectives/step  bytes/step  bytes in all  seconds")
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    for name, (losses, accuracies, (collectives, size), seconds) in results.items():
-        print(
-            f"{name:11}  {accuracies[-1]:13.4f}  {collectives:16.1f}  {size:10.1f}  "
-            f"{size * STEPS:12.0f}  {seconds:7.2f}"
-        )
-        steps = PERIOD * np.arange(1, len(losses) + 1)
-        left.plot(steps, losses, label=name)
-        right.plot(steps, accuracies, label=name)
+    for name, (curves, (collectives, size), seconds) in results.items():
+        sent = f"{collectives:16.1f}  {size:10.1f}  {size * STEPS:12.0f}"
+        print(f"{name:11}  {curves[-1, 1]:13.4f}  {sent}  {seconds:7.2f}")
+        for axes, curve in zip((left, right), curves.T, strict=True):
+            axes.plot(PERIOD * np.arange(1, len(curve) + 1), curve, label=name)
     left.set(xlabel="step", ylabel="training loss", yscale="log")
     right.set(xlabel="step", ylabel="test accuracy", ylim=(0.9, 1.0))
     right.legend()
@@ -142,7 +106,7 @@ def report(results: dict[str, Result], seeds: int, out: pathlib.Path) -> None:
 def main() -> None:
     """Trains by every method, prints the table and draws the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("agn_pmap.png"))
+    parser.add_argument("--out", default="agn_pmap.png")
     out = parser.parse_args().out
     # Where there are too few devices, the processor stands in for four. JAX asks when it starts.
     jax.config.update("jax_num_cpu_devices", REPLICAS)

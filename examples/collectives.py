@@ -3,8 +3,17 @@
 import re
 from typing import NamedTuple
 
-COLLECTIVES = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"}
+COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-broadcast",
+    "collective-permute",
+}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"^ENTRY %([\w.-]+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
 _NAME = re.compile(r"%([\w.-]+)")
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
@@ -16,7 +25,7 @@ class Collective(NamedTuple):
     Attributes:
       operation: Its name in HLO.
       bytes: Size of its operands on each device.
-      is_conditional: Whether it is executed only in a branch of a conditional.
+      is_conditional: Whether only a conditional leads to it.
     """
 
     operation: str
@@ -35,7 +44,7 @@ def find_collectives(hlo: str) -> list[Collective]:
     """All cross-device operations in the text of a compiled program (`compiled.as_text()`)."""
     bodies = dict(_COMPUTATION.findall(hlo))
     found = []
-    conditional = _within_conditionals(bodies)
+    always = _without_conditionals(hlo, bodies)
     for computation, body in bodies.items():
         instructions = _INSTRUCTION.findall(body)
         types = {name: type_ for name, type_, _, _ in instructions}
@@ -43,7 +52,7 @@ def find_collectives(hlo: str) -> list[Collective]:
             if operation.removesuffix("-start") in COLLECTIVES:
                 operands = _NAME.findall(rest.split(")")[0])
                 size = sum(_bytes(types[operand]) for operand in operands)
-                found.append(Collective(operation, size, computation in conditional))
+                found.append(Collective(operation, size, computation not in always))
     return found
 
 
@@ -55,16 +64,15 @@ def traffic(hlo: str, period: int) -> Traffic:
     return Traffic(sum(shares), sum(sizes))
 
 
-def _within_conditionals(bodies: dict[str, str]) -> set[str]:
-    """The computations that are branches of a conditional, or called from one."""
-    calls = [line for body in bodies.values() for line in body.splitlines()]
-    waiting = [name for line in calls if " conditional(" in line for name in _NAME.findall(line)]
-    reached: set[str] = set()
+def _without_conditionals(hlo: str, bodies: dict[str, str]) -> set[str]:
+    """The computations that the entry leads to by other ways than the branches of conditionals."""
+    waiting, reached = _ENTRY.findall(hlo), set[str]()
     while waiting:
         name = waiting.pop()
         if name in bodies and name not in reached:
             reached.add(name)
-            waiting += _NAME.findall(bodies[name])
+            lines = (line for line in bodies[name].splitlines() if " conditional(" not in line)
+            waiting += _NAME.findall("\n".join(lines))
     return reached
 
 

@@ -324,7 +324,7 @@ def noise_covariance(opt_state: Any) -> Any:
         `optperm.constant_sgd` in it, in any nesting.
 
     Returns:
-      What the preconditioner needs: for "scalar" the mean of the diagonal, (); for "diagonal" the
+      What the preconditioner needs. For "scalar" the mean of the diagonal, (); for "diagonal" the
       diagonal, a tree like params; for "full" a matrix (D, D), of the params in the order of
       `jax.flatten_util.ravel_pytree`. Zero before the first step.
 

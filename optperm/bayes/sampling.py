@@ -60,7 +60,7 @@ def draw_samples(
     for an ill-fitting preconditioner too.
 
     Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, whatever the number of chains
-    and draws. So a run in two parts, the second from where the first ended, is the run in one:
+    and draws. So a run in two parts, the second from where the first ended, is the run in one::
 
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
         second = draw_samples(step, first.last_params, first.last_opt_state, key,
@@ -204,17 +204,17 @@ def _run_chains(
 def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
     """The draws as a flat dictionary of arrays, as every version of ArviZ takes them.
 
-    What `arviz.rhat` and `arviz.ess` work on is
+    What `arviz.rhat` and `arviz.ess` work on is::
 
         arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))
 
     Args:
-      samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
+      samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
       separator: What joins the parts of a path to a name. ArviZ from version 1 on refuses a slash.
 
     Returns:
-      NumPy arrays (chain, draw, *shape) by name, such as "dense.kernel"; the name of a tree that is
-      one array is "params". 16-bit floats become float32.
+      NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
+      is one array is "params". 16-bit floats become float32.
 
     Raises:
       TypeError: If the separator is not a string.
@@ -259,7 +259,7 @@ def posterior_predictive(
     Args:
       predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
         `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
-      samples_params: The `params` of a `Samples`: a tree with leaves (chain, draw, *shape).
+      samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
       inputs: What to predict for, a tree of arrays.
 
     Returns:

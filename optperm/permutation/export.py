@@ -82,7 +82,7 @@ def export_permutation(
       output_axes: As given to the method.
 
     Returns:
-      A tree like params of int32 indices into the flattened initial parameter:
+      A tree like params of int32 indices into the flattened initial parameter, such that
       `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train
       are `optax.MaskedNode`.
 

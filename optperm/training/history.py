@@ -35,7 +35,7 @@ class History:
 
     @property
     def steps(self) -> Columns:
-        """A row for each step: by name, float32 (steps,).
+        """The rows of the steps by name, float32 (steps,).
 
         `loss`, that of each batch before its step; what the loss function returned beside it with
         `has_aux`; and `share_moved` where a method permutes weights.
@@ -48,7 +48,7 @@ class History:
 
     @property
     def epochs(self) -> Columns:
-        """A row for each epoch: by name, (epochs,).
+        """The rows of the epochs by name, (epochs,).
 
         `epoch`, from 1, and `step`, the steps done by then, int64; `seconds` of wall time; the mean of
         each column of `steps` over the steps since the row before; and what the evaluation gave, as

@@ -139,8 +139,8 @@ class TrainState(train_state.TrainState):
           axis_name: As in `optperm.evaluate`.
 
         Returns:
-          An `optperm.Evaluation` whose `aux` is a pair: `aux.model_state`, the new one of this
-          evaluation, to pass to `apply_gradients`; and `aux.aux`.
+          An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
+          evaluation, to pass to `apply_gradients`, and of `aux.aux`.
         """
         loss, key = LinenLoss(loss_fn, has_aux), self.step_rng(axis_name)
 

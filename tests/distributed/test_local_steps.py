@@ -1,7 +1,8 @@
 """What AGN and DiLoCo share: collectives, gradients that are not finite, extra arguments, resuming."""
 
 import functools
-import re
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SIZE, PERIOD = 4, 3
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 METHODS = {
@@ -61,30 +63,10 @@ def run(tx, data, mapping="vmap", evaluate=None, **arguments):
     )
 
 
-def computations(text):
-    """The computations of a compiled program: name to text."""
-    found = re.findall(r"^(?:ENTRY )?(%[\w.\-]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)
-    return dict(found)
-
-
 def collectives(text):
     """For each collective of a compiled program, whether only a conditional leads to it."""
-    bodies = computations(text)
-    entry = re.search(r"^ENTRY (%[\w.\-]+)", text, re.M)[1]
-    reached, pending = set(), [entry]
-    while pending:
-        name = pending.pop()
-        if name not in reached:
-            reached.add(name)
-            for line in bodies[name].splitlines():
-                if " conditional(" not in line:
-                    pending += [word for word in re.findall(r"%[\w.\-]+", line) if word in bodies]
-    pattern = r"= [^=]*? ((?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)\S*)\("
-    return [
-        (kind, name not in reached)
-        for name, body in bodies.items()
-        for kind in re.findall(pattern, body)
-    ]
+    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](text)
+    return [(each.operation, each.is_conditional) for each in found]
 
 
 @pytest.mark.parametrize("method", METHODS)

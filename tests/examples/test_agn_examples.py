@@ -99,3 +99,32 @@ def test_traffic_is_read_from_the_compiled_program():
         ("all-gather", 3 * 1, True),
     }
     assert collectives["traffic"](hlo, 4) == (1 + 2 / 4, 8 + 23 / 4)
+
+
+def test_what_is_also_reached_without_a_conditional_is_in_every_step():
+    """A computation that a branch calls counts as rare only if nothing else calls it."""
+    hlo = """
+%shared (a: f32[4]) -> f32[4] {
+  %a = f32[4] parameter(0)
+  ROOT %r = f32[4] all-reduce(%a), to_apply=%add
+}
+
+%branch (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %c = f32[4] call(%p), to_apply=%shared
+}
+
+%rare (q: f32[4]) -> f32[4] {
+  %q = f32[4] parameter(0)
+  ROOT %s = f32[4] all-gather(%q), dimensions={0}
+}
+
+ENTRY %main (x: f32[4], i: s32[]) -> f32[4] {
+  %x = f32[4] parameter(0)
+  %i = s32[] parameter(1)
+  %y = f32[4] call(%x), to_apply=%shared
+  ROOT %z = f32[4] conditional(%i, %y, %y), branch_computations={%branch, %rare}
+}
+"""
+    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](hlo)
+    assert list(map(tuple, found)) == [("all-reduce", 16, False), ("all-gather", 16, True)]

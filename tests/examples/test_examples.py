@@ -3,16 +3,32 @@
 import pathlib
 import runpy
 
+import jax
 import matplotlib.image
 import numpy as np
 import pytest
+import support
+
+import optperm
+from optperm.cli.methods import METHODS
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
+@pytest.fixture(autouse=True)
+def _modules_of_examples(monkeypatch):
+    """A script finds the modules beside it."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def load(name):
+    """What the example defines."""
+    return runpy.run_path(str(EXAMPLES / name))
+
+
 def run(name, *arguments):
     """What the example's `main` returns, run in this process."""
-    return runpy.run_path(str(EXAMPLES / name))["main"]([str(a) for a in arguments])
+    return load(name)["main"]([str(a) for a in arguments])
 
 
 def assert_is_picture(path):
@@ -93,3 +109,67 @@ def test_prune_freeze_digits(tmp_path):
     assert np.all(magnitude[:, -1] < 0.2)
     assert np.mean(magnitude[:, 8:10]) > np.mean(random[:, 8:10])
     assert np.mean(frozen[1][:, 9]) > np.mean(magnitude[:, 9]) + 0.1
+
+
+@pytest.mark.slow
+def test_sgperm_digits(tmp_path):
+    """It learns without a new value, and the seed and the permutation are all of what it learned."""
+    example = load("sgperm_digits.py")
+    found = example["main"](["--out", str(tmp_path / "curves.png"), "--steps", "128"])
+    assert_is_picture(tmp_path / "curves.png")
+    step, accuracy, at_home = found["curves"].T
+    assert step.tolist() == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert accuracy[-1] > 0.9 > accuracy[0]
+    assert at_home[0] > 2 * at_home[-1] > 0
+    support.assert_permutes(found["trained"], example["draw_weights"]())
+    support.assert_same_bits(found["rebuilt"], found["trained"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_laperm_digits(tmp_path):
+    """Seldom put in order, the initial weights classify; after every step they learn nothing."""
+    found = run("laperm_digits.py", "--out", tmp_path / "curves.png", "--epochs", 3)
+    assert_is_picture(tmp_path / "curves.png")
+    assert found[1].accuracy < 0.3
+    for period, trained in found.items():
+        assert period == 1 or trained.accuracy > 0.85
+        support.assert_permutes(trained.params, trained.initial)
+        rebuilt = optperm.apply_permutation(trained.initial, trained.permutation)
+        support.assert_same_bits(rebuilt, trained.params)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_flax_fit(tmp_path):
+    """Each method is stopped early, and with the break ends bit for bit as without."""
+    example = load("flax_fit.py")
+    results = example["main"](["--out", str(tmp_path)])
+    assert list(results) == ["svrg", "sgperm"]
+    for method, result in results.items():
+        assert_is_picture(tmp_path / f"flax-fit-{method}.png")
+        assert result.ended == "stopped"
+        epochs = result.history.epochs
+        assert epochs["epoch"].tolist() == list(range(1, result.epoch + 1))
+        assert epochs["eval_accuracy"][-1] > 0.95
+        without = example["train"](method, 12)
+        assert (without.ended, without.epoch) == (result.ended, result.epoch)
+        support.assert_same_bits(
+            *((r.state.params, r.state.model_state, r.state.opt_state) for r in (result, without))
+        )
+    fresh, trained = (
+        {name: jax.device_get(r.state.params[name]) for name in ("Dense_0", "Dense_1")}
+        for r in (example["train"]("sgperm", 1), results["sgperm"])
+    )
+    support.assert_permutes(trained, fresh)
+
+
+def test_every_method_of_the_command_has_an_example():
+    """Each in a script of fewer than 120 lines."""
+    scripts = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    for name, text in scripts.items():
+        assert len(text.splitlines()) < 120, name
+    methods = {name.replace("-", "_") for name in METHODS} & set(dir(optperm))
+    assert {"sgperm", "constant_sgd"} <= methods
+    for name in methods:
+        assert any(f"optperm.{name}(" in text for text in scripts.values()), name
