@@ -15,7 +15,7 @@ HESSIAN = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
 NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
 # KL(stationary || posterior) for continuous time and for steps, of the specification of the problem.
 KNOWN = {"scalar": 0.660328, "diagonal": 0.055051, "full": 0.000830}
-CHAINS = 256
+CHAINS = 128
 
 
 def chains(tx, gradients, start, key, *, warmup, draws, thinning):
@@ -64,7 +64,7 @@ def quadratic_samples(preconditioner, seed, momentum=None):
         N, S, preconditioner=preconditioner, momentum=momentum, burn_in=200, freeze_after=500
     )
     return chains(
-        tx, gradients, jnp.zeros(3), jax.random.key(seed), warmup=1500, draws=30, thinning=150
+        tx, gradients, jnp.zeros(3), jax.random.key(seed), warmup=1200, draws=40, thinning=150
     )
 
 
@@ -83,7 +83,7 @@ def test_chains_have_the_known_stationary_distribution(preconditioner, seed):
             "full": 2 * S / N * np.linalg.inv(NOISE),
         }[preconditioner]
         exact = np.asarray(optperm.stationary_covariance(h, HESSIAN, NOISE / S))
-    # 7680 draws, nearly independent: each variance is known to 1.6 %, and C to 0.9 %.
+    # 5120 draws, nearly independent: each variance is known to 2 %, and C to 1.3 %.
     np.testing.assert_allclose(
         covariance, exact, atol=0.07 * np.sqrt(np.outer(np.diag(exact), np.diag(exact))).max()
     )
@@ -104,10 +104,9 @@ def test_momentum_keeps_the_stationary_distribution():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_regression_with_heteroscedastic_noise(seed):
+def test_regression_with_heteroscedastic_noise():
     """The model takes the noise to be one and the same: C is not the Hessian, which full knows."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     x = rng.normal(size=(N, 5)) @ (np.eye(5) + 0.3 * rng.normal(size=(5, 5)))
     spread = np.exp(0.7 * x[:, 0] - 0.25)
     y = x @ rng.normal(size=5) + spread * rng.normal(size=N)
@@ -122,16 +121,16 @@ def test_regression_with_heteroscedastic_noise(seed):
     found = {}
     for preconditioner in KNOWN:
         tx = optperm.constant_sgd(
-            N, S, preconditioner=preconditioner, burn_in=300, freeze_after=1000
+            N, S, preconditioner=preconditioner, burn_in=300, freeze_after=800
         )
         samples = chains(
             tx,
             gradients,
             jnp.asarray(optimum, jnp.float32),
-            jax.random.key(seed),
-            warmup=2000,
+            jax.random.key(0),
+            warmup=1200,
             draws=30,
-            thinning=150,
+            thinning=100,
         )
         mean, covariance = moments(samples)
         with jax.enable_x64(True):
