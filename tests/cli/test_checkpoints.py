@@ -45,7 +45,8 @@ def state(folder, epoch):
 
 @pytest.mark.parametrize(
     ("method", "devices"),
-    [(method, 1) for method in methods.METHODS]
+    # Those that keep something beside moments; tests/training resumes all of them by the same loop.
+    [(method, 1) for method in ("sgd", "sgperm", "svrg", "agn", "dldr", "constant-sgd")]
     + [("agn", 4), ("svrg", 4), ("dldr", 2), ("dldr", 3), ("constant-sgd", 4)],
 )
 def test_a_resumed_run_ends_as_the_one_that_went_on(train, method, devices):

@@ -253,7 +253,7 @@ def ends(process):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sgd", "agn", "svrg", "dldr"])
+@pytest.mark.parametrize("method", ["agn", "svrg", "dldr"])
 def test_two_processes_train_as_one_does_and_one_of_them_writes(tmp_path, train, pair, method):
     flags = {"agn": ["--communication-period", "2"], "dldr": DLDR}.get(method, [])
     processes = pair(method, *flags, "--epochs", "3")
