@@ -115,18 +115,10 @@ def per_example(
         return _checked(grad_fn(step.params, **part), step, "per_example_grad_fn(params)", axes=1)
 
     def moments(rows: optax.Updates) -> _Moments:
-        # In one pass: deviations from the first gradient, and their mean. Their squares are at most S
-        # times as large as what is left of them, so that no more than that is lost to rounding.
         rows = jax.tree.map(lambda g: g.astype(wide_dtype(g)), rows)
-        apart = jax.tree.map(lambda g: g - g[:1], rows)
-        mean = jax.tree.map(lambda d: jnp.mean(d, axis=0), apart)
-        count = _length(rows)
-        spread = jax.tree.map(jnp.subtract, outer(apart), _outer_of(mean, count, outer))
-        return _Moments(
-            jnp.asarray(count, jnp.float32),
-            jax.tree.map(lambda g, m: g[0] + m, rows, mean),
-            spread,
-        )
+        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), rows)
+        deviations = jax.tree.map(lambda g, m: g - m[None], rows, mean)
+        return _Moments(jnp.asarray(_length(rows), jnp.float32), mean, outer(deviations))
 
     def chunk(start: Any, size: int) -> _Moments:
         return moments(gradients(start=start, size=size))
