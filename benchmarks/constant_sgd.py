@@ -65,7 +65,6 @@ def compare_steps(repetitions: int) -> None:
         "diagonal, two_batches": build(estimator="two_batches"),
         "diagonal, frozen": build(freeze_after=1),
         "scalar, per_example": build(preconditioner="scalar"),
-        "full, frozen": build(preconditioner="full", freeze_after=1),
     }
     runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in txs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
