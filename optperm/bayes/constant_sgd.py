@@ -122,12 +122,13 @@ def constant_sgd(
             axis_name=axis_name,
         )
     ]
-    size = _times(learning_rate, 1.0)
+    factor: float | jax.Array = 1.0
     if momentum is not None:
         checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
         momentum = _as_float(momentum)
         sampling.append(optax.trace(momentum))
-        size = _times(learning_rate, 1.0 - momentum)
+        factor = 1.0 - momentum
+    size = _times(learning_rate, factor)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
     if burn_in_optimizer is None:
         return optax.with_extra_args_support(sampler)

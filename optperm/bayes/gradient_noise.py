@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from optperm import checks
 from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Preconditioner, Step
 from optperm.composition import find_state, mask_like
-from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.mapped_axes import AxisName, mark_varying, matched_cond, varying_axes
 from optperm.precision import all_finite, in_form_of, wide_dtype, widest_dtype
 from optperm.schedules import at_step
 
@@ -242,9 +242,7 @@ def scale_by_gradient_noise(
         )
 
     def estimated(state: GradientNoiseState, step: Step) -> GradientNoiseState:
-        sample = ESTIMATES[estimator](
-            step, outer, batch_size=batch_size, chunk_size=chunk_size, axis_name=axis_name
-        )
+        sample = ESTIMATES[estimator](step, outer)
         time = state.count.astype(jnp.float32)
         kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + time))
         return _with_estimate(state, sample, kappa)
@@ -262,7 +260,8 @@ def scale_by_gradient_noise(
         if not jax.tree.leaves(params):
             return updates, state._replace(count=optax.safe_increment(state.count))
         grad = extra_args.get("grad")
-        step = Step(params, updates if grad is None else grad, extra_args)
+        grad = updates if grad is None else grad
+        step = Step(params, grad, extra_args, batch_size, chunk_size, axis_name)
         now = state._replace(**limits(state.count, params))
         is_moving = (now.count >= burn_in) & (now.weight > 0)
 
@@ -271,17 +270,16 @@ def scale_by_gradient_noise(
             return jnp.where(is_moving & jnp.isfinite(h_g), h_g, jnp.zeros_like(h_g))
 
         new_updates = jax.tree.map(move, updates, now.preconditioned(updates), params)
-        axes = varying_axes(params, updates, state)
         is_estimating = jnp.ones([], bool) if freeze_after is None else now.count < freeze_after
         if freeze_after is None:
             following = estimated(now, step)
         else:
-            following = cond(is_estimating, lambda: estimated(now, step), lambda: now, axes=axes)
+            following = matched_cond(is_estimating, lambda: estimated(now, step), lambda: now)
         if is_full:
             is_stale = is_estimating | (now.scale != state.scale)
             is_needed = is_stale & (now.count + 1 >= burn_in)
             newest = following
-            following = cond(is_needed, lambda: _with_factor(newest), lambda: newest, axes=axes)
+            following = matched_cond(is_needed, lambda: _with_factor(newest), lambda: newest)
         return new_updates, following._replace(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

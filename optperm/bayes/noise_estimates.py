@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +27,26 @@ class Step(NamedTuple):
       params: The current params.
       grad: The gradient of the batch.
       extras: The extra arguments of `update`.
+      batch_size: S, of all replicas together.
+      chunk_size: How many gradients of examples to hold at once; None for all.
+      axis_name: The mapped axes over which the batch is spread, if any.
     """
 
     params: optax.Params
     grad: optax.Updates
     extras: dict[str, Any]
+    batch_size: int | jax.Array
+    chunk_size: int | None
+    axis_name: AxisName | None
+
+    @property
+    def replicas(self) -> int:
+        """Over how many the batch is spread."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
 
-class Estimate(Protocol):
-    """An unbiased estimate of C, the covariance of one example's gradient."""
-
-    def __call__(
-        self,
-        step: Step,
-        outer: Outer,
-        *,
-        batch_size: int | jax.Array,
-        chunk_size: int | None,
-        axis_name: AxisName | None,
-    ) -> Any:
-        """What `outer` keeps of C."""
-        ...
+# From a step, an unbiased estimate of C, the covariance of one example's gradient: what `Outer` keeps.
+Estimate = Callable[[Step, Outer], Any]
 
 
 def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
@@ -97,14 +96,7 @@ class _Moments(NamedTuple):
     spread: Any
 
 
-def per_example(
-    step: Step,
-    outer: Outer,
-    *,
-    batch_size: int | jax.Array,
-    chunk_size: int | None,
-    axis_name: AxisName | None,
-) -> Any:
+def per_example(step: Step, outer: Outer) -> Any:
     r"""The unbiased covariance of the gradients of the batch's examples.
 
     .. math:: \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
@@ -123,15 +115,15 @@ def per_example(
     def chunk(start: Any, size: int) -> _Moments:
         return moments(gradients(start=start, size=size))
 
-    if chunk_size is None:
+    if step.chunk_size is None:
         rows = gradients()
-        _check_batch(_length(rows), batch_size, axis_name)
+        _check_batch(_length(rows), step)
         found = moments(rows)
     else:
         _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
         here = _length(jax.eval_shape(gradients))
-        _check_batch(here, batch_size, axis_name)
-        chunk_size = min(chunk_size, here)
+        _check_batch(here, step)
+        chunk_size = min(step.chunk_size, here)
         whole, rest = divmod(here, chunk_size)
         found = jax.lax.fori_loop(
             1,
@@ -142,28 +134,20 @@ def per_example(
         if rest:
             found = _join(found, chunk(whole * chunk_size, rest), outer)
     count, spread = found.count, found.spread
-    if axis_name is not None:
+    if step.axis_name is not None:
         # Each replica's deviations from its own mean, and of that from the mean of all.
-        mean = jax.lax.pmean(found.mean, axis_name)
+        mean = jax.lax.pmean(found.mean, step.axis_name)
         between = _outer_of(jax.tree.map(jnp.subtract, found.mean, mean), count, outer)
-        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), axis_name)
-        count = count * jax.lax.axis_size(axis_name)
+        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), step.axis_name)
+        count = count * step.replicas
     return _scaled(spread, 1 / (count - 1))
 
 
-def single_example(
-    step: Step,
-    outer: Outer,
-    *,
-    batch_size: int | jax.Array,
-    chunk_size: int | None,
-    axis_name: AxisName | None,
-) -> Any:
+def single_example(step: Step, outer: Outer) -> Any:
     r"""How far the gradient of an example drawn apart lies from that of the batch.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
     """
-    del chunk_size
     grad_fn = _required(
         step,
         "example_grad_fn",
@@ -172,28 +156,20 @@ def single_example(
         argument="example=one_example",
     )
     one = _checked(grad_fn(step.params), step, "example_grad_fn(params)", axes=0)
-    estimate = _outer_of(_difference(one, step.grad), 1 / (1 + 1 / batch_size), outer)
-    return estimate if axis_name is None else jax.lax.pmean(estimate, axis_name)
+    estimate = _outer_of(_difference(one, step.grad), 1 / (1 + 1 / step.batch_size), outer)
+    return estimate if step.axis_name is None else jax.lax.pmean(estimate, step.axis_name)
 
 
-def two_batches(
-    step: Step,
-    outer: Outer,
-    *,
-    batch_size: int | jax.Array,
-    chunk_size: int | None,
-    axis_name: AxisName | None,
-) -> Any:
+def two_batches(step: Step, outer: Outer) -> Any:
     r"""How far the gradient of the batch's first half lies from that of the whole.
 
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
-    del chunk_size
     grad_fn = _required(step, "grad_fn", "two_batches", "the gradient of a part of the batch")
     _check_takes_part(grad_fn, "grad_fn", 'estimator="two_batches"')
-    checks.check_static_count("batch_size", batch_size)
-    replicas = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    here = int(batch_size) // replicas
+    checks.check_static_count("batch_size", step.batch_size)
+    batch_size, replicas = int(step.batch_size), step.replicas
+    here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:
         raise ValueError(
             f"batch_size is {batch_size}, and there are {replicas} replicas: the estimator "
@@ -202,7 +178,7 @@ def two_batches(
         )
     half = here // 2
     part = _checked(grad_fn(step.params, start=0, size=half), step, "grad_fn(params)", axes=0)
-    factor = half / (here - half) * int(batch_size)
+    factor = half / (here - half) * batch_size
     return _outer_of(_difference(part, step.grad), factor, outer)
 
 
@@ -262,15 +238,15 @@ def _checked(grads: Any, step: Step, name: str, *, axes: int) -> optax.Updates:
     return grads
 
 
-def _check_batch(here: int, batch_size: Any, axis_name: AxisName | None) -> None:
-    replicas = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+def _check_batch(here: int, step: Step) -> None:
+    batch_size, replicas = step.batch_size, step.replicas
     if here * replicas < 2:
         raise ValueError(
             "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
             "estimator='single_example' for batches of one."
         )
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
-        over = "" if axis_name is None else f" on each of {replicas} replicas"
+        over = "" if step.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
             f"batch_size is {batch_size}, but per_example_grad_fn gave the gradients of {here} "
             f"examples{over}: pass batches of one size (leave out a smaller last one), and axis_name "

@@ -26,12 +26,10 @@ from optperm.cli import (
 )
 from optperm.cli import sweep as sweeps
 from optperm.cli.assembly import Assembly
-from optperm.cli.errors import CliError, UsageError, import_extra
+from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
 from optperm.cli.methods import Method, Posterior
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
-
-INTERRUPTED = 130
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -120,8 +118,7 @@ def train(arguments: argparse.Namespace) -> int:
 
         def write(folder: pathlib.Path) -> None:
             if posterior is not None:
-                test = testset.TestSet(models.build(spec), run.params, data)
-                summary.update(_write_posterior(folder, name, posterior, test, run.params))
+                summary.update(_write_posterior(folder, name, posterior, trainer.test, run.params))
             if method.permutes:
                 run_folder.write_permutation(folder, spec, initial, run.params, run.opt_state)
             else:

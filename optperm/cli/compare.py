@@ -9,13 +9,11 @@ import jax
 
 from optperm.cli import compare_report, datasets, models, replicas, run_folder
 from optperm.cli.assembly import Assembly
-from optperm.cli.errors import UsageError, import_extra
+from optperm.cli.errors import INTERRUPTED, UsageError, import_extra
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.training import EpochRecord
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
-
-INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True)

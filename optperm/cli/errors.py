@@ -3,6 +3,9 @@
 import importlib
 from types import ModuleType
 
+# What a command ends with that Ctrl-C has cut short.
+INTERRUPTED = 130
+
 
 class CliError(Exception):
     """Something outside the program is wrong: data, files, the installation."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 
 from optperm.cli import commands, compare, datasets, models, sweep
-from optperm.cli.errors import CliError
+from optperm.cli.errors import INTERRUPTED, CliError
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.roll_call import Address
 from optperm.training.replicas import LostProcessError
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except jax.errors.JaxRuntimeError as error:
             return _fail(f"JAX: {error}", 1)
         except KeyboardInterrupt:
-            _exit_at_once("stopped by Ctrl-C.", commands.INTERRUPTED)
+            _exit_at_once("stopped by Ctrl-C.", INTERRUPTED)
 
 
 def _exit_at_once(message: str, code: int) -> NoReturn:

@@ -112,7 +112,7 @@ class TrainingRun:
 
 
 class Trainer:
-    """Trains one network; compiles when it is made.
+    """Trains one network; compiles when it is made. `test` holds its test examples.
 
     Each epoch's shuffle is dealt out: a step of R replicas with batches of B examples takes the
     examples of one step of a single replica with a batch of R B.
@@ -181,7 +181,7 @@ class Trainer:
         except (ValueError, TypeError, RuntimeError) as error:
             # What only the params, or the kernels that are available, can tell a method.
             raise CliError(str(error)) from error
-        self._test = TestSet(model, what, data)
+        self.test = TestSet(model, what, data)
         self.initial = Progress(
             replicas.gather(carry, own=own_state), [self._record(0, carry, {}, 0.0)], []
         )
@@ -303,7 +303,7 @@ class Trainer:
             step=epoch * self._feed.steps_per_epoch,
             train_loss=means.get("loss"),
             train_accuracy=means.get("accuracy"),
-            test_accuracy=self._test.accuracy(self._trained(carry)[0]),
+            test_accuracy=self.test.accuracy(self._trained(carry)[0]),
             share_moved=means.get("share_moved"),
             seconds=seconds,
             phase=self._phase(epoch * self._feed.steps_per_epoch),
