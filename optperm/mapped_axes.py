@@ -45,21 +45,6 @@ def cond(
     true_fn: Callable[..., Any],
     false_fn: Callable[..., Any],
     *operands: Any,
-    axes: Iterable[str],
-) -> Any:
-    """`jax.lax.cond` whose branches both vary over the given axes, as they must agree to do."""
-
-    def marked(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: mark_varying(branch(*operands), axes)
-
-    return jax.lax.cond(predicate, marked(true_fn), marked(false_fn), *operands)
-
-
-def matched_cond(
-    predicate: jax.Array,
-    true_fn: Callable[..., Any],
-    false_fn: Callable[..., Any],
-    *operands: Any,
 ) -> Any:
     """`jax.lax.cond` whose branches both vary, leaf by leaf, over the axes over which either does.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm import checks
-from optperm.mapped_axes import matched_cond
+from optperm.mapped_axes import cond
 from optperm.placement import Placement, holding_masks, placing_states, with_targets_of
 from optperm.precision import in_form_of
 
@@ -156,16 +156,12 @@ def switch_after(
             then_state = state.then
             if not track or placing_states(then_state):
                 # Params as an operand are traced, and warned of at the true init alone.
-                then_state = matched_cond(
-                    state.switched, lambda kept, _: kept, start, then_state, params
-                )
+                then_state = cond(state.switched, lambda kept, _: kept, start, then_state, params)
             moves, then_state = step(after, then_state)
             return moves, state.first, then_state
 
         # The branch named first is traced first: it names trees that do not match.
-        moves, first_state, then_state = matched_cond(
-            jnp.logical_not(is_switched), in_first, in_then
-        )
+        moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
         return moves, SwitchAfterState(
             count=optax.safe_increment(state.count),
             switched=is_switched,

@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from optperm import checks
 from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Preconditioner, Step
 from optperm.composition import find_state, mask_like
-from optperm.mapped_axes import AxisName, mark_varying, matched_cond, varying_axes
+from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.precision import all_finite, in_form_of, wide_dtype, widest_dtype
 from optperm.schedules import at_step
 
@@ -274,12 +274,12 @@ def scale_by_gradient_noise(
         if freeze_after is None:
             following = estimated(now, step)
         else:
-            following = matched_cond(is_estimating, lambda: estimated(now, step), lambda: now)
+            following = cond(is_estimating, lambda: estimated(now, step), lambda: now)
         if is_full:
             is_stale = is_estimating | (now.scale != state.scale)
             is_needed = is_stale & (now.count + 1 >= burn_in)
             newest = following
-            following = matched_cond(is_needed, lambda: _with_factor(newest), lambda: newest)
+            following = cond(is_needed, lambda: _with_factor(newest), lambda: newest)
         return new_updates, following._replace(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,5 +1,6 @@
 """A method with its hyperparameters, put together with a network, data and replicas."""
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -33,12 +34,39 @@ class Assembly:
     data: Dataset
     batch_size: int
 
+    @classmethod
+    def of(
+        cls,
+        method: Method,
+        hyperparameters: Mapping[str, Hyperparameter],
+        arguments: argparse.Namespace,
+        data: Dataset,
+        *,
+        seed: int,
+    ) -> "Assembly":
+        """With the network and the batches that the flags describe."""
+        spec = models.NetworkSpec(
+            model=arguments.model,
+            hidden=arguments.hidden,
+            input_shape=data.x_train.shape[1:],
+            num_classes=data.num_classes,
+            seed=seed,
+        )
+        return cls(method, hyperparameters, spec, data, arguments.batch_size)
+
     def transformation(self, planned: Replicas) -> optax.GradientTransformationExtraArgs:
         """Builds the transformation.
 
         Raises:
-          UsageError: If a hyperparameter is of the wrong type or out of range.
+          UsageError: If there are too few examples for a step of all replicas, or a hyperparameter is of
+            the wrong type or out of range.
         """
+        if self.batch_size * planned.size > len(self.data.x_train):
+            each = f" on each of {planned.size} devices" if planned.size > 1 else ""
+            raise UsageError(
+                f"--batch-size {self.batch_size}{each} is more than the {len(self.data.x_train)} "
+                "training examples. Choose a smaller one."
+            )
         facts = {
             "seed": self.spec.seed,
             "num_data": len(self.data.x_train),

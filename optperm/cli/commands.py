@@ -54,21 +54,9 @@ def train(arguments: argparse.Namespace) -> int:
     if "from_epoch" in arguments and "resume" not in arguments:
         raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
     data = datasets.load(arguments.data)
-    if arguments.batch_size * planned.size > len(data.x_train):
-        each = f" on each of {planned.size} devices" if planned.size > 1 else ""
-        raise UsageError(
-            f"--batch-size {arguments.batch_size}{each} is more than the {len(data.x_train)} "
-            "training examples. Choose a smaller one."
-        )
-    spec = models.NetworkSpec(
-        model=arguments.model,
-        hidden=arguments.hidden,
-        input_shape=data.x_train.shape[1:],
-        num_classes=data.num_classes,
-        seed=arguments.seed,
-    )
-    assembly = Assembly(method, _hyperparameters(arguments), spec, data, arguments.batch_size)
-    tx = assembly.transformation(planned)
+    chosen = _hyperparameters(arguments)
+    assembly = Assembly.of(method, chosen, arguments, data, seed=arguments.seed)
+    tx, spec = assembly.transformation(planned), assembly.spec
     name = f"{method.name}-{arguments.model}-{data.name}-s{arguments.seed}"
     is_quiet = arguments.quiet or planned.process_id > 0
     reporter = report.Reporter(arguments.epochs, quiet=is_quiet)

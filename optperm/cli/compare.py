@@ -9,8 +9,8 @@ import jax
 
 from optperm.cli import compare_report, datasets, models, replicas, run_folder
 from optperm.cli.assembly import Assembly
-from optperm.cli.errors import INTERRUPTED, UsageError, import_extra
-from optperm.cli.methods import METHODS, Method
+from optperm.cli.errors import INTERRUPTED, import_extra
+from optperm.cli.methods import METHODS
 from optperm.cli.training import EpochRecord
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
@@ -57,16 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     data = datasets.load(arguments.data)
-    if arguments.batch_size * arguments.devices > len(data.x_train):
-        raise UsageError(
-            f"--batch-size {arguments.batch_size} on {arguments.devices} devices is more than the "
-            f"{len(data.x_train)} training examples. Choose a smaller one."
-        )
     methods = [METHODS[name] for name in dict.fromkeys(arguments.methods or METHODS)]
     seeds = range(arguments.seed, arguments.seed + arguments.seeds)
     planned = Replicas(arguments.devices)
     for method in methods:  # what is wrong must come out before the first training
-        _assembly(method, arguments, data, arguments.seed).transformation(planned)
+        assembly = Assembly.of(method, method.defaults(), arguments, data, seed=arguments.seed)
+        assembly.transformation(planned)
     name = f"compare-{arguments.model}-{data.name}-s{arguments.seed}"
     reporter = compare_report.Reporter(len(methods) * len(seeds), quiet=arguments.quiet)
     outcomes: list[Outcome] = []
@@ -81,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                     if interrupt.requested:
                         break
                     reporter.training(method.name, seed)
-                    assembly = _assembly(method, arguments, data, seed)
+                    assembly = Assembly.of(method, method.defaults(), arguments, data, seed=seed)
                     outcome = _outcome(assembly, arguments.epochs, group, interrupt)
                     if outcome is None:
                         break
@@ -99,19 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     compare_report.write(folder, outcomes, about)
     reporter.table(outcomes, folder)
     return INTERRUPTED if is_cut else 0
-
-
-def _assembly(
-    method: Method, arguments: argparse.Namespace, data: datasets.Dataset, seed: int
-) -> Assembly:
-    spec = models.NetworkSpec(
-        model=arguments.model,
-        hidden=arguments.hidden,
-        input_shape=data.x_train.shape[1:],
-        num_classes=data.num_classes,
-        seed=seed,
-    )
-    return Assembly(method, method.defaults(), spec, data, arguments.batch_size)
 
 
 def _outcome(

@@ -1,7 +1,8 @@
 """Errors that end the program with one line, and the imports that may be missing."""
 
-import importlib
 from types import ModuleType
+
+from optperm.training.extras import import_optional
 
 # What a command ends with that Ctrl-C has cut short.
 INTERRUPTED = 130
@@ -26,9 +27,6 @@ def import_extra(name: str) -> ModuleType:
       CliError: If it is not installed.
     """
     try:
-        return importlib.import_module(name)
+        return import_optional(name, needed_by="the command line", install="optperm[cli]")
     except ImportError as error:
-        raise CliError(
-            f"{name.partition('.')[0]} cannot be imported ({error}). "
-            "Install what the command line needs with: pip install 'optperm[cli]'"
-        ) from error
+        raise CliError(str(error)) from error

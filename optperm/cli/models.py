@@ -48,9 +48,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, *shape) to logits (batch, num_classes)."""
-        x = x.reshape(len(x), -1)
-        x = nn.relu(_dense(x, self.hidden))
-        return _dense(x, self.num_classes)
+        return _classified(x, self.hidden, self.num_classes)
 
 
 class CNN(nn.Module):
@@ -71,9 +69,7 @@ class CNN(nn.Module):
         for features in (16, 32):
             x = nn.relu(_conv(x, features))
             x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
-        x = x.reshape(len(x), -1)
-        x = nn.relu(_dense(x, self.hidden))
-        return _dense(x, self.num_classes)
+        return _classified(x, self.hidden, self.num_classes)
 
 
 MODELS: dict[str, type[MLP] | type[CNN]] = {"mlp": MLP, "cnn": CNN}
@@ -106,6 +102,12 @@ def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
     outputs = model.apply({"params": params}, x)
     assert isinstance(outputs, jax.Array)
     return outputs
+
+
+def _classified(x: jax.Array, hidden: int, num_classes: int) -> jax.Array:
+    x = x.reshape(len(x), -1)
+    x = nn.relu(_dense(x, hidden))
+    return _dense(x, num_classes)
 
 
 def _dense(x: jax.Array, features: int) -> jax.Array:

@@ -326,7 +326,6 @@ def _after_pull(state: LocalStepsState) -> Any:
         state.pulled,
         lambda: with_targets_of(state.local_state, state.center_state),
         lambda: state.local_state,
-        axes=varying_axes(state.local_state, state.center_state),
     )
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm import checks
-from optperm.mapped_axes import matched_cond
+from optperm.mapped_axes import cond
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
@@ -182,7 +182,7 @@ def laperm(
             weights, ranks = synchronized(state, moved, output_axes)
             return jax.tree.map(jnp.subtract, weights, params), weights, ranks
 
-        moves, weights, ranks = matched_cond(
+        moves, weights, ranks = cond(
             is_due, synchronize, lambda: (moves, state.weights, state.ranks)
         )
         return moves, LapermState(

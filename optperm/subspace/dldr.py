@@ -229,13 +229,7 @@ def dldr(
             )
             return rows
 
-        rows = cond(
-            is_switch,
-            compute_basis,
-            lambda rows: rows,
-            subspace.rows,
-            axes=varying_axes(subspace, further),
-        )
+        rows = cond(is_switch, compute_basis, lambda rows: rows, subspace.rows)
         is_set = subspace.is_set | is_switch
         second = state.second._replace(subspace=subspace._replace(rows=rows, is_set=is_set))
 
@@ -252,9 +246,7 @@ def dldr(
             moves, new = then.update(updates, second, params, **extras)
             return moves, state.optimizer_state, new._replace(subspace=())
 
-        moves, optimizer_state, new_second = cond(
-            state.count < last, in_full, in_subspace, axes=varying_axes(updates, params, state)
-        )
+        moves, optimizer_state, new_second = cond(state.count < last, in_full, in_subspace)
         return moves, DldrState(
             count=optax.safe_increment(state.count),
             optimizer_state=optimizer_state,

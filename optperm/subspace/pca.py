@@ -148,7 +148,7 @@ def principal_rows(
             new = _matmul(inverse.astype(jnp.float64), coefficients)
             return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
 
-        coefficients = cond(needs_care, orthonormalized, lambda: coefficients, axes=axes)
+        coefficients = cond(needs_care, orthonormalized, lambda: coefficients)
         written = []
         for out, parts in zip(outs, columns, strict=True):
             index = first_row + jnp.arange(out.shape[0], dtype=jnp.int32)

@@ -120,13 +120,7 @@ def write_row(
         new = jnp.asarray(leaf).astype(row.dtype)
         return jax.lax.dynamic_update_index_in_dim(row, new, index, 0)
 
-    return cond(
-        is_due,
-        lambda rows: jax.tree.map(write, rows, params),
-        lambda rows: rows,
-        rows,
-        axes=varying_axes(rows, params, index),
-    )
+    return cond(is_due, lambda rows: jax.tree.map(write, rows, params), lambda rows: rows, rows)
 
 
 def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:

@@ -191,7 +191,6 @@ def svrg(
             is_due,
             lambda: _installed(old, params, full_grad_fn(params))[0],
             lambda: old,
-            axes=varying_axes(params, old),
         )
         if refresh_every is not None:
             return new, new
@@ -250,7 +249,6 @@ def svrg(
             is_used,
             at_snapshot,
             lambda: optax.tree.zeros_like(now.full_grad),
-            axes=varying_axes(updates, now),
         )
         new_updates = jax.tree.map(correct, updates, snapshot_grads, now.full_grad, params)
         return new_updates, SvrgState(optax.safe_increment(state.count), state.key, following)

@@ -91,4 +91,4 @@ def test_an_unknown_method_is_named(capsys):
 def test_a_batch_of_more_than_all_examples_is_refused(data, capsys):
     flags = ["--data", data, "--batch-size", "40", "--devices", "2"]
     assert main(["compare", "sgd", *flags]) == 2
-    assert "--batch-size 40 on 2 devices is more than the 64" in capsys.readouterr().err
+    assert "--batch-size 40 on each of 2 devices is more than the 64" in capsys.readouterr().err
