@@ -9,7 +9,7 @@ Synchronous training and AGN use Adam at 0.01, the best for the former of 0.001,
 of the steps: at 0.001 its accuracy is 0.92, the other's 0.98. DiLoCo's center goes where the replicas
 went, and beyond by its momentum; its Adam has the usual 0.001.
 
-    python examples/agn_pmap.py [--out FILE.png]
+    python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """
 
 import argparse
@@ -106,13 +106,15 @@ def report(results: dict[str, Result], seeds: int, out: str) -> None:
 def main() -> None:
     """Trains by every method, prints the table and draws the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3, help="to average over")
     parser.add_argument("--out", default="agn_pmap.png")
-    out = parser.parse_args().out
+    chosen = parser.parse_args()
     # Where there are too few devices, the processor stands in for four. JAX asks when it starts.
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     devices = jax.devices() if jax.device_count() >= REPLICAS else jax.devices("cpu")
     on_replicas = functools.partial(jax.pmap, axis_name=AXIS, devices=devices[:REPLICAS])
-    report({method: train(method, on_replicas, seeds=3) for method in METHODS}, 3, out)
+    results = {method: train(method, on_replicas, chosen.seeds) for method in METHODS}
+    report(results, chosen.seeds, chosen.out)
 
 
 if __name__ == "__main__":
