@@ -1,13 +1,11 @@
 """AGN and DiLoCo beside synchronous data parallelism: four devices, by `jax.pmap`.
 
-A small network learns scikit-learn's digits, each replica from its own quarter of the training images.
-Synchronous replicas average their gradients in every step; those of AGN and DiLoCo train alone for ten
-steps and then meet in one collective. What a step sends is read from the compiled program.
+A small network learns scikit-learn's digits, each replica from its own quarter of the images, with the
+mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and then one collective.
 
-Synchronous training and AGN use Adam at 0.01, the best for the former of 0.001, 0.002, 0.005, 0.01 and
-0.02. AGN's center makes one step in ten, by an averaged gradient, so it needs a rate that suits a tenth
-of the steps: at 0.001 its accuracy is 0.92, the other's 0.98. DiLoCo's center goes where the replicas
-went, and beyond by its momentum; its Adam has the usual 0.001.
+Synchronous training and AGN use Adam at 0.01, of five rates the best for the former. AGN's center makes
+one step in ten, by an averaged gradient, and needs a rate for so few: at 0.001 its accuracy is 0.92, the
+other's 0.98. DiLoCo's center goes beyond where the replicas went; its Adam has the usual 0.001.
 
     python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """
@@ -37,7 +35,7 @@ METHODS = {
 
 
 class Result(NamedTuple):
-    """What a method reached and what it took, means over the seeds."""
+    """What a method reached and what it took, means over the seeds; traffic as the program has it."""
 
     curves: np.ndarray  # training loss and test accuracy after each period, (periods, 2)
     traffic: Traffic

@@ -3,8 +3,10 @@
 import os
 import tempfile
 
-# What one test has compiled, the next one and the programs it starts need not compile again.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+# What one test has compiled, no other one and none of the programs they start compiles again, in
+# whichever of pytest's workers: these get the environment of the process that starts them.
+os.environ["OPTPERM_TEST_CACHE"] = os.environ.get("OPTPERM_TEST_CACHE") or tempfile.mkdtemp()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["OPTPERM_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -35,8 +37,9 @@ with warnings.catch_warnings():
     cycles.available_kernels()
 
 
-def pytest_sessionfinish():
-    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+def pytest_sessionfinish(session):
+    if not hasattr(session.config, "workerinput"):
+        shutil.rmtree(os.environ["OPTPERM_TEST_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(params=cycles.KERNELS)
