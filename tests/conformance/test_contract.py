@@ -50,7 +50,8 @@ EXECUTED = ("nested", "nnx.State", "no leaves")
 def loss_fn(params, batch):
     """Linear in the params, with another pull at each example and each entry."""
     total = jnp.mean(batch)
-    pulls = support.random_like(params, 17)
+    with jax.ensure_compile_time_eval():
+        pulls = support.random_like(params, 17)
     parts = jax.tree.map(lambda p, g: jnp.sum(p * g).astype(jnp.float32), params, pulls)
     return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
 
