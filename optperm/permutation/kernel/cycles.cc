@@ -23,6 +23,9 @@ namespace {
 #define OPTPERM_FOR_EACH_PROCESSOR
 #endif
 
+// Called, not copied into the above: that takes the compiler long, and makes no odds where it runs rarely.
+#define OPTPERM_RARE __attribute__((noinline))
+
 // Weight vectors a tile: one cache line of 32-bit entries, so that reading a tile touches each of its
 // lines once.
 constexpr int64_t kTileRows = 16;
@@ -193,11 +196,7 @@ class WishSorter {
 
   // Sorts a run of order_ whose places ascend.
   void Insert(const Bits<T>* wish, int32_t begin, int32_t end) {
-    if (end - begin > 32) {
-      std::stable_sort(order_.begin() + begin, order_.begin() + end,
-                       [&](int32_t a, int32_t b) { return Size(wish[a]) < Size(wish[b]); });
-      return;
-    }
+    if (end - begin > 32) return InsertMany(wish, begin, end);
     for (int32_t i = begin + 1; i < end; ++i) {
       const int32_t place = order_[i];
       const Bits<T> size = Size(wish[place]);
@@ -205,6 +204,11 @@ class WishSorter {
       for (; j > begin && Size(wish[order_[j - 1]]) > size; --j) order_[j] = order_[j - 1];
       order_[j] = place;
     }
+  }
+
+  OPTPERM_RARE void InsertMany(const Bits<T>* wish, int32_t begin, int32_t end) {
+    std::stable_sort(order_.begin() + begin, order_.begin() + end,
+                     [&](int32_t a, int32_t b) { return Size(wish[a]) < Size(wish[b]); });
   }
 
   template <typename Item>
@@ -329,7 +333,7 @@ class CycleSearch {
   }
 
   // The same for a source whose word holds no end of its cycle.
-  __attribute__((noinline)) void SearchWide(int32_t source) {
+  OPTPERM_RARE void SearchWide(int32_t source) {
     const bool rises = places_.Rises(source);
     const int32_t end = rises ? places_.Up(Places::kFallers, (source | 63) + 1)
                               : places_.Down(Places::kRisers, (source & ~63) - 1);
@@ -366,7 +370,7 @@ class CycleSearch {
 
   // What is left: the end does not reach the source, or there are ties, or rounding makes the two
   // directions differ.
-  __attribute__((noinline)) void SearchCarefully(int32_t source, bool rises, int32_t low, int32_t high) {
+  OPTPERM_RARE void SearchCarefully(int32_t source, bool rises, int32_t low, int32_t high) {
     if (!(rises ? ReachesDown(high, low) : ReachesUp(low, high))) return places_.Remove(source);
     const int32_t end = rises ? high : low;
     path_.assign(1, source);
@@ -512,7 +516,7 @@ class TilePermuter<T>::Row {
   }
 
   // Until here tied entries are in order of rank.
-  void OrderTies() {
+  OPTPERM_RARE void OrderTies() {
     for (int32_t begin = 0, end; begin < n_; begin = end) {
       for (end = begin + 1; end < n_ && row_.weight[end] == row_.weight[begin];) ++end;
       if (end - begin == 1) continue;
