@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.composition import fill_masked
-from optperm.mapped_axes import AxisName, shared, varying_like
+from optperm.contract import checks
+from optperm.contract.mapped_axes import AxisName, shared, varying_like
+from optperm.contract.states import fill_masked
 
 LossFn = Callable[[optax.Params, Any], Any]
 

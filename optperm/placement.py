@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.composition import find_states, is_masked, mask_like, without_variables
+from optperm.contract import checks
+from optperm.contract.states import find_states, is_masked, mask_like, without_variables
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
 # last update placed the params on them.
@@ -32,7 +32,7 @@ class PlacingState(Protocol):
         """
         ...
 
-    def with_targets_of(self, other: Self) -> Self:
+    def replace_targets(self, other: Self) -> Self:
         """This state with the targets of another, for params that were put on those."""
         ...
 
@@ -43,7 +43,7 @@ def placing_states(opt_state: Any) -> list[PlacingState]:
     return [state for state in found if state.placements()]
 
 
-def with_targets_of(opt_state: Any, other: Any) -> Any:
+def replace_targets(opt_state: Any, other: Any) -> Any:
     """An optimizer state whose parts that place params have the targets of those of another.
 
     Args:
@@ -56,7 +56,7 @@ def with_targets_of(opt_state: Any, other: Any) -> Any:
 
     targets = iter(placing_states(other))
     return jax.tree.map(
-        lambda node: node.with_targets_of(next(targets)) if is_placing(node) else node,
+        lambda node: node.replace_targets(next(targets)) if is_placing(node) else node,
         opt_state,
         is_leaf=is_placing,
     )
@@ -66,7 +66,7 @@ def with_targets_of(opt_state: Any, other: Any) -> Any:
 class HoldingState(Protocol):
     """A state of a transformation that holds some entries of the params at the value they have."""
 
-    def may_move(self) -> list[Any]:
+    def trainable_masks(self) -> list[Any]:
         """Booleans shaped like params; `optax.MaskedNode` for a leaf of which all entries may.
 
         An entry may move if all of several trees say so.
@@ -75,9 +75,9 @@ class HoldingState(Protocol):
 
 
 def holding_masks(opt_state: Any) -> list[Any]:
-    """What `may_move` says of all states in any nesting."""
+    """What `trainable_masks` says of all states in any nesting."""
     found = find_states(opt_state, HoldingState)
-    return [mask for state in found for mask in state.may_move()]
+    return [mask for state in found for mask in state.trainable_masks()]
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
@@ -140,9 +140,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
                 "parameters with optax.partition or optax.masked."
             )
         placed_anywhere = jax.tree.map(operator.or_, placed_here, placed_anywhere)
-    for may_move in holding_masks(opt_state):
-        _check_fits(before, may_move)
-        moved = jax.tree.map(_hold, may_move, moved, before, is_leaf=is_masked)
+    for is_trainable in holding_masks(opt_state):
+        _check_fits(before, is_trainable)
+        moved = jax.tree.map(_keep_held, is_trainable, moved, before, is_leaf=is_masked)
     return jax.tree.unflatten(structure, jax.tree.leaves(moved))
 
 
@@ -159,6 +159,6 @@ def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
     return target if is_placed is True else jnp.where(is_placed, target, moved)
 
 
-def _hold(may_move: Any, moved: Any, before: Any) -> Any:
+def _keep_held(is_trainable: Any, moved: Any, before: Any) -> Any:
     """What was there before, where it may not move; a masked node leaves all below it as it is."""
-    return moved if is_masked(may_move) else jnp.where(may_move, moved, before)
+    return moved if is_masked(is_trainable) else jnp.where(is_trainable, moved, before)

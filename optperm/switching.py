@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.mapped_axes import cond
-from optperm.placement import Placement, holding_masks, placing_states, with_targets_of
-from optperm.precision import in_form_of
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.mapped_axes import cond
+from optperm.placement import Placement, holding_masks, placing_states, replace_targets
 
 
 class SwitchAfterState(NamedTuple):
@@ -36,7 +36,7 @@ class SwitchAfterState(NamedTuple):
             for targets, is_placed in state.placements()
         ]
 
-    def may_move(self) -> list[Any]:
+    def trainable_masks(self) -> list[Any]:
         """What the optimizer that took the last step lets move; the other one holds nothing."""
         return [
             jax.tree.map(
@@ -49,15 +49,15 @@ class SwitchAfterState(NamedTuple):
     def _phases(self) -> tuple[tuple[Any, jax.Array], ...]:
         return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
 
-    def with_targets_of(self, other: "SwitchAfterState") -> "SwitchAfterState":
+    def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
         """This state with the targets of another one that is in the same phase.
 
         Args:
           other: That one.
         """
         return self._replace(
-            first=with_targets_of(self.first, other.first),
-            then=with_targets_of(self.then, other.then),
+            first=replace_targets(self.first, other.first),
+            then=replace_targets(self.then, other.then),
         )
 
 
@@ -138,14 +138,14 @@ def switch_after(
             tx: optax.GradientTransformationExtraArgs, tx_state: Any
         ) -> tuple[optax.Updates, Any]:
             moves, new_state = tx.update(updates, tx_state, params, **extra_args)
-            return in_form_of(moves, params), in_form_of(new_state, tx_state)
+            return cast_like(moves, params), cast_like(new_state, tx_state)
 
         def start(then_state: Any, params: optax.Params) -> Any:
             fresh = after.init(params)
             checks.check_same_tree(
                 "then.init(params)", fresh, then_state, source="the optimizer state"
             )
-            return in_form_of(with_targets_of(then_state, fresh) if track else fresh, then_state)
+            return cast_like(replace_targets(then_state, fresh) if track else fresh, then_state)
 
         def in_first() -> tuple[optax.Updates, Any, Any]:
             then_state = step(after, state.then)[1] if track else state.then

@@ -21,7 +21,7 @@ class Placed(NamedTuple):
     def placements(self):
         return [(self.targets, self.is_placed)]
 
-    def with_targets_of(self, other):
+    def replace_targets(self, other):
         return self._replace(targets=other.targets)
 
 
@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
     mask: object
 
-    def may_move(self):
+    def trainable_masks(self):
         return [self.mask]
 
 

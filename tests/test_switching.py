@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.composition import find_state
-from optperm.placement import placing_states, with_targets_of
+from optperm.contract.states import find_state
+from optperm.placement import placing_states, replace_targets
 
 STEPS, SWITCH = 7, 3
 
@@ -63,7 +63,7 @@ def by_hand(first, then, *, track, switch=SWITCH):
         else:
             if index == switch:
                 fresh = then.init(p)
-                then_state = with_targets_of(then_state, fresh) if track else fresh
+                then_state = replace_targets(then_state, fresh) if track else fresh
             p, then_state = step_then(p, then_state, grads(index))
         trail.append(p)
     return trail, then_state
@@ -199,7 +199,7 @@ def test_targets_of_another_state_of_its_phase():
     one, other = params(), jax.tree.map(lambda p: p[::-1], params())
     tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(seed=1))
     states = tx.init(one), tx.init(other)
-    merged = with_targets_of(*states)
+    merged = replace_targets(*states)
     support.assert_same_bits((merged.first[1].weights, merged.then[1].weights), (other, other))
     support.assert_same_bits(merged.then[1].key, states[0].then[1].key)
 

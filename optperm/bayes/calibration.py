@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm import checks
-from optperm.precision import wide_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
 
 
 class Calibration(NamedTuple):
@@ -67,7 +67,7 @@ def calibration(
     checks.check_static_count("num_bins", num_bins)
     _check_probabilities(probabilities, labels)
     probabilities = jnp.asarray(probabilities)
-    confidences = jnp.max(probabilities, axis=1).astype(wide_dtype(probabilities))
+    confidences = jnp.max(probabilities, axis=1).astype(accumulation_dtype(probabilities))
     # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
     edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
     edges = edges.astype(confidences.dtype)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
 from optperm.bayes.gradient_noise import scale_by_gradient_noise
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
-from optperm.mapped_axes import AxisName
-from optperm.schedules import at_step
+from optperm.contract import checks
+from optperm.contract.mapped_axes import AxisName
+from optperm.contract.schedules import resolve_schedule
 from optperm.switching import switch_after
 
 
@@ -141,7 +141,8 @@ def _times(
 ) -> optax.ScalarOrSchedule:
     if callable(learning_rate):
         return lambda count: (
-            at_step("learning_rate", learning_rate, count) * jnp.asarray(factor, jnp.float32)
+            resolve_schedule("learning_rate", learning_rate, count)
+            * jnp.asarray(factor, jnp.float32)
         )
     return _as_float(learning_rate) * factor
 

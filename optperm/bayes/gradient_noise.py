@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm import checks
-from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Preconditioner, Step
-from optperm.composition import find_state, mask_like
-from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
-from optperm.precision import all_finite, in_form_of, wide_dtype, widest_dtype
-from optperm.schedules import at_step
+from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Observation, Preconditioner
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import find_state, mask_like
 
 _MAX_FULL_SIZE = 4096
 
@@ -64,7 +64,7 @@ class GradientNoiseState(NamedTuple):
             moves = jax.tree.map(lambda g: apply(self.covariance, g), grads)
         else:
             moves = jax.tree.map(apply, self.covariance, grads)
-        return in_form_of(moves, grads)
+        return cast_like(moves, grads)
 
     def _step_size(self, covariance: jax.Array) -> jax.Array:
         """Of entries with this noise; without any noise and without a limit there is no step."""
@@ -211,10 +211,10 @@ def scale_by_gradient_noise(
     is_full, outer = preconditioner == "full", OUTER[preconditioner]
 
     def limits(count: jax.Array, params: optax.Params) -> dict[str, jax.Array]:
-        dtype = widest_dtype(params)
+        dtype = accumulation_dtype(params)
         share = jnp.asarray(batch_size, dtype) / jnp.asarray(num_data, dtype)
         return {
-            "scale": 2 * share * at_step("temperature", temperature, count, dtype),
+            "scale": 2 * share * resolve_schedule("temperature", temperature, count, dtype),
             "damping": jnp.asarray(damping, dtype),
             "max_step": jnp.asarray(float("inf") if max_step is None else max_step, dtype),
         }
@@ -230,7 +230,9 @@ def scale_by_gradient_noise(
                 f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
                 "max_full_size if that fits into memory."
             )
-        no_deviation = jax.tree.map(lambda p: jnp.zeros_like(p, wide_dtype(p))[None], params)
+        no_deviation = jax.tree.map(
+            lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params
+        )
         covariance = outer(mark_varying(no_deviation, varying_axes(params)))
         count = jnp.zeros([], jnp.int32)
         return GradientNoiseState(
@@ -241,7 +243,7 @@ def scale_by_gradient_noise(
             **limits(count, params),
         )
 
-    def estimated(state: GradientNoiseState, step: Step) -> GradientNoiseState:
+    def estimated(state: GradientNoiseState, step: Observation) -> GradientNoiseState:
         sample = ESTIMATES[estimator](step, outer)
         time = state.count.astype(jnp.float32)
         kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + time))
@@ -261,7 +263,7 @@ def scale_by_gradient_noise(
             return updates, state._replace(count=optax.safe_increment(state.count))
         grad = extra_args.get("grad")
         grad = updates if grad is None else grad
-        step = Step(params, grad, extra_args, batch_size, chunk_size, axis_name)
+        step = Observation(params, grad, extra_args, batch_size, chunk_size, axis_name)
         now = state._replace(**limits(state.count, params))
         is_moving = (now.count >= burn_in) & (now.weight > 0)
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.composition import mask_like
-from optperm.mapped_axes import AxisName
-from optperm.precision import wide_dtype, widest_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName
+from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
 Preconditioner = Literal["scalar", "diagonal", "full"]
@@ -20,8 +20,8 @@ Preconditioner = Literal["scalar", "diagonal", "full"]
 Outer = Callable[[optax.Updates], Any]
 
 
-class Step(NamedTuple):
-    """What is known at one step.
+class Observation(NamedTuple):
+    """What one step shows of the gradients.
 
     Attributes:
       params: The current params.
@@ -46,12 +46,12 @@ class Step(NamedTuple):
 
 
 # From a step, an unbiased estimate of C, the covariance of one example's gradient: what `Outer` keeps.
-Estimate = Callable[[Step, Outer], Any]
+Estimate = Callable[[Observation, Outer], Any]
 
 
 def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
     """The trace of the sum of outer products, over the number of params, ()."""
-    dtype, leaves = widest_dtype(deviations), jax.tree.leaves(deviations)
+    dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
     size = max(1, sum(leaf[0].size for leaf in leaves))
     parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
     return sum(parts, start=jnp.zeros([], dtype)) / size
@@ -70,7 +70,7 @@ def matrix(deviations: optax.Updates) -> jax.Array:
 
 def _rows(tree: Any) -> jax.Array:
     """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
-    dtype, leaves = widest_dtype(tree), jax.tree.leaves(tree)
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(tree)
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
 
@@ -96,7 +96,7 @@ class _Moments(NamedTuple):
     spread: Any
 
 
-def per_example(step: Step, outer: Outer) -> Any:
+def per_example(step: Observation, outer: Outer) -> Any:
     r"""The unbiased covariance of the gradients of the batch's examples.
 
     .. math:: \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
@@ -107,7 +107,7 @@ def per_example(step: Step, outer: Outer) -> Any:
         return _checked(grad_fn(step.params, **part), step, "per_example_grad_fn(params)", axes=1)
 
     def moments(rows: optax.Updates) -> _Moments:
-        rows = jax.tree.map(lambda g: g.astype(wide_dtype(g)), rows)
+        rows = jax.tree.map(lambda g: g.astype(accumulation_dtype(g)), rows)
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), rows)
         deviations = jax.tree.map(lambda g, m: g - m[None], rows, mean)
         return _Moments(jnp.asarray(_length(rows), jnp.float32), mean, outer(deviations))
@@ -143,7 +143,7 @@ def per_example(step: Step, outer: Outer) -> Any:
     return _scaled(spread, 1 / (count - 1))
 
 
-def single_example(step: Step, outer: Outer) -> Any:
+def single_example(step: Observation, outer: Outer) -> Any:
     r"""How far the gradient of an example drawn apart lies from that of the batch.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
@@ -160,7 +160,7 @@ def single_example(step: Step, outer: Outer) -> Any:
     return estimate if step.axis_name is None else jax.lax.pmean(estimate, step.axis_name)
 
 
-def two_batches(step: Step, outer: Outer) -> Any:
+def two_batches(step: Observation, outer: Outer) -> Any:
     r"""How far the gradient of the batch's first half lies from that of the whole.
 
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
@@ -214,11 +214,13 @@ def _scaled(tree: Any, factor: Any) -> Any:
 
 
 def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
-    return jax.tree.map(lambda a, b: a.astype(wide_dtype(a)) - b.astype(wide_dtype(a)), one, other)
+    return jax.tree.map(
+        lambda a, b: a.astype(accumulation_dtype(a)) - b.astype(accumulation_dtype(a)), one, other
+    )
 
 
 def _required(
-    step: Step, name: str, estimator: Estimator, what: str, *, argument: str = ""
+    step: Observation, name: str, estimator: Estimator, what: str, *, argument: str = ""
 ) -> Callable[..., Any]:
     function: Callable[..., Any] | None = step.extras.get(name)
     if function is None:
@@ -230,7 +232,7 @@ def _required(
     return function
 
 
-def _checked(grads: Any, step: Step, name: str, *, axes: int) -> optax.Updates:
+def _checked(grads: Any, step: Observation, name: str, *, axes: int) -> optax.Updates:
     """The gradients, without what is masked, if they are shaped like params after `axes` axes."""
     grads = mask_like(grads, step.params)
     shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
@@ -238,7 +240,7 @@ def _checked(grads: Any, step: Step, name: str, *, axes: int) -> optax.Updates:
     return grads
 
 
-def _check_batch(here: int, step: Step) -> None:
+def _check_batch(here: int, step: Observation) -> None:
     batch_size, replicas = step.batch_size, step.replicas
     if here * replicas < 2:
         raise ValueError(

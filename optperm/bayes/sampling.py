@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm import checks
-from optperm.composition import without_variables
-from optperm.precision import in_form_of, wide_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.states import without_variables
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
-Step = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
+StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
 
 
 class Samples(NamedTuple):
@@ -34,7 +34,7 @@ class Samples(NamedTuple):
 
 
 def draw_samples(
-    step: Step,
+    step: StepFn,
     params: optax.Params,
     opt_state: Any,
     key: jax.Array,
@@ -144,7 +144,7 @@ def draw_samples(
     jax.jit, static_argnames=("step", "num_chains", "num_draws", "average", "stacked")
 )
 def _run_chains(
-    step: Step,
+    step: StepFn,
     params: optax.Params,
     opt_state: Any,
     key: jax.Array,
@@ -184,10 +184,10 @@ def _run_chains(
                 )
                 return carry, total
 
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide_dtype(p)), carry[0])
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p)), carry[0])
             carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
             mean = jax.tree.map(lambda s: s / thinning.astype(s.dtype), total)
-            return carry, in_form_of(mean, carry[0])
+            return carry, cast_like(mean, carry[0])
 
         carry = (_strongly_typed(params), _strongly_typed(opt_state))
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
@@ -297,12 +297,12 @@ def _mean_prediction(
     def add(total: jax.Array, params: optax.Params) -> tuple[jax.Array, None]:
         return total + predict_fn(params, inputs).astype(total.dtype), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros(out.shape, wide_dtype(out)), draws)
+    total, _ = jax.lax.scan(add, jnp.zeros(out.shape, accumulation_dtype(out)), draws)
     return total / jax.tree.leaves(draws)[0].shape[0]
 
 
 def _strongly_typed(tree: Any) -> Any:
-    return in_form_of(tree, tree)
+    return cast_like(tree, tree)
 
 
 def _checked_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
@@ -317,7 +317,7 @@ def _checked_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[
     new = without_variables(returned)
     for name, here, before in zip(names, new, old, strict=True):
         checks.check_same_tree(name, here, before, source="what it was given")
-    return in_form_of(new[0], params), in_form_of(new[1], opt_state)
+    return cast_like(new[0], params), cast_like(new[1], opt_state)
 
 
 def _check_stacked(name: str, tree: Any, num_chains: int) -> None:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm import checks
-from optperm.precision import widest_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
 
 # After 2^44 steps even a recursion that forgets 1e-12 of the past in a step has forgotten all of it.
 _MAX_DOUBLINGS = 44
@@ -91,7 +91,7 @@ def stationary_covariance(
     checks.check_flag("continuous", continuous)
 
     arguments = (preconditioner, hessian, noise, momentum)
-    dtype = widest_dtype((preconditioner, hessian, noise))
+    dtype = accumulation_dtype((preconditioner, hessian, noise))
     with jax.enable_x64(True):
         h, a, r, mu = (jnp.asarray(each, jnp.float64) for each in arguments)
         h = h if h.ndim == 2 else jnp.diag(jnp.broadcast_to(h, (d,)))
@@ -162,7 +162,7 @@ def gaussian_kl(
                 f"{jnp.shape(value)}."
             )
         _check_finite(name, value)
-    dtype = widest_dtype((mean, covariance, other_mean, other_covariance))
+    dtype = accumulation_dtype((mean, covariance, other_mean, other_covariance))
     arguments = (mean, covariance, other_mean, other_covariance)
     m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
     factor, other_factor = jnp.linalg.cholesky(sigma), jnp.linalg.cholesky(other_sigma)

@@ -1,7 +1,6 @@
 """Several methods on the same network, data and epochs, from several seeds: what each of them buys."""
 
 import argparse
-import dataclasses
 import statistics
 from typing import Any
 
@@ -11,35 +10,8 @@ from optperm.cli import compare_report, datasets, models, replicas, run_folder
 from optperm.cli.assembly import Assembly
 from optperm.cli.errors import INTERRUPTED, import_extra
 from optperm.cli.methods import METHODS
-from optperm.cli.training import EpochRecord
 from optperm.training.interrupt import Interrupt
 from optperm.training.replicas import Replicas
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What one method came to from one seed.
-
-    Attributes:
-      method: Its name.
-      seed: The seed.
-      records: One for each epoch, epoch 0 included.
-      seconds_a_step: The median over the epochs, compiling and testing apart.
-      state_bytes: What the optimizer state takes, of one replica.
-      gradient_evaluations: Gradients of the loss on one example.
-    """
-
-    method: str
-    seed: int
-    records: list[EpochRecord]
-    seconds_a_step: float
-    state_bytes: int
-    gradient_evaluations: int
-
-    @property
-    def test_accuracy(self) -> float:
-        """After the last epoch."""
-        return self.records[-1].test_accuracy
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         assembly.transformation(planned)
     name = f"compare-{arguments.model}-{data.name}-s{arguments.seed}"
     reporter = compare_report.Reporter(len(methods) * len(seeds), quiet=arguments.quiet)
-    outcomes: list[Outcome] = []
+    outcomes: list[compare_report.Outcome] = []
     with (
         replicas.start(planned, {}, on_wait=lambda: None, coordinator=None) as group,
         Interrupt() as interrupt,
@@ -99,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _outcome(
     assembly: Assembly, epochs: int, group: Replicas, interrupt: Interrupt
-) -> Outcome | None:
+) -> compare_report.Outcome | None:
     """Trains once; None if Ctrl-C came between."""
     tx = assembly.transformation(group)
     trainer = assembly.trainer(tx, models.initial_params(assembly.spec), group)
@@ -117,7 +89,7 @@ def _outcome(
         return None
     before, *trained = run.records
     steps = trained[0].step - before.step
-    return Outcome(
+    return compare_report.Outcome(
         method=assembly.method.name,
         seed=assembly.spec.seed,
         records=run.records,
@@ -127,7 +99,7 @@ def _outcome(
     )
 
 
-def _line(outcome: Outcome) -> dict[str, Any]:
+def _line(outcome: compare_report.Outcome) -> dict[str, Any]:
     return {
         "method": outcome.method,
         "seed": outcome.seed,

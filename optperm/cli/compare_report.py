@@ -1,22 +1,46 @@
 """What a comparison shows and leaves behind: progress, and a table and curves of all methods."""
 
 import csv
+import dataclasses
 import itertools
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from optperm.cli import report
 from optperm.cli.errors import import_extra
-
-if TYPE_CHECKING:
-    from optperm.cli.compare import Outcome
+from optperm.cli.training import EpochRecord
 
 CSV_FILE, MARKDOWN_FILE, PNG_FILE = "compare.csv", "compare.md", "compare.png"
 _COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one method came to from one seed.
+
+    Attributes:
+      method: Its name.
+      seed: The seed.
+      records: One for each epoch, epoch 0 included.
+      seconds_a_step: The median over the epochs, compiling and testing apart.
+      state_bytes: What the optimizer state takes, of one replica.
+      gradient_evaluations: Gradients of the loss on one example.
+    """
+
+    method: str
+    seed: int
+    records: list[EpochRecord]
+    seconds_a_step: float
+    state_bytes: int
+    gradient_evaluations: int
+
+    @property
+    def test_accuracy(self) -> float:
+        """After the last epoch."""
+        return self.records[-1].test_accuracy
 
 
 class Reporter(report.Reporter):
@@ -34,7 +58,7 @@ class Reporter(report.Reporter):
         """Shows what is trained now."""
         self._progress.update(self._task, description=f"{method}, seed {seed}")
 
-    def outcome(self, outcome: "Outcome") -> None:
+    def outcome(self, outcome: Outcome) -> None:
         """Shows what a run came to."""
         self._progress.update(self._task, advance=1)
         if not self._is_live:
@@ -44,7 +68,7 @@ class Reporter(report.Reporter):
         """Says what Ctrl-C has done."""
         self._say("Stopped by Ctrl-C: the run that was under way is lost.")
 
-    def table(self, outcomes: Sequence["Outcome"], folder: pathlib.Path) -> None:
+    def table(self, outcomes: Sequence[Outcome], folder: pathlib.Path) -> None:
         """Prints the table, and where the files are."""
         table = import_extra("rich.table").Table(box=None, padding=(0, 2, 0, 0))
         for column in _COLUMNS:
@@ -55,13 +79,13 @@ class Reporter(report.Reporter):
         self._say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def by_method(outcomes: Sequence["Outcome"]) -> dict[str, list["Outcome"]]:
+def by_method(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """The outcomes of each method, in the order in which they came."""
     groups = itertools.groupby(outcomes, key=lambda outcome: outcome.method)
     return {method: list(group) for method, group in groups}
 
 
-def rows(outcomes: Sequence["Outcome"]) -> list[tuple[str, ...]]:
+def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     """The lines of the table: means over the seeds, for the accuracy with the standard deviation."""
     return [
         (
@@ -75,7 +99,7 @@ def rows(outcomes: Sequence["Outcome"]) -> list[tuple[str, ...]]:
     ]
 
 
-def write(folder: pathlib.Path, outcomes: Sequence["Outcome"], about: str) -> None:
+def write(folder: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> None:
     """Writes the table as Markdown, every epoch of every run as CSV, and the curves."""
     lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *rows(outcomes)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -94,7 +118,7 @@ def write(folder: pathlib.Path, outcomes: Sequence["Outcome"], about: str) -> No
         _draw(folder / PNG_FILE, outcomes, about)
 
 
-def _draw(path: pathlib.Path, outcomes: Sequence["Outcome"], about: str) -> None:
+def _draw(path: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> None:
     """Draws mean training loss and test accuracy over the epochs, from the least to the greatest."""
     figure = import_extra("matplotlib.figure").Figure(figsize=(11, 4.8), layout="constrained")
     import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)

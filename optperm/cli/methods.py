@@ -13,10 +13,10 @@ import optax.contrib
 from jax.flatten_util import ravel_pytree
 
 import optperm
-from optperm import checks
 from optperm.bayes.noise_estimates import Preconditioner
 from optperm.cli.training import EpochStart
-from optperm.composition import find_states
+from optperm.contract import checks
+from optperm.contract.states import find_states
 from optperm.distributed.local_steps import Commit
 from optperm.subspace.dldr import SecondPhase
 

@@ -21,7 +21,7 @@ import optax
 import optperm
 from optperm.cli.datasets import Dataset
 from optperm.cli.errors import UsageError
-from optperm.composition import find_states, replace_state
+from optperm.contract.states import find_states, replace_state
 from optperm.training.interrupt import Interrupt
 
 _STEPS_A_CALL = 100

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName
 from optperm.distributed.local_steps import Commit, local_steps
-from optperm.mapped_axes import AxisName
-from optperm.precision import wide_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _AccumulatedGradient:
     reads_local_params: bool = False
 
     def init(self, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), wide_dtype(p)), params)
+        return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), accumulation_dtype(p)), params)
 
     def accumulate(
         self, accumulator: optax.Updates, grads: optax.Updates, restart: jax.Array

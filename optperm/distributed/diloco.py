@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName
 from optperm.distributed.local_steps import local_steps
-from optperm.mapped_axes import AxisName
-from optperm.precision import all_finite, wide_dtype
 
 
 class _Drift:
@@ -35,7 +35,7 @@ class _Drift:
         self, accumulator: jax.Array, center: optax.Params, moved: Callable[[], optax.Params]
     ) -> optax.Updates:
         def drift(c: jax.Array, p: jax.Array) -> jax.Array:
-            dtype = wide_dtype(c)
+            dtype = accumulation_dtype(c)
             return jnp.where(accumulator, c.astype(dtype) - p.astype(dtype), jnp.nan)
 
         return jax.tree.map(drift, center, moved())

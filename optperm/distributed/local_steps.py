@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm import checks
-from optperm.composition import find_state
-from optperm.mapped_axes import (
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.mapped_axes import (
     AxisName,
     all_gather,
-    averaged,
     cond,
     mark_varying,
+    mean_of_function,
     shared,
     varying_axes,
     varying_like,
 )
-from optperm.placement import Placement, apply_updates, placing_states, with_targets_of
-from optperm.precision import all_finite, in_form_of, widest_dtype
+from optperm.contract.states import find_state
+from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
 Commit = Literal["mean", "sum", "sequential"]
@@ -62,7 +62,7 @@ class LocalStepsState(NamedTuple):
         within = [placement for state in local for placement in state.placements()]
         return [*within, (self.center, self.pulled)]
 
-    def with_targets_of(self, other: Any) -> "LocalStepsState":
+    def replace_targets(self, other: Any) -> "LocalStepsState":
         """This state with the center of another, and what its optimizers place.
 
         Args:
@@ -70,8 +70,8 @@ class LocalStepsState(NamedTuple):
         """
         return self._replace(
             center=other.center,
-            local_state=with_targets_of(self.local_state, other.local_state),
-            center_state=with_targets_of(self.center_state, other.center_state),
+            local_state=replace_targets(self.local_state, other.local_state),
+            center_state=replace_targets(self.center_state, other.center_state),
         )
 
 
@@ -159,8 +159,8 @@ def local_steps(
         # Raw, the gradient would leave NaN in the local state for ever.
         finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
         moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
-        moves = in_form_of(moves, params)
-        local_state = in_form_of(local_state, state.local_state)
+        moves = cast_like(moves, params)
+        local_state = cast_like(local_state, state.local_state)
         accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
@@ -171,13 +171,13 @@ def local_steps(
 
         def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
             center, center_state = at
-            gradient = in_form_of(gradient, updates)
+            gradient = cast_like(gradient, updates)
 
             def move() -> Center:
                 extras = _common_extras(extra_args, gradient, center, params, axis_name)
                 steps, new_state = outer.update(gradient, center_state, center, **extras)
-                new_state = in_form_of(new_state, center_state)
-                new_center = apply_updates(center, in_form_of(steps, center), new_state)
+                new_state = cast_like(new_state, center_state)
+                new_center = apply_updates(center, cast_like(steps, center), new_state)
                 return mark_varying((new_center, new_state), center_axes)
 
             return jax.lax.cond(is_valid, move, lambda: at)
@@ -230,7 +230,7 @@ def _commit(
     is_finite = all_finite(part)
     if axis_name is None:
         return step(at, part, is_finite), is_finite
-    flat, unflatten = ravel_pytree(optax.tree.cast(part, widest_dtype(part)))
+    flat, unflatten = ravel_pytree(optax.tree.cast(part, accumulation_dtype(part)))
     # The last entry counts those who take part.
     packed = jnp.append(
         jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
@@ -302,10 +302,10 @@ def _common_extras(
 
     common = dict(extras)
     if common.get("value_fn") is not None:
-        common["value_fn"] = averaged(common["value_fn"], params, axis_name, shared)
+        common["value_fn"] = mean_of_function(common["value_fn"], params, axis_name, shared)
     if common.get("grad_fn") is not None:
         # At params that are marked as varying, a gradient is not already the sum over all replicas.
-        common["grad_fn"] = averaged(common["grad_fn"], params, axis_name, varying_like)
+        common["grad_fn"] = mean_of_function(common["grad_fn"], params, axis_name, varying_like)
     if common.get("per_example_grad_fn") is not None:
         common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
     if common.get("grad") is not None:
@@ -324,7 +324,7 @@ def _after_pull(state: LocalStepsState) -> Any:
         return state.local_state
     return cond(
         state.pulled,
-        lambda: with_targets_of(state.local_state, state.center_state),
+        lambda: replace_targets(state.local_state, state.center_state),
         lambda: state.local_state,
     )
 

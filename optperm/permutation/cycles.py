@@ -27,7 +27,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.permutation import cycles_numpy
 
 Results = tuple[jax.Array, ...]

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm import checks
-from optperm.composition import (
+from optperm.contract import checks
+from optperm.contract.states import (
     fill_masked,
     find_state,
     is_masked,

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.mapped_axes import cond
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.mapped_axes import cond
+from optperm.contract.schedules import resolve_schedule
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
@@ -26,8 +28,6 @@ from optperm.permutation.weight_vectors import (
     warn_of_constant_rows,
 )
 from optperm.placement import Placement, holding_masks, placing_states
-from optperm.precision import in_form_of
-from optperm.schedules import at_step
 
 # An integer, or a schedule: from the number of a step to one.
 SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
@@ -57,7 +57,7 @@ class LapermState(NamedTuple):
         targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
         return [(targets, self.synchronized)]
 
-    def with_targets_of(self, other: "LapermState") -> "LapermState":
+    def replace_targets(self, other: "LapermState") -> "LapermState":
         """This state with the weights of another permutation of the same ones.
 
         Args:
@@ -171,9 +171,9 @@ def laperm(
         finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
         moves, inner_state = inner.update(finite, state.inner_state, params, **extra_args)
         moves = jax.tree.map(
-            lambda move: move if move.ndim else jnp.zeros_like(move), in_form_of(moves, params)
+            lambda move: move if move.ndim else jnp.zeros_like(move), cast_like(moves, params)
         )
-        period = jnp.maximum(at_step("sync_every", sync_every, state.count, jnp.int32), 1)
+        period = jnp.maximum(resolve_schedule("sync_every", sync_every, state.count, jnp.int32), 1)
         count = optax.safe_increment(state.count)
         is_due = count % period == 0
 
@@ -187,7 +187,7 @@ def laperm(
         )
         return moves, LapermState(
             count=count,
-            inner_state=in_form_of(inner_state, state.inner_state),
+            inner_state=cast_like(inner_state, state.inner_state),
             weights=weights,
             ranks=ranks,
             synchronized=is_due,

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.schedules import resolve_schedule
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
@@ -22,8 +24,6 @@ from optperm.permutation.weight_vectors import (
     warn_of_constant_rows,
 )
 from optperm.placement import Placement
-from optperm.precision import widest_dtype
-from optperm.schedules import at_step
 
 
 class PermuteByCyclesState(NamedTuple):
@@ -48,7 +48,7 @@ class PermuteByCyclesState(NamedTuple):
         targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
         return [(targets, True)]
 
-    def with_targets_of(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
+    def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
         """This state with the weights of another permutation of the same ones.
 
         Args:
@@ -164,8 +164,8 @@ def permute_by_cycles(
         checks.check_same_tree(
             "updates", updates, state.weights, source="the optimizer state", dtypes=False
         )
-        alpha = at_step("aggressiveness", aggressiveness, state.count)
-        ratio = at_step("partition_ratio", partition_ratio, state.count)
+        alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
+        ratio = resolve_schedule("partition_ratio", partition_ratio, state.count)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         step_key = jax.random.fold_in(key, state.count)
 
@@ -359,8 +359,8 @@ def _recommend(
         )
 
         def propose(g: jax.Array, m: jax.Array) -> jax.Array:
-            dtype = widest_dtype((g, m))
-            rate = at_step("learning_rate", learning_rate, state.count, dtype)
+            dtype = accumulation_dtype((g, m))
+            rate = resolve_schedule("learning_rate", learning_rate, state.count, dtype)
             scaled, kept = rate * jnp.asarray(g, dtype), m.astype(dtype)
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 

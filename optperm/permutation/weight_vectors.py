@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.contract.mapped_axes import mark_varying, varying_axes
 
 # An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]

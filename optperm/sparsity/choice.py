@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm import checks
-from optperm.composition import is_masked, mask_like, without_variables
-from optperm.precision import wide_dtype, widest_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.states import is_masked, mask_like, without_variables
 
 Scope = Literal["leaf", "global"]
 # Booleans, a tree like params or a prefix of one, or a function from a tree like params to them.
@@ -28,7 +28,7 @@ def magnitudes(name: str, scores: Any, mask: Any) -> Any:
     """The part of |s| that the masks are for, in one dtype, so that leaves can be compared."""
     scores = without_masked(name, without_variables(scores), mask)
     checks.check_real_floating(name, scores, advice="Pass scores such as gradients.")
-    dtype = widest_dtype(scores)
+    dtype = accumulation_dtype(scores)
     return jax.tree.map(lambda s: jnp.abs(jnp.asarray(s, dtype)), scores)
 
 
@@ -93,7 +93,7 @@ def _lowest(scores: jax.Array, fraction: float | jax.Array) -> jax.Array:
 def _count(fraction: float | jax.Array, size: int) -> int | jax.Array:
     if not isinstance(fraction, jax.Array):
         return math.floor(float(fraction) * size)
-    count = jnp.floor(jnp.asarray(fraction, wide_dtype(fraction)) * size)
+    count = jnp.floor(jnp.asarray(fraction, accumulation_dtype(fraction)) * size)
     # NaN is not greater than 0.
     return jnp.where(count > 0, jnp.minimum(count, size), 0).astype(jnp.int32)
 

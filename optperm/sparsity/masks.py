@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.composition import fill_masked, find_state, replace_state, without_variables
-from optperm.mapped_axes import mark_varying, varying_axes
+from optperm.contract import checks
+from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.preconditioning import PreconditioningState
 from optperm.sparsity.choice import (
     Include,
@@ -32,7 +32,7 @@ class MaskElementsState(NamedTuple):
 
     mask: Any  # bool, shaped like params
 
-    def may_move(self) -> list[Any]:
+    def trainable_masks(self) -> list[Any]:
         """The mask, for `optperm.apply_updates`."""
         return [self.mask]
 
@@ -95,9 +95,9 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
                     name, tree, state.mask, source="the optimizer state", dtypes=False
                 )
 
-        def hold(may_move: jax.Array, update: Any) -> jax.Array:
+        def hold(is_trainable: jax.Array, update: Any) -> jax.Array:
             # Strongly typed, as the constant is.
-            return jnp.where(may_move, update, jnp.array(-0.0, jnp.result_type(update)))
+            return jnp.where(is_trainable, update, jnp.array(-0.0, jnp.result_type(update)))
 
         return jax.tree.map(hold, state.mask, updates), state
 
@@ -185,7 +185,9 @@ def prune(
         lambda is_chosen, w: jnp.where(is_chosen, jnp.zeros_like(w), w), chosen, weights
     )
     leaves = jax.tree.leaves(fill_masked(pruned, plain))
-    return jax.tree.unflatten(jax.tree.structure(params), leaves), _hold(opt_state, state, chosen)
+    return jax.tree.unflatten(jax.tree.structure(params), leaves), _with_held(
+        opt_state, state, chosen
+    )
 
 
 def freeze(
@@ -261,7 +263,7 @@ def freeze(
         )
         scaled = preconditioner.preconditioned(without_variables(scores))
         ranked = magnitudes("the preconditioned scores", scaled, state.mask)
-    return _hold(opt_state, state, choose_lowest(ranked, fraction, scope, include, state.mask))
+    return _with_held(opt_state, state, choose_lowest(ranked, fraction, scope, include, state.mask))
 
 
 def reset_masks(opt_state: Any) -> Any:
@@ -290,8 +292,10 @@ def reset_masks(opt_state: Any) -> Any:
     return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
 
-def _hold(opt_state: Any, state: MaskElementsState, chosen: Any) -> Any:
-    mask = jax.tree.map(lambda may_move, is_chosen: may_move & ~is_chosen, state.mask, chosen)
+def _with_held(opt_state: Any, state: MaskElementsState, chosen: Any) -> Any:
+    mask = jax.tree.map(
+        lambda is_trainable, is_chosen: is_trainable & ~is_chosen, state.mask, chosen
+    )
     return replace_state(
         opt_state, MaskElementsState, MaskElementsState(mask), method="mask_elements"
     )

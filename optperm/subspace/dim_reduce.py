@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm import checks
-from optperm.composition import find_state, mask_like, replace_state, without_variables
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import find_state, mask_like, replace_state, without_variables
 from optperm.placement import apply_updates
-from optperm.precision import all_finite, widest_dtype
-from optperm.schedules import at_step
 from optperm.subspace.phases import (
     ValueFn,
-    averaged,
+    cast_like,
     choose,
-    in_form_of,
     inner_optimizer,
+    mean_over_replicas,
     require_values,
 )
 from optperm.subspace.projection import Subspace, empty_subspace, lift, project
@@ -165,7 +165,7 @@ def dim_reduce(
         )
         if jax.tree.leaves(params):
             checks.check_axis_is_bound(axis_name)
-        dtype = widest_dtype(params)
+        dtype = accumulation_dtype(params)
         return DimReduceState(
             count=jnp.zeros([], jnp.int32),
             subspace=empty_subspace(params, n_components, axis_name),
@@ -196,7 +196,7 @@ def dim_reduce(
         checks.check_axis_is_bound(axis_name)
         dtype = state.step_length.dtype
         extras = {**extra_args, "value": value, "value_fn": value_fn}
-        grads, extras = averaged(updates, params, extras, axis_name)
+        grads, extras = mean_over_replicas(updates, params, extras, axis_name)
         value, value_fn = extras["value"], extras["value_fn"]
 
         gk = project(state.subspace, grads, n_components, dtype, axis_name)
@@ -207,29 +207,29 @@ def dim_reduce(
         def step(direction: optax.Updates) -> tuple[optax.Updates, Any]:
             direction = jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), direction, params)
             moves, inner_state = inner.update(direction, state.inner_state, params, **extras)
-            return in_form_of(moves, params), inner_state
+            return cast_like(moves, params), inner_state
 
         def trial_value(c: jax.Array) -> jax.Array:
             moves, inner_state = step(_scaled(-c, p_d))
             return jnp.asarray(value_fn(apply_updates(params, moves, inner_state)), dtype)
 
         is_finite = all_finite(grads)
-        decrease = at_step("sigma", sigma, state.count, dtype) * _matmul(gk, d)
+        decrease = resolve_schedule("sigma", sigma, state.count, dtype) * _matmul(gk, d)
         c, is_accepted = _line_search(
             trial_value,
             lambda c, trial: jnp.isfinite(trial) & (value + c * decrease > trial),
-            at_step("rho", rho, state.count, dtype),
+            resolve_schedule("rho", rho, state.count, dtype),
             jnp.where(is_finite & state.subspace.is_set, max_search_steps, 0),
             axes=varying_axes(value, decrease, is_finite, state.subspace.is_set),
         )
 
         def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
-            momentum = at_step("gamma", gamma, state.count, g.dtype)
+            momentum = resolve_schedule("gamma", gamma, state.count, g.dtype)
             new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
             return jnp.where(is_finite, new, m)
 
         def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
-            rate = at_step("alpha", alpha, state.count, along.dtype)
+            rate = resolve_schedule("alpha", alpha, state.count, along.dtype)
             moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
             return rate * m.astype(along.dtype) - moved
 
@@ -245,10 +245,10 @@ def dim_reduce(
             residual=residual, step_length=c, inner_state=inner_state
         )
         skipped = state._replace(residual=residual, step_length=jnp.zeros_like(state.step_length))
-        new_state = choose(is_finite, in_form_of(taken, state), skipped)
+        new_state = choose(is_finite, cast_like(taken, state), skipped)
         new_state = new_state._replace(count=optax.safe_increment(state.count))
         moves = choose(is_finite, moves, optax.tree.zeros_like(params))
-        return moves, in_form_of(new_state, state)
+        return moves, cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -310,12 +310,12 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
             jnp.ones_like(subspace.is_set),
         )
     )
-    return replace_state(opt_state, DimReduceState, in_form_of(new, state), method="dim_reduce")
+    return replace_state(opt_state, DimReduceState, cast_like(new, state), method="dim_reduce")
 
 
 def _check_orthonormal(basis: optax.Params, k: int) -> None:
     """Raises a ValueError unless all rows that are not zero are orthonormal, where Python can see it."""
-    leaves, dtype = jax.tree.leaves(basis), widest_dtype(basis)
+    leaves, dtype = jax.tree.leaves(basis), accumulation_dtype(basis)
     rows = [jnp.asarray(leaf, dtype).reshape(k, -1) for leaf in leaves]
     gram = sum((_matmul(each, each.T) for each in rows), start=jnp.zeros((k, k), dtype))
     if not leaves or isinstance(gram, jax.core.Tracer):
@@ -342,7 +342,7 @@ def with_fresh_curvature(state: DimReduceState) -> DimReduceState:
         has_last=jnp.zeros_like(state.has_last),
         last_move=jnp.zeros_like(state.last_move),
     )
-    return in_form_of(new, state)
+    return cast_like(new, state)
 
 
 def _bfgs(state: DimReduceState, gk: jax.Array, curvature: Curvature) -> jax.Array:

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.placement import placing_states
-from optperm.precision import all_finite, widest_dtype
 from optperm.subspace.dim_reduce import Curvature, DimReduceState, dim_reduce
 from optperm.subspace.pca import principal_rows
 from optperm.subspace.phases import (
     ValueFn,
-    averaged,
+    cast_like,
     choose,
-    in_form_of,
     inner_optimizer,
+    mean_over_replicas,
     require_values,
 )
 from optperm.subspace.projection import Subspace, empty_subspace, lift, project
@@ -234,12 +234,12 @@ def dldr(
         second = state.second._replace(subspace=subspace._replace(rows=rows, is_set=is_set))
 
         def in_full() -> tuple[optax.Updates, Any, Any]:
-            grads, extras_here = averaged(updates, params, extras, axis_name)
+            grads, extras_here = mean_over_replicas(updates, params, extras, axis_name)
             is_finite = all_finite(grads)
-            grads = in_form_of(grads, params)
+            grads = cast_like(grads, params)
             moves, new = first.update(grads, state.optimizer_state, params, **extras_here)
-            moves = choose(is_finite, in_form_of(moves, params), optax.tree.zeros_like(params))
-            new = choose(is_finite, in_form_of(new, state.optimizer_state), state.optimizer_state)
+            moves = choose(is_finite, cast_like(moves, params), optax.tree.zeros_like(params))
+            new = choose(is_finite, cast_like(new, state.optimizer_state), state.optimizer_state)
             return moves, new, second._replace(subspace=())
 
         def in_subspace() -> tuple[optax.Updates, Any, Any]:
@@ -275,14 +275,14 @@ def _projected(
     def update_fn(
         updates: optax.Updates, state: ProjectedState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, ProjectedState]:
-        grads, extras = averaged(updates, params, extra_args, axis_name)
-        gk = project(state.subspace, grads, n_components, widest_dtype(params), axis_name)
+        grads, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+        gk = project(state.subspace, grads, n_components, accumulation_dtype(params), axis_name)
         (within,) = lift(state.subspace, gk[None], axis_name)
-        within = in_form_of(within, params)
+        within = cast_like(within, params)
         moves, inner_state = inner.update(within, state.inner_state, params, **extras)
         is_finite = all_finite(grads)
-        moves = choose(is_finite, in_form_of(moves, params), optax.tree.zeros_like(params))
-        inner_state = in_form_of(inner_state, state.inner_state)
+        moves = choose(is_finite, cast_like(moves, params), optax.tree.zeros_like(params))
+        inner_state = cast_like(inner_state, state.inner_state)
         return moves, state._replace(inner_state=choose(is_finite, inner_state, state.inner_state))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

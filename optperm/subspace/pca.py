@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm import checks
-from optperm.mapped_axes import cond, mark_varying, varying_axes
-from optperm.precision import wide_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
 _CHUNK = 2**18
@@ -93,7 +93,7 @@ def _pca(
     snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
     def room(leaf: jax.Array) -> jax.Array:
-        rows = jnp.zeros((n_components, *leaf.shape[1:]), wide_dtype(leaf))
+        rows = jnp.zeros((n_components, *leaf.shape[1:]), accumulation_dtype(leaf))
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
     return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)

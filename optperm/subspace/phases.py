@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks, mapped_axes, precision
-from optperm.mapped_axes import AxisName, mark_varying, shared, varying_axes
-from optperm.precision import wide_dtype, widest_dtype
+from optperm.contract import checks, dtypes, mapped_axes
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName, mark_varying, shared, varying_axes
 from optperm.subspace.projection import mean_over
 
 ValueFn = Callable[[optax.Params], jax.Array]
@@ -37,15 +37,15 @@ def require_values(value: Any, value_fn: ValueFn | None, method: str) -> tuple[A
     return value, value_fn
 
 
-def averaged(
+def mean_over_replicas(
     updates: optax.Updates,
     params: optax.Params,
     extras: dict[str, Any],
     axis_name: AxisName | None,
 ) -> tuple[optax.Updates, dict[str, Any]]:
     """The gradient in a wide dtype, and the loss and its function, averaged over the replicas."""
-    dtype = widest_dtype(params)
-    grads = jax.tree.map(lambda g, p: jnp.asarray(g, wide_dtype(p)), updates, params)
+    dtype = accumulation_dtype(params)
+    grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
     value: Any = extras.get("value")
     value_fn: Any = extras.get("value_fn")
     value = None if value is None else jnp.asarray(value, dtype)
@@ -59,7 +59,7 @@ def averaged(
         def wide_value(at: optax.Params, **options: Any) -> jax.Array:
             return jnp.asarray(value_fn(at, **options), dtype)
 
-        mean_value = mapped_axes.averaged(wide_value, (value, updates), axis_name, shared)
+        mean_value = mapped_axes.mean_of_function(wide_value, (value, updates), axis_name, shared)
         extras = {**extras, "value_fn": mean_value}
     return grads, {**extras, "value": mean}
 
@@ -69,7 +69,7 @@ def choose(predicate: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(predicate, a, b), new, old)
 
 
-def in_form_of(tree: Any, like: Any) -> Any:
+def cast_like(tree: Any, like: Any) -> Any:
     """The tree with the dtypes of another, none of them weak, marked as varying where it is."""
     marked = jax.tree.map(lambda leaf, other: mark_varying(leaf, varying_axes(other)), tree, like)
-    return precision.in_form_of(marked, like)
+    return dtypes.cast_like(marked, like)

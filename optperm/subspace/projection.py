@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
-from optperm.precision import wide_dtype
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
 
 # On accelerators float32 products lose half their digits by default.
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -39,7 +39,7 @@ def empty_subspace(params: optax.Params, n_components: int, axis_name: AxisName 
     axes = varying_axes(first_row)
 
     def zeros(leaf: Any) -> jax.Array:
-        rows = jnp.zeros((count, *jnp.shape(leaf)), wide_dtype(leaf))
+        rows = jnp.zeros((count, *jnp.shape(leaf)), accumulation_dtype(leaf))
         return mark_varying(rows, axes | varying_axes(leaf))
 
     return Subspace(jax.tree.map(zeros, params), first_row, jnp.zeros([], jnp.bool_))

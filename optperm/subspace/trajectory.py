@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm import checks
-from optperm.composition import find_state
-from optperm.mapped_axes import cond, mark_varying, varying_axes
-from optperm.precision import wide_dtype
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.states import find_state
 
 
 class TrajectoryState(NamedTuple):
@@ -73,7 +73,7 @@ def record_trajectory(
         )
 
         def room(leaf: Any) -> jax.Array:
-            kept = wide_dtype(leaf) if dtype is None else dtype
+            kept = accumulation_dtype(leaf) if dtype is None else dtype
             return mark_varying(jnp.zeros((capacity, *jnp.shape(leaf)), kept), varying_axes(leaf))
 
         return TrajectoryState(

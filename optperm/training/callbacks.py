@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from optperm import checks
+from optperm.contract import checks
 from optperm.training.history import History
 
 Mode = Literal["min", "max"]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm import checks
+from optperm.contract import checks
 from optperm.training.replicas import Replicas
 
 # Far from the step counts that a method may fold into the key of the same seed.

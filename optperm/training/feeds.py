@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optperm import checks
-from optperm.mapped_axes import mark_varying
-from optperm.precision import in_form_of
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.mapped_axes import mark_varying
 from optperm.training.data import check_divisible, num_examples, order_of, shuffle_key
 from optperm.training.interrupt import Interrupt
 from optperm.training.programs import Program, agreed
@@ -80,7 +80,7 @@ def stable_step(program: Program, replicas: Replicas, *, own: bool) -> Callable[
         checks.check_same_tree(
             "The state after a step", new, carry, source="the state before it", dtypes=False
         )
-        return mark_varying((in_form_of(new, carry), metrics), axes)
+        return mark_varying((cast_like(new, carry), metrics), axes)
 
     return step
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from optperm import checks
+from optperm.contract import checks
 from optperm.training.extras import import_optional
 
 Columns = dict[str, np.ndarray]

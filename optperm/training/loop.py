@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from optperm import checks
+from optperm.contract import checks
 from optperm.training import checkpoints, engine
 from optperm.training.callbacks import as_callbacks
 from optperm.training.data import check_iterable, is_arrays

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from optperm import checks
+from optperm.contract import checks
 
 _OPTIONAL = ("model_state", "rng")
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from optperm.composition import find_states
+from optperm.contract.mapped_axes import varying_axes
+from optperm.contract.states import find_states
 from optperm.distributed.local_steps import LocalStepsState, center_params
 from optperm.evaluation import Evaluation, evaluate
-from optperm.mapped_axes import varying_axes
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.placement import apply_updates
 from optperm.training.losses import LinenLoss, NnxLoss, arguments_of, scalar_metrics, split_model

@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 from flax.training import train_state
 
-from optperm import checks
-from optperm.composition import find_states
+from optperm.contract import checks
+from optperm.contract.states import find_states
 from optperm.distributed.local_steps import LocalStepsState
 from optperm.training.losses import LinenLoss
 from optperm.training.programs import (

@@ -9,9 +9,9 @@ import optax
 from flax import nnx, struct
 from flax.training import train_state
 
-from optperm import checks
+from optperm.contract import checks
+from optperm.contract.mapped_axes import AxisName
 from optperm.evaluation import Evaluation, evaluate
-from optperm.mapped_axes import AxisName
 from optperm.placement import apply_updates
 from optperm.training.losses import LinenLoss, NnxLoss, Outputs, split_model
 

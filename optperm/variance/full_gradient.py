@@ -12,10 +12,10 @@ import numpy as np
 import optax
 from jax.tree_util import Partial
 
-from optperm import checks
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.evaluation import LossFn, checked_loss, map_examples
-from optperm.mapped_axes import AxisName, mark_varying, varying_axes
-from optperm.precision import wide_dtype
 
 _END = object()
 
@@ -149,7 +149,7 @@ def _batch_sums(
         size = float(_batch_size(batch))
         grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
         return _Sums(
-            jax.tree.map(lambda g: size * g.astype(wide_dtype(g)), grads),
+            jax.tree.map(lambda g: size * g.astype(accumulation_dtype(g)), grads),
             jnp.asarray(size, float),
         )
 
@@ -169,13 +169,15 @@ def _batch_sums(
         losses = map_examples(
             lambda example: checked_loss(loss_fn, params, example, has_aux=has_aux)[0], examples
         )
-        wide = wide_dtype(losses)
+        wide = accumulation_dtype(losses)
         return jnp.sum(jnp.where(counts, weights, 0.0).astype(wide) * losses.astype(wide))
 
     grads = jax.grad(weighted_sum)(local)
     valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
     return _Sums(
-        jax.tree.map(lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(wide_dtype(g)), grads),
+        jax.tree.map(
+            lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(accumulation_dtype(g)), grads
+        ),
         jnp.where(valid, jnp.sum(weights), jnp.nan),
     )
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
-from optperm.composition import find_state, mask_like, replace_state, without_variables
-from optperm.mapped_axes import cond, mark_varying, varying_axes
-from optperm.precision import all_finite, wide_dtype, widest_dtype
-from optperm.schedules import at_step
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import find_state, mask_like, replace_state, without_variables
 
 GradFn = Callable[[optax.Params], optax.Updates]
 
@@ -154,7 +154,7 @@ def svrg(
         )
 
         def zero_full_grad(leaf: Any) -> jax.Array:
-            zeros = jnp.zeros_like(leaf, wide_dtype(leaf))
+            zeros = jnp.zeros_like(leaf, accumulation_dtype(leaf))
             return mark_varying(zeros, varying_axes(leaf))
 
         return SvrgState(
@@ -184,7 +184,7 @@ def svrg(
             is_due = state.count % jnp.asarray(refresh_every, jnp.int32) == 0
         else:
             key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
-            probability = at_step("refresh_probability", refresh_probability, state.count)
+            probability = resolve_schedule("refresh_probability", refresh_probability, state.count)
             coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), probability)
             is_due = coin | ~old.is_taken
         new = cond(
@@ -225,7 +225,7 @@ def svrg(
             )
         now, following = refresh(state, params, full_grad_fn)
 
-        c = at_step("coefficient", coefficient, state.count, float)
+        c = resolve_schedule("coefficient", coefficient, state.count, float)
         is_used = now.is_taken & (c != 0.0)
 
         def at_snapshot() -> optax.Updates:
@@ -236,7 +236,7 @@ def svrg(
             return jax.tree.map(lambda g, mu: jnp.asarray(g, mu.dtype), grads, now.full_grad)
 
         def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, leaf: Any) -> jax.Array:
-            wide = widest_dtype((mu, g))
+            wide = accumulation_dtype((mu, g))
             g, g_snapshot, mu, factor = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
             # In this order what is large and nearly equal cancels first, without a rounding error.
             corrected = ((g - factor * g_snapshot) + factor * mu).astype(jnp.result_type(leaf))

@@ -44,7 +44,6 @@ CONTAINERS = {
     "None leaves": lambda p: {**p, "absent": None},
     "no leaves": lambda p: {},
 }
-EXECUTED = ("nested", "nnx.State", "no leaves")
 
 
 def loss_fn(params, batch):
@@ -86,16 +85,13 @@ def signature(tree):
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_params_in_any_container(ours, container):
-    """Every pytree of arrays can be trained, and keeps its form; those that are executed here change."""
+    """Every pytree of arrays trains, and keeps its form."""
     params = CONTAINERS[container](support.random_params())
     tx = ours.make()
-    if container in EXECUTED:
-        after, _ = train(tx, params, tx.init(params))
-    else:
-        after, _ = jax.eval_shape(functools.partial(step, tx), params, tx.init(params))
+    after, _ = train(tx, params, tx.init(params))
     chex.assert_trees_all_equal_structs(after, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, params)
-    if container in EXECUTED and jax.tree.leaves(params):
+    if jax.tree.leaves(params):
         assert any(
             not np.array_equal(a, b)
             for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)

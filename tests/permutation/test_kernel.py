@@ -1,7 +1,4 @@
-"""The C++ kernel by itself, beside a slow implementation in C++, under the sanitizers.
-
-Built as it is shipped, the same kernel stands beside the readable one in test_cycles.py.
-"""
+"""The C++ kernel by itself, beside a slow implementation in C++, plain and under the sanitizers."""
 
 import os
 import pathlib
@@ -21,12 +18,13 @@ def run(*command):
 
 
 @pytest.mark.slow
-def test_the_kernel_alone(tmp_path):
+@pytest.mark.parametrize("sanitize", ["OFF", "ON"])
+def test_the_kernel_alone(tmp_path, sanitize):
     """Bit for bit what a search through neighbor lists gives, and no access out of bounds."""
     if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):
         pytest.skip("OPTPERM_TEST_WITHOUT_KERNEL is set")
     cmake = shutil.which("cmake")
     assert cmake, "cmake is not on the PATH: pip install cmake"
-    run(cmake, "-S", str(SOURCE), "-B", str(tmp_path), "-DSANITIZE=ON")
+    run(cmake, "-S", str(SOURCE), "-B", str(tmp_path), f"-DSANITIZE={sanitize}")
     run(cmake, "--build", str(tmp_path))
     assert run(str(tmp_path / "kernel_test")).endswith("checks passed\n")

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.composition import find_state
-from optperm.placement import with_targets_of
+from optperm.contract.states import find_state
+from optperm.placement import replace_targets
 
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
 
@@ -345,7 +345,7 @@ def test_targets_of_another_state():
     tx = optperm.laperm(optax.adam(0.3), 1)
     start = tx.init(params())
     _, other = step(tx, params(), start, grads(0))
-    merged = with_targets_of(start, other)
+    merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 

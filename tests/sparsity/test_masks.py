@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.composition import find_state, mask_like
+from optperm.contract.states import find_state, mask_like
 
 SHAPES = {
     "a": (),

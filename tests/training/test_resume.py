@@ -10,7 +10,7 @@ from fitting import BATCH, METHODS
 
 import optperm
 from optperm import training
-from optperm.composition import find_state
+from optperm.contract.states import find_state
 
 
 def assert_same_run(resumed, whole):

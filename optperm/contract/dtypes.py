@@ -7,18 +7,13 @@ import jax
 import jax.numpy as jnp
 
 
-def wide_dtype(leaf: Any) -> Any:
-    """The dtype to accumulate and to communicate in: float32, or float64 for float64."""
-    return jnp.float64 if jnp.result_type(leaf) == jnp.float64 else jnp.float32
+def accumulation_dtype(tree: Any) -> Any:
+    """The dtype to accumulate and to communicate in: float64 if any leaf is, else float32."""
+    is_double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
+    return jnp.float64 if is_double else jnp.float32
 
 
-def widest_dtype(tree: Any) -> Any:
-    """The widest of the leaves' own wide dtypes."""
-    dtypes = [wide_dtype(leaf) for leaf in jax.tree.leaves(tree)]
-    return jnp.float64 if jnp.float64 in dtypes else jnp.float32
-
-
-def in_form_of(tree: Any, like: Any) -> Any:
+def cast_like(tree: Any, like: Any) -> Any:
     """The tree with the dtypes of another, none of them weak: what every state promises to keep."""
 
     def cast(leaf: Any, wanted: Any) -> Any:

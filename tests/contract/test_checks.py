@@ -7,7 +7,7 @@ import optax
 import pytest
 import support
 
-from optperm import checks, schedules
+from optperm.contract import checks, schedules
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, np.float32(0.5), np.int64(1), jnp.float32(0.5)])
@@ -217,4 +217,4 @@ def test_what_is_no_schedule_is_refused_where_only_numbers_go():
 def test_schedules_give_single_numbers(value):
     """What one returns is named by the argument that it was passed for."""
     with pytest.raises(TypeError, match="the schedule alpha returns must be"):
-        schedules.at_step("alpha", lambda count: value, jnp.int32(0))
+        schedules.resolve_schedule("alpha", lambda count: value, jnp.int32(0))

@@ -10,7 +10,7 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.composition import (
+from optperm.contract.states import (
     fill_masked,
     find_state,
     find_states,

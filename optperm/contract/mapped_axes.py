@@ -69,7 +69,7 @@ def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
     return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
 
 
-def averaged(
+def mean_of_function(
     function: Callable[..., Any],
     other: Any,
     axis_name: AxisName | None,

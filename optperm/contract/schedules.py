@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm.contract import checks
 
 
-def at_step(
+def resolve_schedule(
     name: str, number: optax.ScalarOrSchedule, count: jax.Array, dtype: Any = jnp.float32
 ) -> jax.Array:
     """A number, or the value of a schedule at a step, as an array of the given dtype.

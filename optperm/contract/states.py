@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm import checks
+from optperm.contract import checks
 
 State = TypeVar("State")
 
