@@ -11,6 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.contract import shardings
+
+# The one advice for params that cannot be trained.
+_ADVICE = (
+    "Give the others to another optimizer with optax.partition, or mask them with optax.masked."
+)
 # What a state counts in.
 _LARGEST_INT32 = 2**31 - 1
 # What hyperparameters are computed in.
@@ -160,7 +166,7 @@ def check_function(name: str, value: object, arguments: str) -> None:
         raise TypeError(f"{name} must be a function {arguments}, got {value!r}.")
 
 
-def check_real_floating(name: str, tree: Any, *, advice: str) -> None:
+def check_real_floating(name: str, tree: Any, *, advice: str = _ADVICE) -> None:
     """Raises a TypeError that names the first leaf of `tree` that is not of a real floating dtype."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
@@ -204,6 +210,21 @@ def check_same_tree(
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} is {dtype}{list(shape)}, but {source} "
                 f"has {wanted_dtype}{list(wanted_shape)} there."
+            )
+
+
+def check_same_mesh(name: str, tree: Any, expected: Any, *, source: str) -> None:
+    """Raises a ValueError if two trees are spread over different meshes, where that can be seen.
+
+    It can on meshes with explicit axes, and for arrays that are not traced.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if shardings.on_different_meshes(leaf, other):
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} lies on {shardings.describe(leaf)}, but {source} there "
+                f"on {shardings.describe(other)}: move one of them with jax.device_put, or call init "
+                "again on these params."
             )
 
 

@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import shard_like
+
 
 def accumulation_dtype(tree: Any) -> Any:
     """The dtype to accumulate and to communicate in: float64 if any leaf is, else float32."""
@@ -14,13 +17,16 @@ def accumulation_dtype(tree: Any) -> Any:
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """The tree with the dtypes of another, none of them weak: what every state promises to keep."""
+    """The tree with the types of another one: dtypes, none of them weak, varying axes and shardings.
+
+    Of varying axes it only adds: what varies cannot be made the same.
+    """
 
     def cast(leaf: Any, wanted: Any) -> Any:
         dtype, aval = jnp.result_type(wanted), jax.typeof(leaf)
-        if aval.dtype == dtype and not aval.weak_type:
-            return leaf
-        return jax.lax.convert_element_type(leaf, dtype)
+        if aval.dtype != dtype or aval.weak_type:
+            leaf = jax.lax.convert_element_type(leaf, dtype)
+        return shard_like(mark_varying(leaf, varying_axes(wanted)), wanted)
 
     return jax.tree.map(cast, tree, like)
 

@@ -105,6 +105,11 @@ def without_variables(tree: Any) -> Any:
     )
 
 
+def one_row(tree: Any) -> Any:
+    """The shapes and dtypes of a tree without the leading axis of its leaves."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
 def is_masked(node: Any) -> bool:
     """Whether a node stands for a part of the params that a transformation does not see."""
     return isinstance(node, optax.MaskedNode)

@@ -13,14 +13,13 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.transformation import transformation
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
-    from_matrix,
     init_ranks,
-    resolve_output_axes,
-    to_matrix,
+    permute_vectors,
     warn_of_constant_rows,
 )
 from optperm.placement import Placement
@@ -139,10 +138,7 @@ def permute_by_cycles(
     checks.check_seed("seed", seed)
     check_output_axes(output_axes)
 
-    def init_fn(params: optax.Params) -> PermuteByCyclesState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
+    def init(params: optax.Params) -> PermuteByCyclesState:
         warn_of_constant_rows(params, output_axes, example="optperm.sgperm()")
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
@@ -152,71 +148,39 @@ def permute_by_cycles(
             share_moved=jnp.zeros([], jnp.float32),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: PermuteByCyclesState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        m: optax.Updates, state: PermuteByCyclesState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
-        del extra_args
-        params = checks.require_params(params, "permute_by_cycles")
-        checks.check_same_tree("params", params, state.weights, source="the optimizer state")
-        checks.check_same_tree(
-            "updates", updates, state.weights, source="the optimizer state", dtypes=False
-        )
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count)
         key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
         step_key = jax.random.fold_in(key, state.count)
+        moved: list[jax.Array] = []
 
-        def permute_leaf(
-            index: int,
-            path: tuple[Any, ...],
-            weights: jax.Array,
-            ranks: jax.Array,
-            recommendation: jax.Array,
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            if weights.ndim == 0 or weights.size == 0:
-                return weights, ranks, jnp.zeros([], jnp.int32)
-            axes = resolve_output_axes(path, weights, output_axes)
-            matrix = to_matrix(weights, axes)
-            n, rows = matrix.shape
-            new_matrix, new_ranks, moved = cycles.permute_rows(
-                to_matrix(jnp.asarray(recommendation), axes),
-                matrix,
-                to_matrix(ranks, axes),
-                jax.random.bits(jax.random.fold_in(step_key, index), (rows, 2), jnp.uint32),
-                alpha,
-                _partition_size(ratio, n, min_partition_size),
-                drop_remainder=not include_remainder,
+        def permute(
+            index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
+            size = _partition_size(ratio, w.shape[0], min_partition_size)
+            leaf_key = jax.random.fold_in(step_key, index)
+            seeds = jax.random.bits(leaf_key, (w.shape[1], 2), jnp.uint32)
+            w, ranks, moved_in_rows = cycles.permute_rows(
+                m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
             )
-            return (
-                from_matrix(new_matrix, weights.shape, axes),
-                from_matrix(new_ranks, weights.shape, axes),
-                jnp.sum(moved),
-            )
+            moved.append(jnp.sum(moved_in_rows).astype(jnp.float32))
+            return w, ranks
 
-        leaves, structure = jax.tree_util.tree_flatten_with_path(state.weights)
-        results = [
-            permute_leaf(index, path, weights, ranks, recommendation)
-            for index, ((path, weights), ranks, recommendation) in enumerate(
-                zip(leaves, jax.tree.leaves(state.ranks), jax.tree.leaves(updates), strict=True)
-            )
-        ]
-        moved = sum(
-            (result[2].astype(jnp.float32) for result in results), jnp.zeros([], jnp.float32)
-        )
-        total = sum(weights.size for _, weights in leaves if weights.ndim)
-        new_state = PermuteByCyclesState(
+        weights, ranks = permute_vectors(permute, output_axes, state.weights, state.ranks, m)
+        size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
+        new_state = state._replace(
             count=optax.safe_increment(state.count),
-            key=state.key,
-            weights=jax.tree.unflatten(structure, [result[0] for result in results]),
-            ranks=jax.tree.unflatten(structure, [result[1] for result in results]),
-            share_moved=moved / max(total, 1),
+            weights=weights,
+            ranks=ranks,
+            share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
         )
-        return jax.tree.map(lambda target, p: target - p, new_state.weights, params), new_state
+        return optax.tree.sub(weights, params), new_state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init, update, method="permute_by_cycles", like=lambda s: s.weights)
 
 
 def sgperm(
@@ -344,33 +308,28 @@ def _recommend(
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
-    def init_fn(params: optax.Params) -> RecommendationState:
+    def init(params: optax.Params) -> RecommendationState:
         return RecommendationState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
-    def update_fn(
-        updates: optax.Updates,
-        state: RecommendationState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        grads: optax.Updates, state: RecommendationState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, RecommendationState]:
-        del params, extra_args
-        checks.check_same_tree(
-            "updates", updates, state.recommendation, source="the optimizer state", dtypes=False
-        )
+        del params
 
-        def propose(g: jax.Array, m: jax.Array) -> jax.Array:
+        def recommend(g: jax.Array, m: jax.Array) -> jax.Array:
             dtype = accumulation_dtype((g, m))
             rate = resolve_schedule("learning_rate", learning_rate, state.count, dtype)
             scaled, kept = rate * jnp.asarray(g, dtype), m.astype(dtype)
             return (scaled + jnp.asarray(momentum, dtype) * kept).astype(m.dtype)
 
-        proposed = jax.tree.map(propose, updates, state.recommendation)
+        # m <- eta g + mu m
+        m = jax.tree.map(recommend, grads, state.recommendation)
         kept = jax.tree.map(
-            lambda new, old: jnp.where(jnp.isfinite(new), new, old), proposed, state.recommendation
+            lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )
-        return proposed, RecommendationState(optax.safe_increment(state.count), kept)
+        return m, RecommendationState(optax.safe_increment(state.count), kept)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:

@@ -144,3 +144,41 @@ def warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes, *, exam
             UserWarning,
             stacklevel=3,
         )
+
+
+def permute_vectors(
+    function: Callable[..., tuple[jax.Array, jax.Array]],
+    output_axes: OutputAxes,
+    weights: optax.Params,
+    ranks: Any,
+    *others: Any,
+) -> tuple[optax.Params, Any]:
+    """Puts all weight vectors in another order, leaf by leaf.
+
+    Args:
+      function: `function(index, weights, ranks, *others)`, the new weights and ranks of the leaf with
+        this number in the tree; all of them matrices (n, rows).
+      output_axes: The axes that index output units.
+      weights: The weights.
+      ranks: The rank of each in its weight vector, shaped like the weights.
+      *others: More trees of that shape.
+
+    Returns:
+      The new weights and the new ranks. Scalars and empty leaves are what they were.
+    """
+
+    def of_leaf(index: int, path: tuple[Any, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        if arrays[0].ndim == 0 or arrays[0].size == 0:
+            return arrays[:2]
+        axes = resolve_output_axes(path, arrays[0], output_axes)
+        results = function(index, *(to_matrix(jnp.asarray(each), axes) for each in arrays))
+        return tuple(from_matrix(each, arrays[0].shape, axes) for each in results)
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(weights)
+    rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)
+    pairs = [
+        of_leaf(index, path, leaf, *arrays)
+        for index, ((path, leaf), arrays) in enumerate(zip(leaves, rest, strict=True))
+    ]
+    new_weights, new_ranks = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(structure, new_weights), jax.tree.unflatten(structure, new_ranks)

@@ -1,0 +1,59 @@
+"""Where arrays lie on a mesh, kept as it is.
+
+On a mesh with explicit axes the sharding is a part of an array's type, inside `jax.jit` too. On one with
+automatic axes the compiler decides inside `jax.jit`, and only arrays themselves, outside, tell.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+
+def explicit_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding that is a part of an array's type, or None where its mesh has no explicit axes."""
+    sharding = jax.typeof(leaf).sharding
+    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+
+
+def shard_like(leaf: Any, like: Any) -> Any:
+    """An array where another one of the same shape lies, as far as that can be seen."""
+    wanted = explicit_sharding(like)
+    if wanted is not None:
+        return leaf if explicit_sharding(leaf) == wanted else jax.sharding.reshard(leaf, wanted)
+    if isinstance(leaf, jax.core.Tracer) or not is_spread(like):
+        return leaf
+    if is_spread(leaf) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
+        return leaf
+    return jax.device_put(leaf, like.sharding)
+
+
+def on_different_meshes(leaf: Any, other: Any) -> bool:
+    """Whether two arrays can be seen to be spread over different meshes."""
+    if not (isinstance(leaf, jax.Array) and isinstance(other, jax.Array)):
+        return False
+    if is_spread(leaf) and is_spread(other):
+        return bool(leaf.sharding.device_set != other.sharding.device_set)
+    one, two = explicit_sharding(leaf), explicit_sharding(other)
+    return one is not None and two is not None and one.mesh != two.mesh
+
+
+def describe(leaf: Any) -> str:
+    """Where an array lies, for a message."""
+    if isinstance(leaf, jax.core.Tracer):
+        return str(jax.typeof(leaf).sharding)
+    devices = sorted(device.id for device in leaf.sharding.device_set)
+    return f"devices {devices} by {getattr(leaf.sharding, 'spec', leaf.sharding)}"
+
+
+def is_spread(leaf: Any) -> bool:
+    """Whether a leaf is an array whose place is known and is more than one device."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and len(leaf.sharding.device_set) > 1
+
+
+def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
+    """Zeros with a leading axis of rows, each of which lies where the leaf does."""
+    zeros = jnp.zeros_like(leaf, dtype=dtype)
+    return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
