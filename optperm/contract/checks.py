@@ -222,9 +222,9 @@ def check_same_mesh(name: str, tree: Any, expected: Any, *, source: str) -> None
     for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
         if shardings.on_different_meshes(leaf, other):
             raise ValueError(
-                f"{name}{jax.tree_util.keystr(path)} lies on {shardings.describe(leaf)}, but {source} there "
-                f"on {shardings.describe(other)}: move one of them with jax.device_put, or call init "
-                "again on these params."
+                f"{name}{jax.tree_util.keystr(path)} lies on {shardings.describe(leaf)}, but "
+                f"{source} there on {shardings.describe(other)}: move one of them with jax.device_put, "
+                "or call init again on these params."
             )
 
 

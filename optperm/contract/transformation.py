@@ -33,7 +33,7 @@ def transformation(
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that checks what it is given, and gives everything back in the type in which it came.
+    """A transformation that checks what it is given, and gives everything back in the type it came in.
 
     A type is what `jax.typeof` says of an array: its dtype, the mapped axes over which it varies, and
     its sharding on an explicit mesh. None is weak. Outside of `jax.jit` any sharding is kept.
