@@ -1,7 +1,7 @@
 """Principal components of snapshots of the params, from the Gram matrix of the snapshots.
 
-The axes of a leaf are cut into pieces, so that whole pieces lie on each device over which it is spread. Sums
-within a piece then stay on its device: all that leaves it of the Gram matrix is m x m numbers.
+The axes of a leaf are cut into pieces, so that each device over which it is spread holds whole ones. A
+sum within pieces then stays on its device: all that leaves it of the Gram matrix is m x m numbers.
 
 The inner products are summed in float64, whatever dtype the snapshots have: with fewer digits the small
 components, which lie orders of magnitude below the first, drown in the rounding of the large ones.

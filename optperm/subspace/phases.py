@@ -58,5 +58,6 @@ def step_where(
 ) -> tuple[optax.Updates, Any]:
     """One step of an optimizer, or none if the gradient is not finite: the moves, and its state."""
     moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
-    moves = optax.tree.where(is_finite, cast_like(moves, params), optax.tree.zeros_like(params))
+    moves = cast_like(moves, params)
+    moves = optax.tree.where(is_finite, moves, optax.tree.zeros_like(moves))
     return moves, optax.tree.where(is_finite, cast_like(new, opt_state), opt_state)
