@@ -1,6 +1,8 @@
 """Two optimizers, one after the other, as one."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.transformation import transformation
 from optperm.placement import Placement, holding_masks, placing_states, replace_targets
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
 
 class SwitchAfterState(NamedTuple):
@@ -23,8 +28,8 @@ class SwitchAfterState(NamedTuple):
       then: State of the second one.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    switched: jax.Array  # bool ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    switched: Bool[Array, ""]
     first: Any
     then: Any
 

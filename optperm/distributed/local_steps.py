@@ -4,9 +4,11 @@ Every replica trains its own params. Once a period all of them contribute to one
 one collective, and are pulled to where it then stands.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,9 @@ from optperm.contract.transformation import transformation
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
 Commit = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
@@ -48,18 +53,18 @@ class LocalStepsState(NamedTuple):
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica.
       accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
-        gradients. DiLoCo: whether all of them were finite.
+        gradients, in float32 or wider. DiLoCo: whether all of them were finite.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits that this replica sat out because its contribution was not finite.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     local_state: Any
     center_state: Any
-    center: optax.Params  # like params, leaf for leaf
-    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: bool ()
-    pulled: jax.Array  # bool ()
-    skipped: jax.Array  # int32 ()
+    center: PyTree[Float[Array, "?*shape"], "Params"]
+    accumulator: PyTree[Float[Array, "?*shape"], "Params"] | Bool[Array, ""]
+    pulled: Bool[Array, ""]
+    skipped: Int32[Array, ""]
 
     def placements(self) -> list[Placement]:
         """Where the local optimizer places params, and over it the center after a pull."""

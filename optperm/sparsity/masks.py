@@ -1,6 +1,8 @@
 """A mask for each element of the params: pruning, freezing, and what keeps both under any optimizer."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,9 @@ from optperm.sparsity.choice import (
     without_masked,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
+
 PruneCriterion = Literal["magnitude", "random"]
 FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
 
@@ -31,7 +36,7 @@ class MaskElementsState(NamedTuple):
       mask: Which entries may move.
     """
 
-    mask: Any  # bool, shaped like params
+    mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
     def trainable_masks(self) -> list[Any]:
         """The mask, for `optperm.apply_updates`."""
