@@ -23,14 +23,14 @@ def explicit_sharding(*leaves: Any) -> NamedSharding | None:
 
 def shard_like(leaf: Any, *others: Any) -> Any:
     """An array where others of the same shape lie, as far as that can be seen."""
-    wanted = explicit_sharding(*others)
-    if wanted is not None:
-        return leaf if explicit_sharding(leaf) == wanted else jax.sharding.reshard(leaf, wanted)
-    other = next(filter(is_spread, others), None)
+    wanted, other = explicit_sharding(*others), next(filter(is_spread, others), None)
     if other is None or isinstance(leaf, jax.core.Tracer):
-        return leaf
-    if is_spread(leaf) and leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
-        return leaf
+        is_same = wanted is None or explicit_sharding(leaf) == wanted
+        return leaf if is_same else jax.sharding.reshard(leaf, wanted)
+    # Outside of jax.jit the array itself names its devices, which a type does only within jax.set_mesh.
+    if explicit_sharding(leaf) == wanted and is_spread(leaf):
+        is_same = leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+        return leaf if is_same else jax.device_put(leaf, other.sharding)
     return jax.device_put(leaf, other.sharding)
 
 

@@ -4,8 +4,10 @@ T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajector
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,9 @@ from optperm.subspace.subspace import (
     project,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
 Curvature = Literal["absolute", "relative"]
 
 
@@ -40,7 +45,8 @@ class DimReduceState(NamedTuple):
       count: Calls of `update`, skipped steps included.
       subspace: The basis :math:`P`.
       residual: :math:`m`, what the gradients had outside the subspace, with momentum.
-      inverse_hessian: :math:`B`, the BFGS approximation within the subspace.
+      inverse_hessian: :math:`B`, the BFGS approximation within the subspace. Like the other numbers
+        there it is in float32, or in float64 if any parameter is.
       last_gradient: The projected gradient of the last step that the line search accepted.
       has_last: Whether there was such a step.
       last_move: :math:`s`, that step.
@@ -48,14 +54,14 @@ class DimReduceState(NamedTuple):
       inner_state: State of the optimizer that makes updates of it.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     subspace: Subspace
-    residual: optax.Updates  # like params, leaf for leaf
-    inverse_hessian: jax.Array  # (k, k), float32, or float64 if a parameter is
-    last_gradient: jax.Array  # (k,)
-    has_last: jax.Array  # bool ()
-    last_move: jax.Array  # (k,)
-    step_length: jax.Array  # ()
+    residual: PyTree[Float[Array, "?*shape"], "Params"]
+    inverse_hessian: Float[Array, "k k"]
+    last_gradient: Float[Array, "k"]
+    has_last: Bool[Array, ""]
+    last_move: Float[Array, "k"]
+    step_length: Float[Array, ""]
     inner_state: Any
 
 

@@ -4,7 +4,9 @@ T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajector
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 """
 
-from typing import Any, Literal, NamedTuple, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,9 @@ from optperm.subspace.projected import projected
 from optperm.subspace.subspace import Subspace
 from optperm.subspace.trajectory import write_row
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
 SecondPhase = Literal["bfgs", "sgd"]
 
 
@@ -39,9 +44,9 @@ class DldrState(NamedTuple):
       second: State of the second phase: a `DimReduceState` or a `ProjectedState`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     optimizer_state: Any
-    further_snapshots: optax.Params  # (num_samples - rows of the basis, *shape) per leaf
+    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
 
 

@@ -1,7 +1,9 @@
 """A subspace of all params, given by orthonormal rows, and the two matrix products with it."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,9 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
 from optperm.contract.shardings import explicit_sharding, rows_like
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
 # On accelerators float32 products lose half their digits by default.
 _PRECISION = jax.lax.Precision.HIGHEST
 
@@ -22,14 +27,15 @@ class Subspace(NamedTuple):
     r"""Orthonormal rows :math:`P` over all params, or those of them that one replica holds.
 
     Attributes:
-      rows: The rows, zero until they are set and where there are fewer than there is room for.
+      rows: Those of this replica, in float32, or float64 for float64 params; zero until they are set and
+        where there are fewer than there is room for.
       first_row: The number of the first of them among all rows; 0 without an axis of replicas.
       is_set: Whether there is a basis yet.
     """
 
-    rows: optax.Params  # (rows of this replica, *shape) per leaf; float32, or float64 for float64
-    first_row: jax.Array  # int32 ()
-    is_set: jax.Array  # bool ()
+    rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
+    first_row: Int32[Array, ""]
+    is_set: Bool[Array, ""]
 
 
 def empty_subspace(params: optax.Params, n_components: int, axis_name: AxisName | None) -> Subspace:

@@ -1,6 +1,8 @@
 """Snapshots of the params along a training trajectory, kept in the optimizer state."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,9 @@ from optperm.contract.shardings import rows_like
 from optperm.contract.states import find_state, one_row
 from optperm.contract.transformation import transformation
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
 
 class TrajectoryState(NamedTuple):
     """State of `record_trajectory`.
@@ -24,9 +29,9 @@ class TrajectoryState(NamedTuple):
       snapshots: A ring: the i-th snapshot is in row i modulo the capacity.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    num_recorded: jax.Array  # int32 ()
-    snapshots: optax.Params  # (capacity, *shape) per leaf
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    num_recorded: Int32[Array, ""]
+    snapshots: PyTree[Float[Array, "capacity ?*shape"], "Params"]
 
 
 def record_trajectory(
