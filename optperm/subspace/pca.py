@@ -221,7 +221,9 @@ def _cut(rows: jax.Array) -> jax.Array:
         if sharding is None:
             names, pieces = None, math.gcd(size, jax.device_count())
         else:
-            names, pieces = sharding.spec[axis], size // sharding.shard_shape(rows.shape)[axis]
+            names = sharding.spec[axis]
+            each = (names,) if isinstance(names, str) else names or ()
+            pieces = math.prod(sharding.mesh.shape[name] for name in each)
         if pieces == 1:
             sizes[-1] *= size
         else:
