@@ -42,6 +42,32 @@ def pytest_sessionfinish(session):
         shutil.rmtree(os.environ["OPTPERM_TEST_CACHE"], ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Prints the table of tests/conformance/test_meshes.py, if those tests ran."""
+    cells = {}
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "mesh table":
+                method, *place, outcome = value
+                cells.setdefault(method, {})[" ".join(place)] = outcome
+    if not cells:
+        return
+    columns = sorted({place for row in cells.values() for place in row})
+    exceptions = sorted({value for row in cells.values() for value in row.values()} - {"ok"})
+    marks = {"ok": "ok", **{value: str(i) for i, value in enumerate(exceptions, 1)}}
+    terminalreporter.section("sharded params, by method, mesh, cut and eager or jit")
+    for number, place in enumerate(columns):
+        terminalreporter.write_line(f"{chr(ord('a') + number)} = {place}")
+    for number, value in enumerate(exceptions, 1):
+        terminalreporter.write_line(f"{number} = {value}")
+    width = max(map(len, cells))
+    heads = (chr(ord("a") + number) for number in range(len(columns)))
+    terminalreporter.write_line(" " * width + "".join(f"{head:>4}" for head in heads))
+    for method, row in cells.items():
+        marked = (marks.get(row.get(place), "-") for place in columns)
+        terminalreporter.write_line(f"{method:{width}}" + "".join(f"{mark:>4}" for mark in marked))
+
+
 @pytest.fixture(params=cycles.KERNELS)
 def kernel(request, monkeypatch):
     """Each kernel in turn. One that is missing fails the test."""

@@ -1,6 +1,8 @@
 """Whether predicted probabilities are as often right as they say."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,9 @@ import numpy as np
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 
 class Calibration(NamedTuple):
@@ -20,10 +25,10 @@ class Calibration(NamedTuple):
       accuracy: The share of right predictions in each bin.
     """
 
-    expected_calibration_error: jax.Array  # float32 (), or wider
-    counts: jax.Array  # int32 (num_bins,)
-    confidence: jax.Array  # float32 (num_bins,), or wider
-    accuracy: jax.Array  # float32 (num_bins,), or wider
+    expected_calibration_error: Float[Array, ""]
+    counts: Int32[Array, "num_bins"]
+    confidence: Float[Array, "num_bins"]
+    accuracy: Float[Array, "num_bins"]
 
 
 def calibration(

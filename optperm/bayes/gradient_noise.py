@@ -4,7 +4,9 @@ S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Ba
 JMLR 18(134), 2017.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,9 @@ from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_state, mask_like
 from optperm.contract.transformation import transformation
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree
+
 _MAX_FULL_SIZE = 4096
 
 
@@ -36,7 +41,7 @@ class GradientNoiseState(NamedTuple):
       count: Steps taken.
       weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
       covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
-        diagonal, or all of it.
+        diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
       factor: With the full preconditioner, the Cholesky factor of what is inverted; zero as long as
         there is none. Else an empty tuple.
       scale: :math:`2 S T / N`, as of the last step.
@@ -44,13 +49,13 @@ class GradientNoiseState(NamedTuple):
       max_step: The largest step size; infinite for no limit.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    weight: jax.Array  # float32 ()
-    covariance: Any  # (), like params or (D, D); float32, or the parameter's dtype if wider
-    factor: Any  # (D, D), or an empty tuple
-    scale: jax.Array  # (); float32, or the widest of the params' dtypes if wider
-    damping: jax.Array  # () likewise
-    max_step: jax.Array  # () likewise
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    weight: Float32[Array, ""]
+    covariance: Float[Array, ""] | Float[Array, "d d"] | PyTree[Float[Array, "?*shape"], "Params"]
+    factor: PyTree[Float[Array, "d d"]]
+    scale: Float[Array, ""]
+    damping: Float[Array, ""]
+    max_step: Float[Array, ""]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """H g, in the dtypes of g.

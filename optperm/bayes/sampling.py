@@ -1,8 +1,10 @@
 """Draws from a stochastic optimizer whose iterates sample a distribution, and predictions from them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,9 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.states import without_variables
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree, Shaped
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
@@ -27,10 +32,10 @@ class Samples(NamedTuple):
       next_step: Steps that each chain has taken; `first_step` to go on from.
     """
 
-    params: optax.Params  # like params, leaves (chain, draw, *shape)
-    last_params: optax.Params  # like params, leaves (chain, *shape)
-    last_opt_state: Any  # like the optimizer state, leaves (chain, *shape)
-    next_step: jax.Array  # int32 ()
+    params: PyTree[Shaped[Array, "chain draw ..."]]
+    last_params: PyTree[Shaped[Array, "chain ..."]]
+    last_opt_state: PyTree[Shaped[Array, "chain ..."]]
+    next_step: Int32[Array, ""]
 
 
 def draw_samples(

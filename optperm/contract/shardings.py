@@ -11,22 +11,27 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 
-def explicit_sharding(leaf: Any) -> NamedSharding | None:
-    """The sharding that is a part of an array's type, or None where its mesh has no explicit axes."""
-    sharding = jax.typeof(leaf).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+def explicit_sharding(*leaves: Any) -> NamedSharding | None:
+    """The sharding that is a part of an array's type, or None where its mesh has no explicit axes.
+
+    Of several arrays it is that of the first one that is cut at all, or of the first.
+    """
+    found = [jax.typeof(leaf).sharding for leaf in leaves]
+    explicit = [each for each in found if AxisType.Explicit in each.mesh.axis_types]
+    return next((each for each in explicit if any(each.spec)), next(iter(explicit), None))
 
 
-def shard_like(leaf: Any, like: Any) -> Any:
-    """An array where another one of the same shape lies, as far as that can be seen."""
-    wanted = explicit_sharding(like)
+def shard_like(leaf: Any, *others: Any) -> Any:
+    """An array where others of the same shape lie, as far as that can be seen."""
+    wanted = explicit_sharding(*others)
     if wanted is not None:
         return leaf if explicit_sharding(leaf) == wanted else jax.sharding.reshard(leaf, wanted)
-    if isinstance(leaf, jax.core.Tracer) or not is_spread(like):
+    other = next(filter(is_spread, others), None)
+    if other is None or isinstance(leaf, jax.core.Tracer):
         return leaf
-    if is_spread(leaf) and leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim):
+    if is_spread(leaf) and leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
         return leaf
-    return jax.device_put(leaf, like.sharding)
+    return jax.device_put(leaf, other.sharding)
 
 
 def on_different_meshes(leaf: Any, other: Any) -> bool:

@@ -1,6 +1,16 @@
 """A mask for each element of the params: pruning, freezing, and what keeps both under any optimizer."""
 
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from __future__ import annotations
+
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    get_args,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +19,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
+from optperm.contract.transformation import transformation
 from optperm.sparsity.choice import (
     Include,
     Scope,
@@ -17,6 +28,9 @@ from optperm.sparsity.choice import (
     random_scores,
     without_masked,
 )
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
 
 PruneCriterion = Literal["magnitude", "random"]
 FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
@@ -46,7 +60,7 @@ class MaskElementsState(NamedTuple):
       mask: Which entries may move.
     """
 
-    mask: Any  # bool, shaped like params
+    mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
     def trainable_masks(self) -> list[Any]:
         """The mask, for `optperm.apply_updates`."""
@@ -88,36 +102,33 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
       [2.5, 0.0, 0.0, 3.5]
     """
 
-    def init_fn(params: optax.Params) -> MaskElementsState:
-        checks.check_real_floating(
-            "params", params, advice="Leave the others out with optax.masked."
-        )
+    def init(params: optax.Params) -> MaskElementsState:
         return MaskElementsState(
             jax.tree.map(
                 lambda leaf: mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf)), params
             )
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: MaskElementsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
     ) -> tuple[optax.Updates, MaskElementsState]:
-        del extra_args
-        for name, tree in (("params", params), ("updates", updates)):
-            if tree is not None:
-                checks.check_same_tree(
-                    name, tree, state.mask, source="the optimizer state", dtypes=False
-                )
+        del params
 
-        def hold(is_trainable: jax.Array, update: Any) -> jax.Array:
-            # Strongly typed, as the constant is.
-            return jnp.where(is_trainable, update, jnp.array(-0.0, jnp.result_type(update)))
+        # u_i where m_i, else -0
+        def hold(is_trainable: jax.Array, u: Any) -> jax.Array:
+            return jnp.where(is_trainable, u, jnp.array(-0.0, jnp.result_type(u)))
 
         return jax.tree.map(hold, state.mask, updates), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(
+        init,
+        update,
+        method="mask_elements",
+        like=lambda state: state.mask,
+        dtypes=False,
+        needs_params=False,
+        updates_like="updates",
+    )
 
 
 def prune(

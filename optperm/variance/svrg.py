@@ -4,9 +4,11 @@ R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predict
 NeurIPS 2013.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,9 @@ from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_state, mask_like, replace_state, without_variables
 from optperm.contract.transformation import transformation
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+
 GradFn = Callable[[optax.Params], optax.Updates]
 
 
@@ -28,12 +33,13 @@ class Snapshot(NamedTuple):
     Attributes:
       is_taken: Whether there is one yet.
       params: :math:`\tilde\theta`; the initial params before the first one is taken.
-      full_grad: :math:`\mu`, the full gradient there; zero before.
+      full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
+        before.
     """
 
-    is_taken: jax.Array  # bool ()
-    params: optax.Params  # like params, leaf for leaf
-    full_grad: optax.Updates  # shaped like params; float32, or the parameter's dtype if wider
+    is_taken: Bool[Array, ""]
+    params: PyTree[Float[Array, "?*shape"], "Params"]
+    full_grad: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 class SvrgState(NamedTuple):
@@ -45,8 +51,8 @@ class SvrgState(NamedTuple):
       snapshot: The snapshot that the next step uses.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    key: jax.Array  # uint32 (2,)
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
     snapshot: Snapshot
 
 
