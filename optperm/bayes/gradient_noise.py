@@ -25,6 +25,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import gather
 from optperm.contract.states import find_state, mask_like
 from optperm.contract.transformation import transformation
 
@@ -84,9 +85,8 @@ class GradientNoiseState(NamedTuple):
         return jnp.where(jnp.isfinite(step), step, jnp.zeros_like(step))
 
     def _solve(self, grads: optax.Updates) -> optax.Updates:
-        flat, unflatten = ravel_pytree(
-            jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), grads)
-        )
+        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), gather(grads))
+        flat, unflatten = ravel_pytree(grads)
         _check_size(flat.size, self.factor)
         solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
         step = self.scale * solution

@@ -11,6 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
+from optperm.contract.shardings import gather
 from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
@@ -64,13 +65,13 @@ def diagonal(deviations: optax.Updates) -> optax.Updates:
 
 def matrix(deviations: optax.Updates) -> jax.Array:
     """The sum of outer products of the flattened deviations, (D, D)."""
-    rows = flat_rows(deviations)
+    rows = _as_matrix(deviations)
     return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
 
 
-def flat_rows(tree: Any) -> jax.Array:
+def _as_matrix(tree: Any) -> jax.Array:
     """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
-    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(tree)
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(gather(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
 

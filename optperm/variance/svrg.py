@@ -212,9 +212,8 @@ def svrg(
         is_used = now.is_taken & (c != 0.0)
         snapshot_grads = cond(
             is_used,
-            lambda at: _at_snapshot(grad_fn, at),
-            lambda at: optax.tree.zeros_like(at.full_grad),
-            now,
+            lambda: _at_snapshot(grad_fn, now),
+            lambda: optax.tree.zeros_like(now.full_grad),
         )
 
         # g <- g - c_t (grad f_B(theta~) - mu)
