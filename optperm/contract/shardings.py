@@ -75,7 +75,7 @@ def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
 
 
-def gather(tree: Any) -> Any:
+def unshard(tree: Any) -> Any:
     """The tree with all of every leaf on each device, where the compiler does not see to it itself.
 
     On an explicit mesh what is cut differently cannot be joined, and some axes cannot be indexed.
