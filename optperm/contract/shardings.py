@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 def type_of(leaf: Any) -> Any:
@@ -73,3 +74,27 @@ def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
     # Inside of jax.jit but without jax.set_mesh zeros do not lie on the leaf's mesh by themselves.
     zeros = shard_like(jnp.zeros_like(leaf, dtype=dtype), leaf)
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
+
+
+def unshard(tree: Any) -> Any:
+    """The tree with all of every leaf on each device, where the compiler does not see to it itself.
+
+    On an explicit mesh what is cut differently cannot be joined, and some axes cannot be indexed.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        sharding = explicit_sharding(leaf)
+        return leaf if sharding is None else jax.sharding.reshard(leaf, sharding.update(spec=P()))
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
+    """One entry along each of the leading axes, which may be cut; the others lie as they did."""
+    sharding = explicit_sharding(leaf)
+    if sharding is None:
+        return leaf[indices]
+    # As a gather, which is defined on cut axes, where a slice is not.
+    places = tuple(index[None] for index in indices)
+    one = sharding.update(spec=P(None, *sharding.spec[len(indices) :]))
+    return leaf.at[places].get(out_sharding=one)[0]
