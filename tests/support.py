@@ -31,6 +31,22 @@ def assert_same_bits(actual, expected):
         assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
 
 
+def assert_close(actual, expected, *, rtol=0.0, atol=0.0):
+    """Asserts that two trees agree in structure and, leaf by leaf, within a tolerance."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for path, (a, b) in zip(paths, pairs, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
+
+
+def signature(tree):
+    """Structure, shapes, dtypes and weak types of a tree."""
+    avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), avals
+
+
 def columns(leaf):
     """A leaf as its weight vectors, one a column: the last axis indexes output units."""
     leaf = np.asarray(leaf)
