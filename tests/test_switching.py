@@ -9,12 +9,10 @@ import optax
 import pytest
 import replicas
 import support
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.contract.states import find_state
 from optperm.placement import placing_states, replace_targets
 
 STEPS, SWITCH = 7, 3
@@ -303,28 +301,6 @@ def test_in_multi_steps_it_counts_whole_steps():
     wanted, _ = by_hand(sgd(), optperm.sgperm(0.4), track=False, switch=2)
     support.assert_same_bits(trail[1::2], wanted[:4])
     support.assert_same_bits(trail[6], trail[5])
-
-
-def test_in_an_nnx_optimizer():
-    """`nnx.Optimizer` holds its state as variables; weights are permuted from the switch on."""
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    tx = optperm.switch_after(1, optax.sgd(0.5), optperm.sgperm(0.4))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def run(model, optimizer, x):
-        optimizer.update(model, nnx.grad(lambda m: jnp.sum(jnp.sin(9.0 * m(x))))(model))
-
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    run(model, optimizer, x)
-    at_switch = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    run(model, optimizer, x)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert find_state(optimizer.opt_state, optperm.SwitchAfterState, method="switch_after").switched
-    exact = nnx.to_pure_dict(optperm.permuted_params(optimizer.opt_state))
-    support.assert_permutes(exact, at_switch)
-    assert not np.array_equal(exact["kernel"], at_switch["kernel"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), after, exact)
 
 
 def test_arguments_that_are_wrong_are_named():

@@ -6,15 +6,12 @@ import subprocess
 import sys
 import textwrap
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import support
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -369,55 +366,3 @@ def test_apply_if_finite_skips_the_whole_step():
         updates, opt_state = update(g, opt_state, p)
         p = optperm.apply_updates(p, updates, opt_state)
         support.assert_same_bits(p, expected)
-
-
-def assert_within_one_rounding(got, exact, start):
-    """Asserts that params follow the exact weights, and that these are a permutation that moved."""
-    moved = False
-    for now, kept, before in zip(*map(jax.tree.leaves, (got, exact, start)), strict=True):
-        support.assert_permutes(kept, before)
-        error = np.abs(support.columns(now) - support.columns(kept))
-        assert np.all(error <= support.ulp_of_largest(before))
-        moved |= not np.array_equal(kept, before)
-    assert moved
-
-
-@pytest.mark.usefixtures("lenient")
-def test_nnx_optimizer():
-    """`nnx.Optimizer` trains an NNX model by it, and its state gives the exact weights."""
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    start = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(0), (8, 4))
-    y = jax.random.normal(jax.random.key(1), (8, 3))
-
-    @nnx.jit
-    def step(model, optimizer):
-        optimizer.update(model, nnx.grad(lambda m: jnp.mean((m(x) - y) ** 2))(model))
-
-    for _ in range(3):
-        step(model, optimizer)
-    trained = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    exact = optperm.permuted_params(optimizer.opt_state)
-    assert_within_one_rounding(trained, exact, start)
-
-
-@pytest.mark.usefixtures("lenient")
-def test_linen_train_state():
-    """Flax's TrainState trains a Linen model by it, within one rounding of the exact weights."""
-    model = nn.Dense(3, bias_init=nn.initializers.normal(1.0))
-    x = jax.random.normal(jax.random.key(0), (8, 4))
-    y = jax.random.normal(jax.random.key(1), (8, 3))
-    start = model.init(jax.random.key(2), x)["params"]
-    state = TrainState.create(apply_fn=model.apply, params=start, tx=make())
-
-    @jax.jit
-    def step(state):
-        def loss(p):
-            return jnp.mean((state.apply_fn({"params": p}, x) - y) ** 2)
-
-        return state.apply_gradients(grads=jax.grad(loss)(state.params))
-
-    for _ in range(3):
-        state = step(state)
-    assert_within_one_rounding(state.params, optperm.permuted_params(state.opt_state), start)

@@ -3,7 +3,6 @@
 import functools
 import warnings
 
-import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -14,13 +13,10 @@ import optax
 import pytest
 import replicas
 import support
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.contract.states import find_state
 from optperm.placement import replace_targets
 
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
@@ -348,44 +344,6 @@ def test_targets_of_another_state():
     merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
-
-
-def test_in_an_nnx_optimizer():
-    """`nnx.Optimizer` trains with it; the params to synchronize may be the model's variables."""
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    initial = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, optperm.laperm(optax.adam(0.5), 2), wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    for _ in range(3):
-        optimizer.update(model, nnx.grad(lambda m: jnp.sum(jnp.sin(9.0 * m(x))))(model))
-    state = find_state(optimizer.opt_state, optperm.LapermState, method="laperm")
-    assert state.count == 3
-    now = optperm.permuted_params(optimizer.opt_state, nnx.state(model, nnx.Param))
-    support.assert_permutes(nnx.to_pure_dict(now), initial)
-    last = nnx.to_pure_dict(optperm.permuted_params(optimizer.opt_state))
-    support.assert_permutes(last, initial)
-    assert not np.array_equal(last["kernel"], initial["kernel"])
-    nnx.update(model, now)
-    support.assert_same_bits(model.kernel.get_value(), nnx.to_pure_dict(now)["kernel"])
-
-
-def test_a_linen_train_state_trains_with_it():
-    """Flax's own `TrainState`, with plain `optax.apply_updates`: exact weights in the state."""
-    model = nn.Dense(3, bias_init=nn.initializers.normal())
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    start = model.init(jax.random.key(0), x)["params"]
-    state = TrainState.create(
-        apply_fn=model.apply, params=start, tx=optperm.laperm(optax.adam(0.5), 2)
-    )
-    for _ in range(2):
-        g = jax.grad(lambda p: jnp.sum(jnp.sin(9.0 * model.apply({"params": p}, x))))(state.params)
-        state = state.apply_gradients(grads=g)
-    exact = optperm.permuted_params(state.opt_state)
-    support.assert_permutes(exact, start)
-    assert not np.array_equal(exact["kernel"], start["kernel"])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-7), state.params, exact
-    )
 
 
 def test_arguments_that_are_wrong_are_named():

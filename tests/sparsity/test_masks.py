@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 import support
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -663,50 +662,6 @@ def test_weak_updates_become_strong():
     updates, _ = jax.jit(lambda: tx.update(1.0, opt_state))()
     assert updates.dtype == jnp.float32
     assert not updates.weak_type
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        params = support.random_params()
-        self.kernel, self.bias = nnx.Param(params["kernel"]), nnx.Param(params["bias"])
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("inside_jit", [False, True])
-def test_nnx_optimizer(inside_jit):
-    """Its params and states are variables; they come back as variables, and train as arrays do."""
-    model = Model()
-    tx = optax.chain(optax.adamw(0.1), optperm.mask_elements())
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def prune(model, optimizer):
-        params, optimizer.opt_state = optperm.prune(
-            nnx.state(model, nnx.Param), optimizer.opt_state, 0.3
-        )
-        nnx.update(model, params)
-        optimizer.opt_state = optperm.freeze(
-            optimizer.opt_state, 0.3, scores=jax.tree.map(jnp.sin, params)
-        )
-
-    structure = jax.tree.structure(optimizer.opt_state)
-    (nnx.jit(prune) if inside_jit else prune)(model, optimizer)
-    assert jax.tree.structure(optimizer.opt_state) == structure
-    params, opt_state = optperm.prune(
-        support.random_params(), tx.init(support.random_params()), 0.3
-    )
-    opt_state = optperm.freeze(opt_state, 0.3, scores=jax.tree.map(jnp.sin, params))
-    plain = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    support.assert_same_bits(plain, params)
-    grads = support.random_like(params, 1)
-    for _ in range(3):
-        optimizer.update(model, nnx.State({k: nnx.Param(g) for k, g in grads.items()}))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    for name, is_held in held_by(opt_state).items():
-        np.testing.assert_allclose(after[name], params[name], rtol=1e-6)
-        support.assert_same_bits(after[name][is_held], plain[name][is_held])
-        assert (after[name][~is_held] != plain[name][~is_held]).all()
 
 
 # What users pass.

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 import support
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -492,73 +490,6 @@ def test_part_of_the_params(how):
         chex.assert_trees_all_close(params["full"], alone["full"], rtol=1e-6)
         assert params["bias_full"] == frozen
     assert np.abs(alone["full"]).max() > 0.1
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.full = nnx.Param(start()["full"])
-        self.bias_full = nnx.Param(start()["bias_full"])
-
-    def __call__(self, x):
-        return x @ self.full + self.bias_full
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("inside_jit", [False, True])
-def test_nnx_optimizer(inside_jit):
-    """`nnx.Optimizer` passes the extras on; its state, of variables, takes the snapshot as it is."""
-    model = Model()
-    tx = optax.chain(optperm.svrg(0.5), optax.sgd(RATE, momentum=0.9))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    data = to_dtype(make_data(), np.float32)
-
-    graph = nnx.graphdef(model)
-
-    def loss(state, batch):
-        return jnp.mean((nnx.merge(graph, state)(batch["x"]) - batch["y"]) ** 2)
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        e = optperm.evaluate(loss, nnx.state(model, nnx.Param), batch)
-        optimizer.update(model, e.grad, **e.extra_args)
-
-    def take_snapshot(model, optimizer):
-        params = nnx.state(model, nnx.Param)
-        full_grad = optperm.full_gradient(loss, params, [part(data, t) for t in range(6)])
-        optimizer.opt_state = optperm.take_snapshot(optimizer.opt_state, params, full_grad)
-
-    take = nnx.jit(take_snapshot) if inside_jit else take_snapshot
-    params, opt_state = start(), tx.init(start())
-    plain_step = jax.jit(make_step(tx, data))
-    structure = jax.tree.structure(optimizer.opt_state)
-    for t in range(5):
-        if t in (1, 3):
-            take(model, optimizer)
-            opt_state = snapshot_at(opt_state, params, data)
-        step(model, optimizer, part(data, t))
-        params, opt_state = plain_step(params, opt_state, part(data, t))
-        got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        chex.assert_trees_all_close(got, params, rtol=1e-5)
-    assert jax.tree.structure(optimizer.opt_state) == structure
-
-
-def test_training_goes_on_from_a_checkpoint_between_snapshots(tmp_path):
-    """Restored in the middle of a period, without a new snapshot, it continues bit for bit."""
-    data = to_dtype(make_data(), np.float32)
-    tx = optax.chain(optperm.svrg(), optax.sgd(RATE))
-    step = jax.jit(make_step(tx, data))
-    params = start()
-    saved = step(params, snapshot_at(tx.init(params), params, data), part(data, 0))
-    template = jax.tree.map(jnp.zeros_like, (params, tx.init(params)))
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", template)
-    assert restored[1][0].snapshot.is_taken
-    support.assert_same_bits(
-        step(*restored, part(data, 1)),
-        step(*saved, part(data, 1)),
-    )
 
 
 # Many devices.
