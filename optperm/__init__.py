@@ -2,7 +2,7 @@
 
 import importlib as _importlib
 import types as _types
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from optperm.bayes.calibration import Calibration as Calibration
 from optperm.bayes.calibration import calibration as calibration
@@ -52,7 +52,7 @@ from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
 from optperm.variance.svrg import take_snapshot as take_snapshot
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from optperm import training as training
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 def explicit_sharding(*leaves: Any) -> NamedSharding | None:
@@ -23,14 +24,14 @@ def explicit_sharding(*leaves: Any) -> NamedSharding | None:
 
 def shard_like(leaf: Any, *others: Any) -> Any:
     """An array where others of the same shape lie, as far as that can be seen."""
-    wanted = explicit_sharding(*others)
-    if wanted is not None:
-        return leaf if explicit_sharding(leaf) == wanted else jax.sharding.reshard(leaf, wanted)
-    other = next(filter(is_spread, others), None)
+    wanted, other = explicit_sharding(*others), next(filter(is_spread, others), None)
     if other is None or isinstance(leaf, jax.core.Tracer):
-        return leaf
-    if is_spread(leaf) and leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim):
-        return leaf
+        is_same = wanted is None or explicit_sharding(leaf) == wanted
+        return leaf if is_same else jax.sharding.reshard(leaf, wanted)
+    # Outside of jax.jit the array itself names its devices, which a type does only within jax.set_mesh.
+    if explicit_sharding(leaf) == wanted and is_spread(leaf):
+        is_same = leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+        return leaf if is_same else jax.device_put(leaf, other.sharding)
     return jax.device_put(leaf, other.sharding)
 
 
@@ -62,3 +63,27 @@ def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
     """Zeros with a leading axis of rows, each of which lies where the leaf does."""
     zeros = jnp.zeros_like(leaf, dtype=dtype)
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
+
+
+def gather(tree: Any) -> Any:
+    """The tree with all of every leaf on each device, where the compiler does not see to it itself.
+
+    On an explicit mesh what is cut differently cannot be joined, and some axes cannot be indexed.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        sharding = explicit_sharding(leaf)
+        return leaf if sharding is None else jax.sharding.reshard(leaf, sharding.update(spec=P()))
+
+    return jax.tree.map(of_leaf, tree)
+
+
+def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
+    """One entry along each of the leading axes, which may be cut; the others lie as they did."""
+    sharding = explicit_sharding(leaf)
+    if sharding is None:
+        return leaf[indices]
+    # As a gather, which is defined on cut axes, where a slice is not.
+    places = tuple(index[None] for index in indices)
+    one = sharding.update(spec=P(None, *sharding.spec[len(indices) :]))
+    return leaf.at[places].get(out_sharding=one)[0]

@@ -20,7 +20,7 @@ from optperm.permutation.weight_vectors import (
     check_output_axes,
     init_ranks,
     permute_vectors,
-    warn_of_constant_rows,
+    warn_of_constant_vectors,
 )
 from optperm.placement import Placement
 
@@ -139,7 +139,7 @@ def permute_by_cycles(
     check_output_axes(output_axes)
 
     def init(params: optax.Params) -> PermuteByCyclesState:
-        warn_of_constant_rows(params, output_axes, example="optperm.sgperm()")
+        warn_of_constant_vectors(params, output_axes, example="optperm.sgperm()")
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
             key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
@@ -163,11 +163,11 @@ def permute_by_cycles(
             # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
             size = _partition_size(ratio, w.shape[0], min_partition_size)
             leaf_key = jax.random.fold_in(step_key, index)
-            seeds = jax.random.bits(leaf_key, (w.shape[1], 2), jnp.uint32)
-            w, ranks, moved_in_rows = cycles.permute_rows(
+            seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
+            w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
             )
-            moved.append(jnp.sum(moved_in_rows).astype(jnp.float32))
+            moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
         weights, ranks = permute_vectors(permute, output_axes, state.weights, state.ranks, m)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from optperm.contract import checks
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
-from optperm.preconditioning import PreconditioningState
 from optperm.sparsity.choice import (
     Include,
     Scope,
@@ -27,6 +26,23 @@ if TYPE_CHECKING:
 
 PruneCriterion = Literal["magnitude", "random"]
 FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
+
+
+@runtime_checkable
+class PreconditioningState(Protocol):
+    """What `freeze` asks of a preconditioner: a state that multiplies gradients by its matrix H."""
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """H g.
+
+        Args:
+          grads: g, a tree like the params, whole or without the leaves that this state does not see
+            (`optax.MaskedNode` in their place): it leaves those out itself.
+
+        Returns:
+          A tree like the params that this state sees.
+        """
+        ...
 
 
 class MaskElementsState(NamedTuple):
