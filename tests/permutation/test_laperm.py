@@ -346,25 +346,6 @@ def test_targets_of_another_state():
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 
 
-def test_arguments_that_are_wrong_are_named():
-    """When it is built, or initialized: what came, and what to do."""
-    for number, error in [(0, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)]:
-        with pytest.raises(error, match="sync_every"):
-            optperm.laperm(optax.sgd(0.1), number)
-    with pytest.raises(TypeError, match="optimizer must be an optax"):
-        optperm.laperm(0.1, 10)
-    with pytest.raises(ValueError, match="optimizer places params"):
-        optperm.laperm(optperm.sgperm(), 10).init(params())
-    masked = optax.chain(optax.sgd(0.1), optperm.mask_elements())
-    with pytest.raises(ValueError, match="or holds some"):
-        optperm.laperm(masked, 10).init(params())
-    optperm.laperm(optperm.switch_after(1, optax.sgd(0.1), optax.adam(0.1)), 10).init(params())
-    with pytest.raises(TypeError, match=r"params\['table'\] has dtype int32"):
-        optperm.laperm(optax.sgd(0.1), 10).init({"table": jnp.arange(3)})
-    with pytest.raises(ValueError, match=r"output_axes \(2,\) .*kernel"):
-        optperm.laperm(optax.sgd(0.1), 10, output_axes=2).init(params())
-
-
 def test_constant_rows_are_warned_of():
     """A zero bias goes back to zero at every synchronization: said once, with its own remedy."""
     start = params() | {"bias": jnp.zeros(5)}
