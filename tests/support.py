@@ -3,10 +3,19 @@
 import os
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from optperm.permutation import cycles
+
+# NumPy's dtype of each that can be trained.
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
 
 
 def require_kernel(name):
