@@ -410,48 +410,6 @@ def test_a_basis_goes_to_another_run_through_orbax(dtype, tmp_path):
         one_step(tx)(start(), opt_state, np.ones((2, 6), np.float32))
 
 
-def test_errors_say_what_came_and_what_to_do():
-    """Missing extras, bases of other shapes, numbers out of range, axes that are not bound."""
-    tx = optperm.dim_reduce(n_components=3)
-    opt_state = tx.init(start())
-    grads = start()
-    with pytest.raises(ValueError, match=r"extra argument value, .*optperm.evaluate"):
-        tx.update(grads, opt_state, start(), value_fn=lambda params: 0.0)
-    with pytest.raises(ValueError, match=r"extra argument value_fn, .*optperm.evaluate"):
-        tx.update(grads, opt_state, start(), value=0.0)
-    with pytest.raises(ValueError, match=r"basis\['a'\] is float32\[2, 5, 1\].*\[3, 5, 1\]"):
-        optperm.set_basis(opt_state, rows(2))
-    with pytest.raises(ValueError, match="basis has another tree structure"):
-        optperm.set_basis(opt_state, {"a": rows(3)["a"]})
-    with pytest.raises(ValueError, match="not finite"):
-        optperm.set_basis(opt_state, jax.tree.map(lambda r: r * np.nan, rows(3)))
-    with pytest.raises(TypeError, match=r"basis\['a'\] has dtype int32"):
-        optperm.set_basis(opt_state, rows(3) | {"a": np.zeros((3, 5, 1), np.int32)})
-    with pytest.raises(ValueError, match=r"DimReduceState .*optperm.dim_reduce.* none"):
-        optperm.set_basis(optax.adam(0.1).init(start()), rows(3))
-    with pytest.raises(TypeError, match=r"params\['a'\] has dtype"):
-        tx.init({"a": jnp.zeros(2, jnp.complex64)})
-    with pytest.raises(TypeError, match="static_args"):
-        optax.inject_hyperparams(optperm.dim_reduce)(n_components=3).init(start())
-    with pytest.raises(ValueError, match="axis_name 'replica' is not bound"):
-        optperm.dim_reduce(n_components=3, axis_name="replica").init(start())
-    for name, value in [
-        ("n_components", 0),
-        ("rho", 1.5),
-        ("gamma", -0.1),
-        ("alpha", -1.0),
-        ("sigma", 2.0),
-        ("max_search_steps", 0),
-        ("curvature", "none"),
-    ]:
-        with pytest.raises(ValueError, match=name):
-            optperm.dim_reduce(**{"n_components": 2, name: value})
-    with pytest.raises(TypeError, match="n_components must be an integer"):
-        optperm.dim_reduce(n_components=True)
-    with pytest.raises(TypeError, match="optimizer must be"):
-        optperm.dim_reduce(0.1, n_components=2)
-
-
 def test_a_basis_has_orthonormal_rows():
     """Longer, equal or slanted ones are refused; zero ones, and what bfloat16 rounds off, are not."""
     tx = optperm.dim_reduce(n_components=3)

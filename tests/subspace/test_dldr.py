@@ -194,33 +194,3 @@ def test_a_gradient_that_is_not_finite_skips_a_step_in_either_phase(phase):
         if phase == "sgd":
             support.assert_same_bits(state_after.second, opt_state.second)
         assert state_after.count == taken + 1
-
-
-def test_errors():
-    """Too few samples, phases that do not exist, missing extras, optimizers that place params."""
-    make = optperm.dldr
-    with pytest.raises(ValueError, match=r"n_components=3 needs num_samples of at least 4.*got 3"):
-        make(optax.sgd(0.1), sample_every=1, num_samples=3, n_components=3)
-    with pytest.raises(ValueError, match="second_phase must be one of 'bfgs', 'sgd'"):
-        make(optax.sgd(0.1), **OPTIONS, second_phase="adam")
-    with pytest.raises(ValueError, match="start"):
-        make(optax.sgd(0.1), **OPTIONS | {"start": -1})
-    with pytest.raises(TypeError, match="static_args"):
-        optax.inject_hyperparams(make)(optax.sgd(0.1), **OPTIONS).init(start())
-    tx = make(optax.sgd(0.1), **OPTIONS)
-    with pytest.raises(
-        ValueError, match=r"dldr needs the extra argument value, .*optperm.evaluate"
-    ):
-        tx.update(start(), tx.init(start()), start())
-    with pytest.raises(ValueError, match="places params"):
-        make(optperm.sgperm(), **OPTIONS).init(support.random_params())
-
-
-def test_the_last_snapshot_comes_before_the_count_ends():
-    """Past int32 the second phase would never begin, or at once."""
-    options = {"sample_every": 2**20, "n_components": 1}
-    optperm.dldr(optax.sgd(0.1), num_samples=2**11, **options)
-    with pytest.raises(ValueError, match=r"sample_every must be at most 2147483647"):
-        optperm.dldr(optax.sgd(0.1), num_samples=2**11 + 2, **options)
-    with pytest.raises(TypeError, match=r"second_optimizer must be an optax"):
-        optperm.dldr(optax.sgd(0.1), num_samples=2, second_optimizer=optax.sgd, **options)

@@ -81,16 +81,3 @@ def test_the_trajectory_of_a_training_spans_it():
     snapshots, count = optperm.trajectory(opt_state)
     basis = optperm.pca_basis(snapshots, 3, num_snapshots=count)
     np.testing.assert_allclose(basis.T @ basis, np.diag([1.0, 1, 1, 0, 0]), atol=1e-5)
-
-
-def test_errors():
-    """Numbers out of range, shapes that are traced, dtypes that keep nothing, states without a ring."""
-    for name, arguments in [("every", (0, 3)), ("capacity", (1, 0))]:
-        with pytest.raises(ValueError, match=name):
-            optperm.record_trajectory(*arguments)
-    with pytest.raises(TypeError, match="static_args"):
-        optax.inject_hyperparams(optperm.record_trajectory)(every=1, capacity=3).init(jnp.ones(2))
-    with pytest.raises(TypeError, match="dtype must be"):
-        optperm.record_trajectory(1, 2, dtype=jnp.int32)
-    with pytest.raises(ValueError, match=r"TrajectoryState .*optperm.record_trajectory.* none"):
-        optperm.trajectory(optax.sgd(0.1).init(jnp.ones(2)))
