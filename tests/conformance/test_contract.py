@@ -256,6 +256,16 @@ def test_params_of_another_dtype_are_named(ours):
         tx.update(params, tx.init(params), cast)
 
 
+def test_plain_apply_updates_goes_where_placing_does(ours):
+    """To rounding; where a method places params, its updates lead there as well."""
+    params = support.random_params()
+    placed, added = (
+        [after for after, _ in train(ours, params, 6, apply=apply)]
+        for apply in (optperm.apply_updates, loops.by_addition)
+    )
+    chex.assert_trees_all_close(added, placed, rtol=1e-5, atol=1e-6)
+
+
 def test_exact_targets_survive_plain_apply_updates(ours):
     """Where weights are placed, `optax.apply_updates` never loses the exact ones in the state."""
     if not ours.permutes:

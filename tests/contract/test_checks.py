@@ -168,6 +168,8 @@ def test_axes_have_to_be_bound():
     jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="data")(jnp.zeros(2))
     with pytest.raises(ValueError, match=r"axis_name \('data', 'model'\) is not bound here"):
         checks.check_axis_is_bound(("data", "model"))
+    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
+        jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="other")(jnp.zeros(2))
 
 
 @pytest.mark.parametrize(
