@@ -34,7 +34,7 @@ class Transformation:
       needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
       sums_over_params: Whether an update sums over params, so that it rounds by where they lie.
-      may_gather: For how a kernel is cut, what the update has to gather then.
+      may_gather: For how a kernel is cut, the largest parameter that the update has to gather then.
       prepared: From a fresh state and params, the state with what training would put into it.
     """
 
@@ -108,7 +108,7 @@ def two_examples(params: optax.Params, **part: int) -> optax.Updates:
 
 
 # A weight vector that lies on several devices has to be gathered to be permuted.
-CUT_VECTORS = {"input": "gathers cut weight vectors", "both": "gathers cut weight vectors"}
+CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 
 
 def with_basis(opt_state: Any, params: Any) -> Any:

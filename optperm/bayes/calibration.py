@@ -10,7 +10,7 @@ import numpy as np
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.shardings import gather
+from optperm.contract.shardings import unshard
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
@@ -74,14 +74,14 @@ def calibration(
     _check_probabilities(probabilities, labels)
     probabilities = jnp.asarray(probabilities)
     # Examples that lie on several devices are binned together.
-    confidences = gather(jnp.max(probabilities, axis=1))
+    confidences = unshard(jnp.max(probabilities, axis=1))
     confidences = confidences.astype(accumulation_dtype(probabilities))
     # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
     edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
     edges = edges.astype(confidences.dtype)
     bins = jnp.searchsorted(edges, confidences, side="left")
-    predictions = gather(jnp.argmax(probabilities, axis=1)).astype(jnp.int32)
-    is_right = (predictions == gather(jnp.asarray(labels, jnp.int32))).astype(confidences.dtype)
+    predictions = unshard(jnp.argmax(probabilities, axis=1)).astype(jnp.int32)
+    is_right = (predictions == unshard(jnp.asarray(labels, jnp.int32))).astype(confidences.dtype)
 
     def sum_by_bin(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, bins, num_segments=num_bins)

@@ -25,7 +25,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import gather
+from optperm.contract.shardings import unshard
 from optperm.contract.states import find_state, mask_like
 from optperm.contract.transformation import transformation
 
@@ -85,7 +85,7 @@ class GradientNoiseState(NamedTuple):
         return jnp.where(jnp.isfinite(step), step, jnp.zeros_like(step))
 
     def _solve(self, grads: optax.Updates) -> optax.Updates:
-        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), gather(grads))
+        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), unshard(grads))
         flat, unflatten = ravel_pytree(grads)
         _check_size(flat.size, self.factor)
         solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
@@ -251,7 +251,10 @@ def scale_by_gradient_noise(
     def update(
         g: optax.Updates, state: GradientNoiseState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, GradientNoiseState]:
-        # H g, by the C of the step before.
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+
+        # H_t g_t, by the C of the step before
         now = state._replace(**limits(state.count, params))
         is_moving = (now.count >= burn_in) & (now.weight > 0)
         h_g = cast_like(now.preconditioned(g), params)
@@ -259,11 +262,10 @@ def scale_by_gradient_noise(
             lambda x: jnp.where(is_moving & jnp.isfinite(x), x, jnp.zeros_like(x)), h_g
         )
 
-        # C_t = C_{t-1} + kappa_t / w_t (C^_t - C_{t-1})
+        # kappa_t = min(1, k / (t_0 + t)), and C_t with C^_t in it
         grad = extra_args.get("grad")
-        batch = BatchGradients(
-            params, g if grad is None else grad, extra_args, batch_size, chunk_size, axis_name
-        )
+        grad = g if grad is None else mask_like(grad, params)
+        batch = BatchGradients(params, grad, extra_args, batch_size, chunk_size, axis_name)
 
         def estimate() -> GradientNoiseState:
             t = now.count.astype(jnp.float32)
@@ -276,7 +278,7 @@ def scale_by_gradient_noise(
             is_estimating = now.count < freeze_after
             following = cond(is_estimating, estimate, lambda: now)
 
-        # L L^T = C_t
+        # L_t L_t^T = C_t, where H_{t+1} = 2 S T / N C_t^{-1} takes it
         if is_full:
             is_stale = is_estimating | (now.scale != state.scale)
             is_needed = is_stale & (now.count + 1 >= burn_in)
@@ -296,12 +298,15 @@ def scale_by_gradient_noise(
 
 def _with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
     """The state with one more estimate of the covariance, if it is finite."""
-    weight = state.weight + kappa * (1 - state.weight)
-    rate = jnp.where(weight > 0, kappa / weight, 0.0)
     is_sound = all_finite(sample)
 
+    # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
+    weight = state.weight + kappa * (1 - state.weight)
+    rate = jnp.where(weight > 0, kappa / weight, 0.0)
+
+    # C_t = C_{t-1} + kappa_t / w_t (C^_t - C_{t-1})
     def towards(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Not old + rate (new - old): a rate of 1 has to give the new one, bit for bit.
+        # In this form a rate of 1 gives the new one, bit for bit.
         mixed = (1 - rate).astype(old.dtype) * old + rate.astype(old.dtype) * new
         return jnp.where(is_sound, mixed, old)
 

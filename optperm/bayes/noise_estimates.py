@@ -11,7 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.contract.shardings import gather
+from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
@@ -71,7 +71,7 @@ def matrix(deviations: optax.Updates) -> jax.Array:
 
 def _as_matrix(tree: Any) -> jax.Array:
     """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
-    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(gather(tree))
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType
 
-from optperm.contract.shardings import shard_like
+from optperm.contract.shardings import shard_like, type_of
 
 Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
@@ -20,7 +20,7 @@ AxisName = str | tuple[str, ...]
 def varying_axes(*trees: Any) -> frozenset[str]:
     """The mapped axes over which any leaf of the trees is marked as varying."""
     leaves = jax.tree.leaves(trees)
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+    return frozenset().union(*(type_of(leaf).manual_axis_type.varying for leaf in leaves))
 
 
 def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:

@@ -12,13 +12,23 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
+def type_of(leaf: Any) -> Any:
+    """What `jax.typeof` says, or a shape of `jax.eval_shape` itself where that fails.
+
+    It does beside mapped axes on a mesh whose other axes are automatic: such a shape forgets its mesh.
+    """
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    is_complete = is_shape and leaf.sharding is None and leaf.manual_axis_type is not None
+    return leaf if is_complete else jax.typeof(leaf)
+
+
 def explicit_sharding(*leaves: Any) -> NamedSharding | None:
     """The sharding that is a part of an array's type, or None where its mesh has no explicit axes.
 
     Of several arrays it is that of the first one that is cut at all, or of the first.
     """
-    found = [jax.typeof(leaf).sharding for leaf in leaves]
-    explicit = [each for each in found if AxisType.Explicit in each.mesh.axis_types]
+    found = [type_of(leaf).sharding for leaf in leaves]
+    explicit = [each for each in found if each and AxisType.Explicit in each.mesh.axis_types]
     return next((each for each in explicit if any(each.spec)), next(iter(explicit), None))
 
 
@@ -65,7 +75,7 @@ def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
 
 
-def gather(tree: Any) -> Any:
+def unshard(tree: Any) -> Any:
     """The tree with all of every leaf on each device, where the compiler does not see to it itself.
 
     On an explicit mesh what is cut differently cannot be joined, and some axes cannot be indexed.

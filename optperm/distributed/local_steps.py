@@ -194,14 +194,15 @@ def local_steps(
         (center, center_state), took_part, chosen = cond(is_commit, commit_and_pull, keep)
         if not moves_leave_by_cond:
             chosen = optax.tree.where(is_commit, pull_to(center), moves)
+        skipped = jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped))
         return chosen, LocalStepsState(
-            count=count,
-            local_state=local_state,
-            center_state=center_state,
-            center=center,
+            count,
+            local_state,
+            center_state,
+            center,
             accumulator=a,
             pulled=is_commit,
-            skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+            skipped=skipped,
         )
 
     return transformation(

@@ -111,7 +111,6 @@ def permute_rows(
 @functools.cache
 def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
     """The kernel on operands with a leading batch axis, which `jax.vmap` makes larger."""
-
     permute = functools.partial(_on_platform, kernel, drop_remainder)
     permute_shards = jax.jit(functools.partial(_on_shards, permute))
 

@@ -4,8 +4,10 @@ Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Th
 NeurIPS 2020.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,9 @@ from optperm.permutation.weight_vectors import (
 )
 from optperm.placement import Placement, holding_masks, placing_states
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
 # An integer, or a schedule: from the number of a step to one.
 SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
 
@@ -45,11 +50,11 @@ class LapermState(NamedTuple):
       synchronized: Whether the last step ended in a synchronization, which put the params on `weights`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     inner_state: Any
-    weights: optax.Params  # like params, leaf for leaf
-    ranks: Any  # int32, shaped like params
-    synchronized: jax.Array  # bool ()
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    synchronized: Bool[Array, ""]
 
     def placements(self) -> list[Placement]:
         """The synchronized weights; scalars, which never move, are not placed either."""

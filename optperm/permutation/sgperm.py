@@ -4,7 +4,9 @@ Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural N
 arXiv 2003.02570, 2020.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,9 @@ from optperm.permutation.weight_vectors import (
 )
 from optperm.placement import Placement
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
+
 
 class PermuteByCyclesState(NamedTuple):
     """State of `permute_by_cycles`.
@@ -36,11 +41,11 @@ class PermuteByCyclesState(NamedTuple):
       share_moved: The share of all weights that the last step moved.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    key: jax.Array  # uint32 (2,)
-    weights: optax.Params  # like params, leaf for leaf
-    ranks: Any  # int32, shaped like params
-    share_moved: jax.Array  # float32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    share_moved: Float32[Array, ""]
 
     def placements(self) -> list[Placement]:
         """The exact weights; scalars, which are not permuted, are not placed either."""
@@ -64,8 +69,8 @@ class RecommendationState(NamedTuple):
       recommendation: m, the running recommendation at each location.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    recommendation: optax.Updates  # like params, leaf for leaf
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    recommendation: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 def permute_by_cycles(

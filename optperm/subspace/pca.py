@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding, rows_like
+from optperm.contract.shardings import explicit_sharding
 from optperm.subspace.subspace import own_rows
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
@@ -101,9 +101,12 @@ def pca_basis(
 def _pca(
     snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
+    # Any rows that lie where the snapshots do will be written over: the first ones.
     def room(leaf: jax.Array) -> jax.Array:
-        rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
-        return mark_varying(rows, varying_axes(snapshots, num_snapshots))
+        return mark_varying(
+            leaf[:n_components].astype(accumulation_dtype(leaf)),
+            varying_axes(snapshots, num_snapshots),
+        )
 
     return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
 
@@ -218,7 +221,9 @@ def _cut(rows: jax.Array) -> jax.Array:
         if sharding is None:
             names, pieces = None, math.gcd(size, jax.device_count())
         else:
-            names, pieces = sharding.spec[axis], size // sharding.shard_shape(rows.shape)[axis]
+            names = sharding.spec[axis]
+            each = (names,) if isinstance(names, str) else names or ()
+            pieces = math.prod(sharding.mesh.shape[name] for name in each)
         if pieces == 1:
             sizes[-1] *= size
         else:

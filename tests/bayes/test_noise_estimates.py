@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import replicas
 import support
@@ -146,3 +147,33 @@ def test_replicas_average_the_other_estimates(estimator):
     for index in range(4):
         flat = ravel_pytree(replicas.take(found, index))[0]
         np.testing.assert_allclose(flat, expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("estimator", ["per_example", "single_example", "two_batches"])
+def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
+    """As alone on that part of the params; without any part it hands on what comes."""
+    data, params = problem()
+    batch, example = (
+        jax.tree.map(lambda leaf, part=part: leaf[part], data)
+        for part in (slice(12), slice(20, 21))
+    )
+    e = optperm.evaluate(loss_fn, params, batch, example=example)
+    tx = optperm.scale_by_gradient_noise(
+        1000, 12, preconditioner=preconditioner, estimator=estimator
+    )
+    masked = optax.masked(tx, {"w": True, "b": False})
+    _, state = masked.update(e.grad, masked.init(params), params, **e.extra_args)
+
+    def loss_of_w(w, batch):
+        return loss_fn({"w": w["w"], "b": params["b"]}, batch)
+
+    alone = {"w": params["w"]}
+    e_alone = optperm.evaluate(loss_of_w, alone, batch, example=example)
+    _, expected = tx.update(e_alone.grad, tx.init(alone), alone, **e_alone.extra_args)
+    for found, wanted in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+    nothing = optax.masked(tx, {"w": False, "b": False})
+    updates, _ = nothing.update(e.grad, nothing.init(params), params, **e.extra_args)
+    support.assert_same_bits(updates, e.grad)

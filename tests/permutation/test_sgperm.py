@@ -238,6 +238,10 @@ def test_small_partitions_have_their_least_size():
     whole, _ = one_step(params, grads, partition_ratio=0.0, min_partition_size=1000)
     expected, _ = one_step(params, grads, partition_ratio=1.0)
     np.testing.assert_array_equal(whole, expected)
+    # A share that is no whole number of entries is rounded down.
+    quarters, _ = one_step(params, grads, partition_ratio=0.26, min_partition_size=1)
+    expected, _ = one_step(params, grads, partition_ratio=0.25, min_partition_size=1)
+    np.testing.assert_array_equal(quarters, expected)
 
 
 def test_the_remainder_sits_out_if_asked():
