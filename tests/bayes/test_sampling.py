@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -13,15 +14,14 @@ import optperm
 KEY = jax.random.key(3)
 
 
-def noisy_step(params, opt_state, key):
-    """SGD with momentum on a parabola, with a gradient of unit noise."""
+def noisy_slope(params, key):
+    """The gradient of a parabola, with unit noise."""
     noise = support.random_like_from_key(params, key)
-    grads = jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise)
-    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    return jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise), {}
 
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.5)
+noisy_step = loops.make_step(OPTIMIZER, noisy_slope)
 
 
 def start():
@@ -122,12 +122,10 @@ def test_chains_settle_where_they_must(momentum):
     root = np.float32([[1.0, 0.0], [-0.5, 0.3]])
     tx = optax.sgd(0.3 * (1 - momentum), momentum=momentum)
 
-    def step(params, opt_state, key):
-        grad = hessian @ params + root @ jax.random.normal(key, (2,))
-        updates, opt_state = tx.update(grad, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def slope(params, key):
+        return hessian @ params + root @ jax.random.normal(key, (2,)), {}
 
-    params = jnp.zeros(2)
+    step, params = loops.make_step(tx, slope), jnp.zeros(2)
     samples = optperm.draw_samples(
         step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, warmup=100
     )
