@@ -81,3 +81,10 @@ def lenient():
     """Lifts the strict promotion, for code that is not ours."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def x64():
+    """Makes float64 the default."""
+    with jax.enable_x64(True):
+        yield

@@ -56,6 +56,11 @@ class Transformation:
         return hash(self.name)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation, the same object each time, so that what it was compiled into is found."""
+        return self._made
+
+    @functools.cached_property
+    def _made(self) -> optax.GradientTransformationExtraArgs:
         return self.build(**self.arguments)
 
     @functools.cached_property
@@ -108,7 +113,8 @@ CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 
 def with_basis(opt_state: Any, params: Any) -> Any:
     """The state with a basis of two orthonormal rows."""
-    flat, unravel = jax.flatten_util.ravel_pytree(jax.tree.map(np.asarray, params))
+    shapes = jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params)
+    flat, unravel = jax.flatten_util.ravel_pytree(shapes)
     rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
     basis = jax.vmap(unravel)(jnp.asarray(rows, jnp.float32))
     return optperm.set_basis(opt_state, basis)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.shardings import gather, shard_like
+from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import (
     fill_masked,
     find_state,
@@ -199,12 +199,12 @@ def _flat_indices(leaf: jax.Array) -> jax.Array:
 
 def _permuted(leaf: jax.Array, indices: jax.Array) -> jax.Array:
     """The entries of a leaf at indices into the flattened leaf, in the place of the leaf."""
-    whole, places = gather((leaf, indices))
+    whole, places = unshard((leaf, indices))
     return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), leaf)
 
 
 def _is_permutation(indices: jax.Array) -> bool:
-    flat = jnp.ravel(gather(indices))
+    flat = jnp.ravel(unshard(indices))
     return bool(jnp.all(jnp.sort(flat) == jnp.arange(flat.size, dtype=flat.dtype)))
 
 

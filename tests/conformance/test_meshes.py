@@ -32,12 +32,6 @@ MOVES = re.compile(r"= \(?(.*?) (all-gather|all-to-all|collective-permute)(?:-st
 PATHS = {"kernel": "['kernel']", "bias": "['bias']"}
 
 
-@pytest.fixture(autouse=True)
-def _lenient_where_optax_is_inside(ours, request):
-    if ours.lenient:
-        request.getfixturevalue("lenient")
-
-
 def params_of(seed=0):
     return support.random_like({k: jnp.zeros(shape) for k, shape in SHAPES.items()}, seed)
 

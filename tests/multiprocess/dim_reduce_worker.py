@@ -8,6 +8,7 @@ import sys
 
 import dim_reduce_reference as golden
 import jax
+import loops
 import numpy as np
 import replicas
 
@@ -33,7 +34,7 @@ def main(address, processes, index, folder):
     params = replicas.stack([golden.split(data["x0"])] * SIZE)
     basis = golden.split(data["P"])
     opt_state = mapped(lambda p: optperm.set_basis(tx.init(p), basis), SIZE)(params)
-    step = mapped(golden.steps(tx, golden.loss_of(data)), SIZE)
+    step = mapped(loops.make_step(tx, loops.evaluation(golden.loss_of(data))), SIZE)
     held = {"params": [], "lengths": []}
     for noise in data["noise"]:
         params, opt_state = step(params, opt_state, np.stack([noise] * SIZE))

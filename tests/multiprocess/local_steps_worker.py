@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import replicas
@@ -43,14 +44,8 @@ def trajectories(mapping, collect):
     """For each method and step: the params, the center and the skipped commits of the replicas."""
     start = {"kernel": np.zeros(3, np.float32), "bias": np.ones((), np.float32)}
     for method, tx in METHODS.items():
-        steps = replicas.train(
-            tx,
-            start,
-            make_batches(),
-            size=SIZE,
-            mapping=mapping,
-            evaluate=replicas.gradient(loss_fn),
-        )
+        evaluate = loops.gradient(loss_fn)
+        steps = loops.train(tx, start, make_batches(), evaluate=evaluate, how=mapping, size=SIZE)
         for t, (params, opt_state) in enumerate(steps):
             center = optperm.center_params(opt_state)
             for name in start:
