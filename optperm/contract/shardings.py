@@ -71,7 +71,8 @@ def is_spread(leaf: Any) -> bool:
 
 def rows_like(leaf: Any, num_rows: int, dtype: Any) -> jax.Array:
     """Zeros with a leading axis of rows, each of which lies where the leaf does."""
-    zeros = jnp.zeros_like(leaf, dtype=dtype)
+    # Inside of jax.jit but without jax.set_mesh zeros do not lie on the leaf's mesh by themselves.
+    zeros = shard_like(jnp.zeros_like(leaf, dtype=dtype), leaf)
     return jnp.broadcast_to(zeros[None], (num_rows, *jnp.shape(leaf)))
 
 

@@ -196,13 +196,7 @@ def local_steps(
             chosen = optax.tree.where(is_commit, pull_to(center), moves)
         skipped = jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped))
         return chosen, LocalStepsState(
-            count,
-            local_state,
-            center_state,
-            center,
-            accumulator=a,
-            pulled=is_commit,
-            skipped=skipped,
+            count, local_state, center_state, center, a, is_commit, skipped
         )
 
     return transformation(

@@ -29,11 +29,10 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding
 from optperm.permutation import cycles_numpy
 
 Results = tuple[jax.Array, ...]
@@ -116,8 +115,10 @@ def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
 
     @jax.custom_batching.custom_vmap
     def call(*operands: jax.Array) -> Results:
-        is_explicit = explicit_sharding(operands[1]) is not None
-        return permute_shards(*operands) if is_explicit else permute(*operands)
+        axis_types = set(jax.typeof(operands[1]).sharding.mesh.axis_types)
+        if AxisType.Explicit in axis_types or axis_types == {AxisType.Manual, AxisType.Auto}:
+            return permute_shards(*operands)
+        return permute(*operands)
 
     @call.def_vmap
     def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
@@ -132,20 +133,24 @@ def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
 
 
 def _on_shards(function: Callable[..., Results], *operands: jax.Array) -> Results:
-    """The function on each device of a mesh with explicit axes, for the rows that this device holds."""
-    sharding = jax.typeof(operands[1]).sharding
-    batch, _, *rows = sharding.spec
+    """The function on each device of a mesh, for the rows that this device holds.
+
+    Where the mesh's axes are explicit it is known which rows these are; over the others each device
+    gets all of them.
+    """
+    shardings = [jax.typeof(operand).sharding for operand in operands]
+    mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
+    # Of a batch only some operands may have been spread.
+    batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
     specs = tuple(P(*axes) for axes in _operands_axes(batch, None, rows, None))
-    operands = tuple(
-        jax.sharding.reshard(operand, NamedSharding(sharding.mesh, spec))
-        for operand, spec in zip(operands, specs, strict=True)
+    spread = (
+        operand
+        if sharding.spec == spec
+        else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, sharding, spec in zip(operands, shardings, specs, strict=True)
     )
-    return jax.shard_map(
-        function,
-        mesh=sharding.mesh,
-        in_specs=specs,
-        out_specs=_of_results(specs),
-    )(*operands)
+    on_device = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_of_results(specs))
+    return on_device(*spread)
 
 
 def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:

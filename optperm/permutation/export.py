@@ -5,11 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from optperm.contract import checks
-from optperm.contract.shardings import explicit_sharding, shard_like
+from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import (
     fill_masked,
     find_state,
@@ -174,7 +172,7 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
                 f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
                 f"{jnp.size(indices) - 1} once."
             )
-        return _permuted(leaf, indices)
+        return _permuted(jnp.asarray(leaf), jnp.asarray(indices))
 
     return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
 
@@ -201,19 +199,12 @@ def _flat_indices(leaf: jax.Array) -> jax.Array:
 
 def _permuted(leaf: jax.Array, indices: jax.Array) -> jax.Array:
     """The entries of a leaf at indices into the flattened leaf, in the place of the leaf."""
-    return shard_like(_flat(leaf)[_flat(indices)].reshape(leaf.shape), leaf)
-
-
-def _flat(leaf: jax.Array) -> jax.Array:
-    """The flattened leaf, of which an explicit mesh cuts nothing."""
-    sharding = explicit_sharding(leaf)
-    if sharding is not None:
-        leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, P()))
-    return jnp.ravel(leaf)
+    whole, places = unshard((leaf, indices))
+    return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), leaf)
 
 
 def _is_permutation(indices: jax.Array) -> bool:
-    flat = _flat(indices)
+    flat = jnp.ravel(unshard(indices))
     return bool(jnp.all(jnp.sort(flat) == jnp.arange(flat.size, dtype=flat.dtype)))
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
@@ -68,7 +67,7 @@ def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
     sharding = explicit_sharding(leaf)
     if sharding is not None and any(sharding.spec[axis] for axis in inputs):
         spec = [None if axis in inputs else names for axis, names in enumerate(sharding.spec)]
-        leaf = jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, P(*spec)))
+        leaf = jax.sharding.reshard(leaf, sharding.update(spec=P(*spec)))
     outputs = [leaf.shape[axis] for axis in output_axes]
     return jnp.transpose(leaf, (*inputs, *output_axes)).reshape(-1, *outputs)
 
@@ -77,7 +76,7 @@ def from_columns(columns: jax.Array, like: jax.Array, output_axes: tuple[int, ..
     """Undoes `to_columns` for a leaf of the shape, and in the place, of another one."""
     order = (*_input_axes(like.ndim, output_axes), *output_axes)
     moved = columns.reshape([like.shape[axis] for axis in order])
-    return shard_like(jnp.transpose(moved, np.argsort(order)), like)
+    return shard_like(jnp.transpose(moved, np.argsort(order).tolist()), like)
 
 
 def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -194,8 +193,10 @@ def permute_vectors(
             return weights, ranks
         axes = resolve_output_axes(path, weights, output_axes)
         arrays = (shard_like(jnp.asarray(each), weights) for each in (weights, ranks, *others))
-        new_weights, new_ranks = function(index, *(to_columns(each, axes) for each in arrays))
-        return from_columns(new_weights, weights, axes), from_columns(new_ranks, weights, axes)
+        new = function(index, *(to_columns(each, axes) for each in arrays))
+        new_weights, new_ranks = (from_columns(each, weights, axes) for each in new)
+        # The new ranks, said so that the compiler sees that they lie where the old ones do.
+        return new_weights, jnp.where(new_ranks == ranks, ranks, new_ranks)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, weights))
     rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)

@@ -221,8 +221,8 @@ def dim_reduce(
         # XLA would compute it anew for the step, from a copy of the old one.
         m = jax.lax.optimization_barrier(m)
         # theta <- theta + u(alpha m - c P'd)
-        c_p_d = optax.tree.where(is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
-        moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, c_p_d))
+        within = optax.tree.where(is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
+        moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
         # s <- c d and g_k^last <- g_k, or they and B stay what they were
         learned = (B, gk, is_accepted, c * d)
         held = (state.inverse_hessian, state.last_gradient, state.has_last, state.last_move)

@@ -23,13 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding
+from optperm.contract.shardings import explicit_sharding, rows_like
 from optperm.subspace.subspace import own_rows
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
 _CHUNK = 2**18
 # How many times as many it may be, where a leaf's first axis is too short to be sliced that finely.
-_SLACK = 8
+_SLACK = 2
 
 
 def pca_basis(
@@ -101,12 +101,9 @@ def pca_basis(
 def _pca(
     snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
-    # Any rows that lie where the snapshots do will be written over: the first ones.
     def room(leaf: jax.Array) -> jax.Array:
-        return mark_varying(
-            leaf[:n_components].astype(accumulation_dtype(leaf)),
-            varying_axes(snapshots, num_snapshots),
-        )
+        rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
+        return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
     return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
 

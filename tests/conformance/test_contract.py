@@ -194,6 +194,18 @@ def test_gradients_in_another_precision(ours):
         assert support.signature(opt_state) == support.signature(tx.init(params))
 
 
+def test_weak_types_go_no_further(ours):
+    """Gradients made of Python's numbers give updates and states that are strongly typed."""
+    if ours.is_identity:
+        pytest.skip("hands on the updates as they came")
+    params = support.random_params()
+    grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1.0), params)
+    assert all(leaf.weak_type for leaf in jax.tree.leaves(grads))
+    tx = ours.make()
+    after = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
+
+
 def test_unknown_extra_arguments_are_ignored(ours):
     """What other methods of a chain need does not disturb this one."""
     params = support.random_params()

@@ -14,7 +14,7 @@ import optax
 import pytest
 import replicas
 import support
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
@@ -154,6 +154,69 @@ def test_params_sharded_over_outputs_are_not_gathered(monkeypatch):
     got, opt_state = step(*arguments)
     for array in (got, opt_state[1].weights, opt_state[1].ranks):
         assert array.sharding.is_equivalent_to(arguments[0].sharding, 2)
+
+
+OUTPUTS_CUT = {
+    "matrix": ((30, 16), -1, P(None, "x")),
+    "convolution": ((3, 3, 4, 8), -1, P(None, None, None, ("x", "y"))),
+    "first of two outputs": ((6, 4, 8), (1, 2), P(None, "x")),
+    "both outputs": ((6, 4, 8), (1, 2), P(None, "x", "y")),
+}
+METHODS = {
+    "sgperm": lambda axes: optperm.sgperm(0.4, partition_ratio=0.7, output_axes=axes),
+    "laperm": lambda axes: optperm.laperm(optax.sgd(1.0), 1, output_axes=axes),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cut", OUTPUTS_CUT)
+@pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, method, monkeypatch):
+    """Of any kind of mesh, where outputs alone are cut, an update gathers nothing."""
+    support.require_kernel("ffi")
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    shape, axes, spec = OUTPUTS_CUT[cut]
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType[axis_type],) * 2)
+    w, g = (jax.random.normal(jax.random.key(seed), shape) for seed in range(2))
+    tx = METHODS[method](axes)
+    _, expected = jax.jit(tx.update)(g, tx.init(w), w)
+    with jax.set_mesh(mesh):
+        w, g = jax.device_put((w, g), NamedSharding(mesh, spec))
+        update = jax.jit(tx.update).lower(g, tx.init(w), w).compile()
+        _, opt_state = update(g, tx.init(w), w)
+        exported = optperm.export_permutation(w, opt_state, output_axes=axes)
+        rebuilt = optperm.apply_permutation(w, exported)
+    assert not re.search("all-gather|all-to-all|collective-permute", update.as_text())
+    support.assert_same_bits(optperm.permuted_params(opt_state), optperm.permuted_params(expected))
+    support.assert_same_bits(rebuilt, optperm.permuted_params(expected))
+    for array in (optperm.permuted_params(opt_state), exported, rebuilt):
+        assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")])
+def test_in_replicas_whose_params_are_sharded(spec, axis_type):
+    """Under `jax.vmap` and `jax.shard_map` over one axis of a mesh, params may be cut over another."""
+    mesh = jax.make_mesh((2, 2), ("replica", "x"), axis_types=(AxisType[axis_type],) * 2)
+    starts, pulls = (jax.random.normal(jax.random.key(seed), (2, 12, 8)) for seed in range(2))
+    tx = make()
+
+    def step(w, g):
+        _, opt_state = tx.update(g, tx.init(w), w)
+        return optperm.permuted_params(opt_state)
+
+    expected = jnp.stack([jax.jit(step)(w, g) for w, g in zip(starts, pulls, strict=True)])
+    with jax.set_mesh(mesh):
+        starts, pulls = jax.device_put((starts, pulls), NamedSharding(mesh, P("replica", *spec)))
+        replicas = jax.shard_map(
+            lambda w, g: step(w[0], g[0])[None],
+            in_specs=P("replica"),
+            out_specs=P("replica"),
+            axis_names={"replica"},
+        )
+        for run in (jax.vmap(step), replicas):
+            support.assert_same_bits(jax.jit(run)(starts, pulls), expected)
 
 
 @pytest.mark.slow
