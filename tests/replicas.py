@@ -20,6 +20,12 @@ def take(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
+def own(array):
+    """The part of a stacked array that lies on the devices of this process."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+    return np.concatenate([shard.data for shard in shards])
+
+
 def _shard_map(step, size, *, check_vma):
     def on_block(*trees):
         results = step(*(take(tree, 0) for tree in trees))

@@ -17,12 +17,6 @@ import optperm
 SIZE = 4
 
 
-def own(array):
-    """The part of an array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
-
-
 def main(address, processes, index, folder):
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_numpy_dtype_promotion", "standard")  # optimizers of Optax
@@ -38,9 +32,11 @@ def main(address, processes, index, folder):
     held = {"params": [], "lengths": []}
     for noise in data["noise"]:
         params, opt_state = step(params, opt_state, np.stack([noise] * SIZE))
-        held["params"].append(golden.join({name: own(leaf) for name, leaf in params.items()}))
-        held["lengths"].append(own(opt_state.step_length))
-    held["rows"] = own(opt_state.subspace.rows["v"])
+        held["params"].append(
+            golden.join({name: replicas.own(leaf) for name, leaf in params.items()})
+        )
+        held["lengths"].append(replicas.own(opt_state.step_length))
+    held["rows"] = replicas.own(opt_state.subspace.rows["v"])
     np.savez(pathlib.Path(folder) / f"{index}.npz", **held)
 
 

@@ -54,16 +54,10 @@ def trajectories(mapping, collect):
             yield f"{method}/{t}/skipped", collect(opt_state.skipped)
 
 
-def own_replicas(array):
-    """The part of an array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
-
-
 def main(address, processes, index, folder):
     jax.distributed.initialize(address, int(processes), int(index))
     assert (jax.device_count(), jax.local_device_count()) == (SIZE, SIZE // int(processes))
-    held = dict(trajectories("shard_map", own_replicas))
+    held = dict(trajectories("shard_map", replicas.own))
     np.savez(pathlib.Path(folder) / f"{index}.npz", **held)
 
 

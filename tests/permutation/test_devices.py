@@ -303,17 +303,6 @@ def test_partition_with_adam_on_biases():
     support.assert_same_bits(after["bias"], bias)
 
 
-def test_masked_out_leaves_get_their_updates_back():
-    """What the mask leaves out passes through unchanged, for another transformation to use."""
-    p, g = params(), grads(0)
-    tx = optax.masked(make(), {"kernel": True, "bias": False})
-    updates, opt_state = jax.jit(tx.update)(g, tx.init(p), p)
-    support.assert_same_bits(updates["bias"], g["bias"])
-    after = optperm.apply_updates(p, updates, opt_state)
-    support.assert_permutes(after["kernel"], p["kernel"])
-    assert not np.array_equal(after["kernel"], p["kernel"])
-
-
 @pytest.mark.usefixtures("lenient")
 def test_injected_hyperparameters_are_traced_and_can_be_changed():
     """Numbers kept in the state give the same bits, and changing them there takes effect."""
@@ -342,12 +331,3 @@ def test_multi_steps_permutes_by_the_mean_gradient():
         p, opt_state = trail[2 * step + 1]
         support.assert_close(p, expected, atol=1e-6, rtol=1e-7)
         support.assert_same_bits(optperm.permuted_params(opt_state), expected)
-
-
-@pytest.mark.usefixtures("lenient")
-def test_apply_if_finite_skips_the_whole_step():
-    """With a NaN anywhere that wrapper keeps the weights, and the next step does not notice."""
-    tx = optax.apply_if_finite(make(), max_consecutive_errors=3)
-    broken = jax.tree.map(lambda g: g.at[0].set(jnp.nan), grads(0))
-    trail = [p for p, _ in loops.train(tx, params(), [broken, grads(0), broken])]
-    support.assert_same_bits(trail, [params(), alone()[0], alone()[0]])
