@@ -46,13 +46,29 @@ def shard_like(leaf: Any, *others: Any) -> Any:
 
 
 def on_different_meshes(leaf: Any, other: Any) -> bool:
-    """Whether two arrays can be seen to be spread over different meshes."""
-    if not (isinstance(leaf, jax.Array) and isinstance(other, jax.Array)):
+    """Whether two arrays, or their shapes, are seen to be spread over different meshes."""
+    one, two = (
+        explicit_sharding(each) if isinstance(each, jax.core.Tracer) else _spread_sharding(each)
+        for each in (leaf, other)
+    )
+    if one is None or two is None:
         return False
-    if is_spread(leaf) and is_spread(other):
-        return bool(leaf.sharding.device_set != other.sharding.device_set)
-    one, two = explicit_sharding(leaf), explicit_sharding(other)
-    return one is not None and two is not None and one.mesh != two.mesh
+    if isinstance(leaf, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
+        return bool(one.mesh.abstract_mesh != two.mesh.abstract_mesh)
+    return bool(one.device_set != two.device_set)
+
+
+def row_sharding(leaf: Any) -> NamedSharding | None:
+    """How one row of a leaf's leading axis is spread, or None where that cannot be seen."""
+    sharding = explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else None
+    sharding = sharding or _spread_sharding(leaf)
+    return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
+
+
+def _spread_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding over a mesh of an array that is not traced, or of its shape."""
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.num_devices > 1 else None
 
 
 def describe(leaf: Any) -> str:

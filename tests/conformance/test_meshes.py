@@ -130,3 +130,21 @@ def test_sharded_params(ours, mesh, cut, jit, record_property):
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
     outcome = f"gathers a {gathered}" if moved_across_devices(text, SMALL) else "ok"
     record_property("mesh table", (str(ours), mesh, cut, "jit" if jit else "eager", outcome))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+def test_params_on_another_mesh_are_named(ours, mesh):
+    """Params that lie on other devices than the state are refused before anything is computed."""
+    devices = jax.devices()
+    here, there = (
+        jax.sharding.Mesh(np.array(some), ("x",), axis_types=(MESHES[mesh],))
+        for some in (devices[:4], devices[4:8])
+    )
+    tx = ours.make()
+    params, moved = (
+        jax.device_put(params_of(), NamedSharding(where, P("x"))) for where in (here, there)
+    )
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match=r"params\['bias'\] lies on devices \[4, 5, 6, 7\]"):
+        tx.update(moved, opt_state, moved)
