@@ -186,6 +186,8 @@ def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, method, monk
         _, opt_state = update(g, tx.init(w), w)
         exported = optperm.export_permutation(w, opt_state, output_axes=axes)
         rebuilt = optperm.apply_permutation(w, exported)
+        start = optperm.permuted_params(jax.jit(lambda: tx.init(w))())  # of what is no argument
+    support.assert_same_bits(start, w)
     assert not re.search("all-gather|all-to-all|collective-permute", update.as_text())
     support.assert_same_bits(optperm.permuted_params(opt_state), optperm.permuted_params(expected))
     support.assert_same_bits(rebuilt, optperm.permuted_params(expected))
