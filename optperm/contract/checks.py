@@ -220,7 +220,7 @@ def check_same_mesh(name: str, tree: Any, expected: Any, *, source: str) -> None
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), other in zip(leaves, jax.tree.leaves(expected), strict=True):
-        if shardings.on_different_meshes(leaf, other):
+        if shardings.on_different_meshes(leaf, other) or shardings.is_cut_alone(leaf, other):
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} lies on {shardings.describe(leaf)}, but "
                 f"{source} there on {shardings.describe(other)}: move one of them with jax.device_put, "

@@ -58,6 +58,14 @@ def on_different_meshes(leaf: Any, other: Any) -> bool:
     return bool(one.device_set != two.device_set)
 
 
+def is_cut_alone(leaf: Any, other: Any) -> bool:
+    """Whether an explicit mesh, set by `jax.set_mesh`, cuts an array and not another one."""
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return False
+    one, two = explicit_sharding(leaf), explicit_sharding(other)
+    return one is not None and any(one.spec) and not (two is not None and any(two.spec))
+
+
 def row_sharding(leaf: Any) -> NamedSharding | None:
     """How one row of a leaf's leading axis is spread, or None where that cannot be seen."""
     sharding = explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else None
@@ -73,8 +81,8 @@ def _spread_sharding(leaf: Any) -> NamedSharding | None:
 
 def describe(leaf: Any) -> str:
     """Where an array lies, for a message."""
-    if isinstance(leaf, jax.core.Tracer):
-        return str(jax.typeof(leaf).sharding)
+    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf.sharding, "device_set"):
+        return str(jax.typeof(leaf))
     devices = sorted(device.id for device in leaf.sharding.device_set)
     return f"devices {devices} by {getattr(leaf.sharding, 'spec', leaf.sharding)}"
 

@@ -7,11 +7,13 @@ extra arguments that are there, an axis that is bound, and results of the types 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
 import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import AxisName
+from optperm.contract.shardings import shard_like
 
 _EVALUATE = (
     "e = optperm.evaluate(loss_fn, params, batch), "
@@ -85,6 +87,9 @@ def transformation(
                     f"{method} needs the extra argument {name}, {meaning}: {_EVALUATE}."
                 )
         checks.check_axis_is_bound(axis_name)
+        if params is not None and not is_wrapper:
+            # Gradients may lie elsewhere than the params, which operations on an explicit mesh refuse.
+            updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
         wanted = params if updates_like == "params" else updates
         return cast_like(new_updates, wanted), cast_like(new_state, state)

@@ -10,6 +10,7 @@ import numpy as np
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.shardings import unshard
 from optperm.contract.states import is_masked, mask_like, without_variables
 
 Scope = Literal["leaf", "global"]
@@ -70,7 +71,8 @@ def choose_lowest(
     checks.check_choice("scope", scope, get_args(Scope))
     flags = include(like_params) if callable(include) else include
     flags = _included(True if flags is None else without_variables(flags), scores)
-    leaves, structure = jax.tree.flatten(scores)
+    # Which are the lowest of a leaf is known where all of it is.
+    leaves, structure = jax.tree.flatten(unshard(scores))
     included = [index for index, flag in enumerate(jax.tree.leaves(flags)) if flag]
     groups = [[index] for index in included] if scope == "leaf" else [included]
     chosen = [jnp.zeros(leaf.shape, bool) for leaf in leaves]

@@ -10,6 +10,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import shard_like
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
 from optperm.sparsity.choice import (
@@ -201,7 +202,9 @@ def prune(
         ranked = magnitudes(name, ranking, state.mask)
     chosen = choose_lowest(ranked, fraction, scope, include, plain)
     pruned = jax.tree.map(
-        lambda is_chosen, w: jnp.where(is_chosen, jnp.zeros_like(w), w), chosen, weights
+        lambda is_chosen, w: jnp.where(shard_like(is_chosen, w), jnp.zeros_like(w), w),
+        chosen,
+        weights,
     )
     leaves = jax.tree.leaves(fill_masked(pruned, plain))
     return jax.tree.unflatten(jax.tree.structure(params), leaves), _with_held(
@@ -312,9 +315,10 @@ def reset_masks(opt_state: Any) -> Any:
 
 
 def _with_held(opt_state: Any, state: MaskElementsState, chosen: Any) -> Any:
-    mask = jax.tree.map(
-        lambda is_trainable, is_chosen: is_trainable & ~is_chosen, state.mask, chosen
-    )
+    def hold(is_trainable: jax.Array, is_chosen: jax.Array) -> jax.Array:
+        return is_trainable & ~shard_like(is_chosen, is_trainable)
+
+    mask = jax.tree.map(hold, state.mask, chosen)
     return replace_state(
         opt_state, MaskElementsState, MaskElementsState(mask), method="mask_elements"
     )

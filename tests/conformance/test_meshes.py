@@ -149,3 +149,41 @@ def test_params_on_another_mesh_are_named(ours, mesh):
     opt_state = tx.init(params)
     with pytest.raises(ValueError, match=r"params\['bias'\] lies on devices \[4, 5, 6, 7\]"):
         tx.update(moved, opt_state, moved)
+
+
+@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours, request):
+    """The first are brought to the params, the second are refused, on an explicit mesh."""
+    mesh = jax.make_mesh((4,), ("x",))
+    tx, whole = ours.make(), params_of()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(whole, NamedSharding(mesh, P("x")))
+        grads = jax.device_put(whole, NamedSharding(mesh, P()))
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
+        if str(ours) != "switch_after":
+            with pytest.raises(ValueError, match="call init again on these params"):
+                tx.update(params, tx.init(grads), params)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("criterion", ["magnitude", "random"])
+def test_pruning_sharded_params(mesh, criterion):
+    """It chooses what it chooses of whole ones, and leaves everything where it lies."""
+    made = jax.make_mesh((4,), ("x",), axis_types=(MESHES[mesh],))
+    specs = {"kernel": P(None, "x"), "bias": P("x")}
+
+    def pruned(params):
+        opt_state = optperm.mask_elements().init(params)
+        key = jax.random.key(0)
+        params, opt_state = optperm.prune(params, opt_state, 0.3, criterion=criterion, key=key)
+        return params, optperm.freeze(opt_state, 0.6, scores=params, scope="global")
+
+    expected = pruned(params_of())
+    with jax.set_mesh(made):
+        params = {
+            k: jax.device_put(x, NamedSharding(made, specs[k])) for k, x in params_of().items()
+        }
+        results = pruned(params)
+    support.assert_same_bits(jax.tree.map(np.asarray, results), jax.tree.map(np.asarray, expected))
+    assert mesh == "auto" or not misplaced(results, specs)
