@@ -1,6 +1,7 @@
-"""What is called at the end of batches and epochs."""
+"""What is called while a model is trained."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -13,12 +14,13 @@ Mode = Literal["min", "max"]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """The end of a batch or of an epoch, as a callback sees it.
+    """A moment between two steps, as a callback sees it.
 
     Attributes:
-      epoch: The epoch that it belongs to, from 1.
+      epoch: The epoch of the last step, from 1.
       step: Steps done.
-      metrics: Of the batch, or of the epoch: its row in the history.
+      metrics: At the end of an epoch its row in the history; with `every={n: f}` the means over the last
+        n steps.
       history: All so far.
     """
 
@@ -27,10 +29,16 @@ class Event:
     metrics: Mapping[str, float]
     history: History
     _trained: Callable[[], Any] = dataclasses.field(repr=False)
+    _evaluate: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
 
-    def trained(self) -> Any:
+    @functools.cached_property
+    def state(self) -> Any:
         """What has been trained so far: a new `TrainState`, or a new model of `flax.nnx`."""
         return self._trained()
+
+    def evaluate(self) -> dict[str, float]:
+        """What `eval_fn` gives on `eval_data` now; with several processes all of them have to ask."""
+        return self._evaluate()
 
 
 Callback = Callable[[Event], bool | None]
@@ -88,15 +96,48 @@ class EarlyStopping:
         return since >= self.patience
 
 
+def metrics_writer(writer: Any) -> Callback:
+    """A callback that hands the metrics of each event to a writer of TensorBoard or the like.
+
+    Args:
+      writer: With `write_scalars(step, scalars)`, as those of clu have it, or `add_scalar(name, value,
+        step)`, as TensorBoard's SummaryWriter has it.
+
+    Returns:
+      A function for `every` and `on_epoch_end` of `fit`.
+
+    Raises:
+      TypeError: If the writer has neither.
+
+    Example:
+      >>> from optperm.training import metrics_writer
+      >>> class Printer:
+      ...     def write_scalars(self, step, scalars):
+      ...         print(step, scalars)
+      >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
+    """
+    if hasattr(writer, "write_scalars"):
+        write = writer.write_scalars
+    elif hasattr(writer, "add_scalar"):
+
+        def write(step: int, scalars: Mapping[str, float]) -> None:
+            for name, value in scalars.items():
+                writer.add_scalar(name, value, step)
+    else:
+        raise TypeError(
+            "writer must have write_scalars(step, scalars) or add_scalar(name, value, step), got "
+            f"{type(writer).__name__}."
+        )
+    return lambda event: write(event.step, dict(event.metrics))
+
+
 def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     """One callback or several, as a tuple.
 
     Raises:
       TypeError: If one is none.
     """
-    if value is None:
-        return ()
-    several = tuple(value) if isinstance(value, Sequence) else (value,)
+    several = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
     for callback in several:
         if not callable(callback):
             raise TypeError(
@@ -104,6 +145,25 @@ def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
                 "returns True to stop training."
             )
     return several
+
+
+def by_interval(every: Any) -> dict[int, tuple[Callback, ...]]:
+    """The argument `every` of `fit`, each of its values as a tuple.
+
+    Raises:
+      TypeError: If it is no dict of functions by whole numbers.
+      ValueError: If a number is below 1.
+    """
+    if every is None:
+        return {}
+    if not isinstance(every, Mapping):
+        raise TypeError(
+            "every must be a dict of functions by the steps between their calls, such as "
+            f"{{100: log}}, got {type(every).__name__}."
+        )
+    for interval in every:
+        checks.check_count("every's key", interval)
+    return {int(n): as_callbacks(f"every[{n}]", value) for n, value in every.items()}
 
 
 def wants_to_stop(callbacks: tuple[Callback, ...], event: Event, *, name: str) -> bool:

@@ -1,5 +1,6 @@
 """Data as users bring them: arrays in memory, or an iterable of batches."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
-from optperm.training.replicas import Replicas
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
@@ -82,15 +82,6 @@ def num_examples(name: str, data: Any) -> int:
     return int(size)
 
 
-def check_divisible(size: int, replicas: Replicas, name: str) -> None:
-    """Raises a ValueError unless all replicas get equally many of so many examples."""
-    if size % replicas.size:
-        raise ValueError(
-            f"{name} counts the examples of all {replicas.size} replicas together, and must be a "
-            f"multiple of {replicas.size}, got {size}."
-        )
-
-
 def as_arrays(batch: Any) -> Any:
     """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
     known = (jax.Array, np.ndarray, np.generic, bool, int, float)
@@ -108,3 +99,16 @@ def check_iterable(name: str, value: Any) -> None:
             f"of batches, or a function of the epoch's number that gives one, got "
             f"{type(value).__name__}."
         )
+
+
+def pieces(size: int, step: int, parts: int) -> list[tuple[int, int]]:
+    """Bounds of pieces of so many examples: each of `step`, which as many devices can share, but a rest.
+
+    Where a rest cannot be shared equally, what can be is one piece, and what is left another.
+    """
+    step = min(step, size)
+    step = max(step - step % parts, min(parts, step))
+    bounds = [*range(0, size, step), size]
+    if (rest := size - size % parts) not in bounds and rest > bounds[-2]:
+        bounds.insert(-1, rest)
+    return list(itertools.pairwise(bounds))

@@ -1,97 +1,86 @@
 """Metrics of a trained model on data that it was not trained on."""
 
-import functools
-import itertools
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
-from optperm.training.data import as_arrays, check_iterable, is_arrays, num_examples
-from optperm.training.programs import LinenProgram, NnxProgram, evaluation_call
+from optperm.training import data as datas
+from optperm.training.feeds import placed_batches
+from optperm.training.layout import Layout
+from optperm.training.steps import Subject, made
+
+# Batches that may wait on the devices for those before them.
+_AHEAD = 4
 
 
+@dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a function on all of some data.
+    """Evaluates a function on all of some data, on all devices.
 
-    Args:
-      program: Of which carries come.
+    Attributes:
       eval_fn: The function.
       data: The data.
       batch_size: Examples at once, where the data are arrays.
+      subject: What is evaluated.
+      layout: Where.
     """
 
-    def __init__(
-        self,
-        program: LinenProgram | NnxProgram,
-        eval_fn: Callable[..., Any],
-        data: Any,
-        batch_size: int | None,
-    ) -> None:
-        self._call, self._data, self._batch_size = _jitted(program, eval_fn), data, batch_size
+    eval_fn: Callable[..., Any]
+    data: Any
+    batch_size: int | None
+    subject: Subject
+    layout: Layout
 
-    @classmethod
-    def of(
-        cls,
-        program: LinenProgram | NnxProgram,
-        eval_fn: Any,
-        data: Any,
-        batch_size: int | None,
-    ) -> Self | None:
-        """From the arguments of `fit`; None if there are none.
-
-        Raises:
-          TypeError: If one of them is of the wrong type.
-          ValueError: If one is missing, or there are no examples.
-        """
-        if eval_fn is None and data is None:
-            return None
-        if eval_fn is None or data is None:
-            missing = "eval_fn" if eval_fn is None else "eval_data"
-            raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
-        if not callable(eval_fn):
-            raise TypeError(f"eval_fn must be a function, got {type(eval_fn).__name__}.")
-        if is_arrays(data):
-            num_examples("eval_data", data)
+    def __post_init__(self) -> None:
+        if not callable(self.eval_fn):
+            raise TypeError(f"eval_fn must be a function, got {type(self.eval_fn).__name__}.")
+        if datas.is_arrays(self.data):
+            datas.num_examples("eval_data", self.data)
         else:
-            check_iterable("eval_data", data)
-        return cls(program, eval_fn, data, batch_size)
+            datas.check_iterable("eval_data", self.data)
 
     def evaluate(self, carry: Any, epoch: int) -> dict[str, float]:
-        """The means over all examples, by name."""
-        sums: dict[str, float] = {}
-        count = 0
-        # A batch is computed while the next is loaded.
-        pending = ((self._call(carry, batch), size) for batch, size in self._batches(epoch))
-        first = next(pending, None)
-        if first is None:
+        """The means over all examples, by name, of a carry that all devices share.
+
+        Raises:
+          ValueError: If the data give no batch.
+        """
+        subject = self.subject
+
+        def make(function: Callable[[], Any]) -> Any:
+            return jax.jit(lambda carry, batch: subject.evaluated(carry, batch, function()))
+
+        call = made(self.eval_fn, ("evaluated", subject), make)
+        rows: list[tuple[dict[str, jax.Array], int]] = []
+        # Batches are computed while the next ones are loaded.
+        with self.layout.context():
+            for batch in self._batches(epoch):
+                size = datas.num_examples("A batch of eval_data", batch)
+                rows.append((call(carry, batch), size))
+                if len(rows) > _AHEAD:
+                    jax.block_until_ready(rows[-1 - _AHEAD][0])
+        if not rows:
             raise ValueError(
                 f"eval_data gives no batch in epoch {epoch}. A generator can be gone through only "
                 "once: pass a function that makes one, eval_data=lambda epoch: batches()."
             )
-        for metrics, size in itertools.chain([first], pending):
-            count += size
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + size * float(value)
-        return {name: total / count for name, total in sums.items()}
+        host = jax.device_get([metrics for metrics, _ in rows])
+        sizes = np.array([size for _, size in rows], np.float64)
+        return {
+            name: float(np.dot(sizes, [float(row[name]) for row in host]) / sizes.sum())
+            for name in host[0]
+        }
 
-    def _batches(self, epoch: int) -> Iterator[tuple[Any, int]]:
-        if not is_arrays(self._data):
-            source = self._data if hasattr(self._data, "__iter__") else self._data(epoch)
-            for batch in source:
-                arrays = as_arrays(batch)
-                yield arrays, num_examples("A batch of eval_data", arrays)
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        if not datas.is_arrays(self.data):
+            source = self.data if hasattr(self.data, "__iter__") else self.data(epoch)
+            yield from placed_batches(iter(source), self.layout, "eval_data")
             return
-        size = num_examples("eval_data", self._data)
-        step = min(self._batch_size or size, size)
-        for low in range(0, size, step):
-            batch = jax.tree.map(
-                lambda leaf, low=low: np.asarray(leaf[low : low + step]), self._data
-            )
-            yield batch, min(step, size - low)
-
-
-@functools.lru_cache(maxsize=32)
-def _jitted(program: LinenProgram | NnxProgram, eval_fn: Callable[..., Any]) -> Any:
-    return jax.jit(evaluation_call(program, eval_fn))
+        size = datas.num_examples("eval_data", self.data)
+        parts = self.layout.parts if self.layout.mesh is not None else 1
+        for low, high in datas.pieces(size, self.batch_size or size, parts):
+            batch = jax.tree.map(lambda leaf, low=low, high=high: leaf[low:high], self.data)
+            yield self.layout.put_batch(batch, local=False)

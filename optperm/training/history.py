@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -19,6 +19,9 @@ _COUNTS = ("epoch", "step", "seconds")
 class History:
     """What training recorded, from its first step on.
 
+    Attributes:
+      num_steps: Rows of steps.
+
     Example:
       >>> import numpy as np
       >>> from optperm.training import History
@@ -32,6 +35,7 @@ class History:
     def __init__(self) -> None:
         self._steps: list[Columns] = []
         self._epochs: list[dict[str, float]] = []
+        self.num_steps = 0
 
     @property
     def steps(self) -> Columns:
@@ -64,11 +68,6 @@ class History:
         }
 
     @property
-    def num_steps(self) -> int:
-        """Steps recorded."""
-        return sum(len(next(iter(part.values()))) for part in self._steps)
-
-    @property
     def last(self) -> dict[str, float]:
         """The row of the last epoch; empty before."""
         return dict(self._epochs[-1]) if self._epochs else {}
@@ -77,18 +76,28 @@ class History:
         """Adds rows of steps."""
         if columns:
             self._steps.append(dict(columns))
+            self.num_steps += len(next(iter(columns.values())))
+
+    def means(self, count: int) -> dict[str, float]:
+        """The means of the last rows of the steps, by name, over as many of them as there are."""
+        last: list[Columns] = []
+        for part in reversed(self._steps):
+            rows = len(next(iter(part.values())))
+            last.insert(0, {name: column[-min(rows, count) :] for name, column in part.items()})
+            count -= rows
+            if count <= 0:
+                break
+        return {
+            name: float(np.mean(np.concatenate([part[name] for part in last]), dtype=np.float64))
+            for name in (last[0] if last else ())
+        }
 
     def add_epoch(
         self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
         """Adds the row of an epoch; its means are over the steps added since the row before."""
         since = int(self._epochs[-1]["step"]) if self._epochs else 0
-        # The history of a state that has been trained before begins with its first step here.
-        first = self.num_steps - (step - since)
-        means = {
-            name: float(np.mean(column[max(first, 0) :], dtype=np.float64))
-            for name, column in self.steps.items()
-        }
+        means = self.means(step - since)
         named = {f"eval_{name}": float(value) for name, value in evaluated.items()}
         self._epochs.append({"epoch": epoch, "step": step, "seconds": seconds, **means, **named})
 
@@ -150,23 +159,24 @@ class History:
             figure.savefig(path, dpi=120)
         return figure
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        steps = {name: column.tolist() for name, column in self.steps.items()}
-        return {"steps": steps, "epochs": self._epochs}
+    @property
+    def epoch_rows(self) -> list[dict[str, float]]:
+        """The rows of the epochs, as JSON values."""
+        return [dict(row) for row in self._epochs]
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_json` gave, as a history."""
+    def from_arrays(
+        cls, steps: Mapping[str, np.ndarray], epoch_rows: Iterable[Mapping[str, float]]
+    ) -> Self:
+        """A history of what `steps` and `epoch_rows` of another one gave."""
         history = cls()
-        history.add_steps(
-            {name: np.asarray(column, np.float32) for name, column in values["steps"].items()}
-        )
-        history._epochs = [dict(row) for row in values["epochs"]]
+        history.add_steps(steps)
+        history._epochs = [dict(row) for row in epoch_rows]
         return history
 
     def copy(self) -> Self:
         """One that goes on by itself."""
         history = type(self)()
         history._steps, history._epochs = list(self._steps), list(self._epochs)
+        history.num_steps = self.num_steps
         return history
