@@ -94,7 +94,7 @@ class Subject:
 
     def merge(self, carry: Any) -> tuple[Any, Any]:
         """A new model and a new optimizer of the carry's arrays."""
-        model, optimizer = nnx.merge(self.graphdef, carry)
+        model, optimizer = nnx.merge(self.graphdef, carry, copy=True)
         return model, optimizer
 
     def tx(self, carry: Any) -> optax.GradientTransformation:
