@@ -305,7 +305,9 @@ def pull(iterator: Iterator[Any], name: str) -> Any:
     if failure is not None:
         raise failure
     if sizes.min() < 0:
-        raise RuntimeError(f"another process could not load a batch of {name}: its message says why.")
+        raise RuntimeError(
+            f"another process could not load a batch of {name}: its message says why."
+        )
     if sizes.min() == 0:
         return _END
     if sizes.min() != sizes.max():

@@ -276,7 +276,9 @@ def _on_mesh(leaves: list[Any], mesh: Any, devices: int | None) -> Layout:
     if devices is not None or jax.process_count() > 1:
         return Layout(mesh_of(1 if devices is None else devices), P(AXIS))
     shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
-    spread = [each for each in shardings if isinstance(each, NamedSharding) and each.num_devices > 1]
+    spread = [
+        each for each in shardings if isinstance(each, NamedSharding) and each.num_devices > 1
+    ]
     if spread:
         return Layout(spread[0].mesh, P(spread[0].mesh.axis_names[0]))  # type: ignore[arg-type]
     return Layout()

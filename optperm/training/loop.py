@@ -30,7 +30,7 @@ from optperm.training.history import History
 from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout, layout_of
 from optperm.training.progress import Bar, NoBar, check_progress, line, progress_bar
-from optperm.training.steps import Subject, copied, plain, steps_of, typed
+from optperm.training.steps import Subject, copied, plain, steps_of, trained_of, typed
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 
@@ -91,7 +91,30 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    _run: Any = dataclasses.field(repr=False)
+    _standing: "Standing" = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """What a run leaves for one that goes on from it.
+
+    Attributes:
+      source: The state or model that was passed.
+      optimizer: The optimizer of a model.
+      layout: Where the carry lies.
+      carry: The carry, of each replica where they differ.
+      at: How far it has come.
+      seconds: Wall time since the last row of an epoch.
+      feed: Where a stream of batches has come.
+    """
+
+    source: Any
+    optimizer: Any
+    layout: Layout
+    carry: Any
+    at: Position
+    seconds: float
+    feed: StreamFeed | None
 
 
 def fit(
@@ -278,9 +301,9 @@ class Run:
         every: dict[int, tuple[Callback, ...]],
         epoch_end: tuple[Callback, ...],
     ) -> None:
-        earlier: Run | None = source._run if isinstance(source, FitResult) else None
-        self._source = source if earlier is None else earlier._source
-        self._optimizer = optimizer if earlier is None else earlier._optimizer
+        earlier = source._standing if isinstance(source, FitResult) else None
+        self._source = source if earlier is None else earlier.source
+        self._optimizer = optimizer if earlier is None else earlier.optimizer
         self._loss_fn, self._has_aux, self._steps_per_call = loss_fn, has_aux, steps_per_call
         self._every, self._epoch_end = every, epoch_end
         self._subject, carry = Subject.of(self._source, self._optimizer)
@@ -316,10 +339,10 @@ class Run:
             self.history, self._at, self._seconds = History(), Position(), 0.0
             self._carry = self._initial(carry)
         else:
-            self.history, self._at = earlier.history.copy(), earlier._at
-            self._seconds, self._carry = earlier._seconds, self._taken_over(earlier)
+            self.history, self._at = source.history.copy(), earlier.at
+            self._seconds, self._carry = earlier.seconds, self._taken_over(earlier)
             if isinstance(self._feed, StreamFeed):
-                self._feed.take_over(earlier._feed)
+                self._feed.take_over(earlier.feed)
         self._saved = -1
         self._iterator: str | None = None
 
@@ -363,13 +386,13 @@ class Run:
 
             return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
 
-    def _taken_over(self, earlier: "Run") -> Any:
+    def _taken_over(self, earlier: Standing) -> Any:
         """The carry of an earlier run, placed for this one.
 
         Raises:
           ValueError: If each replica had its own, and there are now more or fewer.
         """
-        before, now = earlier._layout, self._layout
+        before, now = earlier.layout, self._layout
         if (before.own or now.own) and (before.own, before.parts) != (now.own, now.parts):
             raise ValueError(
                 f"The earlier fit trained {before.parts} replicas, each with a state of its own, and "
@@ -377,9 +400,9 @@ class Run:
                 "its state."
             )
         if before == now or (before.mesh is None and now.mesh is None):
-            return copied(earlier._carry)
-        host = jax.tree.map(np.asarray, plain(earlier._carry))
-        return copied(typed(now.place(host), earlier._carry))
+            return copied(earlier.carry)
+        host = jax.tree.map(np.asarray, plain(earlier.carry))
+        return copied(typed(now.place(host), earlier.carry))
 
     def evaluate_on(self, eval_fn: Any, data: Any, batch_size: int | None) -> None:
         """Says what to evaluate at the ends of epochs."""
@@ -421,15 +444,13 @@ class Run:
             has_aux=self._has_aux,
             rows=self._feed.rows,
         )
-        is_begun, error, stop = False, None, False
-        try:
-            while self._at.epoch <= epochs and self._at.step < steps:
-                # 3: a failure, 2: a signal, 1: a callback wants to stop; in any process.
-                code = processes.highest(3 if error else 2 if interrupt.requested else int(stop))
-                if code == 3 and error is None:
-                    error = RuntimeError("another process has failed: its message says why.")
-                if code:
-                    break
+        is_begun, stop, error, code = False, False, None, 0
+        while self._at.epoch <= epochs and self._at.step < steps:
+            # 3: a failure, 2: a signal, 1: a callback wants to stop; in any process.
+            code = processes.highest(3 if error else 2 if interrupt.requested else int(stop))
+            if code:
+                break
+            try:
                 if self._at.offset == 0:
                     self._start_epoch()
                 if self._at.offset == 0 or not is_begun:
@@ -437,17 +458,14 @@ class Run:
                     is_begun, self._iterator = True, None
                 fed = self._feed.run(compiled, self._carry, self._limit(steps), interrupt)
                 stop, error = self._after(fed, steps)
-            else:
-                code = 0
-        except Exception as raised:
-            error = raised
+            except Exception as raised:  # what has been trained is saved first
+                error = raised
+        if code == 3 and error is None:
+            error = RuntimeError("another process has failed: its message says why.")
         if error is not None:
             self._rescue(error)
             raise error
-        self._save(force=True)
         names: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
-        if not code and stop and not (self._at.epoch > epochs or self._at.step >= steps):
-            code = 1
         return names[code]
 
     def _limit(self, steps: float) -> int:
@@ -554,7 +572,7 @@ class Run:
         if not self._layout.own:
             return self._carry
         with self._layout.context():
-            return jax.jit(self._subject.trained, out_shardings=self._layout.sharding())(self._carry)
+            return trained_of(self._carry, self._subject, self._layout)
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
@@ -585,37 +603,49 @@ class Run:
         """Saves what has been trained before an error is raised."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._carry)):
             return
-        self._bring()
         try:
-            self._save(force=True)
-            if self._checkpoints is not None:
-                self._checkpoints.close()
+            self.result("stopped")
         except kept_runs.CheckpointError as other:
-            error.add_note(f"What had been trained could not be saved either: {other}")
-
-    def _bring(self) -> None:
-        """Brings a model of `flax.nnx` and its optimizer to where training came."""
-        if self._subject.graphdef is not None:
-            nnx.update((self._source, self._optimizer), copied(self._trained()))
+            if isinstance(error, kept_runs.CheckpointError):
+                error.result = other.result
+            else:
+                error.add_note(f"What had been trained could not be saved: {other}")
 
     def result(self, ended: Ended) -> FitResult:
-        """What `fit` returns.
+        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far.
 
         Raises:
-          CheckpointError: If the last checkpoint could not be written.
+          CheckpointError: If the last checkpoint cannot be written, with the result.
         """
-        self._bring()
-        is_linen = self._subject.graphdef is None
+        trained, is_linen = self._trained(), self._subject.graphdef is None
+        if not is_linen:
+            nnx.update((self._source, self._optimizer), copied(trained))
+        feed = self._feed if isinstance(self._feed, StreamFeed) else None
         result = FitResult(
-            state=self._trained() if is_linen else None,
+            state=trained if is_linen else None,
             model=None if is_linen else self._source,
             optimizer=None if is_linen else self._optimizer,
             history=self.history,
             ended=ended,
             epoch=self._at.epoch - 1,
             step=self._at.step,
-            _run=self,
+            _standing=Standing(
+                self._source,
+                self._optimizer,
+                self._layout,
+                self._carry,
+                self._at,
+                self._seconds,
+                feed,
+            ),
         )
+        if self._checkpoints is not None:
+            try:
+                self._save(force=True)
+                self._checkpoints.close()
+            except kept_runs.CheckpointError as error:
+                error.result = result
+                raise
         return result
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from flax.training import train_state
@@ -20,13 +19,10 @@ from optperm.contract.states import find_states
 from optperm.distributed.local_steps import LocalStepsState, center_params
 from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
-from optperm.training.data import order_of
 from optperm.training.layout import Layout, agreed
 from optperm.training.losses import LinenLoss, NnxLoss, arguments_of, scalar_metrics, split_model
 from optperm.training.train_state import Optimizer, TrainState
 
-# Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
-_ROWS = 1024
 # By the loss function the jitted functions that were made of it, as long as somebody else holds it.
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
@@ -179,7 +175,9 @@ class Subject:
         is_tracked = layout.own and layout.mesh is not None
         return mark_varying((stable, metrics), layout.mapped if is_tracked else ())
 
-    def evaluated(self, carry: Any, batch: Any, eval_fn: Callable[..., Any]) -> dict[str, jax.Array]:
+    def evaluated(
+        self, carry: Any, batch: Any, eval_fn: Callable[..., Any]
+    ) -> dict[str, jax.Array]:
         """The metrics that a function gives on a batch, by name."""
         if self.graphdef is not None:
             out = eval_fn(self.merge(carry)[0], batch)
@@ -212,6 +210,11 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def trained_of(carry: Any, subject: Subject, layout: Layout) -> Any:
+    """What has been trained, of the carries of all replicas, on every device."""
+    trained, whole = subject.trained(carry), layout.sharding()
+    return trained if whole is None else jax.lax.with_sharding_constraint(trained, whole)
 
 
 def copied(tree: Any) -> Any:

@@ -22,7 +22,7 @@ def main(address, processes, index, folder):
     jax.distributed.initialize(address, int(processes), int(index))
     folder = pathlib.Path(folder)
     for name in METHODS:
-        where = {"checkpoint_dir": folder / name, "checkpoint_every": 3}
+        where = {"checkpoints": folder / name, "checkpoint_every": 3}
         whole = fitting.fit("linen", name, epochs=2, devices=2)
         fitting.fit("linen", name, steps=4, devices=2, **where)
         # Process 0 has the checkpoint for all.

@@ -140,7 +140,7 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
         np.ones((8, 3), np.float32),
         epochs=1,
         batch_size=4,
-        on_batch_end=lambda event: seen.append(event.trained()),
+        on_batch_end=lambda event: seen.append(event.state),
     )
     assert len(seen) == 2
     for before, after in zip([state, seen[0]], seen, strict=True):
@@ -223,7 +223,7 @@ def test_callbacks_see_what_is_recorded_and_can_stop():
         events.append(event)
         return event.step == 7
 
-    result = fitting.fit("linen", "adam", epochs=3, on_batch_end=[note])
+    result = fitting.fit("linen", "adam", epochs=3, every={1: [note]})
     assert (result.ended, result.step, result.epoch) == ("stopped", 7, 1)
     assert [event.step for event in events] == list(range(1, 8))
     assert [event.epoch for event in events] == [1] * 5 + [2] * 2
@@ -238,7 +238,7 @@ def test_callbacks_see_what_is_recorded_and_can_stop():
         "nnx", "adam", epochs=9, on_epoch_end=lambda event: epochs.append(event) or event.epoch == 2
     )
     assert (result.ended, result.step) == ("stopped", 10)
-    at_end = epochs[-1].trained()
+    at_end = epochs[-1].state
     support.assert_same_bits(
         *(
             nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
@@ -260,7 +260,7 @@ def test_early_stopping_is_kept_by_a_resumed_run(tmp_path):
         # One batch an epoch; what it gives is traced once, so it is a new function each time.
         "eval_data": data(),
         "on_epoch_end": stop,
-        "checkpoint_dir": tmp_path,
+        "checkpoints": tmp_path,
     }
     with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
         fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
@@ -290,7 +290,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_a_checkpoint(source, tmp_path):
     options = {} if source == "arrays" else {"train_data": endless}
     before = signal.getsignal(signal.SIGINT)
     result = fitting.fit(
-        "linen", "adam", epochs=10**6, on_batch_end=interrupt, checkpoint_dir=tmp_path, **options
+        "linen", "adam", epochs=10**6, every={1: interrupt}, checkpoints=tmp_path, **options
     )
     assert (result.ended, result.step) == ("interrupted", 3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
@@ -303,7 +303,7 @@ def test_a_second_ctrl_c_stops_at_once():
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        fitting.fit("linen", "adam", epochs=1, on_batch_end=interrupt)
+        fitting.fit("linen", "adam", epochs=1, every={1: interrupt})
 
 
 def test_fit_trains_beside_the_main_thread():
@@ -354,7 +354,7 @@ def test_a_missing_extra_is_named(name, monkeypatch, tmp_path):
     what = "tqdm" if name == "tqdm" else r"optperm\[(training|progress)\]"
     calls = {
         "matplotlib": training.History().plot,
-        "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoint_dir=tmp_path),
+        "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
     }
     call = calls.get(name, lambda: fitting.fit("linen", "adam", epochs=1, progress=name))
     with pytest.raises(ImportError, match=f"needs {name}.*pip install '{what}'"):
@@ -406,9 +406,9 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
         ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
-        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoint_dir"),
-        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoint_dir"),
-        ({"epochs": 1, "checkpoint_dir": 3}, TypeError, "checkpoint_dir must be a path, got int"),
+        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
+        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
+        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a path, got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "own_state": 1}, TypeError, "own_state must be True or False"),
     ],

@@ -31,12 +31,12 @@ def test_a_run_that_is_resumed_is_the_one_that_went_on(kind, name, devices, tmp_
     whole = fitting.fit(kind, name, epochs=3, steps_per_call=4, **options)
     assert (whole.ended, whole.epoch, whole.step) == ("finished", 3, 15)
     folder = tmp_path / "kept"
-    stopped = fitting.fit(kind, name, steps=7, checkpoint_dir=folder, checkpoint_every=3, **options)
+    stopped = fitting.fit(kind, name, steps=7, checkpoints=folder, checkpoint_every=3, **options)
     assert (stopped.epoch, stopped.step) == (1, 7)
     assert sorted(int(path.name) for path in folder.iterdir()) == [3, 6, 7]
     # The row of a part of an epoch is of that run alone.
     shutil.rmtree(folder / "7")
-    resumed = fitting.fit(kind, name, epochs=3, checkpoint_dir=folder, resume=True, **options)
+    resumed = fitting.fit(kind, name, epochs=3, checkpoints=folder, resume=True, **options)
     assert_same_run(resumed, whole)
     rows = resumed.history.epochs, whole.history.epochs
     assert [list(each["step"]) for each in rows] == [[5, 10, 15]] * 2
@@ -72,7 +72,7 @@ def test_an_iterable_is_resumed_within_an_epoch(devices, tmp_path):
     """Batches that were taken before are dropped."""
     options = {"train_data": fitting.batches, "devices": devices}
     whole = fitting.fit("linen", "svrg", epochs=3, **options)
-    where = {"checkpoint_dir": tmp_path, "checkpoint_every": 7}
+    where = {"checkpoints": tmp_path, "checkpoint_every": 7}
     fitting.fit("linen", "svrg", steps=8, **where, **options)
     resumed = fitting.fit("linen", "svrg", epochs=3, resume=7, **where, **options)
     assert_same_run(resumed, whole)
@@ -90,9 +90,9 @@ def test_batches_of_an_iterable_are_shared_like_those_of_arrays(devices):
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
-    where = {"checkpoint_dir": tmp_path / "kept", "checkpoint_every": 5}
+    where = {"checkpoints": tmp_path / "kept", "checkpoint_every": 5}
     fitting.fit("linen", "adam", epochs=2, checkpoint_keep=1, **where)
-    assert [path.name for path in where["checkpoint_dir"].iterdir()] == ["10"]
+    assert [path.name for path in where["checkpoints"].iterdir()] == ["10"]
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
         fitting.fit("linen", "adam", epochs=2, **where)
     with pytest.raises(ValueError, match="no checkpoint after that step, but after 10"):
@@ -107,7 +107,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         fitting.fit("linen", "adam", epochs=3, resume=True, devices=4, **where)
     done = fitting.fit("linen", "adam", epochs=2, resume=True, **where)
     assert (done.ended, done.step) == ("finished", 10)
-    for file in (where["checkpoint_dir"] / "10" / "state").rglob("*"):
+    for file in (where["checkpoints"] / "10" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(training.CheckpointError, match="10 is damaged"):
