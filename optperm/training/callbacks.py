@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from optperm.contract import checks
 from optperm.training.history import History
 
@@ -37,7 +39,7 @@ class Event:
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:
-        """What `eval_fn` gives on `eval_data` now; with several processes all of them have to ask."""
+        """What `eval_fn` gives on `eval_data` now. With several processes all of them have to ask."""
         return self._evaluate()
 
 
@@ -76,11 +78,7 @@ class EarlyStopping:
         return self.is_due(event.history)
 
     def is_due(self, history: History) -> bool:
-        """Whether to stop, by what has been recorded.
-
-        Raises:
-          ValueError: If nothing of the name has been.
-        """
+        """Whether to stop, by what has been recorded; a ValueError if nothing of the name has been."""
         epochs = history.epochs
         if self.monitor not in epochs:
             raise ValueError(
@@ -100,8 +98,8 @@ def metrics_writer(writer: Any) -> Callback:
     """A callback that hands the metrics of each event to a writer of TensorBoard or the like.
 
     Args:
-      writer: With `write_scalars(step, scalars)`, as those of clu have it, or `add_scalar(name, value,
-        step)`, as TensorBoard's SummaryWriter has it.
+      writer: With `write_scalars(step, scalars)`, as clu's, or `add_scalar(name, value, step)`, as
+        TensorBoard's.
 
     Returns:
       A function for `every` and `on_epoch_end` of `fit`.
@@ -116,27 +114,24 @@ def metrics_writer(writer: Any) -> Callback:
       ...         print(step, scalars)
       >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
     """
-    if hasattr(writer, "write_scalars"):
-        write = writer.write_scalars
-    elif hasattr(writer, "add_scalar"):
-
-        def write(step: int, scalars: Mapping[str, float]) -> None:
-            for name, value in scalars.items():
-                writer.add_scalar(name, value, step)
-    else:
+    if not hasattr(writer, "write_scalars") and not hasattr(writer, "add_scalar"):
         raise TypeError(
             "writer must have write_scalars(step, scalars) or add_scalar(name, value, step), got "
             f"{type(writer).__name__}."
         )
-    return lambda event: write(event.step, dict(event.metrics))
+
+    def write(event: Event) -> None:
+        if hasattr(writer, "write_scalars"):
+            writer.write_scalars(event.step, dict(event.metrics))
+        else:
+            for name, value in event.metrics.items():
+                writer.add_scalar(name, value, event.step)
+
+    return write
 
 
 def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
-    """One callback or several, as a tuple.
-
-    Raises:
-      TypeError: If one is none.
-    """
+    """One callback or several, as a tuple; a TypeError if one is none."""
     several = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
     for callback in several:
         if not callable(callback):
@@ -147,39 +142,13 @@ def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     return several
 
 
-def by_interval(every: Any) -> dict[int, tuple[Callback, ...]]:
-    """The argument `every` of `fit`, each of its values as a tuple.
-
-    Raises:
-      TypeError: If it is no dict of functions by whole numbers.
-      ValueError: If a number is below 1.
-    """
-    if every is None:
-        return {}
-    if not isinstance(every, Mapping):
-        raise TypeError(
-            "every must be a dict of functions by the steps between their calls, such as "
-            f"{{100: log}}, got {type(every).__name__}."
-        )
-    for interval in every:
-        checks.check_count("every's key", interval)
-    return {int(n): as_callbacks(f"every[{n}]", value) for n, value in every.items()}
-
-
-def wants_to_stop(callbacks: tuple[Callback, ...], event: Event, *, name: str) -> bool:
-    """Calls all, and tells whether one of them wants to stop.
-
-    Raises:
-      TypeError: If one returns something else than True, False or None.
-    """
+def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
+    """Calls all, and tells whether one wants to stop; a TypeError if one does not say clearly."""
     answers = [callback(event) for callback in callbacks]
     for callback, answer in zip(callbacks, answers, strict=True):
-        if answer is not None:
-            try:
-                checks.check_flag("answer", answer)
-            except TypeError as error:
-                raise TypeError(
-                    f"{name}: {callback!r} must return True to stop training, or None or False to go "
-                    f"on, got {answer!r}."
-                ) from error
+        if not isinstance(answer, bool | np.bool_ | None):
+            raise TypeError(
+                f"{name}: {callback!r} must return True to stop training, or None or False to go on, got "
+                f"{answer!r}."
+            )
     return any(answers)

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -13,32 +12,22 @@ import numpy as np
 from flax import nnx
 
 from optperm.contract import checks
-from optperm.training import checkpoints as kept_runs
 from optperm.training import data as datas
 from optperm.training import processes
-from optperm.training.callbacks import (
-    Callback,
-    EarlyStopping,
-    Event,
-    as_callbacks,
-    by_interval,
-    wants_to_stop,
-)
+from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
+from optperm.training.checkpoints import CheckpointError, Checkpoints, form
 from optperm.training.evaluations import Evaluator
 from optperm.training.feeds import ArrayFeed, Fed, StreamFeed
 from optperm.training.history import History
 from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout, layout_of
-from optperm.training.progress import Bar, NoBar, check_progress, line, progress_bar
-from optperm.training.steps import Subject, copied, plain, steps_of, trained_of, typed
+from optperm.training.progress import check_progress, line, progress_bar
+from optperm.training.steps import Model, Steps, copied, plain, steps_of, trained, typed
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 
-_MANY = 2**31 - 1
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-# From the optimizer's state, the params and the full gradient, the state to go on with.
-Change = Callable[[Any, Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +57,29 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
+class Standing:
+    """Where a run stands: what another one needs to go on from it.
+
+    Attributes:
+      source: What was passed to be trained.
+      optimizer: Its optimizer, of a model of `flax.nnx`.
+      layout: Where the carry lies.
+      carry: The train state, or those of all replicas.
+      at: How far it has come.
+      seconds: Wall time since the last row of an epoch.
+      feed: The batches.
+    """
+
+    source: Any
+    optimizer: Any
+    layout: Layout
+    carry: TrainState
+    at: Position
+    seconds: float
+    feed: ArrayFeed | StreamFeed | None
+
+
+@dataclasses.dataclass(frozen=True)
 class FitResult:
     """What `fit` came to, and what it goes on from.
 
@@ -91,30 +103,7 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    _standing: "Standing" = dataclasses.field(repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """What a run leaves for one that goes on from it.
-
-    Attributes:
-      source: The state or model that was passed.
-      optimizer: The optimizer of a model.
-      layout: Where the carry lies.
-      carry: The carry, of each replica where they differ.
-      at: How far it has come.
-      seconds: Wall time since the last row of an epoch.
-      feed: Where a stream of batches has come.
-    """
-
-    source: Any
-    optimizer: Any
-    layout: Layout
-    carry: Any
-    at: Position
-    seconds: float
-    feed: StreamFeed | None
+    _standing: Standing = dataclasses.field(repr=False)
 
 
 def fit(
@@ -237,366 +226,327 @@ def fit(
       20
     """
     counts = {"epochs": epochs, "steps": steps, "eval_batch_size": eval_batch_size}
-    counts |= {"checkpoint_every": checkpoint_every, "checkpoint_keep": checkpoint_keep}
-    for name, number in {**counts, "steps_per_call": steps_per_call}.items():
-        if number is not None:
-            checks.check_count(name, number)
+    counts |= {"checkpoint_every": checkpoint_every, "steps_per_call": steps_per_call}
+    for name, count in {**counts, "checkpoint_keep": checkpoint_keep}.items():
+        if count is not None:
+            checks.check_count(name, count)
     checks.check_seed("seed", seed)
+    checks.check_flag("has_aux", has_aux)
     if epochs is None and steps is None:
         raise ValueError("Pass epochs or steps: how long to train.")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}.")
-    checks.check_flag("has_aux", has_aux)
-    kept_runs.check_arguments(checkpoints, checkpoint_every, checkpoint_keep, resume)
-    bar_name = check_progress(progress)
-    run = Run(
-        state_or_model,
-        loss_fn,
-        train_data,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        seed=int(seed),
-        has_aux=bool(has_aux),
-        placing={"mesh": mesh, "devices": devices, "replicas": replicas},
-        steps_per_call=int(steps_per_call),
-        epoch_start=epoch_start,
-        every=by_interval(every),
-        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
-    )
-    if eval_fn is not None or eval_data is not None:
-        if eval_fn is None or eval_data is None:
-            missing = "eval_fn" if eval_fn is None else "eval_data"
-            raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
-        run.evaluate_on(eval_fn, eval_data, eval_batch_size or batch_size)
-    processes.check_same({**run.facts, **counts, "steps_per_call": steps_per_call})
-    if checkpoints is not None:
-        run.keep_in(checkpoints, checkpoint_every, checkpoint_keep, resume)
-    total = run.total_steps(epochs, steps)
-    with (
-        Interrupt() as interrupt,
-        progress_bar(bar_name if jax.process_index() == 0 else None, total) as run.bar,
-    ):
-        ended = run.train(
-            math.inf if epochs is None else epochs, math.inf if steps is None else steps, interrupt
+    if resume is not True and resume is not False:
+        checks.check_count("resume", resume, minimum=0)
+    if checkpoints is None and (checkpoint_every or checkpoint_keep or resume is not False):
+        raise ValueError(
+            "resume, checkpoint_every and checkpoint_keep go with checkpoints: pass those."
         )
+    bar_name = check_progress(progress)
+    run = _Run(state_or_model, optimizer, mesh=mesh, devices=devices, replicas=replicas)
+    run.train_on(
+        loss_fn, train_data, batch_size, int(seed), int(steps_per_call), has_aux=bool(has_aux)
+    )
+    run.evaluate_on(eval_fn, eval_data, eval_batch_size or batch_size)
+    run.call(every, epoch_start, on_epoch_end)
+    run.begin(counts)
+    if checkpoints is not None:
+        run.keep_in(Checkpoints(checkpoints, checkpoint_every, checkpoint_keep), resume)
+    most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
+    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    bar = progress_bar(bar_name if jax.process_index() == 0 else None, total)
+    with Interrupt() as interrupt, bar as run.show:
+        ended = run.train(*most, interrupt)
     return run.result(ended)
 
 
-class Run:
+class _Run:
     """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
 
-    def __init__(
+    def __init__(self, source: Any, optimizer: Any, **places: Any) -> None:
+        self._earlier = source._standing if isinstance(source, FitResult) else None
+        self._history = source.history.copy() if isinstance(source, FitResult) else History()
+        if self._earlier is not None:
+            source, optimizer = self._earlier.source, self._earlier.optimizer
+        self._source, self._optimizer = source, optimizer
+        self._model, self._initial = Model.of(source, optimizer)
+        if self._earlier is not None and not any(places.values()):
+            self._layout = self._earlier.layout
+        else:
+            self._layout = layout_of(self._initial.tx, self._initial, **places)
+        self._at, self._seconds, self._saved = Position(), 0.0, -1
+        self._iterator: str | None = None
+        self._checkpoints: Checkpoints | None = None
+
+    def train_on(
         self,
-        source: Any,
         loss_fn: Callable[..., Any],
-        train_data: Any,
-        *,
-        optimizer: Any,
+        data: Any,
         batch_size: int | None,
         seed: int,
-        has_aux: bool,
-        placing: dict[str, Any],
         steps_per_call: int,
-        epoch_start: Any,
-        every: dict[int, tuple[Callback, ...]],
-        epoch_end: tuple[Callback, ...],
+        *,
+        has_aux: bool,
     ) -> None:
-        earlier = source._standing if isinstance(source, FitResult) else None
-        self._source = source if earlier is None else earlier.source
-        self._optimizer = optimizer if earlier is None else earlier.optimizer
+        """Says by what to train."""
         self._loss_fn, self._has_aux, self._steps_per_call = loss_fn, has_aux, steps_per_call
-        self._every, self._epoch_end = every, epoch_end
-        self._subject, carry = Subject.of(self._source, self._optimizer)
-        self._layout = self._layout_of(carry, placing)
+        self._facts: dict[str, Any] = {
+            "the kind of model": "linen" if self._model.graphdef is None else "nnx",
+            "seed": seed,
+        }
+        self.feed: ArrayFeed | StreamFeed
+        if not datas.is_arrays(data):
+            earlier = self._earlier.feed if self._earlier else None
+            earlier = earlier if isinstance(earlier, StreamFeed) else None
+            self.feed = StreamFeed(data, layout=self._layout, earlier=earlier)
+            self._facts["train_data"] = "an iterable of batches"
+            if batch_size is not None:
+                raise ValueError(
+                    "batch_size is for arrays: train_data gives batches, and their size is theirs."
+                )
+            return
+        if batch_size is None:
+            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
+        options = {"seed": seed, "layout": self._layout, "steps_per_call": steps_per_call}
+        self.feed = ArrayFeed(data, batch_size=batch_size, **options)
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", data)
+        self._facts |= {"batch_size": int(batch_size), "train_data": str(forms)}
+
+    def evaluate_on(self, eval_fn: Any, data: Any, batch_size: int | None) -> None:
+        """Says what to evaluate."""
+        self._evaluator = None
+        if (eval_fn is None) != (data is None):
+            missing = "eval_fn" if eval_fn is None else "eval_data"
+            raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
+        if eval_fn is not None:
+            layout = Layout(self._layout.mesh, self._layout.batch)
+            self._evaluator = Evaluator(eval_fn, data, batch_size, self._model, layout)
+
+    def call(self, every: Any, epoch_start: Any, epoch_end: Any) -> None:
+        """Says what to call when."""
+        if not isinstance(every, Mapping | None):
+            raise TypeError(
+                "every must be a dict of functions by the steps between their calls, such as {100: log}, "
+                f"got {type(every).__name__}."
+            )
+        for steps in every or {}:
+            checks.check_count("a key of every", steps)
+        self._every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()}
+        self._epoch_end = as_callbacks("on_epoch_end", epoch_end)
+        self._epoch_start = _by_epoch(epoch_start)
         if epoch_start is not None and self._layout.own:
             raise ValueError(
                 "epoch_start changes a state that all replicas share, but by this method each has its "
                 "own."
             )
-        self._epoch_start = _changes(epoch_start)
-        self._feed: ArrayFeed | StreamFeed
-        if datas.is_arrays(train_data):
-            if batch_size is None:
-                raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-            self._feed = ArrayFeed(
-                train_data,
-                batch_size=batch_size,
-                seed=seed,
-                layout=self._layout,
-                steps_per_call=steps_per_call,
-            )
-        else:
-            self._feed = StreamFeed(train_data, layout=self._layout)
-            if batch_size is not None:
-                raise ValueError(
-                    "batch_size is for arrays: train_data gives batches, and their size is theirs."
-                )
-        self._evaluator: Evaluator | None = None
-        self._checkpoints: kept_runs.Checkpoints | None = None
-        self.bar: Bar = NoBar()
-        self.facts = self._facts_of(carry, train_data, batch_size, seed)
-        if earlier is None:
-            self.history, self._at, self._seconds = History(), Position(), 0.0
-            self._carry = self._initial(carry)
-        else:
-            self.history, self._at = source.history.copy(), earlier.at
-            self._seconds, self._carry = earlier.seconds, self._taken_over(earlier)
-            if isinstance(self._feed, StreamFeed):
-                self._feed.take_over(earlier.feed)
-        self._saved = -1
-        self._iterator: str | None = None
 
-    def _layout_of(self, carry: Any, placing: dict[str, Any]) -> Layout:
-        params = self._subject.parts(carry).params
-        return layout_of(self._subject.tx(carry), params, jax.tree.leaves(carry), **placing)
+    def begin(self, counts: Mapping[str, Any]) -> None:
+        """Places what is trained, where all processes agree on it."""
+        if jax.process_count() > 1:
+            params = processes.digest(plain(self._initial.params))
+            digests = {"params": params, "data in memory": self._digest()}
+            processes.check_same({**self._facts, **counts, **digests})
+        earlier = self._earlier
+        self._carry = self._placed(self._initial) if earlier is None else self._taken_over(earlier)
+        if earlier is not None:
+            self._at, self._seconds = earlier.at, earlier.seconds
 
-    def _facts_of(
-        self, carry: Any, train_data: Any, batch_size: int | None, seed: int
-    ) -> dict[str, Any]:
-        """What tells the run from others: JSON values."""
-        facts: dict[str, Any] = {"the kind of model": self._subject.kind, "seed": seed}
-        if isinstance(self._feed, ArrayFeed):
-            shapes = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", train_data)
-            facts |= {"batch_size": int(batch_size or 0), "train_data": str(shapes)}
-        else:
-            facts["train_data"] = "an iterable of batches"
-        if self._layout.own:
-            facts["the number of replicas"] = self._layout.parts
-        return facts
+    def _digest(self) -> str | None:
+        return processes.digest(self.feed.data) if isinstance(self.feed, ArrayFeed) else None
 
-    def _initial(self, carry: Any) -> Any:
-        """The carry before the first step, placed."""
-        subject, layout = self._subject, self._layout
-        placed = typed(layout.place(plain(carry)), carry)
-        parts = subject.parts(placed)
-        has_state = parts.opt_state is not None
+    def _placed(self, state: TrainState) -> TrainState:
+        layout = self._layout
+        placed = typed(layout.place(plain(state)), state)
         with layout.context():
-            if not has_state and not layout.mapped:
-                opt_state = subject.tx(placed).init(parts.params)
-                return copied(subject.with_parts(placed, parts._replace(opt_state=opt_state)))
+            if placed.opt_state is None and not layout.mapped:
+                placed = placed.replace(opt_state=placed.tx.init(placed.params))
             if layout.own:
                 placed = layout.stack(placed)
-            if has_state:
+            if placed.opt_state is not None:
                 return copied(placed)
 
-            def init(carry: Any, _: Any, __: Any) -> tuple[Any, Any]:
-                parts = subject.parts(carry)
-                opt_state = subject.tx(carry).init(parts.params)
-                return subject.with_parts(carry, parts._replace(opt_state=opt_state)), ()
+            def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+                return state.replace(opt_state=state.tx.init(state.params)), ()
 
             return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
 
-    def _taken_over(self, earlier: Standing) -> Any:
-        """The carry of an earlier run, placed for this one.
-
-        Raises:
-          ValueError: If each replica had its own, and there are now more or fewer.
-        """
+    def _taken_over(self, earlier: Standing) -> TrainState:
         before, now = earlier.layout, self._layout
-        if (before.own or now.own) and (before.own, before.parts) != (now.own, now.parts):
-            raise ValueError(
-                f"The earlier fit trained {before.parts} replicas, each with a state of its own, and "
-                "this one cannot go on with another number of them: pass the same, or begin anew from "
-                "its state."
-            )
-        if before == now or (before.mesh is None and now.mesh is None):
+        if before == now:
             return copied(earlier.carry)
+        if before.own or now.own:
+            raise ValueError(
+                f"The earlier fit trained {before.parts} replicas, each with a state of its own, and this "
+                f"one cannot go on with {now.parts}: pass the same, or begin anew from its state."
+            )
         host = jax.tree.map(np.asarray, plain(earlier.carry))
         return copied(typed(now.place(host), earlier.carry))
 
-    def evaluate_on(self, eval_fn: Any, data: Any, batch_size: int | None) -> None:
-        """Says what to evaluate at the ends of epochs."""
-        layout = Layout(self._layout.mesh, self._layout.batch)
-        self._evaluator = Evaluator(eval_fn, data, batch_size, self._subject, layout)
-
-    def keep_in(self, where: Any, every: int | None, keep: int | None, resume: bool | int) -> None:
+    def keep_in(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Says where checkpoints go, and goes to one if that is asked for."""
-        self._checkpoints = kept_runs.Checkpoints(where, every, keep)
-        arrays = plain(self._carry)
-        self.facts["the form of the state"] = kept_runs.form(arrays)
-        if isinstance(self._feed, ArrayFeed):
-            self.facts["the digest of train_data"] = processes.digest(self._feed._data)[:16]
-        chosen = self._checkpoints.choose(resume, self._at.step)
-        if chosen is None:
+        self._checkpoints, arrays = checkpoints, plain(self._carry)
+        own = self._layout.parts if self._layout.own else None
+        self._facts |= {"the form of the state": form(arrays), "replicas with a state each": own}
+        self._facts["the digest of train_data"] = self._digest()
+        if (chosen := checkpoints.choose(resume, self._at.step)) is None:
             return
-        kept = self._checkpoints.read(chosen, arrays, self.facts)
-        self._carry = copied(typed(kept.carry, self._carry))
-        self._at, self._saved = Position(**kept.position), chosen
-        self.history, self._seconds, self._iterator = kept.history, kept.seconds, kept.iterator
-
-    def total_steps(self, epochs: int | None, steps: int | None) -> float:
-        """How many steps there will be; infinite where nobody knows."""
-        limits = [math.inf if steps is None else float(steps)]
-        if epochs is not None and self._feed.steps_per_epoch is not None:
-            limits.append(epochs * self._feed.steps_per_epoch)
-        return min(limits)
+        arrays, rows, run = checkpoints.read(chosen, arrays, self._facts)
+        self._carry = copied(typed(arrays, self._carry))
+        self._history = History.from_arrays(
+            dict(zip(run["names"], rows, strict=True)), run["epochs"]
+        )
+        self._at, self._saved = Position(**run["position"]), chosen
+        self._seconds, self._iterator = run["seconds"], run["iterator"]
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
-        if self._at.offset == 0 and self._was_stopped():
+        stopping = [each for each in self._epoch_end if isinstance(each, EarlyStopping)]
+        if (
+            not self._at.offset
+            and self._history.last
+            and any(each.is_due(self._history) for each in stopping)
+        ):
             return "stopped"
         self._since = time.perf_counter()
-        compiled = steps_of(
-            self._subject,
-            self._loss_fn,
-            self._layout,
-            self._carry,
-            has_aux=self._has_aux,
-            rows=self._feed.rows,
-        )
         is_begun, stop, error, code = False, False, None, 0
+        compiled = self._steps()
         while self._at.epoch <= epochs and self._at.step < steps:
-            # 3: a failure, 2: a signal, 1: a callback wants to stop; in any process.
+            # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
             code = processes.highest(3 if error else 2 if interrupt.requested else int(stop))
             if code:
                 break
             try:
-                if self._at.offset == 0:
+                if not self._at.offset:
                     self._start_epoch()
-                if self._at.offset == 0 or not is_begun:
-                    self._feed.begin(self._at.epoch, self._at.offset, self._iterator)
+                if not self._at.offset or not is_begun:
+                    self.feed.begin(self._at.epoch, self._at.offset, self._iterator)
                     is_begun, self._iterator = True, None
-                fed = self._feed.run(compiled, self._carry, self._limit(steps), interrupt)
+                fed = self.feed.run(compiled, self._carry, self._limit(steps), interrupt)
                 stop, error = self._after(fed, steps)
             except Exception as raised:  # what has been trained is saved first
                 error = raised
         if code == 3 and error is None:
-            error = RuntimeError("another process has failed: its message says why.")
+            error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
             self._rescue(error)
             raise error
         names: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
         return names[code]
 
+    def _steps(self) -> Steps:
+        model, carry, options = self._model, self._carry, {"has_aux": self._has_aux}
+        return steps_of(model, self._loss_fn, self._layout, carry, rows=self.feed.rows, **options)
+
     def _limit(self, steps: float) -> int:
         """How many steps may be taken until something happens."""
         at = self._at.step
-        limits = [self._steps_per_call, steps - at, *(n - at % n for n in self._every)]
-        most = int(min(limits))
+        most = int(
+            min(self._steps_per_call, steps - at, *(n - at % n for n in (1 << 31, *self._every)))
+        )
         return most if self._checkpoints is None else self._checkpoints.until_next(at, most)
 
     def _start_epoch(self) -> None:
-        at = self._at
-        change = None if self._epoch_start is None else self._epoch_start(at.epoch)
-        if change is None:
+        at, carry = self._at, self._carry
+        if self._epoch_start is None or (change := self._epoch_start(at.epoch)) is None:
             return
         if not callable(change):
             raise TypeError(
                 "epoch_start must return a function change(opt_state, params, full_gradient), such as "
                 f"optperm.take_snapshot, or None, got {change!r}."
             )
-        self.bar.show(at.step, f"epoch {at.epoch} full gradient")
-        parts = self._subject.parts(self._carry)
+        self.show(at.step, f"epoch {at.epoch} full gradient")
         with self._layout.context():
-            loss = self._subject.bound_loss(self._carry, self._loss_fn, has_aux=self._has_aux)
-            batches = self._feed.all_batches(at.epoch)
-            full_grad = full_gradient(loss, parts.params, batches, has_aux=True)
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, parts.opt_state)
-            compiled = jax.jit(change, out_shardings=shardings if self._layout.mesh else None)
-            opt_state = compiled(parts.opt_state, parts.params, full_grad)
+            loss = self._model.loss(self._loss_fn, has_aux=self._has_aux)
+            bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
+            grad = full_gradient(bound, carry.params, self.feed.all_batches(at.epoch), has_aux=True)
+            there = None
+            if self._layout.mesh is not None:
+                there = jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
+            changed = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         checks.check_same_tree(
             "The optimizer state that epoch_start's function returned",
-            opt_state,
-            parts.opt_state,
+            changed,
+            carry.opt_state,
             source="the one before",
         )
-        # The new state may share memory with the params.
-        self._carry = copied(
-            self._subject.with_parts(self._carry, parts._replace(opt_state=opt_state))
-        )
+        # It may share memory with the params.
+        self._carry = copied(carry.replace(opt_state=changed))
 
     def _after(self, fed: Fed, steps: float) -> tuple[bool, Exception | None]:
         """What happens after some steps: whether a callback wants to stop, and what has failed."""
-        before = self._at
-        self._carry = fed.carry
-        self._at = at = before.after(fed.steps, is_over=fed.is_over and fed.error is None)
+        self._carry, is_over = fed.carry, fed.is_over and fed.error is None
+        self._at = at = self._at.after(fed.steps, is_over=is_over)
         self._tick()
-        self.history.add_steps(fed.columns)
+        self._history.add_steps(fed.columns)
         if fed.error is not None:
             return False, fed.error
         stop = False
-        try:
-            if fed.columns:
-                last = {name: float(column[-1]) for name, column in fed.columns.items()}
-                self.bar.show(at.step, line(at.last_epoch, last))
-                for interval, callbacks in self._every.items():
-                    if at.step % interval == 0:
-                        event = self._event(self.history.means(interval))
-                        name = f"every[{interval}]"
-                        stop |= wants_to_stop(callbacks, event, name=name)
-            if fed.is_over or at.step >= steps:
-                stop |= self._end_epoch()
+        if fed.columns:
+            last = {name: float(column[-1]) for name, column in fed.columns.items()}
+            self.show(at.step, line(at.last_epoch, last))
+            for n, callbacks in self._every.items():
+                if at.step % n == 0:
+                    event = self._event(self._history.means(n))
+                    stop |= wants_to_stop(f"every[{n}]", callbacks, event)
+        if is_over or at.step >= steps:
+            stop |= self._end_epoch()
+        if self._checkpoints is not None and self._checkpoints.is_due(at.step):
             self._save()
-        except Exception as error:  # so that what has been trained can be saved first
-            return False, error
         return stop, None
 
     def _end_epoch(self) -> bool:
         at = self._at
-        self._tick()
-        # The end of an epoch may be found only when a batch more is asked for.
-        if self.history.last.get("step") == at.step:
+        # That an epoch was over may be found only when a batch more is asked for.
+        if self._history.last.get("step") == at.step:
             return False
-        epoch = at.last_epoch
-        evaluated = self._evaluate()
-        self.history.add_epoch(
-            epoch=epoch, step=at.step, seconds=self._seconds, evaluated=evaluated
-        )
+        evaluated = self._evaluate() if self._evaluator is not None else {}
+        row = {"epoch": at.last_epoch, "step": at.step, "seconds": self._seconds}
+        self._history.add_epoch(**row, evaluated=evaluated)
         self._seconds = 0.0
-        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
-        self.bar.show(at.step, line(epoch, metrics))
-        stop = wants_to_stop(self._epoch_end, self._event(metrics), name="on_epoch_end")
+        metrics = {k: v for k, v in self._history.last.items() if k not in ("epoch", "step")}
+        self.show(at.step, line(at.last_epoch, metrics))
+        stop = wants_to_stop("on_epoch_end", self._epoch_end, self._event(metrics))
         self._since = time.perf_counter()
         return stop
 
     def _event(self, metrics: Mapping[str, float]) -> Event:
-        at, history = self._at, self.history
+        at, history = self._at, self._history
         return Event(at.last_epoch, at.step, metrics, history, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
-            return {}
+            raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
         return self._evaluator.evaluate(self._trained(), self._at.last_epoch)
-
-    def _was_stopped(self) -> bool:
-        """Whether the run that is gone on with had come to its early end."""
-        early = [callback for callback in self._epoch_end if isinstance(callback, EarlyStopping)]
-        return bool(self.history.last) and any(each.is_due(self.history) for each in early)
 
     def _tick(self) -> None:
         now = time.perf_counter()
         self._seconds, self._since = self._seconds + now - self._since, now
 
-    def _trained(self) -> Any:
+    def _trained(self) -> TrainState:
         """The carry, or what has been trained of those of all replicas."""
-        if not self._layout.own:
-            return self._carry
         with self._layout.context():
-            return trained_of(self._carry, self._subject, self._layout)
+            return trained(self._carry, self._layout) if self._layout.own else self._carry
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        carry = copied(self._trained())
-        return carry if self._subject.graphdef is None else self._subject.merge(carry)[0]
+        return self._model.shown(copied(self._trained()))
 
-    def _save(self, *, force: bool = False) -> None:
-        at = self._at
+    def _save(self) -> None:
+        at, steps, history = self._at, self._history.steps, self._history
         if self._checkpoints is None or self._saved == at.step:
             return
-        if not force and not self._checkpoints.is_due(at.step):
-            return
         self._tick()
-        self._checkpoints.write(
-            at.step,
-            kept_runs.Kept(
-                plain(self._carry),
-                dataclasses.asdict(at),
-                self._seconds,
-                self.history,
-                self._feed.state(),
-            ),
-            self.facts,
-        )
+        run = {
+            "facts": self._facts,
+            "position": dataclasses.asdict(at),
+            "seconds": self._seconds,
+            "names": list(steps),
+            "epochs": history.epoch_rows,
+            "iterator": self.feed.state(),
+        }
+        rows = np.array(list(steps.values()), np.float32).reshape(len(steps), -1)
+        state = plain(self._carry)
+        self._checkpoints.write(at.step, state, rows, run, history.last or None)
         self._saved = at.step
 
     def _rescue(self, error: Exception) -> None:
@@ -605,59 +555,48 @@ class Run:
             return
         try:
             self.result("stopped")
-        except kept_runs.CheckpointError as other:
-            if isinstance(error, kept_runs.CheckpointError):
+        except CheckpointError as other:
+            if isinstance(error, CheckpointError):
                 error.result = other.result
             else:
                 error.add_note(f"What had been trained could not be saved: {other}")
 
     def result(self, ended: Ended) -> FitResult:
-        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far.
-
-        Raises:
-          CheckpointError: If the last checkpoint cannot be written, with the result.
-        """
-        trained, is_linen = self._trained(), self._subject.graphdef is None
+        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
+        state, is_linen = self._trained(), self._model.graphdef is None
         if not is_linen:
-            nnx.update((self._source, self._optimizer), copied(trained))
-        feed = self._feed if isinstance(self._feed, StreamFeed) else None
+            self._model.bring(self._source, self._optimizer, copied(state))
+        source = self._source, self._optimizer, self._layout, self._carry
+        # Arrays of data need not outlive the call.
+        feed = self.feed if isinstance(self.feed, StreamFeed) else None
         result = FitResult(
-            state=trained if is_linen else None,
+            state=state if is_linen else None,
             model=None if is_linen else self._source,
-            optimizer=None if is_linen else self._optimizer,
-            history=self.history,
+            optimizer=self._optimizer,
+            history=self._history,
             ended=ended,
             epoch=self._at.epoch - 1,
             step=self._at.step,
-            _standing=Standing(
-                self._source,
-                self._optimizer,
-                self._layout,
-                self._carry,
-                self._at,
-                self._seconds,
-                feed,
-            ),
+            _standing=Standing(*source, self._at, self._seconds, feed),
         )
         if self._checkpoints is not None:
             try:
-                self._save(force=True)
+                self._save()
                 self._checkpoints.close()
-            except kept_runs.CheckpointError as error:
+            except CheckpointError as error:
                 error.result = result
                 raise
         return result
 
 
-def _changes(epoch_start: Any) -> Callable[[int], Change | None] | None:
-    """`epoch_start` as a function of the epoch's number: one that takes three arguments is a change."""
-    if epoch_start is None:
+def _by_epoch(epoch_start: Any) -> Callable[[int], Any] | None:
+    """`epoch_start` as a function of the epoch's number, where it is itself the change of each epoch."""
+    if epoch_start is None or not callable(epoch_start):
+        if epoch_start is not None:
+            raise TypeError(f"epoch_start must be a function, got {epoch_start!r}.")
         return None
-    if not callable(epoch_start):
-        raise TypeError(f"epoch_start must be a function, got {epoch_start!r}.")
-    signature = inspect.signature(epoch_start)
     try:
-        signature.bind(1)
+        inspect.signature(epoch_start).bind(1)
     except TypeError:
         return lambda epoch: epoch_start
     return epoch_start  # type: ignore[no-any-return]

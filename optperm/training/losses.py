@@ -12,7 +12,8 @@ from flax import nnx
 
 from optperm.contract import checks
 
-_OPTIONAL = ("model_state", "rng")
+# Columns of the history that are not the loss function's to name.
+_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 
 
 class Outputs(NamedTuple):
@@ -39,16 +40,11 @@ class LinenLoss:
     loss_fn: Callable[..., Any]
     has_aux: bool = False
 
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """Which of `model_state` and `rng` the function takes."""
-        return arguments_of(self.loss_fn)
-
     def __call__(
         self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """The loss and what else came, at a model state and with a random key."""
-        takes = self.takes
+        takes = arguments_of(self.loss_fn)
         if "rng" in takes and rng is None:
             raise ValueError(
                 "loss_fn takes rng, but the state holds no key: pass rng=jax.random.key(0) to "
@@ -115,14 +111,14 @@ class NnxLoss:
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
     graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
-    params, keys, rest = states
-    return graphdef, nnx.as_pure(params), (nnx.as_pure(keys), nnx.as_pure(rest))
+    params, keys, rest = map(nnx.as_pure, states)
+    return graphdef, params, (keys, rest)
 
 
 def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Which of `model_state` and `rng` a function takes by name."""
     parameters = inspect.signature(function).parameters
-    return tuple(name for name in _OPTIONAL if name in parameters)
+    return tuple(name for name in ("model_state", "rng") if name in parameters)
 
 
 def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
@@ -144,3 +140,15 @@ def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
                 "Take its mean over the batch, or leave it out."
             )
     return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
+
+
+def training_metrics(aux: Any) -> dict[str, jax.Array]:
+    """`scalar_metrics` of what a loss function returned; a ValueError if it takes a reserved name."""
+    metrics = scalar_metrics(aux, source="What loss_fn returns beside the loss (has_aux=True)")
+    for name in metrics:
+        if name in _RESERVED or name.startswith("eval_"):
+            raise ValueError(
+                f"loss_fn returns a metric named {name!r}, which is a column of the history of its own: "
+                f"choose another name than {', '.join(_RESERVED)} and eval_..."
+            )
+    return metrics
