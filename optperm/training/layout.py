@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.contract import checks
@@ -32,12 +32,13 @@ class Layout:
     """Where arrays lie.
 
     Attributes:
-      mesh: The devices; None for wherever JAX puts what is not yet anywhere.
+      mesh: The devices, its axes automatic; None for wherever JAX puts what is not yet anywhere.
       batch: How a batch is sharded over the mesh, by its PartitionSpec.
       mapped: The axes over which the method is mapped; empty for one that asks for none.
       own: Whether each replica along them has a carry of its own. Then a carry has a leading axis of
         replicas, of which each device holds its part.
       replicas: How many replicas are simulated on one device.
+      home: The mesh as the user has it, perhaps with explicit axes.
     """
 
     mesh: Mesh | None = None
@@ -45,6 +46,7 @@ class Layout:
     mapped: tuple[str, ...] = ()
     own: bool = False
     replicas: int = 1
+    home: Mesh | None = None
 
     @property
     def parts(self) -> int:
@@ -52,11 +54,6 @@ class Layout:
         if self.mesh is None:
             return self.replicas
         return math.prod(self.mesh.shape[name] for name in _names(self.batch[0]))
-
-    @property
-    def is_explicit(self) -> bool:
-        """Whether shardings on the mesh are a part of the types of arrays."""
-        return self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """What steps are traced and called in."""
@@ -123,9 +120,7 @@ class Layout:
                     f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}, but the mesh is "
                     f"{self.mesh}: pass the mesh of the state."
                 )
-            return (
-                leaf if here.mesh == self.mesh else jax.device_put(leaf, self.sharding(*here.spec))
-            )
+            return jax.device_put(leaf, self.sharding(*here.spec))
 
         return jax.tree_util.tree_map_with_path(put, tree)
 
@@ -155,17 +150,17 @@ class Layout:
 
         return jax.tree.map(put, batch)
 
-    def take(self, examples: Any, indices: jax.Array) -> Any:
-        """Those of some indices, within a compiled step."""
-        if not self.is_explicit or self.mapped:
-            return self.constrain(jax.tree.map(lambda leaf: leaf[indices], examples))
+    def bring_home(self, tree: Any) -> Any:
+        """A tree that lies on the mesh, by the types of the mesh of the user."""
+        if self.home in (None, self.mesh):
+            return tree
         return jax.tree.map(
-            lambda leaf: leaf.at[indices].get(out_sharding=P(*self.batch[: leaf.ndim])), examples
+            lambda leaf: jax.device_put(leaf, NamedSharding(self.home, leaf.sharding.spec)), tree
         )
 
     def constrain(self, batch: Any) -> Any:
         """A batch within a compiled step, shared by the devices as well as they can."""
-        if self.mesh is None or self.mapped or self.is_explicit:
+        if self.mesh is None or self.mapped:
             return batch
 
         def share(leaf: Any) -> Any:
@@ -255,10 +250,12 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
         mesh = spread[0].mesh if spread else None
     if mesh is None:
         return Layout()
-    if isinstance(mesh, NamedSharding) and mesh.spec and mesh.spec[0] is not None:
-        return Layout(mesh.mesh, tuple(mesh.spec))  # type: ignore[arg-type]
     if isinstance(mesh, Mesh):
-        return Layout(mesh, mesh.axis_names[:1])
+        mesh = NamedSharding(mesh, P(mesh.axis_names[0]))
+    if isinstance(mesh, NamedSharding) and mesh.spec and mesh.spec[0] is not None:
+        home: Any = mesh.mesh
+        # Within steps XLA decides, so that any model runs; on explicit axes most would have to say more.
+        return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
     raise TypeError(
         "mesh must be a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a "
         f"batch, whose first axis it shards, got {mesh!r}."

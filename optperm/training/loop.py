@@ -21,7 +21,7 @@ from optperm.training.feeds import ArrayFeed, Fed, StreamFeed
 from optperm.training.history import History
 from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout, layout_of
-from optperm.training.progress import check_progress, line, progress_bar
+from optperm.training.progress import Show, check_progress, line, progress_bar
 from optperm.training.steps import Model, Steps, copied, plain, steps_of, trained, typed
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
@@ -277,6 +277,7 @@ class _Run:
         self._at, self._seconds, self._saved = Position(), 0.0, -1
         self._iterator: str | None = None
         self._checkpoints: Checkpoints | None = None
+        self.show: Show = lambda step, says: None
 
     def train_on(
         self,
@@ -429,6 +430,8 @@ class _Run:
             error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
             self._rescue(error)
+            if "is not bound here" in str(error):
+                error.add_note("fit maps over an axis with devices, mesh or replicas.")
             raise error
         names: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
         return names[code]
@@ -529,7 +532,7 @@ class _Run:
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self._model.shown(copied(self._trained()))
+        return self._model.shown(self._layout.bring_home(copied(self._trained())))
 
     def _save(self) -> None:
         at, steps, history = self._at, self._history.steps, self._history
@@ -563,7 +566,7 @@ class _Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, is_linen = self._trained(), self._model.graphdef is None
+        state, is_linen = self._layout.bring_home(self._trained()), self._model.graphdef is None
         if not is_linen:
             self._model.bring(self._source, self._optimizer, copied(state))
         source = self._source, self._optimizer, self._layout, self._carry

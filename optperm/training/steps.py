@@ -208,15 +208,18 @@ def steps_of(
         def step(carry: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
             return _step(carry, batch, model.loss(loss(), has_aux=has_aux), layout)
 
+        def take(examples: Any, indices: jax.Array) -> Any:
+            return layout.constrain(jax.tree.map(lambda leaf: leaf[indices], examples))
+
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
             examples, first, last = shared
             # Traced once, and used twice.
             stepped = jax.jit(step, inline=True)
-            forms = jax.eval_shape(stepped, carry, layout.take(examples, order[first]))[1]
+            forms = jax.eval_shape(stepped, carry, take(examples, order[first]))[1]
             columns = mark_varying({name: jnp.zeros((rows,), jnp.float32) for name in forms}, apart)
 
             def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
-                carry, row = stepped(now[0], layout.take(examples, order[t]))
+                carry, row = stepped(now[0], take(examples, order[t]))
                 return carry, {
                     name: jax.lax.dynamic_update_index_in_dim(column, row[name], t - first, 0)
                     for name, column in now[1].items()

@@ -205,7 +205,7 @@ def test_replicas_of_local_steps_part_and_meet():
             batch_size=BATCH,
             devices=4,
         )
-    with pytest.raises(ValueError, match="asks for a mapped axis"):
+    with pytest.raises(ValueError, match="fit maps over an axis with devices, mesh or replicas"):
         training.fit(
             fitting.linen_state(fitting.method("agn", "replica")),
             fitting.linen_loss,
@@ -405,15 +405,15 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
         ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
-        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints: pass a folder"),
-        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints: pass a folder"),
+        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "go with checkpoints"),
+        ({"epochs": 1, "resume": True}, ValueError, "go with checkpoints"),
         ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
-        ({"epochs": 1, "replicas": 2}, ValueError, "keeps no state on each replica"),
+        ({"epochs": 1, "replicas": 2}, ValueError, "simulates those of a method with axis_name"),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
-        ({"epochs": 1, "every": {0: print}}, ValueError, "every's key must be at least 1"),
+        ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),
         ({"epochs": 1, "epoch_start": 3}, TypeError, "epoch_start must be a function"),
     ],
 )

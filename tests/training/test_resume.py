@@ -63,8 +63,11 @@ def test_a_result_is_gone_on_with(kind):
     assert part.history.num_steps == 7
     again = training.fit(gone_on, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
     assert (again.ended, again.step) == ("finished", 15)
+    # On the same devices, unless others are named.
+    without = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
+    assert_same_run(without, whole)
     with pytest.raises(ValueError, match="trained 4 replicas"):
-        training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
+        training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=8, devices=2)
 
 
 @pytest.mark.parametrize("devices", [None, 4])
@@ -103,8 +106,6 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         fitting.fit("linen", "agn", epochs=3, resume=True, **where)
     with pytest.raises(ValueError, match="the kind of model is linen there and nnx here"):
         fitting.fit("nnx", "adam", epochs=3, resume=True, **where)
-    with pytest.raises(ValueError, match="the number of replicas is 1 there and 4 here"):
-        fitting.fit("linen", "adam", epochs=3, resume=True, devices=4, **where)
     done = fitting.fit("linen", "adam", epochs=2, resume=True, **where)
     assert (done.ended, done.step) == ("finished", 10)
     for file in (where["checkpoints"] / "10" / "state").rglob("*"):
