@@ -18,7 +18,7 @@ import numpy as np
 from optperm.training import processes
 from optperm.training.extras import import_optional
 
-_NEVER = 2**31 - 1
+_NEVER, _DROPPED = 2**31 - 1, ".dropped"
 
 
 class CheckpointError(RuntimeError):
@@ -78,7 +78,8 @@ class Checkpoints:
             probe = folder / f".writable-{uuid.uuid4().hex}"
             probe.write_text("")
             probe.unlink()
-            options = self._ocp.CheckpointManagerOptions(max_to_keep=keep)
+            # One that is dropped is renamed first, so that what is left is whole at any moment.
+            options = self._ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
             return self._ocp.CheckpointManager(folder, options=options)
 
     def choose(self, resume: bool | int, step: int) -> int | None:
@@ -170,16 +171,22 @@ class Checkpoints:
         )
         with _errors(f"cannot write {self._folder / str(step)}"):
             self._drop_later()
+            self._wait()
             if step not in self._manager.all_steps():
                 self._manager.save(step, args=items, metrics=metrics, force=True)
 
     def close(self) -> None:
         """Waits until all is written."""
         with _errors(f"cannot write to {self._folder}"):
-            self._manager.wait_until_finished()
+            self._wait()
             self._manager.check_for_errors()
             if self._is_ours:
                 self._manager.close()
+
+    def _wait(self) -> None:
+        self._manager.wait_until_finished()
+        if self._is_ours and jax.process_index() == 0:
+            (self._folder / _DROPPED).rmtree(missing_ok=True)
 
 
 @contextlib.contextmanager
