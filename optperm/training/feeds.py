@@ -204,4 +204,4 @@ class StreamFeed:
         state = self._iterator.get_state()
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
-        return json.dumps(processes.gather_texts(json.dumps(content)))
+        return json.dumps(processes.gather_texts(json.dumps(content, default=int)))
