@@ -148,7 +148,7 @@ def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> b
     for callback, answer in zip(callbacks, answers, strict=True):
         if not isinstance(answer, bool | np.bool_ | None):
             raise TypeError(
-                f"{name}: {callback!r} must return True to stop training, or None or False to go on, got "
-                f"{answer!r}."
+                f"{name}: {callback!r} must return True to stop training, or None or False to go "
+                f"on, got {answer!r}."
             )
     return any(answers)

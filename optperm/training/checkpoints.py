@@ -1,8 +1,8 @@
 """Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
 
-Its items are `state`, the arrays of the carry, each written by the processes that have it; `history`, the
-rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a checkpoint under another
-name and renames it at the end, so that a run that dies meanwhile leaves the others as they were.
+Its items are `state`, the arrays of the carry, each written by the processes that have it; `history`,
+the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a checkpoint under
+another name and renames it at the end: a run that dies meanwhile leaves the others as they were.
 """
 
 import contextlib
@@ -69,8 +69,7 @@ class Checkpoints:
         self._folder = self._manager.directory
 
     def _open(self, where: Any, keep: int | None) -> Any:
-        from etils import epath  # noqa: PLC0415  (a requirement of Orbax)
-
+        epath = import_optional("etils.epath", needed_by="A checkpoint", install="etils[epath]")
         with _errors(f"cannot write checkpoints to {where}"):
             folder = epath.Path(where if "://" in str(where) else os.path.abspath(where))
             folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +94,7 @@ class Checkpoints:
             return None
         if resume is not True and resume not in known:
             raise ValueError(
-                f"resume={resume}: {self._folder} holds no checkpoint after that step, but after {names}."
+                f"resume={resume}: {self._folder} has none after that step, but after {names}."
             )
         return int(resume) if resume is not True else known[-1] if known else None
 

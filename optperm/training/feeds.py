@@ -45,9 +45,7 @@ class Fed(NamedTuple):
 class ArrayFeed:
     """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
 
-    def __init__(
-        self, data: Any, *, batch_size: int, seed: int, layout: Layout, steps_per_call: int
-    ) -> None:
+    def __init__(self, data: Any, batch_size: int, seed: int, layout: Layout, most: int) -> None:
         size = datas.num_examples("train_data", data)
         checks.check_count("batch_size", batch_size)
         if batch_size > size:
@@ -57,12 +55,12 @@ class ArrayFeed:
             )
         if batch_size % layout.parts:
             raise ValueError(
-                f"batch_size counts the examples of all {layout.parts} devices or replicas together, and "
-                f"must be a multiple of {layout.parts}, got {batch_size}."
+                f"batch_size counts the examples of all {layout.parts} devices or replicas, and must be "
+                f"a multiple of {layout.parts}, got {batch_size}."
             )
-        self.data, self._size, self._seed, self._layout = data, size, seed, layout
+        self._data, self._size, self._seed, self._layout = data, size, seed, layout
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
-        self.rows = min(max(_ROWS, steps_per_call), self.steps_per_epoch)
+        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples = jax.tree.map(layout.put, data)
 
     def begin(self, epoch: int, offset: int, state: Any = None) -> None:
@@ -89,10 +87,14 @@ class ArrayFeed:
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All examples, placed; those included that no step of an epoch takes."""
-        return datas.placed_pieces(self.data, _GRADIENT_CHUNK * self._layout.parts, self._layout)
+        return datas.placed_pieces(self._data, _GRADIENT_CHUNK * self._layout.parts, self._layout)
 
     def state(self) -> None:
         """Nothing: the shuffles follow from the seed."""
+
+    def digest(self) -> str:
+        """Tells the data from others."""
+        return processes.digest(self._data)
 
 
 class StreamFeed:
@@ -103,7 +105,7 @@ class StreamFeed:
 
     steps_per_epoch, rows = None, 1
 
-    def __init__(self, source: Any, *, layout: Layout, earlier: "StreamFeed | None") -> None:
+    def __init__(self, source: Any, layout: Layout, earlier: "StreamFeed | None") -> None:
         datas.check_iterable("train_data", source)
         self._source, self._layout = source, layout
         self._iterator: Any = None
@@ -205,3 +207,6 @@ class StreamFeed:
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
         return json.dumps(processes.gather_texts(json.dumps(content, default=int)))
+
+    def digest(self) -> None:
+        """Nothing: what will come is not known."""

@@ -1,8 +1,8 @@
 """Where the arrays of a run lie, and how its steps are spread over devices.
 
-There are two ways. Most methods are compiled once for all devices: batches are sharded, params lie as the
-user has put them, and XLA moves what has to move. A method that was built with the name of a mapped axis
-runs by `jax.shard_map` over that axis of the mesh, or by `jax.vmap` on one device.
+Most methods are compiled once for all devices: batches are sharded, params lie as the user has put them,
+and XLA moves what has to move. A method that was built with the name of a mapped axis runs by
+`jax.shard_map` over that axis of the mesh, or by `jax.vmap` on one device.
 """
 
 import contextlib
@@ -152,10 +152,11 @@ class Layout:
 
     def bring_home(self, tree: Any) -> Any:
         """A tree that lies on the mesh, by the types of the mesh of the user."""
-        if self.home in (None, self.mesh):
+        home = self.home
+        if home is None or home == self.mesh:
             return tree
         return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, NamedSharding(self.home, leaf.sharding.spec)), tree
+            lambda leaf: jax.device_put(leaf, NamedSharding(home, leaf.sharding.spec)), tree
         )
 
     def constrain(self, batch: Any) -> Any:
@@ -210,7 +211,8 @@ def layout_of(
         raise ValueError(f"{' and '.join(names)} exclude one another: pass one of them.")
     if replicas is not None:
         checks.check_count("replicas", replicas)
-        layout, axes = Layout(replicas=int(replicas)), ((AXIS,),)
+        layout = Layout(replicas=int(replicas))
+        axes: tuple[tuple[str, ...], ...] = ((AXIS,),)
     elif (layout := _on_mesh(state, mesh, devices)).mesh is None:
         return layout
     else:
@@ -226,13 +228,13 @@ def layout_of(
         is_local, varies = found
         if not mapped and is_local:
             raise ValueError(
-                f"With {argument} each replica keeps a state of its own, but the method was built without "
-                f"axis_name, so they would never meet: pass axis_name={known} to it."
+                f"With {argument} each replica keeps a state of its own, but the method was built "
+                f"without axis_name, so they would never meet: pass axis_name={known} to it."
             )
         if not mapped and layout.mesh is None:
             raise ValueError(
-                f"replicas={replicas} simulates those of a method with axis_name={known}, which this one "
-                "was built without. On several devices pass devices or mesh."
+                f"replicas={replicas} simulates those of a method with axis_name={known}, which this one"
+                " was built without. On several devices pass devices or mesh."
             )
         return dataclasses.replace(candidate, own=bool(mapped) and (varies or layout.mesh is None))
     raise ValueError(
@@ -263,7 +265,7 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
 
 
 def mesh_of(devices: int) -> Mesh:
-    """A mesh of so many devices of each process, of JAX's own choice if that has enough, else processors.
+    """A mesh of devices of each process, of JAX's own choice if that has enough, else processors.
 
     Raises:
       ValueError: If there are not so many.

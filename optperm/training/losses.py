@@ -89,7 +89,7 @@ class NnxLoss:
     has_aux: bool = False
 
     def __call__(
-        self, model_state: Any, rng: None, params: optax.Params, batch: Any
+        self, model_state: Any, rng: Any, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """The loss and what else came; the model itself is left alone."""
         keys, rest = model_state

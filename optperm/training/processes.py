@@ -48,7 +48,7 @@ def check_same(facts: Mapping[str, Any]) -> None:
     if different:
         values = {name: [other[name] for other in others] for name in different}
         raise ValueError(
-            f"The arguments of fit are not the same in all processes: {', '.join(different)}, by process: "
+            f"The arguments of fit are not the same in all processes: {', '.join(different)}; "
             f"{values}. Pass everywhere the same state, data in memory and numbers."
         )
 

@@ -59,9 +59,9 @@ def mistakes(index, folder):
         "data in memory": (state, moved, {}),
         "batch_size": (state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
     }
+    usual = {"epochs": 2, "devices": 2, "batch_size": fitting.BATCH}
     for name, (start, data, options) in cases.items():
-        options = {"epochs": 2, "devices": 2, "batch_size": fitting.BATCH, **options}
-        says = refusal(ValueError, start, data, **options)
+        says = refusal(ValueError, start, data, **{**usual, **options})
         assert f"not the same in all processes: {name}" in says, says
 
     def unequal(epoch):

@@ -106,7 +106,9 @@ def failing_loader():
         if epoch == 2:
             raise ZeroDivisionError("a loader")
 
-    return {"train_data": lambda epoch: list(fitting.batches(1))[:2] if epoch > 2 else batches(epoch)}
+    return {
+        "train_data": lambda epoch: list(fitting.batches(1))[:2] if epoch > 2 else batches(epoch)
+    }
 
 
 def failing_loss():
@@ -208,8 +210,14 @@ def test_other_data_of_the_same_shape_are_refused(tmp_path):
 def test_numbers_may_be_numpys(tmp_path):
     count = np.int64(4)
     result = linear_fit(
-        steps=count, batch_size=np.int64(BATCH), seed=np.int64(1), checkpoints=tmp_path,
-        checkpoint_every=count, checkpoint_keep=count, steps_per_call=count, every={count: print},
+        steps=count,
+        batch_size=np.int64(BATCH),
+        seed=np.int64(1),
+        checkpoints=tmp_path,
+        checkpoint_every=count,
+        checkpoint_keep=count,
+        steps_per_call=count,
+        every={count: print},
     )
     again = linear_fit(steps=8, seed=1, checkpoints=tmp_path, resume=count)
     assert (result.step, again.step) == (4, 8)
@@ -253,7 +261,10 @@ def test_a_state_is_gone_on_with_on_other_devices(tmp_path):
     linear_fit(epochs=3, checkpoints=tmp_path, resume=True, devices=4)
     resumed = linear_fit(epochs=4, checkpoints=tmp_path, resume=True, devices=2)
     np.testing.assert_allclose(
-        np.asarray(resumed.state.params["w"]), np.asarray(whole.state.params["w"]), rtol=1e-6, atol=1e-7
+        np.asarray(resumed.state.params["w"]),
+        np.asarray(whole.state.params["w"]),
+        rtol=1e-6,
+        atol=1e-7,
     )
     np.testing.assert_allclose(
         resumed.history.steps["loss"], whole.history.steps["loss"], rtol=1e-6

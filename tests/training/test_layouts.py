@@ -1,4 +1,4 @@
-"""Where a run lies: sharded states, replicas on devices and on one, and each method beside a loop by hand."""
+"""Where a run lies: sharded states, replicas, and each method beside a loop by hand."""
 
 import contextlib
 import re
@@ -164,7 +164,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
     close(both, dense_fit(tx, replicas=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
-    with pytest.raises(ValueError, match="params.*is spread over .*pass the mesh of the state"):
+    with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
 
 
@@ -189,9 +189,7 @@ def by_hand(name, size, start):
 
     spec = P("replica") if is_local else P()
     jitted = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(spec, spec, P("replica")), out_specs=(spec, spec)
-        )
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec, P("replica")), out_specs=(spec, spec))
     )
     params, opt_state = start, tx.init(start)
     if is_local:
@@ -213,8 +211,9 @@ def by_hand(name, size, start):
 @pytest.mark.parametrize("name", fitting.METHODS)
 def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     """Four devices; from weights that can all be permuted."""
-    start = jax.tree.map(lambda leaf: leaf + 0.01 * jnp.arange(leaf.size).reshape(leaf.shape) / 99,
-                         dense_params())
+    start = jax.tree.map(
+        lambda leaf: leaf + 0.01 * jnp.arange(leaf.size).reshape(leaf.shape) / 99, dense_params()
+    )
     mapped = name in ("agn", "diloco", "constant_sgd")
     options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}
     result = dense_fit(method(name, "replica" if mapped else None), start, devices=4, **options)
@@ -225,7 +224,9 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     for rate in (0.05, 0.1):
         plain = dense_fit(optax.sgd(rate), start)
         distance = optax.tree.norm(
-            jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), result.state.params, plain.state.params)
+            jax.tree.map(
+                lambda a, b: np.asarray(a) - np.asarray(b), result.state.params, plain.state.params
+            )
         )
         assert float(distance) > 1e-3, name
 
