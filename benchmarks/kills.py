@@ -2,7 +2,7 @@
 
 A program that trains by `optperm.training.fit` is ended by SIGKILL, within a step, a checkpoint or its
 start, and started again with `resume=True`, as often as asked for. At the end params, optimizer state
-and losses have to be those of a run that was left alone, bit for bit, and each checkpoint has to be whole.
+and losses have to be those of a run that was left alone, bit for bit, and checkpoints have to be whole.
 
     python benchmarks/kills.py --kills 40 --devices 4
 """

@@ -250,7 +250,8 @@ class _Run:
         self._earlier: Standing | None = None
         self._history, self._at, self._seconds, self._saved = History(), Position(), 0.0, -1
         if isinstance(source, FitResult):
-            self._earlier, self._history = source._standing, source.history.copy()
+            self._earlier, old = source._standing, source.history
+            self._history = History.from_arrays(old.steps, old.epoch_rows)
             source, optimizer, layout, _, self._at, self._seconds, _ = source._standing
         self._source, self._optimizer = source, optimizer
         self._model, self._initial = Model.of(source, optimizer)

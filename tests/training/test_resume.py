@@ -98,7 +98,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     assert [path.name for path in where["checkpoints"].iterdir()] == ["10"]
     with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
         fitting.fit("linen", "adam", epochs=2, **where)
-    with pytest.raises(ValueError, match="no checkpoint after that step, but after 10"):
+    with pytest.raises(ValueError, match="has none after that step, but after 10"):
         fitting.fit("linen", "adam", epochs=2, resume=4, **where)
     with pytest.raises(ValueError, match="of another run: seed is 0 there and 1 here"):
         fitting.fit("linen", "adam", epochs=3, resume=True, seed=1, **where)
