@@ -1,6 +1,9 @@
 """Training methods for JAX as composable Optax gradient transformations."""
 
-from optperm import training as training
+import importlib as _importlib
+import types as _types
+import typing as _typing
+
 from optperm.bayes.calibration import Calibration as Calibration
 from optperm.bayes.calibration import calibration as calibration
 from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
@@ -48,3 +51,22 @@ from optperm.variance.full_gradient import full_gradient as full_gradient
 from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
 from optperm.variance.svrg import take_snapshot as take_snapshot
+
+if _typing.TYPE_CHECKING:
+    from optperm import training as training
+
+
+def __getattr__(name: str) -> _types.ModuleType:
+    # Flax is loaded by those who train with it.
+    if name == "training":
+        return _importlib.import_module("optperm.training")
+    raise AttributeError(f"module 'optperm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    own = {
+        name
+        for name, value in globals().items()
+        if not name.startswith("_") and not isinstance(value, _types.ModuleType)
+    }
+    return sorted({*own, "training"})

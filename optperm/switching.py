@@ -1,6 +1,8 @@
 """Two optimizers, one after the other, as one."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,11 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
+from optperm.contract.transformation import transformation
 from optperm.placement import Placement, holding_masks, placing_states, replace_targets
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
 
 class SwitchAfterState(NamedTuple):
@@ -22,8 +28,8 @@ class SwitchAfterState(NamedTuple):
       then: State of the second one.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    switched: jax.Array  # bool ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    switched: Bool[Array, ""]
     first: Any
     then: Any
 
@@ -117,7 +123,7 @@ def switch_after(
     checks.check_flag("track", track)
     before, after = optax.with_extra_args_support(first), optax.with_extra_args_support(then)
 
-    def init_fn(params: optax.Params) -> SwitchAfterState:
+    def init(params: optax.Params) -> SwitchAfterState:
         return SwitchAfterState(
             count=jnp.zeros([], jnp.int32),
             switched=jnp.zeros([], jnp.bool_),
@@ -125,19 +131,15 @@ def switch_after(
             then=after.init(params),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: SwitchAfterState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        grads: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, SwitchAfterState]:
-        params = checks.require_params(params, "switch_after")
         is_switched = state.switched | (state.count >= jnp.asarray(num_steps, jnp.int32))
 
         def step(
             tx: optax.GradientTransformationExtraArgs, tx_state: Any
         ) -> tuple[optax.Updates, Any]:
-            moves, new_state = tx.update(updates, tx_state, params, **extra_args)
+            moves, new_state = tx.update(grads, tx_state, params, **extra_args)
             return cast_like(moves, params), cast_like(new_state, tx_state)
 
         def start(then_state: Any, params: optax.Params) -> Any:
@@ -147,11 +149,13 @@ def switch_after(
             )
             return cast_like(replace_targets(then_state, fresh) if track else fresh, then_state)
 
+        # u_t = first(g_t) for t < T
         def in_first() -> tuple[optax.Updates, Any, Any]:
             then_state = step(after, state.then)[1] if track else state.then
             moves, first_state = step(before, state.first)
             return moves, first_state, then_state
 
+        # u_t = then(g_t) for t >= T
         def in_then() -> tuple[optax.Updates, Any, Any]:
             then_state = state.then
             if not track or placing_states(then_state):
@@ -169,4 +173,4 @@ def switch_after(
             then=then_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init, update, method="switch_after", is_wrapper=True)

@@ -10,9 +10,11 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["OPTPERM_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Has to stand before JAX starts its CPU backend.
+# Has to stand before JAX starts its CPU backend. Most of the time goes into compiling small programs: that
+# is done in three quarters of it where XLA's machine code is not optimized. XLA_FLAGS of one's own stand.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    + " --xla_force_host_platform_device_count=8"
 )
 
 import shutil
@@ -42,6 +44,32 @@ def pytest_sessionfinish(session):
         shutil.rmtree(os.environ["OPTPERM_TEST_CACHE"], ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Prints the table of tests/conformance/test_meshes.py, if those tests ran."""
+    cells = {}
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "mesh table":
+                method, *place, outcome = value
+                cells.setdefault(method, {})[" ".join(place)] = outcome
+    if not cells:
+        return
+    columns = sorted({place for row in cells.values() for place in row})
+    exceptions = sorted({value for row in cells.values() for value in row.values()} - {"ok"})
+    marks = {"ok": "ok", **{value: str(i) for i, value in enumerate(exceptions, 1)}}
+    terminalreporter.section("sharded params, by method, mesh, cut and eager or jit")
+    for number, place in enumerate(columns):
+        terminalreporter.write_line(f"{chr(ord('a') + number)} = {place}")
+    for number, value in enumerate(exceptions, 1):
+        terminalreporter.write_line(f"{number} = {value}")
+    width = max(map(len, cells))
+    heads = (chr(ord("a") + number) for number in range(len(columns)))
+    terminalreporter.write_line(" " * width + "".join(f"{head:>4}" for head in heads))
+    for method, row in cells.items():
+        marked = (marks.get(row.get(place), "-") for place in columns)
+        terminalreporter.write_line(f"{method:{width}}" + "".join(f"{mark:>4}" for mark in marked))
+
+
 @pytest.fixture(params=cycles.KERNELS)
 def kernel(request, monkeypatch):
     """Each kernel in turn. One that is missing fails the test."""
@@ -54,4 +82,11 @@ def kernel(request, monkeypatch):
 def lenient():
     """Lifts the strict promotion, for code that is not ours."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """Makes float64 the default."""
+    with jax.enable_x64(True):
         yield

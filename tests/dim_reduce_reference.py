@@ -57,21 +57,7 @@ def optimizer(case, **options):
     )
 
 
-def steps(tx, loss_fn):
-    """A training step from params, optimizer state and one step's noise."""
-
-    def step(params, opt_state, noise):
-        e = optperm.evaluate(loss_fn, params, noise)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    return step
-
-
-def run(noise, step, params, opt_state):
+def outcome(trail):
     """Params and accepted step length after each step."""
-    trail = []
-    for each in noise:
-        params, opt_state = step(params, opt_state, each)
-        trail.append((join(jax.device_get(params)), opt_state.step_length))
-    return [np.stack(each) for each in zip(*trail, strict=True)]
+    params = [join(jax.device_get(params)) for params, _ in trail]
+    return np.stack(params), np.stack([opt_state.step_length for _, opt_state in trail])

@@ -48,9 +48,9 @@ def run_workers(script, *arguments, processes=2, devices=2, timeout=180, environ
             [str(pathlib.Path(optperm.__file__).parents[1]), str(_TESTS)]
         ),
         "PYTHONUNBUFFERED": "1",
+        "XLA_FLAGS": xla_flags(),
         **(environment or {}),
     }
-    settings.pop("XLA_FLAGS", None)  # asks for the devices of the tests' own process
     workers = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, str(index)) for index in range(processes)]
@@ -74,6 +74,12 @@ def run_workers(script, *arguments, processes=2, devices=2, timeout=180, environ
         ]
         pytest.fail("\n".join(reports), pytrace=False)
     return wrote
+
+
+def xla_flags():
+    """Those that the tests were started with, without the devices of their own process."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(f for f in flags if "xla_force_host_platform_device_count" not in f)
 
 
 def free_port():

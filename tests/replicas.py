@@ -7,17 +7,23 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import optperm
-
 AXIS = "replica"
 
 
 def stack(trees):
+    """Trees as one, whose leaves have them along a leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def take(tree, index):
+    """One of them again."""
     return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+def own(array):
+    """The part of a stacked array that lies on the devices of this process."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
+    return np.concatenate([shard.data for shard in shards])
 
 
 def _shard_map(step, size, *, check_vma):
@@ -39,38 +45,39 @@ MAPPINGS = {
 }
 
 
-def gradient(loss_fn):
-    """A step's gradient, and nothing else that a method may ask for."""
-    return lambda params, batch: (jax.grad(loss_fn)(params, batch), {})
+def share(function, mapping, size):
+    """A function of what all replicas have alike and of parts of their own, under a mapping.
 
+    `function(shared, part)` gives a pair: what is alike on all replicas, which the checked mode of
+    `shard_map` holds it to, and what is each one's own.
 
-def train(tx, params, batches, *, size, mapping="vmap", evaluate, opt_state=None):
-    """Trains `size` replicas from one set of params.
-
-    Args:
-      tx: The transformation.
-      params: The initial params, without an axis of replicas.
-      batches: For each step the batches of all replicas, stacked.
-      size: Number of replicas.
-      mapping: A name in `MAPPINGS`.
-      evaluate: From params and a batch to a gradient and extra arguments.
-      opt_state: Stacked optimizer state to go on from, with stacked params.
-
-    Yields:
-      The stacked params and optimizer state after each step.
+    Returns:
+      A function of `shared` and of the parts, stacked, that gives both results, stacked.
     """
+    if mapping == "pmap":
+        return jax.pmap(function, axis_name=AXIS, in_axes=(None, 0), devices=jax.devices()[:size])
+    if mapping == "vmap":
+        return jax.jit(jax.vmap(function, axis_name=AXIS, in_axes=(None, 0)))
+    is_checked = mapping == "shard_map"
 
-    def step(params, opt_state, batch):
-        grads, extras = evaluate(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, **extras)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
+    def on_block(shared, parts):
+        same, own = function(shared, take(parts, 0))
+        lead = functools.partial(jax.tree.map, lambda leaf: leaf[None])
+        return same if is_checked else lead(same), lead(own)
 
-    mapped = MAPPINGS[mapping](step, size)
-    if opt_state is None:
-        params, opt_state = stack([params] * size), stack([tx.init(params)] * size)
-    for batch in batches:
-        params, opt_state = mapped(params, opt_state, batch)
-        yield params, opt_state
+    mapped = jax.shard_map(
+        on_block,
+        mesh=Mesh(np.array(jax.devices()[:size]), (AXIS,)),
+        in_specs=(P(), P(AXIS)),
+        out_specs=(P() if is_checked else P(AXIS), P(AXIS)),
+        check_vma=is_checked,
+    )
+
+    def run(shared, parts):
+        same, own = jax.jit(mapped)(shared, parts)
+        return stack([same] * size) if is_checked else same, own
+
+    return run
 
 
 # The optimizers of the simulation, in NumPy and float64: (state, gradient) -> (step, state).

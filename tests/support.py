@@ -3,10 +3,19 @@
 import os
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from optperm.permutation import cycles
+
+# NumPy's dtype of each that can be trained.
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
 
 
 def require_kernel(name):
@@ -29,6 +38,22 @@ def assert_same_bits(actual, expected):
         a, b = (np.asarray(leaf) for leaf in pair)
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         assert a.tobytes() == b.tobytes(), f"{name}: {a} is not {b}"
+
+
+def assert_close(actual, expected, *, rtol=0.0, atol=0.0):
+    """Asserts that two trees agree in structure and, leaf by leaf, within a tolerance."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for path, (a, b) in zip(paths, pairs, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
+
+
+def signature(tree):
+    """Structure, shapes, dtypes and weak types of a tree."""
+    avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), avals
 
 
 def columns(leaf):

@@ -1,4 +1,4 @@
-"""Every public name says what it does, takes, gives and raises, and stands in the README."""
+"""Every public name says what it does, takes, gives and raises."""
 
 import inspect
 import pathlib
@@ -76,15 +76,6 @@ def test_functions_say_what_they_return_and_raise_and_show_it(name):
 def test_classes_explain_their_fields_in_order(name):
     """Each field stands in Attributes, and nothing else does."""
     assert entries(sections(CLASSES[name])["Attributes"]) == [*CLASSES[name].__annotations__]
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_the_readme_names_everything_public(name):
-    """In the table of methods, or in what stands beside them."""
-    text = README.read_text(encoding="utf-8")
-    starts = text.index("| method | what it does"), text.index("Beside them:")
-    found = [text[start : text.index("\n\n", start)] for start in starts]
-    assert any(re.search(rf"`(optperm\.)?{name}`", part) for part in found)
 
 
 TRAINING = {

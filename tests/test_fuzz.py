@@ -1,19 +1,23 @@
-"""Hostile arguments, random trees and gradients that are not finite, for everything public.
+"""Bad and hostile arguments, random trees and gradients that are not finite, for everything public.
 
 Whatever is passed works and keeps structure, shapes and dtypes, or is refused by a TypeError or a
-ValueError that names the argument. What is traced instead of run needs no compilation.
+ValueError that names the argument; what must be refused stands in `calls.py`, with the messages. What
+is traced instead of run needs no compilation.
 """
 
 import functools
 import inspect
 import re
 
+import calls
 import hypothesis
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
+from calls import BATCH, CASES, FACTORIES, PARAMETERS, PARAMS, SNAPSHOTS, loss_fn, sgd
 from hypothesis import strategies as st
 from transformations import TRANSFORMATIONS
 
@@ -21,101 +25,6 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
-PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
-GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
-BATCH = jnp.array([1.0, 2.0])
-
-
-def loss_fn(params, batch):
-    """Of any params and any batch."""
-    del batch
-    parts = [jnp.sum(jnp.real(p).astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
-    return sum(parts, start=jnp.float32(0.0))
-
-
-def sgd():
-    return optax.sgd(0.1)
-
-
-def rows(k):
-    """Orthonormal rows over the params."""
-    q = np.linalg.qr(np.random.default_rng(0).normal(size=(8, k)))[0].T.astype(np.float32)
-    return {"b": q[:, :2], "w": q[:, 2:].reshape(k, 3, 2)}
-
-
-def state(tx):
-    return tx.init(PARAMS)
-
-
-SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
-DRAWS = jax.tree.map(lambda p: jnp.stack([jnp.stack([p, p])] * 2), PARAMS)
-MASKED = optperm.mask_elements().init(PARAMS)
-
-# Arguments with which each public function works, of which one at a time is spoiled.
-FUNCTIONS = {
-    "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
-    "apply_updates": {
-        "params": PARAMS,
-        "updates": GRADS,
-        "opt_state": state(optperm.sgperm()),
-    },
-    "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
-    "center_params": {"opt_state": state(optperm.agn(sgd()))},
-    "draw_samples": {
-        "step": lambda params, opt_state, key: (params, opt_state),
-        "params": PARAMS,
-        "opt_state": (),
-        "key": jax.random.key(0),
-        "num_chains": 2,
-        "num_draws": 2,
-    },
-    "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
-    "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
-    "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
-    "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
-    "gaussian_kl": {
-        "mean": jnp.zeros(2),
-        "covariance": jnp.eye(2),
-        "other_mean": jnp.ones(2),
-        "other_covariance": jnp.eye(2),
-    },
-    "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
-    "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
-    "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
-    "posterior_predictive": {
-        "predict_fn": lambda params, inputs: jnp.ones(2),
-        "samples_params": DRAWS,
-        "inputs": BATCH,
-    },
-    "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
-    "reset_masks": {"opt_state": MASKED},
-    "samples_as_dict": {"samples_params": DRAWS},
-    "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
-    "stationary_covariance": {
-        "preconditioner": 0.1,
-        "hessian": jnp.eye(2),
-        "noise": jnp.eye(2),
-    },
-    "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
-    "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
-}
-FACTORIES = {
-    "agn": {"optimizer": sgd()},
-    "constant_sgd": {"num_data": 10, "batch_size": 2, "burn_in": 1, "max_step": 0.1},
-    "diloco": {"inner": sgd()},
-    "dim_reduce": {"n_components": 2},
-    "dldr": {"optimizer": sgd(), "sample_every": 1, "num_samples": 2, "n_components": 1},
-    "laperm": {"optimizer": sgd(), "sync_every": 2},
-    "mask_elements": {},
-    "permute_by_cycles": {"aggressiveness": 0.3, "partition_ratio": 1.0},
-    "record_trajectory": {"every": 1, "capacity": 2},
-    "scale_by_gradient_noise": {"num_data": 10, "batch_size": 2, "burn_in": 1},
-    "sgperm": {},
-    "svrg": {},
-    "switch_after": {"num_steps": 1, "first": sgd(), "then": sgd()},
-}
-CASES = FUNCTIONS | FACTORIES
-PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
 # What a user's function does with strange arguments is the user's business.
 FUNCTION_ARGUMENTS = {"loss_fn", "step", "predict_fn", "include", "output_axes"}
 SHAPES = {"num_bins", "n_components", "capacity", "num_samples", "num_chains", "num_draws"}
@@ -193,23 +102,47 @@ HOSTILE = {
 
 def test_nothing_public_is_left_out():
     """A new function joins `CASES`, with arguments it works with."""
-    public = {name for name, value in vars(optperm).items() if inspect.isfunction(value)}
+    public = {name for name in dir(optperm) if inspect.isfunction(getattr(optperm, name))}
     assert public == set(CASES)
     assert {ours.name for ours in TRANSFORMATIONS} >= set(FACTORIES)
+
+
+def test_every_number_flag_and_choice_has_its_kind():
+    """What has none is a tree, a function or a state."""
+    for name, parameters in PARAMETERS.items():
+        assert set(calls.ARGUMENTS.get(name, {})) >= set(parameters) - calls.OTHERS, name
+
+
+def label(value):
+    return ",".join(value) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(("name", "change", "error", "message"), list(calls.refusals()), ids=label)
+def test_bad_arguments_are_refused_with_their_message(name, change, error, message):
+    """Out of range, of another type, or not fitting the others: by name, with what is allowed."""
+    with pytest.raises(error, match=message):
+        calls.call(name, change)
+
+
+def test_limits_themselves_are_allowed():
+    """As numbers of Python, NumPy and JAX."""
+    for name, arguments in calls.ARGUMENTS.items():
+        for argument, kind in arguments.items():
+            for value in kind.allowed:
+                calls.call(name, {argument: value})
+    for name, change in calls.ALLOWED.items():
+        calls.call(name, change)
 
 
 def exercise(tx):
     """What two steps give, traced after `init`."""
 
-    def step(params, opt_state):
-        e = optperm.evaluate(two_examples_loss, params, BATCH, example=BATCH[:1])
-        updates, opt_state = tx.update(
-            e.grad, opt_state, params, full_grad_fn=lambda p: p, **e.extra_args
-        )
-        return optperm.apply_updates(params, updates, opt_state), opt_state
+    def evaluate(params, batch):
+        e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
+        return e.grad, {"full_grad_fn": lambda p: p, **e.extra_args}
 
     start = PARAMS, tx.init(PARAMS)
-    assert_same_form(jax.eval_shape(step, *start), start)
+    assert_same_form(jax.eval_shape(loops.make_step(tx, evaluate), *start, BATCH), start)
 
 
 def two_examples_loss(params, batch):
@@ -290,11 +223,13 @@ def traced_step(name, params):
 @hypothesis.given(tree=TREES)
 @hypothesis.example(tree={"a": jax.ShapeDtypeStruct((0, 3), "float32")})
 @hypothesis.example(tree=[jax.ShapeDtypeStruct((), "bfloat16")])
+@hypothesis.example(tree={"a": jax.ShapeDtypeStruct((2,), "int32")})
+@hypothesis.example(tree=[jax.ShapeDtypeStruct((2,), "complex64")])
 def test_any_tree_trains_or_is_refused_by_name(name, tree):
     """Params of any structure, rank and real floating dtype; the first leaf of another is named."""
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
     if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        with pytest.raises(TypeError, match=r"params.* has dtype"):
+        with pytest.raises(TypeError, match=r"params.* has dtype .*optax\.partition"):
             jax.eval_shape(functools.partial(traced_step, name), tree)
         return
     updates, params, before, after = jax.eval_shape(functools.partial(traced_step, name), tree)
@@ -314,16 +249,10 @@ MIXED = {
 }
 
 
-@functools.cache
-def jitted_update(name):
-    tx = BY_NAME[name].make()
-
-    @jax.jit
-    def step(grads, opt_state, params):
-        updates, opt_state = tx.update(grads, opt_state, params, **EXTRAS)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    return tx, step
+def with_extras(params, grads):
+    """An evaluation that is given the gradients."""
+    del params
+    return grads, EXTRAS
 
 
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in HANDS_ON])
@@ -331,15 +260,13 @@ def jitted_update(name):
 @hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
 def test_gradients_that_are_not_finite_leave_everything_finite(name, entries):
     """Params and state stay finite through such a step, and a sound one after it."""
-    tx, step = jitted_update(name)
     flat = np.array(entries, np.float32)
     bad = {"w": flat[:6].reshape(3, 2), "b": flat[6:8].astype(jnp.bfloat16), "s": flat[8]}
     bad |= {"e": MIXED["e"]}
-    params, opt_state = MIXED, tx.init(MIXED)
-    for grads in (bad, jax.tree.map(np.ones_like, bad)):
-        params, opt_state = step(grads, opt_state, params)
-        assert_same_form(params, MIXED)
-        for path, leaf in jax.tree_util.tree_leaves_with_path((params, opt_state)):
+    grads = [bad, jax.tree.map(np.ones_like, bad)]
+    for after in loops.train(BY_NAME[name].make(), MIXED, grads, evaluate=with_extras):
+        assert_same_form(after[0], MIXED)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(after):
             place = jax.tree_util.keystr(path)
             # By what AGN has accumulated a replica knows, until the commit, that it sits it out.
             is_mark = ".accumulator" in place

@@ -1,20 +1,15 @@
 """`switch_after`: the two optimizers run by hand, one after the other."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
 import replicas
 import support
-from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.contract.states import find_state
 from optperm.placement import placing_states, replace_targets
 
 STEPS, SWITCH = 7, 3
@@ -45,16 +40,11 @@ OPTIMIZERS = {
 }
 
 
-def step(tx, p, opt_state, g, **extra_args):
-    updates, opt_state = tx.update(g, opt_state, p, **extra_args)
-    return optperm.apply_updates(p, updates, opt_state), opt_state
-
-
 def by_hand(first, then, *, track, switch=SWITCH):
     """The params after each step, and the state of the second optimizer at the end."""
     p, trail = start(), []
     first_state, then_state = first.init(p), then.init(p)
-    step_first, step_then = (jax.jit(functools.partial(step, tx)) for tx in (first, then))
+    step_first, step_then = loops.compiled(first), loops.compiled(then)
     for index in range(STEPS):
         if index < switch:
             if track:
@@ -69,17 +59,10 @@ def by_hand(first, then, *, track, switch=SWITCH):
     return trail, then_state
 
 
-def trained(tx, carry=None):
+def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="scan"):
     """Params and state after each step, by one scan."""
-    p, opt_state = (start(), tx.init(start())) if carry is None else carry
-
-    def body(carry, g):
-        carry = step(tx, *carry, g)
-        return carry, carry
-
-    xs = jax.tree.map(lambda *gs: jnp.stack(gs), *(grads(index) for index in range(STEPS)))
-    _, trail = jax.jit(lambda carry: jax.lax.scan(body, carry, xs))((p, opt_state))
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], trail) for i in range(STEPS)]
+    params = start() if params is None else params
+    return loops.train(tx, params, [grads(i) for i in steps], how=how, opt_state=opt_state)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -97,12 +80,10 @@ def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
         assert opt_state.count == index + 1
         assert opt_state.switched == (index >= SWITCH)
     support.assert_same_bits(trail[-1][1].then, then_state)
-    run = jax.jit(functools.partial(step, tx))
     for begin in range(SWITCH - 1, SWITCH + 2):
         p, opt_state = jax.device_get(trail[begin - 1])
-        for index in range(begin, STEPS):
-            p, opt_state = run(p, opt_state, grads(index))
-        support.assert_same_bits((p, opt_state), trail[-1])
+        rest = trained(tx, p, opt_state, steps=range(begin, STEPS), how="jit")
+        support.assert_same_bits(rest[-1], trail[-1])
     # It parts from the first optimizer alone, and the warm second one from the cold one.
     assert not np.array_equal(wanted[-1]["kernel"], trained(first)[-1][0]["kernel"])
     other, _ = by_hand(first, then, track=not track)
@@ -121,16 +102,13 @@ def test_the_number_of_steps_may_be_traced_zero_or_never_reached(track):
     for number, alone in [(0, then), (STEPS, first), (2**31 - 1, first)]:
         opt_state = tx.init(start())
         opt_state.hyperparams["num_steps"] = jnp.int32(number)
-        p, _ = trained(tx, (start(), opt_state))[-1]
-        support.assert_same_bits(p, trained(alone)[-1][0])
+        support.assert_same_bits(trained(tx, opt_state=opt_state)[-1][0], trained(alone)[-1][0])
     # Lowered below the steps already taken, it switches at once; raised again, it does not go back.
     p, opt_state = trail[1]
-    opt_state.hyperparams["num_steps"] = jnp.int32(1)
-    p, opt_state = step(tx, p, opt_state, grads(2))
-    assert opt_state.inner_state.switched
-    opt_state.hyperparams["num_steps"] = jnp.int32(9)
-    _, opt_state = step(tx, p, opt_state, grads(3))
-    assert opt_state.inner_state.switched
+    for index, number in ((2, 1), (3, 9)):
+        opt_state.hyperparams["num_steps"] = jnp.int32(number)
+        p, opt_state = loops.compiled(tx)(p, opt_state, grads(index))
+        assert opt_state.inner_state.switched
 
 
 @pytest.mark.parametrize("track", [False, True])
@@ -164,21 +142,19 @@ def test_weights_are_placed_in_their_phase_alone():
     for p, opt_state in trail[SWITCH:]:
         support.assert_permutes(p, at_switch)
         support.assert_same_bits(optperm.permuted_params(opt_state), p)
-    assert not np.array_equal(trail[-1][0]["kernel"], at_switch["kernel"])
-    rebuilt = optperm.apply_permutation(
-        at_switch, optperm.export_permutation(at_switch, trail[-1][1])
-    )
-    support.assert_same_bits(rebuilt, trail[-1][0])
+    p, opt_state = trail[-1]
+    assert not np.array_equal(p["kernel"], at_switch["kernel"])
+    permutation = optperm.export_permutation(at_switch, opt_state)
+    support.assert_same_bits(optperm.apply_permutation(at_switch, permutation), p)
 
-    random = params()
     twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
-    p, opt_state = random, twice.init(random)
-    for index in range(4):
-        p, opt_state = step(twice, p, opt_state, grads(index))
-        support.assert_permutes(p, random)
+    trail = trained(twice, params(), steps=range(4), how="jit")
+    for p, _ in trail:
+        support.assert_permutes(p, params())
+    opt_state = trail[-1][1]
     placing = placing_states(opt_state)
     assert [type(state) for state in placing] == [optperm.SwitchAfterState]
-    assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(random))
+    assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(params()))
     with pytest.raises(ValueError, match="found 2"):
         optperm.permuted_params(opt_state)
 
@@ -187,10 +163,10 @@ def test_entries_are_held_in_their_phase_alone():
     """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
     masked = optax.chain(sgd(), optperm.mask_elements())
     tx = optperm.switch_after(2, masked, sgd(0.5))
-    p, opt_state = optperm.prune(start(), tx.init(start()), fraction=0.5)
-    pruned = p["kernel"] == 0.0
-    for index in range(3):
-        p, opt_state = step(tx, p, opt_state, jax.tree.map(jnp.ones_like, p))
+    first, opt_state = optperm.prune(start(), tx.init(start()), fraction=0.5)
+    pruned = first["kernel"] == 0.0
+    ones = [jax.tree.map(jnp.ones_like, first)] * 3
+    for index, (p, _) in enumerate(loops.train(tx, first, ones, opt_state=opt_state)):
         assert np.all((p["kernel"] == 0.0)[pruned] == (index < 2))
 
 
@@ -206,39 +182,29 @@ def test_targets_of_another_state_of_its_phase():
 
 @pytest.mark.usefixtures("lenient")
 def test_local_steps_around_a_switch():
-    """AGN takes one whose phases move params, and refuses one that places them in a phase."""
+    """AGN takes one whose phases move params."""
     around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), communication_period=2)
-    p, opt_state = start(), around.init(start())
-    for index in range(2):
-        p, opt_state = step(around, p, opt_state, grads(index))
+    p, opt_state = trained(around, steps=range(2), how="jit")[-1]
     support.assert_same_bits(p, optperm.center_params(opt_state))
-    with pytest.raises(ValueError, match="put switch_after around agn"):
-        optperm.agn(optperm.switch_after(2, sgd(), optperm.sgperm())).init(start())
 
 
 @pytest.mark.usefixtures("lenient")
 def test_extra_arguments_reach_line_searches_in_both_phases():
     """Two runs of L-BFGS, each with the line search that asks for value, grad and value_fn."""
-    target = jax.tree.map(jnp.ones_like, start())
 
     def loss_fn(p, batch):
-        error = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), p, target)
-        return batch * sum(jax.tree.leaves(error))
+        return batch * sum(jnp.sum((leaf - 1.0) ** 2) for leaf in jax.tree.leaves(p))
 
-    def run(tx, p, opt_state):
-        e = optperm.evaluate(loss_fn, p, jnp.float32(3.0))
-        return step(tx, p, opt_state, e.grad, **e.extra_args), e.value
-
+    evaluate, batch = loops.evaluation(loss_fn), jnp.float32(3.0)
     lbfgs = optax.lbfgs(memory_size=2)
     tx = optperm.switch_after(1, lbfgs, lbfgs)
-    (p, opt_state), before = jax.jit(functools.partial(run, tx))(start(), tx.init(start()))
-    (p, _), after = jax.jit(functools.partial(run, tx))(p, opt_state)
+    (before, _), (after, _) = loops.train(tx, start(), [batch] * 2, evaluate=evaluate)
     # The second one has no memory of the first one's step.
     alone = start()
     for _ in range(2):
-        (alone, _), _ = jax.jit(functools.partial(run, lbfgs))(alone, lbfgs.init(alone))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), p, alone)
-    assert after < before
+        alone, _ = loops.compiled(lbfgs, evaluate)(alone, lbfgs.init(alone), batch)
+    support.assert_close(after, alone, rtol=1e-5)
+    assert loss_fn(after, batch) < loss_fn(before, batch) < loss_fn(start(), batch)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -249,15 +215,9 @@ def test_replicas_of_their_own_switch_as_one_does(mapping):
     batches = [
         replicas.stack([grads(STEPS * r + index) for r in range(4)]) for index in range(STEPS)
     ]
-    evaluate = lambda params, batch: (batch, {})  # noqa: E731
-    for index, (p, _) in enumerate(
-        replicas.train(tx, start(), batches, size=4, mapping=mapping, evaluate=evaluate)
-    ):
-        last = index, p
-    p, opt_state = start(), tx.init(start())
-    for batch in batches:
-        p, opt_state = step(tx, p, opt_state, replicas.take(batch, 2))
-    support.assert_same_bits(replicas.take(last[1], 2), p)
+    p, _ = loops.train(tx, start(), batches, how=mapping, size=4)[-1]
+    alone = loops.train(tx, start(), [replicas.take(batch, 2) for batch in batches])
+    support.assert_same_bits(replicas.take(p, 2), alone[-1][0])
 
 
 @pytest.mark.usefixtures("lenient")
@@ -265,80 +225,25 @@ def test_replicas_of_their_own_switch_as_one_does(mapping):
 def test_a_scan_in_checked_shard_map_keeps_its_types(track):
     """Init, steps and switch inside the mapped function: what does not vary stays so."""
     tx = optperm.switch_after(2, optax.adam(0.1), sgd(), track=track)
-    mesh = Mesh(np.array(jax.devices()[:2]), (replicas.AXIS,))
 
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(P(), P(replicas.AXIS)),
-        out_specs=(P(replicas.AXIS), P()),
-    )
     def train(p, batches):
         p = jax.lax.pcast(p, replicas.AXIS, to="varying")
-        carry, _ = jax.lax.scan(
-            lambda carry, g: (step(tx, *carry, g), None), (p, tx.init(p)), replicas.take(batches, 0)
-        )
-        return jax.tree.map(lambda leaf: leaf[None], carry[0]), carry[1].first[0].count
+        p, opt_state = loops.carry(loops.make_step(tx), p, tx.init(p), batches)
+        return opt_state.first[0].count, p
 
-    xs = replicas.stack([replicas.stack([grads(i), grads(i + 9), grads(i + 5)]) for i in range(2)])
-    p, adam_count = jax.jit(train)(start(), xs)
-    assert adam_count == 2
-    alone = start(), tx.init(start())
-    for index in range(3):
-        alone = jax.jit(functools.partial(step, tx))(
-            *alone, jax.tree.map(lambda x, i=index: x[1, i], xs)
-        )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=0, atol=1e-6), p, alone[0])
+    each = [[grads(i), grads(i + 9), grads(i + 5)] for i in range(2)]
+    xs = replicas.stack([replicas.stack(gs) for gs in each])
+    adam_count, p = replicas.share(train, "shard_map", 2)(start(), xs)
+    assert adam_count.tolist() == [2, 2]
+    alone, _ = loops.train(tx, start(), each[1])[-1]
+    support.assert_close(replicas.take(p, 1), alone, atol=1e-6)
 
 
 @pytest.mark.usefixtures("lenient")
 def test_in_multi_steps_it_counts_whole_steps():
     """Two micro-steps are one: the switch comes after 2 * SWITCH of them, placed exactly."""
     tx = optax.MultiSteps(optperm.switch_after(2, sgd(), optperm.sgperm(0.4)), every_k_schedule=2)
-    p, opt_state, run = start(), tx.init(start()), jax.jit(functools.partial(step, tx))
-    trail = []
-    for index in range(8):
-        p, opt_state = run(p, opt_state, grads(index // 2))
-        trail.append(p)
+    trail = [p for p, _ in loops.train(tx, start(), [grads(index // 2) for index in range(8)])]
     wanted, _ = by_hand(sgd(), optperm.sgperm(0.4), track=False, switch=2)
     support.assert_same_bits(trail[1::2], wanted[:4])
     support.assert_same_bits(trail[6], trail[5])
-
-
-def test_in_an_nnx_optimizer():
-    """`nnx.Optimizer` holds its state as variables; weights are permuted from the switch on."""
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    tx = optperm.switch_after(1, optax.sgd(0.5), optperm.sgperm(0.4))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def run(model, optimizer, x):
-        optimizer.update(model, nnx.grad(lambda m: jnp.sum(jnp.sin(9.0 * m(x))))(model))
-
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    run(model, optimizer, x)
-    at_switch = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    run(model, optimizer, x)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert find_state(optimizer.opt_state, optperm.SwitchAfterState, method="switch_after").switched
-    exact = nnx.to_pure_dict(optperm.permuted_params(optimizer.opt_state))
-    support.assert_permutes(exact, at_switch)
-    assert not np.array_equal(exact["kernel"], at_switch["kernel"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), after, exact)
-
-
-def test_arguments_that_are_wrong_are_named():
-    """Numbers, optimizers and flags are checked when it is built, params at the switch."""
-    for number, error in [(-1, ValueError), (1.5, TypeError), (True, TypeError)]:
-        with pytest.raises(error, match="num_steps"):
-            optperm.switch_after(number, sgd(), sgd())
-    with pytest.raises(TypeError, match="first must be an optax"):
-        optperm.switch_after(1, 0.1, sgd())
-    with pytest.raises(TypeError, match="then must be an optax"):
-        optperm.switch_after(1, sgd(), None)
-    with pytest.raises(TypeError, match="track"):
-        optperm.switch_after(1, sgd(), sgd(), track=1)
-    tx = optperm.switch_after(1, optax.identity(), optax.sgd(0.1, 0.9))
-    cast = start() | {"bias": start()["bias"].astype("bfloat16")}
-    with pytest.raises(ValueError, match=r"then.init\(params\).*bfloat16\[5\].*float32\[5\]"):
-        tx.update(start(), tx.init(start()), cast)

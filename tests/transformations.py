@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optperm
@@ -31,6 +33,9 @@ class Transformation:
       rows: For params of state entries with a leading axis, the lengths that occur.
       needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
+      sums_over_params: Whether an update sums over params, so that it rounds by where they lie.
+      may_gather: For how a kernel is cut, the largest parameter that the update has to gather then.
+      prepared: From a fresh state and params, the state with what training would put into it.
     """
 
     name: str
@@ -43,8 +48,19 @@ class Transformation:
     rows: tuple[int, ...] = ()
     needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sums_over_params: bool = False
+    may_gather: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prepared: Callable[[Any, Any], Any] = lambda opt_state, params: opt_state
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation, the same object each time, so that what it was compiled into is found."""
+        return self._made
+
+    @functools.cached_property
+    def _made(self) -> optax.GradientTransformationExtraArgs:
         return self.build(**self.arguments)
 
     @functools.cached_property
@@ -91,13 +107,33 @@ def two_examples(params: optax.Params, **part: int) -> optax.Updates:
     return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
 
 
+# A weight vector that lies on several devices has to be gathered to be permuted.
+CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
+
+
+def with_basis(opt_state: Any, params: Any) -> Any:
+    """The state with a basis of two orthonormal rows."""
+    shapes = jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params)
+    flat, unravel = jax.flatten_util.ravel_pytree(shapes)
+    rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
+    basis = jax.vmap(unravel)(jnp.asarray(rows, jnp.float32))
+    return optperm.set_basis(opt_state, basis)
+
+
 TRANSFORMATIONS = (
-    Transformation("sgperm", optperm.sgperm, {"aggressiveness": 0.3}, permutes=True),
+    Transformation(
+        "sgperm",
+        optperm.sgperm,
+        {"aggressiveness": 0.3},
+        permutes=True,
+        may_gather=CUT_VECTORS,
+    ),
     Transformation(
         "permute_by_cycles",
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
         permutes=True,
+        may_gather=CUT_VECTORS,
     ),
     Transformation(
         "laperm",
@@ -105,6 +141,7 @@ TRANSFORMATIONS = (
         {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
         permutes=True,
         lenient=True,
+        may_gather=CUT_VECTORS,
     ),
     Transformation(
         "agn",
@@ -129,6 +166,8 @@ TRANSFORMATIONS = (
         lenient=True,
         rows=(2,),
         extra_args=LOSS,
+        sums_over_params=True,
+        prepared=with_basis,
     ),
     Transformation(
         "dldr",
@@ -142,6 +181,7 @@ TRANSFORMATIONS = (
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
+        sums_over_params=True,
     ),
     Transformation(
         "mask_elements", optperm.mask_elements, {}, is_identity=True, needs_params=False

@@ -1,6 +1,8 @@
 """Whether predicted probabilities are as often right as they say."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,10 @@ import numpy as np
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.shardings import unshard
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32
 
 
 class Calibration(NamedTuple):
@@ -20,10 +26,10 @@ class Calibration(NamedTuple):
       accuracy: The share of right predictions in each bin.
     """
 
-    expected_calibration_error: jax.Array  # float32 (), or wider
-    counts: jax.Array  # int32 (num_bins,)
-    confidence: jax.Array  # float32 (num_bins,), or wider
-    accuracy: jax.Array  # float32 (num_bins,), or wider
+    expected_calibration_error: Float[Array, ""]
+    counts: Int32[Array, "num_bins"]
+    confidence: Float[Array, "num_bins"]
+    accuracy: Float[Array, "num_bins"]
 
 
 def calibration(
@@ -67,13 +73,15 @@ def calibration(
     checks.check_static_count("num_bins", num_bins)
     _check_probabilities(probabilities, labels)
     probabilities = jnp.asarray(probabilities)
-    confidences = jnp.max(probabilities, axis=1).astype(accumulation_dtype(probabilities))
+    # Examples that lie on several devices are binned together.
+    confidences = unshard(jnp.max(probabilities, axis=1))
+    confidences = confidences.astype(accumulation_dtype(probabilities))
     # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
     edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
     edges = edges.astype(confidences.dtype)
     bins = jnp.searchsorted(edges, confidences, side="left")
-    predictions = jnp.argmax(probabilities, axis=1).astype(jnp.int32)
-    is_right = (predictions == jnp.asarray(labels, jnp.int32)).astype(confidences.dtype)
+    predictions = unshard(jnp.argmax(probabilities, axis=1)).astype(jnp.int32)
+    is_right = (predictions == unshard(jnp.asarray(labels, jnp.int32))).astype(confidences.dtype)
 
     def sum_by_bin(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, bins, num_segments=num_bins)

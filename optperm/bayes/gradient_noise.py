@@ -4,19 +4,33 @@ S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Ba
 JMLR 18(134), 2017.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm.bayes.noise_estimates import ESTIMATES, OUTER, Estimator, Observation, Preconditioner
+from optperm.bayes.noise_estimates import (
+    ESTIMATES,
+    NEEDS,
+    OUTER,
+    BatchGradients,
+    Estimator,
+    Preconditioner,
+)
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import unshard
 from optperm.contract.states import find_state, mask_like
+from optperm.contract.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 _MAX_FULL_SIZE = 4096
 
@@ -28,7 +42,7 @@ class GradientNoiseState(NamedTuple):
       count: Steps taken.
       weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
       covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
-        diagonal, or all of it.
+        diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
       factor: With the full preconditioner, the Cholesky factor of what is inverted; zero as long as
         there is none. Else an empty tuple.
       scale: :math:`2 S T / N`, as of the last step.
@@ -36,13 +50,13 @@ class GradientNoiseState(NamedTuple):
       max_step: The largest step size; infinite for no limit.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    weight: jax.Array  # float32 ()
-    covariance: Any  # (), like params or (D, D); float32, or the parameter's dtype if wider
-    factor: Any  # (D, D), or an empty tuple
-    scale: jax.Array  # (); float32, or the widest of the params' dtypes if wider
-    damping: jax.Array  # () likewise
-    max_step: jax.Array  # () likewise
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    weight: Float32[Array, ""]
+    covariance: Float[Array, ""] | Float[Array, "d d"] | PyTree[Float[Array, "?*shape"], "Params"]
+    factor: PyTree[Float[Array, "d d"]]
+    scale: Float[Array, ""]
+    damping: Float[Array, ""]
+    max_step: Float[Array, ""]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
         """H g, in the dtypes of g.
@@ -51,19 +65,15 @@ class GradientNoiseState(NamedTuple):
           grads: g, a tree like the params; the diagonal preconditioner leaves out itself what it does
             not see under `optax.masked` or `optax.partition`, the others cannot.
         """
-        if isinstance(self.factor, tuple) and not _is_number(self.covariance):
-            grads = mask_like(grads, self.covariance)
-
-        def apply(covariance: jax.Array, g: Any) -> jax.Array:
-            h = self._step_size(covariance)
-            return h * jnp.asarray(g, h.dtype)
-
         if not isinstance(self.factor, tuple):
             moves = self._solve(grads)
         elif _is_number(self.covariance):
-            moves = jax.tree.map(lambda g: apply(self.covariance, g), grads)
+            h = self._step_size(self.covariance)
+            moves = jax.tree.map(lambda g: h * jnp.asarray(g, h.dtype), grads)
         else:
-            moves = jax.tree.map(apply, self.covariance, grads)
+            grads = mask_like(grads, self.covariance)
+            steps = jax.tree.map(self._step_size, self.covariance)
+            moves = jax.tree.map(lambda h, g: h * jnp.asarray(g, h.dtype), steps, grads)
         return cast_like(moves, grads)
 
     def _step_size(self, covariance: jax.Array) -> jax.Array:
@@ -75,9 +85,8 @@ class GradientNoiseState(NamedTuple):
         return jnp.where(jnp.isfinite(step), step, jnp.zeros_like(step))
 
     def _solve(self, grads: optax.Updates) -> optax.Updates:
-        flat, unflatten = ravel_pytree(
-            jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), grads)
-        )
+        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), unshard(grads))
+        flat, unflatten = ravel_pytree(grads)
         _check_size(flat.size, self.factor)
         solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
         step = self.scale * solution
@@ -219,10 +228,7 @@ def scale_by_gradient_noise(
             "max_step": jnp.asarray(float("inf") if max_step is None else max_step, dtype),
         }
 
-    def init_fn(params: optax.Params) -> GradientNoiseState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
+    def init(params: optax.Params) -> GradientNoiseState:
         size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
         if is_full and size > largest:
             raise ValueError(
@@ -230,10 +236,9 @@ def scale_by_gradient_noise(
                 f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
                 "max_full_size if that fits into memory."
             )
-        no_deviation = jax.tree.map(
-            lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params
+        covariance = outer(
+            jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
         )
-        covariance = outer(mark_varying(no_deviation, varying_axes(params)))
         count = jnp.zeros([], jnp.int32)
         return GradientNoiseState(
             count=count,
@@ -243,58 +248,65 @@ def scale_by_gradient_noise(
             **limits(count, params),
         )
 
-    def estimated(state: GradientNoiseState, step: Observation) -> GradientNoiseState:
-        sample = ESTIMATES[estimator](step, outer)
-        time = state.count.astype(jnp.float32)
-        kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + time))
-        return _with_estimate(state, sample, kappa)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: GradientNoiseState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        g: optax.Updates, state: GradientNoiseState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, GradientNoiseState]:
-        params = checks.require_params(params, "scale_by_gradient_noise")
-        checks.check_axis_is_bound(axis_name)
-        _check_params(params, state)
-        checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
-        if not jax.tree.leaves(params):
-            return updates, state._replace(count=optax.safe_increment(state.count))
-        grad = extra_args.get("grad")
-        grad = updates if grad is None else grad
-        step = Observation(params, grad, extra_args, batch_size, chunk_size, axis_name)
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+
+        # H_t g_t, by the C of the step before
         now = state._replace(**limits(state.count, params))
         is_moving = (now.count >= burn_in) & (now.weight > 0)
+        h_g = cast_like(now.preconditioned(g), params)
+        new_updates = jax.tree.map(
+            lambda x: jnp.where(is_moving & jnp.isfinite(x), x, jnp.zeros_like(x)), h_g
+        )
 
-        def move(g: Any, h_g: jax.Array, leaf: Any) -> jax.Array:
-            h_g = h_g.astype(jnp.result_type(leaf))
-            return jnp.where(is_moving & jnp.isfinite(h_g), h_g, jnp.zeros_like(h_g))
+        # kappa_t = min(1, k / (t_0 + t)), and C_t with C^_t in it
+        grad = extra_args.get("grad")
+        grad = g if grad is None else mask_like(grad, params)
+        batch = BatchGradients(params, grad, extra_args, batch_size, chunk_size, axis_name)
 
-        new_updates = jax.tree.map(move, updates, now.preconditioned(updates), params)
-        is_estimating = jnp.ones([], bool) if freeze_after is None else now.count < freeze_after
+        def estimate() -> GradientNoiseState:
+            t = now.count.astype(jnp.float32)
+            kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + t))
+            return _with_estimate(now, ESTIMATES[estimator](batch, outer), kappa)
+
         if freeze_after is None:
-            following = estimated(now, step)
+            is_estimating, following = jnp.ones([], bool), estimate()
         else:
-            following = cond(is_estimating, lambda: estimated(now, step), lambda: now)
+            is_estimating = now.count < freeze_after
+            following = cond(is_estimating, estimate, lambda: now)
+
+        # L_t L_t^T = C_t, where H_{t+1} = 2 S T / N C_t^{-1} takes it
         if is_full:
             is_stale = is_estimating | (now.scale != state.scale)
             is_needed = is_stale & (now.count + 1 >= burn_in)
-            newest = following
-            following = cond(is_needed, lambda: _with_factor(newest), lambda: newest)
+            following = cond(is_needed, _with_factor, lambda latest: latest, following)
         return new_updates, following._replace(count=optax.safe_increment(state.count))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(
+        init,
+        update,
+        method="scale_by_gradient_noise",
+        like=(lambda state: state.covariance) if preconditioner == "diagonal" else None,
+        dtypes=False,
+        needs=NEEDS[estimator],
+        axis_name=axis_name,
+    )
 
 
 def _with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
     """The state with one more estimate of the covariance, if it is finite."""
-    weight = state.weight + kappa * (1 - state.weight)
-    rate = jnp.where(weight > 0, kappa / weight, 0.0)
     is_sound = all_finite(sample)
 
+    # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
+    weight = state.weight + kappa * (1 - state.weight)
+    rate = jnp.where(weight > 0, kappa / weight, 0.0)
+
+    # C_t = C_{t-1} + kappa_t / w_t (C^_t - C_{t-1})
     def towards(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Not old + rate (new - old): a rate of 1 has to give the new one, bit for bit.
+        # In this form a rate of 1 gives the new one, bit for bit.
         mixed = (1 - rate).astype(old.dtype) * old + rate.astype(old.dtype) * new
         return jnp.where(is_sound, mixed, old)
 
@@ -342,17 +354,6 @@ def noise_covariance(opt_state: Any) -> Any:
       [1.3333, 1.3333]
     """
     return find_state(opt_state, GradientNoiseState, method="scale_by_gradient_noise").covariance
-
-
-def _check_params(params: optax.Params, state: GradientNoiseState) -> None:
-    """What the state can tell of the params it was made for."""
-    if isinstance(state.factor, tuple):
-        if not _is_number(state.covariance):
-            checks.check_same_tree(
-                "params", params, state.covariance, source="the optimizer state", dtypes=False
-            )
-        return
-    _check_size(sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)), state.factor)
 
 
 def _check_size(size: int, factor: jax.Array) -> None:

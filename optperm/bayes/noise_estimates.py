@@ -11,6 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
+from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
@@ -20,8 +21,8 @@ Preconditioner = Literal["scalar", "diagonal", "full"]
 Outer = Callable[[optax.Updates], Any]
 
 
-class Observation(NamedTuple):
-    """What one step shows of the gradients.
+class BatchGradients(NamedTuple):
+    """The gradient of a step's batch, and what gives those of its parts and examples.
 
     Attributes:
       params: The current params.
@@ -45,8 +46,8 @@ class Observation(NamedTuple):
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
 
-# From a step, an unbiased estimate of C, the covariance of one example's gradient: what `Outer` keeps.
-Estimate = Callable[[Observation, Outer], Any]
+# An unbiased estimate of C, the covariance of one example's gradient: as much of it as `Outer` keeps.
+Estimate = Callable[[BatchGradients, Outer], Any]
 
 
 def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
@@ -64,13 +65,13 @@ def diagonal(deviations: optax.Updates) -> optax.Updates:
 
 def matrix(deviations: optax.Updates) -> jax.Array:
     """The sum of outer products of the flattened deviations, (D, D)."""
-    rows = _rows(deviations)
+    rows = _as_matrix(deviations)
     return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
 
 
-def _rows(tree: Any) -> jax.Array:
+def _as_matrix(tree: Any) -> jax.Array:
     """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
-    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(tree)
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
 
@@ -96,15 +97,16 @@ class _Moments(NamedTuple):
     spread: Any
 
 
-def per_example(step: Observation, outer: Outer) -> Any:
+def per_example(batch: BatchGradients, outer: Outer) -> Any:
     r"""The unbiased covariance of the gradients of the batch's examples.
 
     .. math:: \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
     """
-    grad_fn = _required(step, "per_example_grad_fn", "per_example", "the gradient of each example")
+    grad_fn = batch.extras["per_example_grad_fn"]
 
     def gradients(**part: Any) -> optax.Updates:
-        return _checked(grad_fn(step.params, **part), step, "per_example_grad_fn(params)", axes=1)
+        grads = grad_fn(batch.params, **part)
+        return _checked_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
 
     def moments(rows: optax.Updates) -> _Moments:
         rows = jax.tree.map(lambda g: g.astype(accumulation_dtype(g)), rows)
@@ -115,15 +117,15 @@ def per_example(step: Observation, outer: Outer) -> Any:
     def chunk(start: Any, size: int) -> _Moments:
         return moments(gradients(start=start, size=size))
 
-    if step.chunk_size is None:
+    if batch.chunk_size is None:
         rows = gradients()
-        _check_batch(_length(rows), step)
+        _check_batch(_length(rows), batch)
         found = moments(rows)
     else:
         _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
         here = _length(jax.eval_shape(gradients))
-        _check_batch(here, step)
-        chunk_size = min(step.chunk_size, here)
+        _check_batch(here, batch)
+        chunk_size = min(batch.chunk_size, here)
         whole, rest = divmod(here, chunk_size)
         found = jax.lax.fori_loop(
             1,
@@ -134,41 +136,35 @@ def per_example(step: Observation, outer: Outer) -> Any:
         if rest:
             found = _join(found, chunk(whole * chunk_size, rest), outer)
     count, spread = found.count, found.spread
-    if step.axis_name is not None:
+    if batch.axis_name is not None:
         # Each replica's deviations from its own mean, and of that from the mean of all.
-        mean = jax.lax.pmean(found.mean, step.axis_name)
+        mean = jax.lax.pmean(found.mean, batch.axis_name)
         between = _outer_of(jax.tree.map(jnp.subtract, found.mean, mean), count, outer)
-        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), step.axis_name)
-        count = count * step.replicas
-    return _scaled(spread, 1 / (count - 1))
+        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), batch.axis_name)
+        count = count * batch.replicas
+    return _rescale(spread, 1 / (count - 1))
 
 
-def single_example(step: Observation, outer: Outer) -> Any:
+def single_example(batch: BatchGradients, outer: Outer) -> Any:
     r"""How far the gradient of an example drawn apart lies from that of the batch.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
     """
-    grad_fn = _required(
-        step,
-        "example_grad_fn",
-        "single_example",
-        "the gradient of one example drawn apart from the batch",
-        argument="example=one_example",
-    )
-    one = _checked(grad_fn(step.params), step, "example_grad_fn(params)", axes=0)
-    estimate = _outer_of(_difference(one, step.grad), 1 / (1 + 1 / step.batch_size), outer)
-    return estimate if step.axis_name is None else jax.lax.pmean(estimate, step.axis_name)
+    one = batch.extras["example_grad_fn"](batch.params)
+    one = _checked_gradients(one, batch, "example_grad_fn(params)", axes=0)
+    estimate = _outer_of(_difference(one, batch.grad), 1 / (1 + 1 / batch.batch_size), outer)
+    return estimate if batch.axis_name is None else jax.lax.pmean(estimate, batch.axis_name)
 
 
-def two_batches(step: Observation, outer: Outer) -> Any:
+def two_batches(batch: BatchGradients, outer: Outer) -> Any:
     r"""How far the gradient of the batch's first half lies from that of the whole.
 
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
-    grad_fn = _required(step, "grad_fn", "two_batches", "the gradient of a part of the batch")
+    grad_fn = batch.extras["grad_fn"]
     _check_takes_part(grad_fn, "grad_fn", 'estimator="two_batches"')
-    checks.check_static_count("batch_size", step.batch_size)
-    batch_size, replicas = int(step.batch_size), step.replicas
+    checks.check_static_count("batch_size", batch.batch_size)
+    batch_size, replicas = int(batch.batch_size), batch.replicas
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:
         raise ValueError(
@@ -177,15 +173,26 @@ def two_batches(step: Observation, outer: Outer) -> Any:
             "2 examples each."
         )
     half = here // 2
-    part = _checked(grad_fn(step.params, start=0, size=half), step, "grad_fn(params)", axes=0)
+    part = grad_fn(batch.params, start=0, size=half)
+    part = _checked_gradients(part, batch, "grad_fn(params)", axes=0)
     factor = half / (here - half) * batch_size
-    return _outer_of(_difference(part, step.grad), factor, outer)
+    return _outer_of(_difference(part, batch.grad), factor, outer)
 
 
 ESTIMATES: dict[Estimator, Estimate] = {
     "per_example": per_example,
     "single_example": single_example,
     "two_batches": two_batches,
+}
+
+# The extra argument that each of them takes, and what that is.
+NEEDS: dict[Estimator, dict[str, str]] = {
+    "per_example": {"per_example_grad_fn": "the gradient of each example at given params"},
+    "single_example": {
+        "example_grad_fn": "the gradient at given params of one example drawn apart from the batch, "
+        "which evaluate makes if it is given example=one_example too"
+    },
+    "two_batches": {"grad_fn": "the gradient of a part of the batch at given params"},
 }
 
 
@@ -206,10 +213,10 @@ def _join(a: _Moments, b: _Moments, outer: Outer) -> _Moments:
 
 
 def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
-    return _scaled(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
+    return _rescale(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
 
 
-def _scaled(tree: Any, factor: Any) -> Any:
+def _rescale(tree: Any, factor: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf * jnp.asarray(factor, leaf.dtype), tree)
 
 
@@ -219,36 +226,23 @@ def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
     )
 
 
-def _required(
-    step: Observation, name: str, estimator: Estimator, what: str, *, argument: str = ""
-) -> Callable[..., Any]:
-    function: Callable[..., Any] | None = step.extras.get(name)
-    if function is None:
-        call = ", ".join(["loss_fn, params, batch", *([argument] if argument else [])])
-        raise ValueError(
-            f"The estimator {estimator!r} needs the extra argument {name}, {what} at given params: e = "
-            f"optperm.evaluate({call}), then update(e.grad, state, params, **e.extra_args)."
-        )
-    return function
-
-
-def _checked(grads: Any, step: Observation, name: str, *, axes: int) -> optax.Updates:
+def _checked_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
     """The gradients, without what is masked, if they are shaped like params after `axes` axes."""
-    grads = mask_like(grads, step.params)
+    grads = mask_like(grads, batch.params)
     shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
-    checks.check_same_tree(name, shapes, step.params, source="params", dtypes=False)
+    checks.check_same_tree(name, shapes, batch.params, source="params", dtypes=False)
     return grads
 
 
-def _check_batch(here: int, step: Observation) -> None:
-    batch_size, replicas = step.batch_size, step.replicas
+def _check_batch(here: int, batch: BatchGradients) -> None:
+    batch_size, replicas = batch.batch_size, batch.replicas
     if here * replicas < 2:
         raise ValueError(
             "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
             "estimator='single_example' for batches of one."
         )
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
-        over = "" if step.axis_name is None else f" on each of {replicas} replicas"
+        over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
             f"batch_size is {batch_size}, but per_example_grad_fn gave the gradients of {here} "
             f"examples{over}: pass batches of one size (leave out a smaller last one), and axis_name "

@@ -1,8 +1,10 @@
 """Draws from a stochastic optimizer whose iterates sample a distribution, and predictions from them."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,11 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.shardings import take
 from optperm.contract.states import without_variables
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree, Shaped
 
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
@@ -27,10 +33,10 @@ class Samples(NamedTuple):
       next_step: Steps that each chain has taken; `first_step` to go on from.
     """
 
-    params: optax.Params  # like params, leaves (chain, draw, *shape)
-    last_params: optax.Params  # like params, leaves (chain, *shape)
-    last_opt_state: Any  # like the optimizer state, leaves (chain, *shape)
-    next_step: jax.Array  # int32 ()
+    params: PyTree[Shaped[Array, "chain draw ..."]]
+    last_params: PyTree[Shaped[Array, "chain ..."]]
+    last_opt_state: PyTree[Shaped[Array, "chain ..."]]
+    next_step: Int32[Array, ""]
 
 
 def draw_samples(
@@ -184,7 +190,7 @@ def _run_chains(
                 )
                 return carry, total
 
-            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p)), carry[0])
+            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), carry[0])
             carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
             mean = jax.tree.map(lambda s: s / thinning.astype(s.dtype), total)
             return carry, cast_like(mean, carry[0])
@@ -287,18 +293,23 @@ def posterior_predictive(
 def _mean_prediction(
     predict_fn: Callable[[optax.Params, Any], jax.Array], samples_params: optax.Params, inputs: Any
 ) -> jax.Array:
-    draws = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples_params)
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), draws)
-    out = jax.eval_shape(predict_fn, one, inputs)
+    num_chains, num_draws = jax.tree.leaves(samples_params)[0].shape[:2]
+
+    def predict(index: jax.Array) -> jax.Array:
+        place = (index // num_draws, index % num_draws)
+        return predict_fn(jax.tree.map(lambda leaf: take(leaf, *place), samples_params), inputs)
+
+    indices = jnp.arange(num_chains * num_draws, dtype=jnp.int32)
+    out = jax.eval_shape(predict, indices[0])
     if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
         what = getattr(out, "dtype", type(out).__name__)
         raise TypeError(f"predict_fn must return one array of a real floating dtype, got {what}.")
 
-    def add(total: jax.Array, params: optax.Params) -> tuple[jax.Array, None]:
-        return total + predict_fn(params, inputs).astype(total.dtype), None
+    def add(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        return total + predict(index).astype(total.dtype), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros(out.shape, accumulation_dtype(out)), draws)
-    return total / jax.tree.leaves(draws)[0].shape[0]
+    total, _ = jax.lax.scan(add, jnp.zeros_like(out, accumulation_dtype(out)), indices)
+    return total / len(indices)
 
 
 def _strongly_typed(tree: Any) -> Any:

@@ -95,7 +95,7 @@ def stationary_covariance(
     with jax.enable_x64(True):
         h, a, r, mu = (jnp.asarray(each, jnp.float64) for each in arguments)
         h = h if h.ndim == 2 else jnp.diag(jnp.broadcast_to(h, (d,)))
-        drift, diffusion = _matmul(h, a), _sandwich(h, r)
+        drift, diffusion = _product(h, a), _sandwich(h, r)
         identity = jnp.eye(d, dtype=jnp.float64)
         if continuous:
             transition, diffusion = _cayley(drift, diffusion / (1.0 - mu))
@@ -197,7 +197,7 @@ def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Arra
     size = jnp.max(jnp.sum(jnp.abs(drift), axis=1))
     scaled = drift / jnp.where(size > 0, size, 1.0)
     inverse = jnp.linalg.inv(identity + scaled)
-    return _matmul(inverse, identity - scaled), _sandwich(
+    return _product(inverse, identity - scaled), _sandwich(
         inverse, 2.0 * diffusion / jnp.where(size > 0, size, 1.0)
     )
 
@@ -212,7 +212,7 @@ def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array
 
     def double(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[Any, Any, Any]:
         index, power, total = carry
-        return index + np.int32(1), _matmul(power, power), total + _sandwich(power, total)
+        return index + np.int32(1), _product(power, power), total + _sandwich(power, total)
 
     start = (jnp.zeros([], jnp.int32), transition, diffusion)
     _, power, total = jax.lax.while_loop(goes_on, double, start)
@@ -223,12 +223,12 @@ def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array
 # The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
 
 
 def _sandwich(a: jax.Array, middle: jax.Array) -> jax.Array:
-    return _matmul(_matmul(a, middle), a.T)
+    return _product(_product(a, middle), a.T)
 
 
 def _why_not_stationary(transition: np.ndarray, *, continuous: bool) -> str:

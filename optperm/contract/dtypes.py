@@ -1,4 +1,4 @@
-"""Dtypes to accumulate and to compute in, and whether all numbers are finite."""
+"""Dtypes and types of arrays, and what of them is finite."""
 
 import functools
 from typing import Any
@@ -36,3 +36,8 @@ def all_finite(tree: Any) -> jax.Array:
     # Zero times anything finite is zero; as a sum it is one pass, where a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
+
+
+def zero_if_not_finite(tree: Any) -> Any:
+    """The tree with zero in the place of each entry that is not finite."""
+    return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), tree)

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import AxisType
+
+from optperm.contract.shardings import shard_like, type_of
 
 Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
@@ -17,7 +20,7 @@ AxisName = str | tuple[str, ...]
 def varying_axes(*trees: Any) -> frozenset[str]:
     """The mapped axes over which any leaf of the trees is marked as varying."""
     leaves = jax.tree.leaves(trees)
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+    return frozenset().union(*(type_of(leaf).manual_axis_type.varying for leaf in leaves))
 
 
 def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
@@ -46,21 +49,24 @@ def cond(
     false_fn: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """`jax.lax.cond` whose branches both vary, leaf by leaf, over the axes over which either does.
+    """`jax.lax.cond` whose branches agree in their types, leaf by leaf.
 
-    So a state's leaf that varies in neither branch keeps its type, beside others that do vary.
+    Both vary over the axes over which either does: so a state's leaf that varies in neither keeps its
+    type, beside others that do vary. On an explicit mesh both are sharded as the one that is: zeros that
+    are made of an array outside of `jax.jit` are not.
     """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
         return jax.lax.cond(predicate, true_fn, false_fn, *operands)
-    shapes = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
+    types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
 
-    def marked(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def mark(leaf: Any, *others: Any) -> Any:
-            return mark_varying(leaf, varying_axes(*others))
+    def typed(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def agree(leaf: Any, *others: Any) -> Any:
+            return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
-        return lambda *operands: jax.tree.map(mark, branch(*operands), *shapes)
+        return lambda *operands: jax.tree.map(agree, branch(*operands), *types)
 
-    return jax.lax.cond(predicate, marked(true_fn), marked(false_fn), *operands)
+    return jax.lax.cond(predicate, typed(true_fn), typed(false_fn), *operands)
 
 
 def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:

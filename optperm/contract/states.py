@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
+from optperm.contract.shardings import row_sharding
 
 State = TypeVar("State")
 
@@ -106,8 +107,12 @@ def without_variables(tree: Any) -> Any:
 
 
 def one_row(tree: Any) -> Any:
-    """The shapes and dtypes of a tree without the leading axis of its leaves."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+    """The shapes, dtypes and shardings of a tree without the leading axis of its leaves."""
+
+    def row(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=row_sharding(leaf))
+
+    return jax.tree.map(row, tree)
 
 
 def is_masked(node: Any) -> bool:

@@ -29,7 +29,7 @@ def transformation(
     dtypes: bool = True,
     needs: Mapping[str, str] | None = None,
     needs_params: bool = True,
-    real_floating: bool = True,
+    is_wrapper: bool = False,
     updates_like: Literal["params", "updates"] = "params",
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,7 +49,8 @@ def transformation(
       dtypes: Whether the dtypes of params have to be those of that tree too.
       needs: The extra arguments that `update` cannot do without, and what each of them is.
       needs_params: Whether `update` cannot do without params.
-      real_floating: Whether all params have to be of real floating dtypes.
+      is_wrapper: Whether it only hands on to other transformations, which then judge the dtypes and the
+        trees themselves.
       updates_like: Whether the new updates are of the types of params, or of those of the updates.
       axis_name: The mapped axis that has to be bound where `update` is called.
 
@@ -58,7 +59,7 @@ def transformation(
     """
 
     def init_fn(params: optax.Params) -> Any:
-        if real_floating:
+        if not is_wrapper:
             checks.check_real_floating("params", params)
         state = init(params)
         return cast_like(state, state)
@@ -76,7 +77,7 @@ def transformation(
                 checks.check_same_tree("params", params, expected, source=_SOURCE, dtypes=dtypes)
                 checks.check_same_mesh("params", params, expected, source=_SOURCE)
             checks.check_same_tree("updates", updates, expected, source=_SOURCE, dtypes=False)
-        elif params is not None:
+        elif params is not None and not is_wrapper:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         for name, meaning in (needs or {}).items():
             if extra_args.get(name) is None:

@@ -1,1 +1,4 @@
-"""Local steps on many devices, and rare commits over collectives."""
+"""Many devices that talk rarely.
+
+AGN and DiLoCo. See ``examples/agn_pmap.py`` and ``examples/agn_multiprocess.py``.
+"""

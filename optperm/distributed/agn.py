@@ -26,7 +26,7 @@ class _AccumulatedGradient:
     reads_local_params: bool = False
 
     def init(self, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), accumulation_dtype(p)), params)
+        return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
 
     def accumulate(
         self, accumulator: optax.Updates, grads: optax.Updates, restart: jax.Array

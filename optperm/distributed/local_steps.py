@@ -4,34 +4,44 @@ Every replica trains its own params. Once a period all of them contribute to one
 one collective, and are pulled to where it then stands.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.dtypes import (
+    accumulation_dtype,
+    all_finite,
+    cast_like,
+    zero_if_not_finite,
+)
 from optperm.contract.mapped_axes import (
     AxisName,
     all_gather,
     cond,
-    mark_varying,
     mean_of_function,
     shared,
-    varying_axes,
     varying_like,
 )
 from optperm.contract.states import find_state
+from optperm.contract.transformation import transformation
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 Commit = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
+# (center, gradient, whether there is one) -> center
+CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
 
 
 class LocalStepsState(NamedTuple):
@@ -43,18 +53,18 @@ class LocalStepsState(NamedTuple):
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica.
       accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
-        gradients. DiLoCo: whether all of them were finite.
+        gradients, in float32 or wider. DiLoCo: whether all of them were finite.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits that this replica sat out because its contribution was not finite.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     local_state: Any
     center_state: Any
-    center: optax.Params  # like params, leaf for leaf
-    accumulator: Any  # float32 or wider, shaped like params; DiLoCo: bool ()
-    pulled: jax.Array  # bool ()
-    skipped: jax.Array  # int32 ()
+    center: PyTree[Float[Array, "?*shape"], "Params"]
+    accumulator: PyTree[Float[Array, "?*shape"], "Params"] | Bool[Array, ""]
+    pulled: Bool[Array, ""]
+    skipped: Int32[Array, ""]
 
     def placements(self) -> list[Placement]:
         """Where the local optimizer places params, and over it the center after a pull."""
@@ -124,11 +134,9 @@ def local_steps(
     """
     inner = optax.with_extra_args_support(local_optimizer)
     outer = optax.with_extra_args_support(center_optimizer)
+    combine = _RULES[commit] if axis_name is not None else _alone
 
-    def init_fn(params: optax.Params) -> LocalStepsState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
+    def init(params: optax.Params) -> LocalStepsState:
         local_state, center_state = inner.init(params), outer.init(params)
         _check_can_be_pulled(local_state, center_state, method)
         return LocalStepsState(
@@ -141,112 +149,114 @@ def local_steps(
             skipped=jnp.zeros([], jnp.int32),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: LocalStepsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        grads: optax.Updates, state: LocalStepsState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, LocalStepsState]:
-        params = checks.require_params(params, method)
-        checks.check_same_tree("params", params, state.center, source="the optimizer state")
-        checks.check_same_tree(
-            "updates", updates, state.center, source="the optimizer state", dtypes=False
-        )
-        checks.check_axis_is_bound(axis_name)
         count = optax.safe_increment(state.count)
         is_commit = count % period == 0
 
-        # Raw, the gradient would leave NaN in the local state for ever.
-        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
-        moves, local_state = inner.update(finite, _after_pull(state), params, **extra_args)
-        moves = cast_like(moves, params)
-        local_state = cast_like(local_state, state.local_state)
-        accumulator = contribution.accumulate(state.accumulator, updates, state.pulled)
+        # The local step: theta <- theta + u(g; s), a <- a + g. Raw, a gradient that is not finite would
+        # leave NaN in s for ever.
+        moves, local_state = inner.update(
+            zero_if_not_finite(grads), _after_pull(state), params, **extra_args
+        )
+        moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
+        a = contribution.accumulate(state.accumulator, grads, state.pulled)
+
+        def step_center(at: Center, n: optax.Updates, is_valid: jax.Array) -> Center:
+            # c <- c + u(n; s_c)
+            def move() -> Center:
+                gradient = optax.tree.cast_like(n, grads)
+                extras = _common_extras(extra_args, gradient, at[0], params, axis_name)
+                steps, new_state = outer.update(gradient, at[1], at[0], **extras)
+                new_state = cast_like(new_state, at[1])
+                return apply_updates(at[0], cast_like(steps, at[0]), new_state), new_state
+
+            return cond(is_valid, move, lambda: at)
+
+        def commit_and_pull() -> tuple[Center, jax.Array, optax.Updates]:
+            theta = functools.partial(apply_updates, params, moves, local_state)
+            n = contribution.total(a, state.center, theta)
+            at, took_part = combine((state.center, state.center_state), n, step_center, axis_name)
+            return at, took_part, pull_to(at[0]) if moves_leave_by_cond else ()
+
+        def keep() -> tuple[Center, jax.Array, optax.Updates]:
+            at = state.center, state.center_state
+            return at, jnp.ones([], jnp.bool_), moves if moves_leave_by_cond else ()
+
+        # theta <- c
+        def pull_to(center: optax.Params) -> optax.Updates:
+            return optax.tree.sub(center, params)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
         # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
-        materialized = contribution.reads_local_params
-        center_axes = varying_axes(state.center, state.center_state)
-        local_axes = varying_axes(params, state.center, moves, accumulator)
-
-        def step_center(at: Center, gradient: optax.Updates, is_valid: jax.Array) -> Center:
-            center, center_state = at
-            gradient = cast_like(gradient, updates)
-
-            def move() -> Center:
-                extras = _common_extras(extra_args, gradient, center, params, axis_name)
-                steps, new_state = outer.update(gradient, center_state, center, **extras)
-                new_state = cast_like(new_state, center_state)
-                new_center = apply_updates(center, cast_like(steps, center), new_state)
-                return mark_varying((new_center, new_state), center_axes)
-
-            return jax.lax.cond(is_valid, move, lambda: at)
-
-        def commit_now() -> tuple[Center, jax.Array, optax.Updates]:
-            moved = functools.partial(apply_updates, params, moves, local_state)
-            part = contribution.total(accumulator, state.center, moved)
-            at = mark_varying((state.center, state.center_state), center_axes)
-            at, took_part = _commit(part, at, step_center, commit, axis_name)
-            pull = jax.tree.map(jnp.subtract, at[0], params) if materialized else ()
-            return mark_varying(at, center_axes), *mark_varying((took_part, pull), local_axes)
-
-        def keep() -> tuple[Center, jax.Array, optax.Updates]:
-            at = mark_varying((state.center, state.center_state), center_axes)
-            kept = jnp.ones([], jnp.bool_), moves if materialized else ()
-            return at, *mark_varying(kept, local_axes)
-
-        (center, center_state), took_part, chosen = jax.lax.cond(is_commit, commit_now, keep)
-        if not materialized:
-            chosen = jax.tree.map(
-                lambda move, c, p: jnp.where(is_commit, c - p, move), moves, center, params
-            )
+        moves_leave_by_cond = contribution.reads_local_params
+        (center, center_state), took_part, chosen = cond(is_commit, commit_and_pull, keep)
+        if not moves_leave_by_cond:
+            chosen = optax.tree.where(is_commit, pull_to(center), moves)
+        skipped = jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped))
         return chosen, LocalStepsState(
-            count=count,
-            local_state=local_state,
-            center_state=center_state,
-            center=center,
-            accumulator=accumulator,
-            pulled=is_commit,
-            skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+            count, local_state, center_state, center, a, is_commit, skipped
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _commit(
-    part: optax.Updates,
-    at: Center,
-    step: Callable[[Center, optax.Updates, jax.Array], Center],
-    rule: Commit,
-    axis_name: AxisName | None,
-) -> tuple[Center, jax.Array]:
-    """Moves the center by what all replicas contribute, in one collective of one vector.
-
-    A contribution that is not finite stays out of it; without any, the center stays.
-
-    Returns:
-      The center and its state, and whether this replica took part.
-    """
-    is_finite = all_finite(part)
-    if axis_name is None:
-        return step(at, part, is_finite), is_finite
-    flat, unflatten = ravel_pytree(optax.tree.cast(part, accumulation_dtype(part)))
-    # The last entry counts those who take part.
-    packed = jnp.append(
-        jnp.where(is_finite, flat, jnp.zeros_like(flat)), is_finite.astype(flat.dtype)
+    return transformation(
+        init, update, method=method, like=lambda state: state.center, axis_name=axis_name
     )
-    if rule == "sequential":
-        # Every replica makes the same steps in the same order, so they need not agree on the result.
-        gathered = all_gather(packed, axis_name, tiled=False)
 
-        def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
-            return step(at, unflatten(row[:-1]), row[-1] > 0), None
 
-        return jax.lax.scan(turn, at, gathered)[0], is_finite
+def _alone(
+    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName | None
+) -> tuple[Center, jax.Array]:
+    """One replica: a step by its own contribution, if that is finite."""
+    del axis_name
+    is_finite = all_finite(n)
+    return step(at, n, is_finite), is_finite
+
+
+def _summed(
+    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName, *, divide: bool
+) -> tuple[Center, jax.Array]:
+    """One step by the sum or the mean of all finite contributions, in one all-reduce."""
+    packed, is_finite, unpack = _pack(n)
     total = jax.lax.psum(packed, axis_name)
     taking_part = total[-1]
-    combined = total[:-1] / jnp.maximum(taking_part, 1) if rule == "mean" else total[:-1]
-    return step(at, unflatten(combined), taking_part > 0), is_finite
+    combined = total[:-1] / jnp.maximum(taking_part, 1) if divide else total[:-1]
+    return step(at, unpack(combined), taking_part > 0), is_finite
+
+
+def _in_turn(
+    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName
+) -> tuple[Center, jax.Array]:
+    """A step by each finite contribution, in one all-gather.
+
+    Every replica makes the same steps in the same order, so they need not agree on the result.
+    """
+    packed, is_finite, unpack = _pack(n)
+
+    def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
+        return step(at, unpack(row[:-1]), row[-1] > 0), None
+
+    return jax.lax.scan(turn, at, all_gather(packed, axis_name, tiled=False))[0], is_finite
+
+
+_RULES: dict[Commit, Callable[..., tuple[Center, jax.Array]]] = {
+    "mean": functools.partial(_summed, divide=True),
+    "sum": functools.partial(_summed, divide=False),
+    "sequential": _in_turn,
+}
+
+
+def _pack(n: optax.Updates) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], optax.Updates]]:
+    """A contribution as one vector, of zeros where it is not finite.
+
+    Returns:
+      The vector, whose last entry counts who takes part; whether this replica does; and what makes a
+      tree of the vector without that entry.
+    """
+    is_finite = all_finite(n)
+    flat, unpack = ravel_pytree(optax.tree.cast(n, accumulation_dtype(n)))
+    flat = jnp.where(is_finite, flat, jnp.zeros_like(flat))
+    return jnp.append(flat, is_finite.astype(flat.dtype)), is_finite, unpack
 
 
 def center_params(opt_state: Any) -> optax.Params:

@@ -1,1 +1,5 @@
-"""Training by permutation: SGPerm."""
+"""Training by permuting.
+
+Networks whose weights only trade places. See ``examples/sgperm_digits.py`` and
+``examples/laperm_digits.py``.
+"""

@@ -13,6 +13,7 @@ The best that is available is taken. The environment variable OPTPERM_KERNEL nam
 import ctypes
 import functools
 import importlib.metadata
+import math
 import os
 import pathlib
 import warnings
@@ -23,8 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
@@ -71,16 +76,16 @@ def permute_rows(
     """Permutes each weight vector once, along the cycles that its recommendation asks for.
 
     Args:
-      recommendation: (n, rows), floating.
-      weights: (n, rows), floating.
-      ranks: (n, rows) int32, the rank of each weight in its column.
-      seeds: (rows, 2) uint32, the randomness of each row's partition.
+      recommendation: (n, *rows), floating. There may be any number of axes of rows.
+      weights: (n, *rows), floating.
+      ranks: (n, *rows) int32, the rank of each weight in its row.
+      seeds: (*rows, 2) uint32, the randomness of each row's partition.
       aggressiveness: () float32.
       partition_size: () int32, at least 1.
       drop_remainder: Whether a last subset that is too small sits out.
 
     Returns:
-      The new weights and ranks, and the number of entries moved in each row, (rows,) int32.
+      The new weights and ranks, and the number of entries moved in each row, (*rows,) int32.
     """
     # The kernel works in float32 or float64: one of them holds both operands exactly.
     is_double = np.float64 in (weights.dtype, recommendation.dtype)
@@ -90,8 +95,8 @@ def permute_rows(
         weights.astype(dtype)[None],
         ranks[None],
         seeds[None],
-        jnp.broadcast_to(aggressiveness, (1, weights.shape[1])),
-        jnp.broadcast_to(partition_size, (1, weights.shape[1])),
+        jnp.broadcast_to(aggressiveness, (1, *weights.shape[1:])),
+        jnp.broadcast_to(partition_size, (1, *weights.shape[1:])),
     )
     operands = mark_varying(operands, varying_axes(operands))
     results = _batched(chosen_kernel(), drop_remainder)(*operands)
@@ -105,15 +110,15 @@ def permute_rows(
 @functools.cache
 def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
     """The kernel on operands with a leading batch axis, which `jax.vmap` makes larger."""
+    permute = functools.partial(_on_platform, kernel, drop_remainder)
+    permute_shards = jax.jit(functools.partial(_on_shards, permute))
 
     @jax.custom_batching.custom_vmap
     def call(*operands: jax.Array) -> Results:
-        on_cpu = _by_ffi if kernel == "ffi" else _by_buffers
-        return jax.lax.platform_dependent(
-            *operands,
-            cpu=functools.partial(on_cpu, kernel, drop_remainder),
-            default=functools.partial(_by_callback, kernel, drop_remainder),
-        )
+        axis_types = set(jax.typeof(operands[1]).sharding.mesh.axis_types)
+        if AxisType.Explicit in axis_types or axis_types == {AxisType.Manual, AxisType.Auto}:
+            return permute_shards(*operands)
+        return permute(*operands)
 
     @call.def_vmap
     def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
@@ -127,9 +132,60 @@ def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
     return call
 
 
-def _result_types(operands: Sequence[jax.Array]) -> Results:
+def _on_shards(function: Callable[..., Results], *operands: jax.Array) -> Results:
+    """The function on each device of a mesh, for the rows that this device holds.
+
+    Where the mesh's axes are explicit it is known which rows these are; over the others each device
+    gets all of them.
+    """
+    shardings = [jax.typeof(operand).sharding for operand in operands]
+    mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
+    # Of a batch only some operands may have been spread.
+    batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
+    specs = tuple(P(*axes) for axes in _operands_axes(batch, None, rows, None))
+    spread = (
+        operand
+        if sharding.spec == spec
+        else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, sharding, spec in zip(operands, shardings, specs, strict=True)
+    )
+    on_device = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_of_results(specs))
+    return on_device(*spread)
+
+
+def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
+    on_cpu = _by_ffi if kernel == "ffi" else _by_buffers
+    return jax.lax.platform_dependent(
+        *operands,
+        cpu=functools.partial(on_cpu, kernel, drop_remainder),
+        default=functools.partial(_by_callback, kernel, drop_remainder),
+    )
+
+
+def _operands_axes(
+    batch: Any, n: Any, rows: Sequence[Any], seed: Any
+) -> tuple[tuple[Any, ...], ...]:
+    """What is said of the axes of a batch of operands, in the order of `permute_rows`."""
+    matrix, vector = (batch, n, *rows), (batch, *rows)
+    return (matrix, matrix, matrix, (*vector, seed), vector, vector)
+
+
+def _of_results(of_operands: Sequence[Any]) -> tuple[Any, Any, Any]:
     """New weights, new ranks and counts are like the weights, the ranks and the partition sizes."""
-    return tuple(jax.typeof(operands[index]) for index in (1, 2, 5))
+    return of_operands[1], of_operands[2], of_operands[5]
+
+
+def _result_types(operands: Sequence[jax.Array]) -> Results:
+    return _of_results([jax.typeof(operand) for operand in operands])
+
+
+def _on_flat_rows(function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
+    """The function of operands with a single axis of rows, as the kernels have them."""
+    batch, n, *rows = operands[1].shape
+    shapes = _operands_axes(batch, n, [math.prod(rows)], 2)
+    results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
+    likes = _of_results(operands)
+    return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
 
 
 def _by_ffi(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
@@ -140,36 +196,44 @@ def _by_ffi(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
 @functools.partial(custom_partitioning, static_argnums=(6,))
 def _partitioned_ffi(*operands: Any) -> Results:
     *arrays, drop_remainder = operands
-    call = jax.ffi.ffi_call(_TARGET_NAMES[arrays[1].dtype.name], _result_types(arrays))
-    return tuple(call(*arrays, drop_remainder=np.bool_(drop_remainder)))
+
+    def call(*flat: jax.Array) -> Sequence[jax.Array]:
+        target = jax.ffi.ffi_call(_TARGET_NAMES[flat[1].dtype.name], _result_types(flat))
+        return target(*flat, drop_remainder=np.bool_(drop_remainder))
+
+    return _on_flat_rows(call, *arrays)
 
 
 def _partition(drop_remainder: bool, mesh: Any, operands: Any, results: Any) -> Any:
     """Leaves each device the rows that it holds; a row itself is never cut."""
     del results
-    batch, _, rows = operands[1].sharding.spec
-    matrix, vector = P(batch, None, rows), P(batch, rows)
-    specs = (matrix, matrix, matrix, P(batch, rows, None), vector, vector)
-    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    batch, _, *rows = operands[1].sharding.spec
+    shardings = tuple(
+        NamedSharding(mesh, P(*axes)) for axes in _operands_axes(batch, None, rows, None)
+    )
 
     def on_one_device(*local: jax.Array) -> Results:
         return _partitioned_ffi.fun(*local, drop_remainder)
 
-    return mesh, on_one_device, (shardings[1], shardings[2], shardings[5]), shardings
+    return mesh, on_one_device, _of_results(shardings), shardings
 
 
-_partitioned_ffi.def_partition(
-    _partition,
-    sharding_rule="b n r, b n r, b n r, b r s, b r, b r -> b n r, b n r, b r",
-    need_replication_factors=("n", "s"),
-)
+def _sharding_rule(
+    drop_remainder: bool, mesh: Any, operands: Sequence[Any], results: Any
+) -> SdyShardingRule:
+    del drop_remainder, mesh, results
+    rows = [f"row{axis}" for axis in range(operands[5].rank - 1)]
+    axes = tuple(ArrayMapping(*names) for names in _operands_axes("batch", "n", rows, "seed"))
+    return SdyShardingRule(axes, _of_results(axes), need_replication_factors=("n", "seed"))
+
+
+_partitioned_ffi.def_partition(_partition, sharding_rule=_sharding_rule)
 
 
 def _by_buffers(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
     def fill(_: Any, outputs: Any, *inputs: Any) -> None:
-        for output, result in zip(
-            outputs, _permute_on_host(kernel, drop_remainder, *inputs), strict=True
-        ):
+        results = _on_host(kernel, drop_remainder, *inputs)
+        for output, result in zip(outputs, results, strict=True):
             np.asarray(output)[...] = result
 
     # On the CPU jax.pure_callback can hang under pmap and shard_map; this does not.
@@ -178,17 +242,21 @@ def _by_buffers(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Resu
 
 
 def _by_callback(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    host = functools.partial(_permute_on_host, kernel, drop_remainder)
+    host = functools.partial(_on_host, kernel, drop_remainder)
     results = jax.pure_callback(host, _result_types(operands), *operands)
     return mark_varying(tuple(results), varying_axes(operands))
 
 
-def _permute_on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Calls a kernel on host arrays: (batch, n, rows) and (batch, rows)."""
-    arrays: list[Any] = [np.ascontiguousarray(operand) for operand in operands]
+def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
+    """Calls a kernel on host arrays."""
+    arrays = [np.ascontiguousarray(operand) for operand in operands]
+    permute = cycles_numpy.permute_rows if kernel == "numpy" else _permute_by_library
+    return _on_flat_rows(functools.partial(permute, drop_remainder=drop_remainder), *arrays)
+
+
+def _permute_by_library(*arrays: np.ndarray, drop_remainder: bool) -> tuple[np.ndarray, ...]:
+    """Calls the compiled kernel by its C entry point: (batch, n, rows) and (batch, rows)."""
     _, weights, ranks, _, _, partition_size = arrays
-    if kernel == "numpy":
-        return cycles_numpy.permute_rows(*arrays, drop_remainder=drop_remainder)
     outputs = np.empty_like(weights), np.empty_like(ranks), np.empty_like(partition_size)
     batch, n, rows = weights.shape
     pointers = (array.ctypes.data for array in (*arrays, *outputs))

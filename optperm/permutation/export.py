@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm.contract import checks
+from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import (
     fill_masked,
     find_state,
@@ -20,9 +20,8 @@ from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
-    from_matrix,
-    resolve_output_axes,
-    to_matrix,
+    permute_vectors,
+    sort_order,
 )
 
 
@@ -107,19 +106,16 @@ def export_permutation(
         trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
     initial = mask_like(without_variables(initial_params), state.weights)
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
-    initial = jax.tree.map(jnp.asarray, initial)
+    locations = jax.tree.map(_flat_indices, initial)
 
-    def export(path: tuple[Any, ...], leaf: jax.Array, ranks: jax.Array) -> jax.Array:
-        if leaf.ndim == 0 or leaf.size == 0:
-            return jnp.zeros(leaf.shape, jnp.int32)
-        axes = resolve_output_axes(path, leaf, output_axes)
-        locations = to_matrix(jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape), axes)
-        order = jnp.argsort(to_matrix(leaf, axes), axis=0, stable=True)
-        sorted_locations = jnp.take_along_axis(locations, order, axis=0)
-        found = jnp.take_along_axis(sorted_locations, to_matrix(ranks, axes), axis=0)
-        return from_matrix(found, leaf.shape, axes)
+    # The initial locations of a weight vector's entries, sorted by value, in the order of the ranks.
+    def export(
+        _: int, locations: jax.Array, ranks: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        by_rank = jnp.take_along_axis(locations, sort_order(weights), axis=0)
+        return jnp.take_along_axis(by_rank, ranks, axis=0), ranks
 
-    permutation = jax.tree_util.tree_map_with_path(export, initial, ranks)
+    permutation, _ = permute_vectors(export, output_axes, locations, ranks, initial)
     for (path, leaf), indices, exact in zip(
         jax.tree_util.tree_leaves_with_path(initial),
         jax.tree.leaves(permutation),
@@ -128,11 +124,7 @@ def export_permutation(
     ):
         if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
             continue
-        flat = np.asarray(indices).ravel()
-        if (
-            not _is_permutation(flat)
-            or np.asarray(leaf).ravel()[flat].tobytes() != np.asarray(exact).tobytes()
-        ):
+        if not _is_permutation(indices) or not _same_bits(_permuted(leaf, indices), exact):
             raise ValueError(
                 f"initial_params{jax.tree_util.keystr(path)} is not what the optimizer started from: "
                 "its permutation does not give the trained weights. Pass the params that init was "
@@ -175,14 +167,12 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
                 f"permutation{jax.tree_util.keystr(path)} must hold integers, "
                 f"got {jnp.result_type(indices)}."
             )
-        is_known = not isinstance(indices, jax.core.Tracer)
-        if is_known and not _is_permutation(np.asarray(indices).ravel()):
+        if not isinstance(indices, jax.core.Tracer) and not _is_permutation(indices):
             raise ValueError(
                 f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
                 f"{jnp.size(indices) - 1} once."
             )
-        leaf = jnp.asarray(leaf)
-        return leaf.ravel()[jnp.ravel(indices)].reshape(leaf.shape)
+        return _permuted(jnp.asarray(leaf), jnp.asarray(indices))
 
     return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
 
@@ -203,5 +193,22 @@ def _weights_and_ranks(
     return state.weights, state.ranks
 
 
-def _is_permutation(indices: np.ndarray) -> bool:
-    return np.array_equal(np.sort(indices), np.arange(indices.size))
+def _flat_indices(leaf: jax.Array) -> jax.Array:
+    return shard_like(jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape), leaf)
+
+
+def _permuted(leaf: jax.Array, indices: jax.Array) -> jax.Array:
+    """The entries of a leaf at indices into the flattened leaf, in the place of the leaf."""
+    whole, places = unshard((leaf, indices))
+    return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), leaf)
+
+
+def _is_permutation(indices: jax.Array) -> bool:
+    flat = jnp.ravel(unshard(indices))
+    return bool(jnp.all(jnp.sort(flat) == jnp.arange(flat.size, dtype=flat.dtype)))
+
+
+def _same_bits(array: jax.Array, other: jax.Array) -> bool:
+    integers = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    bits, other_bits = (jax.lax.bitcast_convert_type(each, integers) for each in (array, other))
+    return bool(jnp.all(bits == other_bits))

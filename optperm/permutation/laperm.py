@@ -4,8 +4,10 @@ Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Th
 NeurIPS 2020.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +17,21 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.transformation import transformation
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
-    from_matrix,
     init_ranks,
+    permute_vectors,
     ranks_of,
-    resolve_output_axes,
-    scatter_rows,
+    scatter_columns,
     sort_order,
-    to_matrix,
-    warn_of_constant_rows,
+    warn_of_constant_vectors,
 )
 from optperm.placement import Placement, holding_masks, placing_states
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 # An integer, or a schedule: from the number of a step to one.
 SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
@@ -46,11 +50,11 @@ class LapermState(NamedTuple):
       synchronized: Whether the last step ended in a synchronization, which put the params on `weights`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     inner_state: Any
-    weights: optax.Params  # like params, leaf for leaf
-    ranks: Any  # int32, shaped like params
-    synchronized: jax.Array  # bool ()
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    synchronized: Bool[Array, ""]
 
     def placements(self) -> list[Placement]:
         """The synchronized weights; scalars, which never move, are not placed either."""
@@ -135,11 +139,8 @@ def laperm(
     check_output_axes(output_axes)
     inner = optax.with_extra_args_support(optimizer)
 
-    def init_fn(params: optax.Params) -> LapermState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
-        warn_of_constant_rows(
+    def init(params: optax.Params) -> LapermState:
+        warn_of_constant_vectors(
             params, output_axes, example="optperm.laperm(optax.adam(1e-3), sync_every)"
         )
         inner_state = inner.init(params)
@@ -156,44 +157,31 @@ def laperm(
             synchronized=jnp.zeros([], jnp.bool_),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: LapermState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, LapermState]:
-        params = checks.require_params(params, "laperm")
-        checks.check_same_tree("params", params, state.weights, source="the optimizer state")
-        checks.check_same_tree(
-            "updates", updates, state.weights, source="the optimizer state", dtypes=False
-        )
-        # Raw, the gradient would leave NaN in the inner state for ever.
-        finite = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), updates)
-        moves, inner_state = inner.update(finite, state.inner_state, params, **extra_args)
-        moves = jax.tree.map(
-            lambda move: move if move.ndim else jnp.zeros_like(move), cast_like(moves, params)
-        )
-        period = jnp.maximum(resolve_schedule("sync_every", sync_every, state.count, jnp.int32), 1)
-        count = optax.safe_increment(state.count)
-        is_due = count % period == 0
+        # Every step moves all weights but scalars as the optimizer says. What is not finite counts as
+        # zero: it would stay in the inner state for ever.
+        g = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), g)
+        moves, inner_state = inner.update(g, state.inner_state, params, **extra_args)
+        moves = cast_like(moves, params)
+        moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)
 
+        # If t is a multiple of k, w <- values[argsort(argsort(w + move))] in each weight vector.
         def synchronize() -> tuple[optax.Updates, optax.Params, Any]:
             moved = optax.apply_updates(params, moves)
             weights, ranks = synchronized(state, moved, output_axes)
-            return jax.tree.map(jnp.subtract, weights, params), weights, ranks
+            return optax.tree.sub(weights, params), weights, ranks
 
+        k = jnp.maximum(resolve_schedule("sync_every", sync_every, state.count, jnp.int32), 1)
+        t = optax.safe_increment(state.count)
+        is_due = t % k == 0
         moves, weights, ranks = cond(
             is_due, synchronize, lambda: (moves, state.weights, state.ranks)
         )
-        return moves, LapermState(
-            count=count,
-            inner_state=cast_like(inner_state, state.inner_state),
-            weights=weights,
-            ranks=ranks,
-            synchronized=is_due,
-        )
+        return moves, LapermState(t, inner_state, weights, ranks, synchronized=is_due)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(init, update, method="laperm", like=lambda s: s.weights)
 
 
 def synchronized(
@@ -207,26 +195,15 @@ def synchronized(
       output_axes: As given to `laperm`.
     """
 
-    def of_leaf(
-        path: tuple[Any, ...], leaf: jax.Array, weights: jax.Array, ranks: jax.Array
+    def reorder(
+        _: int, weights: jax.Array, ranks: jax.Array, w: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        if leaf.ndim == 0 or leaf.size == 0:
-            return weights, ranks
-        axes = resolve_output_axes(path, leaf, output_axes)
-        row, old_weights, old_ranks = (to_matrix(x, axes) for x in (leaf, weights, ranks))
-        order = sort_order(row)
-        values = scatter_rows(old_weights, old_ranks)
-        is_ordered = ~jnp.any(jnp.isnan(row), axis=0, keepdims=True)
-        new_weights = jnp.where(is_ordered, scatter_rows(values, order), old_weights)
-        new_ranks = jnp.where(is_ordered, ranks_of(order), old_ranks)
-        return from_matrix(new_weights, leaf.shape, axes), from_matrix(new_ranks, leaf.shape, axes)
-
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    pairs = [
-        of_leaf(path, leaf, weights, ranks)
-        for (path, leaf), weights, ranks in zip(
-            leaves, jax.tree.leaves(state.weights), jax.tree.leaves(state.ranks), strict=True
+        values = scatter_columns(weights, ranks)
+        order = sort_order(w)
+        is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
+        return (
+            jnp.where(is_ordered, scatter_columns(values, order), weights),
+            jnp.where(is_ordered, ranks_of(order), ranks),
         )
-    ]
-    all_weights, all_ranks = zip(*pairs, strict=True) if pairs else ((), ())
-    return jax.tree.unflatten(structure, all_weights), jax.tree.unflatten(structure, all_ranks)
+
+    return permute_vectors(reorder, output_axes, state.weights, state.ranks, params)

@@ -4,7 +4,9 @@ Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural N
 arXiv 2003.02570, 2020.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,12 @@ from optperm.permutation.weight_vectors import (
     check_output_axes,
     init_ranks,
     permute_vectors,
-    warn_of_constant_rows,
+    warn_of_constant_vectors,
 )
 from optperm.placement import Placement
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 
 class PermuteByCyclesState(NamedTuple):
@@ -36,11 +41,11 @@ class PermuteByCyclesState(NamedTuple):
       share_moved: The share of all weights that the last step moved.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    key: jax.Array  # uint32 (2,)
-    weights: optax.Params  # like params, leaf for leaf
-    ranks: Any  # int32, shaped like params
-    share_moved: jax.Array  # float32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    share_moved: Float32[Array, ""]
 
     def placements(self) -> list[Placement]:
         """The exact weights; scalars, which are not permuted, are not placed either."""
@@ -64,8 +69,8 @@ class RecommendationState(NamedTuple):
       recommendation: m, the running recommendation at each location.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    recommendation: optax.Updates  # like params, leaf for leaf
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    recommendation: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 def permute_by_cycles(
@@ -139,7 +144,7 @@ def permute_by_cycles(
     check_output_axes(output_axes)
 
     def init(params: optax.Params) -> PermuteByCyclesState:
-        warn_of_constant_rows(params, output_axes, example="optperm.sgperm()")
+        warn_of_constant_vectors(params, output_axes, example="optperm.sgperm()")
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
             key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
@@ -163,11 +168,11 @@ def permute_by_cycles(
             # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
             size = _partition_size(ratio, w.shape[0], min_partition_size)
             leaf_key = jax.random.fold_in(step_key, index)
-            seeds = jax.random.bits(leaf_key, (w.shape[1], 2), jnp.uint32)
-            w, ranks, moved_in_rows = cycles.permute_rows(
+            seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
+            w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
             )
-            moved.append(jnp.sum(moved_in_rows).astype(jnp.float32))
+            moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
         weights, ranks = permute_vectors(permute, output_axes, state.weights, state.ranks, m)

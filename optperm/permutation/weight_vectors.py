@@ -1,10 +1,9 @@
-"""Weight vectors: the rows that a permutation method permutes.
+"""Weight vectors: the columns that a permutation method permutes.
 
-A weight vector holds all weights that enter one output unit. Here it is a column of the matrix
-(n, rows): a leaf's output axes make the rows, its other axes, flattened in order, the n entries.
+A weight vector holds all weights that enter one output unit. Here it is a column of an array
+(n, *outputs): a leaf's output axes come last, its other axes, flattened in order, are the n entries.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import explicit_sharding, shard_like
 
 # An axis or several, or what gives them for a leaf at a path such as "Dense_0/kernel".
 OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int]]
@@ -60,66 +61,77 @@ def _as_axes(axes: Any) -> tuple[int, ...]:
     return tuple(int(axis) for axis in chosen)
 
 
-def to_matrix(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Lays a leaf of rank >= 1 out as (n, rows), one weight vector a column."""
-    rows = math.prod(leaf.shape[axis] for axis in output_axes)
-    order = _inputs_first(leaf.ndim, output_axes)
-    return jnp.transpose(leaf, order).reshape(leaf.size // rows, rows)
+def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
+    """Lays a leaf of rank >= 1 out as (n, *outputs), one weight vector a column, none of them cut."""
+    inputs = _input_axes(leaf.ndim, output_axes)
+    sharding = explicit_sharding(leaf)
+    if sharding is not None and any(sharding.spec[axis] for axis in inputs):
+        spec = [None if axis in inputs else names for axis, names in enumerate(sharding.spec)]
+        leaf = jax.sharding.reshard(leaf, sharding.update(spec=P(*spec)))
+    outputs = [leaf.shape[axis] for axis in output_axes]
+    return jnp.transpose(leaf, (*inputs, *output_axes)).reshape(-1, *outputs)
 
 
-def from_matrix(
-    matrix: jax.Array, shape: tuple[int, ...], output_axes: tuple[int, ...]
-) -> jax.Array:
-    """Undoes `to_matrix` for a leaf of the given shape."""
-    order = _inputs_first(len(shape), output_axes)
-    moved = matrix.reshape([shape[axis] for axis in order])
-    return jnp.transpose(moved, [order.index(axis) for axis in range(len(shape))])
+def from_columns(columns: jax.Array, like: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
+    """Undoes `to_columns` for a leaf of the shape, and in the place, of another one."""
+    order = (*_input_axes(like.ndim, output_axes), *output_axes)
+    moved = columns.reshape([like.shape[axis] for axis in order])
+    return shard_like(jnp.transpose(moved, np.argsort(order).tolist()), like)
 
 
-def _inputs_first(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
-    return (*(axis for axis in range(rank) if axis not in output_axes), *output_axes)
+def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(rank) if axis not in output_axes)
 
 
-def sort_order(matrix: jax.Array) -> jax.Array:
-    """Where the smallest entry of each column stands, the next one, and so on. int32 (n, rows).
+def sort_order(columns: jax.Array) -> jax.Array:
+    """Where the smallest entry of each column stands, the next one, and so on. int32.
 
     Ties are by location, 0.0 and -0.0 being tied; NaN is last.
     """
-    order = jnp.argsort(matrix, axis=0, stable=True).astype(jnp.int32)
-    return mark_varying(order, varying_axes(matrix))  # of which a sort's other operands lose track
+    order = jnp.argsort(columns, axis=0, stable=True).astype(jnp.int32)
+    return mark_varying(order, varying_axes(columns))  # of which a sort's other operands lose track
 
 
-def scatter_rows(matrix: jax.Array, places: jax.Array) -> jax.Array:
-    """Puts each entry at its place in its column: `result[places[k, row], row] = matrix[k, row]`.
+def scatter_columns(columns: jax.Array, places: jax.Array) -> jax.Array:
+    """Puts each entry at its place in its column: `result[places[k, j], j] = columns[k, j]`.
 
     Where the places are a permutation this undoes `take_along_axis`, for a fraction of a sort's time.
     """
-    return jnp.put_along_axis(jnp.zeros_like(matrix), places, matrix, axis=0, inplace=False)
+    # The outputs are a batch: unlike jnp.put_along_axis this moves nothing between devices.
+    batch = tuple(range(1, columns.ndim))
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0,),
+        operand_batching_dims=batch,
+        scatter_indices_batching_dims=batch,
+    )
+    zeros = jnp.zeros_like(places, dtype=columns.dtype)
+    return jax.lax.scatter(zeros, places[..., None], columns, dimensions)
 
 
 def ranks_of(order: jax.Array) -> jax.Array:
-    """The rank of each entry in its column, 0 for the smallest, from `sort_order`. int32 (n, rows)."""
-    return scatter_rows(jax.lax.broadcasted_iota(jnp.int32, order.shape, 0), order)
+    """The rank of each entry in its column, 0 for the smallest, from `sort_order`. int32."""
+    return scatter_columns(jax.lax.broadcasted_iota(jnp.int32, order.shape, 0), order)
 
 
-def sort_ranks(matrix: jax.Array) -> jax.Array:
-    """The rank of each entry in its column: 0 for the smallest, ties by location. int32 (n, rows)."""
-    return ranks_of(sort_order(matrix))
+def sort_ranks(columns: jax.Array) -> jax.Array:
+    """The rank of each entry in its column: 0 for the smallest, ties by location. int32."""
+    return ranks_of(sort_order(columns))
 
 
 def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
     """The rank of each weight among those of its weight vector, int32, shaped like params."""
-
-    def of_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        if leaf.size == 0 or leaf.ndim == 0:
-            return jnp.zeros(leaf.shape, jnp.int32)
-        axes = resolve_output_axes(path, leaf, output_axes)
-        return from_matrix(sort_ranks(to_matrix(leaf, axes)), leaf.shape, axes)
-
-    return jax.tree_util.tree_map_with_path(of_leaf, jax.tree.map(jnp.asarray, params))
+    zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.int32), params)
+    _, ranks = permute_vectors(
+        lambda _, weights, __: (weights, sort_ranks(weights)), output_axes, params, zeros
+    )
+    return ranks
 
 
-def warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes, *, example: str) -> None:
+def warn_of_constant_vectors(
+    params: optax.Params, output_axes: OutputAxes, *, example: str
+) -> None:
     """Warns of parameters with weight vectors that no permutation can change, where Python sees them.
 
     Args:
@@ -127,15 +139,20 @@ def warn_of_constant_rows(params: optax.Params, output_axes: OutputAxes, *, exam
       output_axes: The axes that index output units.
       example: How the method is built, for the message.
     """
-    constant = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if isinstance(leaf, jax.core.Tracer) or not jnp.size(leaf) or not jnp.ndim(leaf):
-            continue
-        with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
-            array = jnp.asarray(leaf)
-            matrix = np.asarray(to_matrix(array, resolve_output_axes(path, array, output_axes)))
-        if np.any(np.all(matrix == matrix[0], axis=0)):
-            constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+
+    def is_constant(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+        inputs = _input_axes(leaf.ndim, resolve_output_axes(path, leaf, output_axes))
+        return bool(jnp.any(jnp.min(leaf, axis=inputs) == jnp.max(leaf, axis=inputs)))
+
+    with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
+        constant = [
+            jax.tree_util.keystr(path, simple=True, separator="/")
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+            if not isinstance(leaf, jax.core.Tracer)
+            and jnp.ndim(leaf)
+            and jnp.size(leaf)
+            and is_constant(path, jnp.asarray(leaf))
+        ]
     if constant:
         warnings.warn(
             f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "
@@ -157,24 +174,31 @@ def permute_vectors(
 
     Args:
       function: `function(index, weights, ranks, *others)`, the new weights and ranks of the leaf with
-        this number in the tree; all of them matrices (n, rows).
+        this number in the tree. All of them are (n, *outputs), one weight vector a column; on a mesh
+        with explicit axes the outputs are sharded as those of the weights are.
       output_axes: The axes that index output units.
       weights: The weights.
       ranks: The rank of each in its weight vector, shaped like the weights.
       *others: More trees of that shape.
 
     Returns:
-      The new weights and the new ranks. Scalars and empty leaves are what they were.
+      The new weights and the new ranks, sharded like the weights. Scalars and empty leaves are what
+      they were.
     """
 
-    def of_leaf(index: int, path: tuple[Any, ...], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        if arrays[0].ndim == 0 or arrays[0].size == 0:
-            return arrays[:2]
-        axes = resolve_output_axes(path, arrays[0], output_axes)
-        results = function(index, *(to_matrix(jnp.asarray(each), axes) for each in arrays))
-        return tuple(from_matrix(each, arrays[0].shape, axes) for each in results)
+    def of_leaf(
+        index: int, path: tuple[Any, ...], weights: jax.Array, ranks: jax.Array, *others: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        if weights.ndim == 0 or weights.size == 0:
+            return weights, ranks
+        axes = resolve_output_axes(path, weights, output_axes)
+        arrays = (shard_like(jnp.asarray(each), weights) for each in (weights, ranks, *others))
+        new = function(index, *(to_columns(each, axes) for each in arrays))
+        new_weights, new_ranks = (from_columns(each, weights, axes) for each in new)
+        # The new ranks, said so that the compiler sees that they lie where the old ones do.
+        return new_weights, jnp.where(new_ranks == ranks, ranks, new_ranks)
 
-    leaves, structure = jax.tree_util.tree_flatten_with_path(weights)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, weights))
     rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)
     pairs = [
         of_leaf(index, path, leaf, *arrays)

@@ -1,1 +1,4 @@
-"""Weights that stay where they are: masks for each element, pruning and freezing."""
+"""Pruning and freezing.
+
+A mask for each single weight. See ``examples/prune_freeze_digits.py``.
+"""

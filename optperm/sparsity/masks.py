@@ -1,6 +1,8 @@
 """A mask for each element of the params: pruning, freezing, and what keeps both under any optimizer."""
 
-from typing import Any, Literal, NamedTuple, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
-from optperm.preconditioning import PreconditioningState
+from optperm.contract.transformation import transformation
 from optperm.sparsity.choice import (
     Include,
     Scope,
@@ -19,8 +21,28 @@ from optperm.sparsity.choice import (
     without_masked,
 )
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
+
 PruneCriterion = Literal["magnitude", "random"]
 FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
+
+
+@runtime_checkable
+class PreconditioningState(Protocol):
+    """What `freeze` asks of a preconditioner: a state that multiplies gradients by its matrix H."""
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """H g.
+
+        Args:
+          grads: g, a tree like the params, whole or without the leaves that this state does not see
+            (`optax.MaskedNode` in their place): it leaves those out itself.
+
+        Returns:
+          A tree like the params that this state sees.
+        """
+        ...
 
 
 class MaskElementsState(NamedTuple):
@@ -30,7 +52,7 @@ class MaskElementsState(NamedTuple):
       mask: Which entries may move.
     """
 
-    mask: Any  # bool, shaped like params
+    mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
     def trainable_masks(self) -> list[Any]:
         """The mask, for `optperm.apply_updates`."""
@@ -72,36 +94,33 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
       [2.5, 0.0, 0.0, 3.5]
     """
 
-    def init_fn(params: optax.Params) -> MaskElementsState:
-        checks.check_real_floating(
-            "params", params, advice="Leave the others out with optax.masked."
-        )
+    def init(params: optax.Params) -> MaskElementsState:
         return MaskElementsState(
             jax.tree.map(
                 lambda leaf: mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf)), params
             )
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: MaskElementsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
     ) -> tuple[optax.Updates, MaskElementsState]:
-        del extra_args
-        for name, tree in (("params", params), ("updates", updates)):
-            if tree is not None:
-                checks.check_same_tree(
-                    name, tree, state.mask, source="the optimizer state", dtypes=False
-                )
+        del params
 
-        def hold(is_trainable: jax.Array, update: Any) -> jax.Array:
-            # Strongly typed, as the constant is.
-            return jnp.where(is_trainable, update, jnp.array(-0.0, jnp.result_type(update)))
+        # u_i where m_i, else -0
+        def hold(is_trainable: jax.Array, u: Any) -> jax.Array:
+            return jnp.where(is_trainable, u, jnp.array(-0.0, jnp.result_type(u)))
 
         return jax.tree.map(hold, state.mask, updates), state
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(
+        init,
+        update,
+        method="mask_elements",
+        like=lambda state: state.mask,
+        dtypes=False,
+        needs_params=False,
+        updates_like="updates",
+    )
 
 
 def prune(

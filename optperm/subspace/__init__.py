@@ -1,1 +1,4 @@
-"""Training in the subspace that a training trajectory spans."""
+"""Training in small subspaces.
+
+DLDR and its two phases. See ``examples/dldr_digits.py``.
+"""

@@ -4,8 +4,10 @@ T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajector
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +15,25 @@ import numpy as np
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import shard_like
 from optperm.contract.states import find_state, mask_like, replace_state, without_variables
+from optperm.contract.transformation import transformation
 from optperm.placement import apply_updates
-from optperm.subspace.phases import (
-    ValueFn,
-    cast_like,
-    choose,
-    inner_optimizer,
-    mean_over_replicas,
-    require_values,
+from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
+from optperm.subspace.subspace import (
+    Subspace,
+    empty_subspace,
+    inner_products,
+    lift,
+    own_rows,
+    project,
 )
-from optperm.subspace.projection import Subspace, empty_subspace, lift, project
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 Curvature = Literal["absolute", "relative"]
 
@@ -38,7 +45,8 @@ class DimReduceState(NamedTuple):
       count: Calls of `update`, skipped steps included.
       subspace: The basis :math:`P`.
       residual: :math:`m`, what the gradients had outside the subspace, with momentum.
-      inverse_hessian: :math:`B`, the BFGS approximation within the subspace.
+      inverse_hessian: :math:`B`, the BFGS approximation within the subspace. Like the other numbers
+        there it is in float32, or in float64 if any parameter is.
       last_gradient: The projected gradient of the last step that the line search accepted.
       has_last: Whether there was such a step.
       last_move: :math:`s`, that step.
@@ -46,14 +54,14 @@ class DimReduceState(NamedTuple):
       inner_state: State of the optimizer that makes updates of it.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     subspace: Subspace
-    residual: optax.Updates  # like params, leaf for leaf
-    inverse_hessian: jax.Array  # (k, k), float32, or float64 if a parameter is
-    last_gradient: jax.Array  # (k,)
-    has_last: jax.Array  # bool ()
-    last_move: jax.Array  # (k,)
-    step_length: jax.Array  # ()
+    residual: PyTree[Float[Array, "?*shape"], "Params"]
+    inverse_hessian: Float[Array, "k k"]
+    last_gradient: Float[Array, "k"]
+    has_last: Bool[Array, ""]
+    last_move: Float[Array, "k"]
+    step_length: Float[Array, ""]
     inner_state: Any
 
 
@@ -150,7 +158,9 @@ def dim_reduce(
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
-    inner = inner_optimizer(optimizer)
+    inner = optax.sgd(1.0) if optimizer is None else optimizer
+    checks.check_transformation("optimizer", inner)
+    inner = optax.with_extra_args_support(inner)
     checks.check_static_count("n_components", n_components)
     for name, number in (("rho", rho), ("gamma", gamma), ("sigma", sigma)):
         checks.check_in_range(name, number, 0.0, 1.0)
@@ -159,12 +169,7 @@ def dim_reduce(
     checks.check_axis_name("axis_name", axis_name)
     checks.check_choice("curvature", curvature, get_args(Curvature))
 
-    def init_fn(params: optax.Params) -> DimReduceState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
-        if jax.tree.leaves(params):
-            checks.check_axis_is_bound(axis_name)
+    def init(params: optax.Params) -> DimReduceState:
         dtype = accumulation_dtype(params)
         return DimReduceState(
             count=jnp.zeros([], jnp.int32),
@@ -178,79 +183,66 @@ def dim_reduce(
             inner_state=inner.init(params),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: DimReduceState,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        value_fn: ValueFn | None = None,
-        **extra_args: Any,
+    def update(
+        updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
-        params = checks.require_params(params, "dim_reduce")
-        checks.check_same_tree("params", params, state.residual, source="the optimizer state")
-        checks.check_same_tree(
-            "updates", updates, state.residual, source="the optimizer state", dtypes=False
+        P, dtype = state.subspace, state.step_length.dtype
+        g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+        f, f_at, is_finite = extras["value"], extras["value_fn"], all_finite(g)
+        names = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
+        rho_t, gamma_t, alpha_t, sigma_t = (
+            resolve_schedule(name, number, state.count, dtype) for name, number in names.items()
         )
-        value, value_fn = require_values(value, value_fn, "dim_reduce")
-        checks.check_axis_is_bound(axis_name)
-        dtype = state.step_length.dtype
-        extras = {**extra_args, "value": value, "value_fn": value_fn}
-        grads, extras = mean_over_replicas(updates, params, extras, axis_name)
-        value, value_fn = extras["value"], extras["value_fn"]
 
-        gk = project(state.subspace, grads, n_components, dtype, axis_name)
-        hessian = _bfgs(state, gk, curvature)
-        d = -_matmul(hessian, gk)
-        p_d, p_gk = lift(state.subspace, jnp.stack([d, gk]), axis_name)
+        def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
+            return step_where(is_finite, inner, direction, state.inner_state, params, extras)
 
-        def step(direction: optax.Updates) -> tuple[optax.Updates, Any]:
-            direction = jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), direction, params)
-            moves, inner_state = inner.update(direction, state.inner_state, params, **extras)
-            return cast_like(moves, params), inner_state
+        # g_k = P g
+        gk = project(P, g, n_components, dtype, axis_name)
+        # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
+        B = _bfgs(state, gk, curvature)
+        # d = -B g_k
+        d = -_dot(B, gk)
+        p_d, p_gk = lift(P, jnp.stack([d, gk]), axis_name)  # P'd and P'g_k
+        # c = max {rho^i : f(theta + u(-rho^i P'd)) < f(theta) + sigma rho^i g_k'd}
+        slope = sigma_t * _dot(gk, d)
 
-        def trial_value(c: jax.Array) -> jax.Array:
-            moves, inner_state = step(_scaled(-c, p_d))
-            return jnp.asarray(value_fn(apply_updates(params, moves, inner_state)), dtype)
+        def is_enough(c: jax.Array) -> jax.Array:
+            trial = jnp.asarray(f_at(apply_updates(params, *u(_scaled(-c, p_d)))), dtype)
+            return jnp.isfinite(trial) & (trial < f + c * slope)
 
-        is_finite = all_finite(grads)
-        decrease = resolve_schedule("sigma", sigma, state.count, dtype) * _matmul(gk, d)
+        num_trials = jnp.where(is_finite & P.is_set, max_search_steps, 0)
         c, is_accepted = _line_search(
-            trial_value,
-            lambda c, trial: jnp.isfinite(trial) & (value + c * decrease > trial),
-            resolve_schedule("rho", rho, state.count, dtype),
-            jnp.where(is_finite & state.subspace.is_set, max_search_steps, 0),
-            axes=varying_axes(value, decrease, is_finite, state.subspace.is_set),
+            is_enough, rho_t, num_trials, varying_axes(f, slope, num_trials)
         )
+        # m <- gamma m + g - P'g_k
+        m = jax.tree.map(_axpy(gamma_t), state.residual, optax.tree.sub(g, p_gk))
+        m = optax.tree.where(is_finite, cast_like(m, params), state.residual)
+        # XLA would compute it anew for the step, from a copy of the old one.
+        m = jax.lax.optimization_barrier(m)
+        # theta <- theta + u(alpha m - c P'd)
+        within = optax.tree.where(is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
+        moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
+        # s <- c d and g_k^last <- g_k, or they and B stay what they were
+        learned = (B, gk, is_accepted, c * d)
+        held = (state.inverse_hessian, state.last_gradient, state.has_last, state.last_move)
+        B, gk_last, has_last, s = optax.tree.where(is_accepted, learned, held)
+        count = optax.safe_increment(state.count)
+        return moves, DimReduceState(count, P, m, B, gk_last, has_last, s, c, inner_state)
 
-        def residual_of(m: jax.Array, g: jax.Array, within: jax.Array) -> jax.Array:
-            momentum = resolve_schedule("gamma", gamma, state.count, g.dtype)
-            new = (momentum * m.astype(g.dtype) + (g - within)).astype(m.dtype)
-            return jnp.where(is_finite, new, m)
+    return transformation(
+        init,
+        update,
+        method="dim_reduce",
+        like=lambda state: state.residual,
+        needs=SEARCH_EXTRAS,
+        axis_name=axis_name,
+    )
 
-        def direction_of(m: jax.Array, along: jax.Array) -> jax.Array:
-            rate = resolve_schedule("alpha", alpha, state.count, along.dtype)
-            moved = jnp.where(is_accepted, c.astype(along.dtype) * along, jnp.zeros_like(along))
-            return rate * m.astype(along.dtype) - moved
 
-        # Computed once: XLA would compute it anew for the updates, from a copy of the old one.
-        residual = jax.lax.optimization_barrier(
-            jax.tree.map(residual_of, state.residual, grads, p_gk)
-        )
-        moves, inner_state = step(jax.tree.map(direction_of, residual, p_d))
-        accepted = state._replace(
-            inverse_hessian=hessian, last_gradient=gk, has_last=is_accepted, last_move=c * d
-        )
-        taken = choose(is_accepted, accepted, state)._replace(
-            residual=residual, step_length=c, inner_state=inner_state
-        )
-        skipped = state._replace(residual=residual, step_length=jnp.zeros_like(state.step_length))
-        new_state = choose(is_finite, cast_like(taken, state), skipped)
-        new_state = new_state._replace(count=optax.safe_increment(state.count))
-        moves = choose(is_finite, moves, optax.tree.zeros_like(params))
-        return moves, cast_like(new_state, state)
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function c x + y of two leaves, in the dtype of y."""
+    return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
 
 
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
@@ -296,28 +288,22 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
         raise ValueError("basis has entries that are not finite: take it from finite snapshots.")
     _check_orthonormal(basis, k)
-    subspace = state.subspace
-
-    def own_rows(rows: jax.Array, held: jax.Array) -> jax.Array:
-        index = subspace.first_row + jnp.arange(held.shape[0], dtype=jnp.int32)
-        own = jnp.take(jnp.asarray(rows), index, axis=0, mode="fill", fill_value=0)
-        return own.astype(held.dtype)
-
-    new = with_fresh_curvature(state)._replace(
-        subspace=Subspace(
-            jax.tree.map(own_rows, basis, subspace.rows),
-            subspace.first_row,
-            jnp.ones_like(subspace.is_set),
-        )
+    first_row = state.subspace.first_row
+    rows = jax.tree.map(
+        lambda leaf, held: own_rows(shard_like(leaf, held), first_row, held.shape[0]),
+        basis,
+        state.subspace.rows,
     )
-    return replace_state(opt_state, DimReduceState, cast_like(new, state), method="dim_reduce")
+    subspace = Subspace(rows, first_row, jnp.ones_like(state.subspace.is_set))
+    new = cast_like(with_fresh_curvature(state)._replace(subspace=subspace), state)
+    return replace_state(opt_state, DimReduceState, new, method="dim_reduce")
 
 
 def _check_orthonormal(basis: optax.Params, k: int) -> None:
     """Raises a ValueError unless all rows that are not zero are orthonormal, where Python can see it."""
     leaves, dtype = jax.tree.leaves(basis), accumulation_dtype(basis)
-    rows = [jnp.asarray(leaf, dtype).reshape(k, -1) for leaf in leaves]
-    gram = sum((_matmul(each, each.T) for each in rows), start=jnp.zeros((k, k), dtype))
+    wide = [jnp.asarray(leaf, dtype) for leaf in leaves]
+    gram = sum((inner_products(leaf, leaf) for leaf in wide), start=jnp.zeros((k, k), dtype))
     if not leaves or isinstance(gram, jax.core.Tracer):
         return
     products = np.asarray(gram)
@@ -336,20 +322,19 @@ def _check_orthonormal(basis: optax.Params, k: int) -> None:
 
 def with_fresh_curvature(state: DimReduceState) -> DimReduceState:
     """The state as before the first step, but for the residual and the inner optimizer."""
-    new = state._replace(
+    return state._replace(
         inverse_hessian=jnp.eye(state.last_move.shape[0], dtype=state.last_move.dtype),
         last_gradient=jnp.zeros_like(state.last_gradient),
         has_last=jnp.zeros_like(state.has_last),
         last_move=jnp.zeros_like(state.last_move),
     )
-    return cast_like(new, state)
 
 
 def _bfgs(state: DimReduceState, gk: jax.Array, curvature: Curvature) -> jax.Array:
     """B after the pair (s, y), if there is one and its curvature is positive."""
     hessian, s = state.inverse_hessian, state.last_move
     y = gk - state.last_gradient
-    ys = _matmul(y, s)
+    ys = _dot(y, s)
     if curvature == "absolute":
         is_positive = ys > 1e-20
     else:
@@ -358,19 +343,24 @@ def _bfgs(state: DimReduceState, gk: jax.Array, curvature: Curvature) -> jax.Arr
     is_used = state.has_last & is_positive
     scale = 1.0 / jnp.where(is_used, ys, jnp.ones_like(ys))
     t = jnp.eye(s.size, dtype=s.dtype) - jnp.outer(y, s) * scale
-    new = _matmul(_matmul(t.T, hessian), t) + jnp.outer(s, s) * scale
+    new = _dot(_dot(t.T, hessian), t) + jnp.outer(s, s) * scale
     return jnp.where(is_used, new, hessian)
 
 
 def _line_search(
-    trial_value: Callable[[jax.Array], jax.Array],
-    is_enough: Callable[[jax.Array, jax.Array], jax.Array],
+    is_enough: Callable[[jax.Array], jax.Array],
     rho: jax.Array,
     max_steps: jax.Array,
-    *,
     axes: frozenset[str],
 ) -> tuple[jax.Array, jax.Array]:
-    """The first of 1, rho, rho^2, ... whose loss is low enough, or 0; and whether there is one."""
+    """The first of 1, rho, rho^2, ... that is enough, or 0; and whether there is one.
+
+    Args:
+      is_enough: Whether the step of a length lowers the loss enough.
+      rho: By which a length is multiplied to give the next one.
+      max_steps: How many are tried.
+      axes: The mapped axes over which the answers vary.
+    """
 
     def is_searching(carry: Any) -> jax.Array:
         index, _, is_accepted = carry
@@ -378,7 +368,7 @@ def _line_search(
 
     def try_next(carry: Any) -> Any:
         index, c, _ = carry
-        is_accepted = is_enough(c, trial_value(c))
+        is_accepted = is_enough(c)
         return mark_varying((index + 1, jnp.where(is_accepted, c, c * rho), is_accepted), axes)
 
     start = (jnp.zeros([], jnp.int32), jnp.ones_like(rho), jnp.zeros([], jnp.bool_))
@@ -390,5 +380,5 @@ def _scaled(c: jax.Array, tree: optax.Updates) -> optax.Updates:
     return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)

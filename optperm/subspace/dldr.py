@@ -4,42 +4,32 @@ T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajector
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 """
 
-from typing import Any, Literal, NamedTuple, get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
-from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.contract.dtypes import all_finite
+from optperm.contract.mapped_axes import AxisName, cond
+from optperm.contract.shardings import rows_like
+from optperm.contract.states import one_row
+from optperm.contract.transformation import transformation
 from optperm.placement import placing_states
-from optperm.subspace.dim_reduce import Curvature, DimReduceState, dim_reduce
+from optperm.subspace.dim_reduce import Curvature, dim_reduce
 from optperm.subspace.pca import principal_rows
-from optperm.subspace.phases import (
-    ValueFn,
-    cast_like,
-    choose,
-    inner_optimizer,
-    mean_over_replicas,
-    require_values,
-)
-from optperm.subspace.projection import Subspace, empty_subspace, lift, project
+from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
+from optperm.subspace.projected import projected
+from optperm.subspace.subspace import Subspace
 from optperm.subspace.trajectory import write_row
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
 SecondPhase = Literal["bfgs", "sgd"]
-
-
-class ProjectedState(NamedTuple):
-    """State of the second phase of `dldr` with `second_phase="sgd"`.
-
-    Attributes:
-      subspace: The basis.
-      inner_state: State of the optimizer that sees the projected gradient.
-    """
-
-    subspace: Subspace
-    inner_state: Any
 
 
 class DldrState(NamedTuple):
@@ -54,9 +44,9 @@ class DldrState(NamedTuple):
       second: State of the second phase: a `DimReduceState` or a `ProjectedState`.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
+    count: Int32[Array, ""]  # type: ignore[assignment]
     optimizer_state: Any
-    further_snapshots: optax.Params  # (num_samples - rows of the basis, *shape) per leaf
+    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
 
 
@@ -179,130 +169,73 @@ def dldr(
         )
     else:
         checks.check_axis_name("axis_name", axis_name)
-        then = _projected(second_optimizer or optimizer, n_components, axis_name)
+        then = projected(second_optimizer or optimizer, n_components, axis_name)
 
-    def init_fn(params: optax.Params) -> DldrState:
-        second = then.init(params)
-        optimizer_state = first.init(params)
+    def init(params: optax.Params) -> DldrState:
+        optimizer_state, second = first.init(params), then.init(params)
         if placing_states(optimizer_state):
             raise ValueError(
                 "optimizer places params where its own state says, and would keep them there in the "
                 "second phase: use one that moves them."
             )
         further = jax.tree.map(
-            lambda rows: jnp.zeros_like(rows, shape=(num_samples - rows.shape[0], *rows.shape[1:])),
+            lambda rows: rows_like(rows[0], num_samples - rows.shape[0], rows.dtype),
             second.subspace.rows,
-        )
-        further = jax.tree.map(
-            lambda leaf, rows: mark_varying(leaf, varying_axes(rows)), further, second.subspace.rows
         )
         return DldrState(jnp.zeros([], jnp.int32), optimizer_state, further, second)
 
-    def update_fn(
-        updates: optax.Updates,
-        state: DldrState,
-        params: optax.Params | None = None,
-        *,
-        value: Any = None,
-        value_fn: ValueFn | None = None,
-        **extra_args: Any,
+    def update(
+        updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
-        params = checks.require_params(params, "dldr")
-        _check_trees(params, updates, state)
-        if second_phase == "bfgs":
-            value, value_fn = require_values(value, value_fn, "dldr")
-        checks.check_axis_is_bound(axis_name)
-        extras = {**extra_args, "value": value, "value_fn": value_fn}
-
+        # The samples theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first of them in the rows of P
         last = jnp.asarray(start + (num_samples - 1) * sample_every, jnp.int32)
         subspace, further = _record(state, params, start, sample_every, last)
+
+        # P = the first k principal components of all samples, with the last of them
+        def components(rows: optax.Params) -> optax.Params:
+            m = jnp.asarray(num_samples, jnp.int32)
+            first_row = subspace.first_row
+            return principal_rows(
+                rows, (further,), n_components, m, first_row=first_row, in_place=True
+            )[0]
+
         is_switch = state.count == last
+        rows = cond(is_switch, components, lambda rows: rows, subspace.rows)
+        subspace = subspace._replace(rows=rows, is_set=subspace.is_set | is_switch)
+        second = state.second._replace(subspace=subspace)
 
-        def compute_basis(rows: optax.Params) -> optax.Params:
-            rows, _ = principal_rows(
-                rows,
-                (further,),
-                n_components,
-                jnp.asarray(num_samples, jnp.int32),
-                first_row=subspace.first_row,
-                in_place=True,
-            )
-            return rows
-
-        rows = cond(is_switch, compute_basis, lambda rows: rows, subspace.rows)
-        is_set = subspace.is_set | is_switch
-        second = state.second._replace(subspace=subspace._replace(rows=rows, is_set=is_set))
-
+        # Until then theta <- theta + u(g), the optimizer's step
         def in_full() -> tuple[optax.Updates, Any, Any]:
-            grads, extras_here = mean_over_replicas(updates, params, extras, axis_name)
-            is_finite = all_finite(grads)
-            grads = cast_like(grads, params)
-            moves, new = first.update(grads, state.optimizer_state, params, **extras_here)
-            moves = choose(is_finite, cast_like(moves, params), optax.tree.zeros_like(params))
-            new = choose(is_finite, cast_like(new, state.optimizer_state), state.optimizer_state)
+            g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+            moves, new = step_where(all_finite(g), first, g, state.optimizer_state, params, extras)
             return moves, new, second._replace(subspace=())
 
+        # From then on the step of the second phase, in the subspace
         def in_subspace() -> tuple[optax.Updates, Any, Any]:
-            moves, new = then.update(updates, second, params, **extras)
+            moves, new = then.update(updates, second, params, **extra_args)
             return moves, state.optimizer_state, new._replace(subspace=())
 
-        moves, optimizer_state, new_second = cond(state.count < last, in_full, in_subspace)
-        return moves, DldrState(
-            count=optax.safe_increment(state.count),
-            optimizer_state=optimizer_state,
-            further_snapshots=further,
-            second=new_second._replace(subspace=second.subspace),
-        )
+        moves, optimizer_state, second = cond(state.count < last, in_full, in_subspace)
+        count = optax.safe_increment(state.count)
+        second = second._replace(subspace=subspace)
+        return moves, DldrState(count, optimizer_state, further, second)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _projected(
-    optimizer: optax.GradientTransformation, n_components: int, axis_name: AxisName | None
-) -> optax.GradientTransformationExtraArgs:
-    """P-SGD: feeds an optimizer the part of the gradient that is in the subspace."""
-    inner = inner_optimizer(optimizer)
-
-    def init_fn(params: optax.Params) -> ProjectedState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
-        )
-        if jax.tree.leaves(params):
-            checks.check_axis_is_bound(axis_name)
-        subspace = empty_subspace(params, n_components, axis_name)
-        return ProjectedState(subspace, inner.init(params))
-
-    def update_fn(
-        updates: optax.Updates, state: ProjectedState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, ProjectedState]:
-        grads, extras = mean_over_replicas(updates, params, extra_args, axis_name)
-        gk = project(state.subspace, grads, n_components, accumulation_dtype(params), axis_name)
-        (within,) = lift(state.subspace, gk[None], axis_name)
-        within = cast_like(within, params)
-        moves, inner_state = inner.update(within, state.inner_state, params, **extras)
-        is_finite = all_finite(grads)
-        moves = choose(is_finite, cast_like(moves, params), optax.tree.zeros_like(params))
-        inner_state = cast_like(inner_state, state.inner_state)
-        return moves, state._replace(inner_state=choose(is_finite, inner_state, state.inner_state))
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    is_bfgs = second_phase == "bfgs"
+    return transformation(
+        init,
+        update,
+        method="dldr",
+        like=lambda state: state.second.residual if is_bfgs else one_row(state.further_snapshots),
+        dtypes=is_bfgs,
+        needs=SEARCH_EXTRAS if is_bfgs else None,
+        axis_name=axis_name,
+    )
 
 
 def _check_last_step(start: Any, num_samples: int, sample_every: Any) -> None:
     if not any(isinstance(each, jax.core.Tracer) for each in (start, sample_every)):
         last = int(start) + (num_samples - 1) * int(sample_every)
         checks.check_count("start + (num_samples - 1) * sample_every", last, minimum=0)
-
-
-def _check_trees(params: optax.Params, updates: optax.Updates, state: DldrState) -> None:
-    like, has_dtypes = state.further_snapshots, False
-    if isinstance(state.second, DimReduceState):
-        like, has_dtypes = state.second.residual, True
-    else:
-        like = jax.tree.map(lambda rows: jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), like)
-    source = "the optimizer state"
-    checks.check_same_tree("params", params, like, source=source, dtypes=has_dtypes)
-    checks.check_same_tree("updates", updates, like, source=source, dtypes=False)
 
 
 def _record(

@@ -1,5 +1,8 @@
 """Principal components of snapshots of the params, from the Gram matrix of the snapshots.
 
+The axes of a leaf are cut into pieces, so that each device over which it is spread holds whole ones. A
+sum within pieces then stays on its device: all that leaves it of the Gram matrix is m x m numbers.
+
 The inner products are summed in float64, whatever dtype the snapshots have: with fewer digits the small
 components, which lie orders of magnitude below the first, drown in the rounding of the large ones.
 Inside `jax.enable_x64` there is float64 whatever the setting outside, for operations that XLA has
@@ -7,6 +10,7 @@ itself. Those that JAX rewrites only when it lowers them, outside of that scope,
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.shardings import explicit_sharding, rows_like
+from optperm.subspace.subspace import own_rows
 
 # Float64 numbers held at a time: a slice through all snapshots that stays in a core's cache.
 _CHUNK = 2**18
+# How many times as many it may be, where a leaf's first axis is too short to be sliced that finely.
+_SLACK = 2
 
 
 def pca_basis(
@@ -93,7 +102,7 @@ def _pca(
     snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
     def room(leaf: jax.Array) -> jax.Array:
-        rows = jnp.zeros((n_components, *leaf.shape[1:]), accumulation_dtype(leaf))
+        rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
     return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
@@ -121,44 +130,35 @@ def principal_rows(
     Returns:
       The rows, and how many of the components the snapshots determine.
     """
-    structure = jax.tree.structure(rows)
-    outs = [_flat(leaf) for leaf in jax.tree.leaves(rows)]
-    columns = list(zip(*(map(_flat, jax.tree.leaves(block)) for block in blocks), strict=True))
-    if in_place:
-        columns = [(out, *parts) for out, parts in zip(outs, columns, strict=True)]
+    outs, structure = jax.tree.flatten(rows)
+    blocks = (rows, *blocks) if in_place else blocks
+    columns = list(zip(*([_cut(leaf) for leaf in jax.tree.leaves(b)] for b in blocks), strict=True))
     with jax.enable_x64(True):
         axes = varying_axes(rows, blocks, num_snapshots, first_row)
         total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
         for parts in columns:
-            gram = _sum_over_chunks(_products, parts, gram)
+            gram += _sum_over_chunks(_products, parts)
         coefficients, rank, needs_care = _coefficients(gram, n_components, num_snapshots)
 
         def orthonormalized() -> jax.Array:
             products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
             for parts in columns:
-                products = _sum_over_chunks(
-                    lambda x: _products(_matmul(coefficients, x)), parts, products
-                )
+                products += _sum_over_chunks(lambda x: _products(_combine(coefficients, x)), parts)
             # So close to the identity that float32 is enough; rows of zeros stay what they are.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
             factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
             identity = jnp.eye(n_components, dtype=jnp.float32)
             inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
-            new = _matmul(inverse.astype(jnp.float64), coefficients)
+            new = _combine(inverse.astype(jnp.float64), coefficients)
             return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
 
         coefficients = cond(needs_care, orthonormalized, lambda: coefficients)
         written = []
         for out, parts in zip(outs, columns, strict=True):
-            index = first_row + jnp.arange(out.shape[0], dtype=jnp.int32)
-            mine = jnp.take(coefficients, index, axis=0, mode="fill", fill_value=0.0)
-            written.append(_write_products(mine, out, parts, in_place=in_place))
-        leaves = [
-            out.reshape(leaf.shape)
-            for out, leaf in zip(written, jax.tree.leaves(rows), strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves), rank
+            mine = own_rows(coefficients, first_row, out.shape[0])
+            written.append(_write_combinations(mine, out, parts, in_place=in_place))
+        return jax.tree.unflatten(structure, written), rank
 
 
 def _coefficients(
@@ -174,14 +174,14 @@ def _coefficients(
     valid = (jnp.arange(m, dtype=jnp.int32) < num_snapshots).astype(jnp.float64)
     centering = jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
     gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
-    values, vectors = jnp.linalg.eigh(_matmul(_matmul(centering, gram), centering))
+    values, vectors = jnp.linalg.eigh(_combine(_combine(centering, gram), centering))
     values, vectors = values[::-1][:n_components], vectors[:, ::-1][:, :n_components].T
     largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
     determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
 
     sides = jax.vmap(_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
     scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
-    coefficients = (sides * scales)[:, None] * _matmul(vectors, centering)
+    coefficients = (sides * scales)[:, None] * _combine(vectors, centering)
     needs_care = jnp.any(determined & (values < 1e-9 * largest))
     return coefficients, jnp.sum(determined, dtype=jnp.int32), needs_care
 
@@ -196,67 +196,100 @@ def _side(vector: jax.Array) -> jax.Array:
 # The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
 
 
-def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
+def _combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
+    """A linear combination of the rows for each row of coefficients."""
+    return jax.lax.dot_general(coefficients, rows, (((1,), (0,)), ((), ())))
 
 
 def _products(rows: jax.Array) -> jax.Array:
-    """The inner products of all pairs of rows."""
-    return jax.lax.dot_general(rows, rows, (((1,), (1,)), ((), ())))
+    """The inner products of all pairs of rows, piece by piece: (*pieces, rows, rows)."""
+    within, pieces = tuple(range(1, rows.ndim, 2)), tuple(range(2, rows.ndim, 2))
+    return jax.lax.dot_general(rows, rows, ((within, within), (pieces, pieces)))
 
 
-def _flat(leaf: jax.Array) -> jax.Array:
-    return jnp.asarray(leaf).reshape(jnp.shape(leaf)[0], -1)
+def _cut(rows: jax.Array) -> jax.Array:
+    """Cuts a leaf's axes into pieces: (m, within, pieces, within, pieces, within, ...).
+
+    An axis that cannot be spread over devices is a part of the one before it.
+    """
+    sharding = explicit_sharding(rows)
+    sizes, spec = [rows.shape[0], 1], [None, None]
+    for axis, size in enumerate(rows.shape[1:], start=1):
+        if sharding is None:
+            names, pieces = None, math.gcd(size, jax.device_count())
+        else:
+            names = sharding.spec[axis]
+            each = (names,) if isinstance(names, str) else names or ()
+            pieces = math.prod(sharding.mesh.shape[name] for name in each)
+        if pieces == 1:
+            sizes[-1] *= size
+        else:
+            sizes += [pieces, size // pieces]
+            spec += [names, None]
+    cut = sharding and NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.reshape(rows, sizes, out_sharding=cut)
 
 
-def _chunks(rows: int, columns: int) -> tuple[int, int]:
-    """The width of a chunk, and how many whole ones there are."""
-    width = min(columns, max(_CHUNK // rows, 1))
-    return width, columns // max(width, 1)
+def _chunks(parts: tuple[jax.Array, ...]) -> tuple[int, int, int]:
+    """The axis to slice, the width of a slice, and how many whole ones there are.
+
+    It is the first axis within pieces of which a slice is small: slices are then long runs of memory.
+    """
+    shape, total = parts[0].shape, sum(part.size for part in parts)
+    within = range(1, len(shape), 2)
+    is_fine = (axis for axis in within if total <= _SLACK * _CHUNK * shape[axis])
+    axis = next(is_fine, max(within, key=lambda axis: shape[axis]))
+    width = min(shape[axis], max(_CHUNK * shape[axis] // max(total, 1), 1))
+    return axis, width, shape[axis] // max(width, 1)
 
 
-def _displacements(parts: tuple[jax.Array, ...], start: Any, width: int) -> jax.Array:
+def _displacements(parts: tuple[jax.Array, ...], axis: int, start: Any, width: int) -> jax.Array:
     """A slice through all snapshots, as differences from the first one: exact, and small."""
-    slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis=1) for part in parts]
+    slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis) for part in parts]
     wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
     return wide - wide[:1]
 
 
 def _sum_over_chunks(
-    function: Callable[[jax.Array], jax.Array], parts: tuple[jax.Array, ...], total: jax.Array
+    function: Callable[[jax.Array], jax.Array], parts: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Adds up a function of slices through all snapshots."""
-    n = parts[0].shape[1]
-    width, whole = _chunks(sum(part.shape[0] for part in parts), n)
+    """Adds up a function of slices through all snapshots, and then the pieces."""
+    axis, width, whole = _chunks(parts)
+
+    def of_slice(start: Any, width: int) -> jax.Array:
+        return function(_displacements(parts, axis, start, width))
 
     def add(index: Any, total: jax.Array) -> jax.Array:
-        return total + function(_displacements(parts, index * np.int32(width), width))
+        return total + of_slice(index * np.int32(width), width)
 
-    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, total)
-    rest = n - whole * width
-    return total + function(_displacements(parts, np.int32(whole * width), rest)) if rest else total
+    nothing = of_slice(np.int32(0), 0)
+    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, nothing)
+    rest = parts[0].shape[axis] - whole * width
+    total = total + of_slice(np.int32(whole * width), rest) if rest else total
+    return jnp.sum(total, axis=tuple(range(total.ndim - 2)))
 
 
-def _write_products(
+def _write_combinations(
     coefficients: jax.Array, out: jax.Array, parts: tuple[jax.Array, ...], *, in_place: bool
 ) -> jax.Array:
     """Writes coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
-    n = out.shape[1]
-    width, whole = _chunks(sum(part.shape[0] for part in parts), n)
+    axis, width, whole = _chunks(parts)
+    rows = parts[0] if in_place else _cut(out)
     # Snapshots that are not finite determine nothing, but zero times them would not be zero.
-    is_row = jnp.any(coefficients != 0, axis=1, keepdims=True)
+    is_row = jnp.expand_dims(jnp.any(coefficients != 0, axis=1), tuple(range(1, rows.ndim)))
 
-    def write(out: jax.Array, start: Any, width: int) -> jax.Array:
-        now = (out, *parts[1:]) if in_place else parts
-        product = _matmul(coefficients, _displacements(now, start, width))
+    def write(rows: jax.Array, start: Any, width: int) -> jax.Array:
+        now = (rows, *parts[1:]) if in_place else parts
+        product = _combine(coefficients, _displacements(now, axis, start, width))
         product = jnp.where(is_row, product, 0.0)
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), start, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(rows, product.astype(rows.dtype), start, axis)
 
-    rest = n - whole * width
-    out = write(out, np.int32(whole * width), rest) if rest else out
-    return jax.lax.fori_loop(
-        np.int32(0), np.int32(whole), lambda i, out: write(out, i * np.int32(width), width), out
+    rest = rows.shape[axis] - whole * width
+    rows = write(rows, np.int32(whole * width), rest) if rest else rows
+    rows = jax.lax.fori_loop(
+        np.int32(0), np.int32(whole), lambda i, rows: write(rows, i * np.int32(width), width), rows
     )
+    return jax.lax.reshape(rows, out.shape, out_sharding=explicit_sharding(out))
 
 
 def _number_of_snapshots(snapshots: optax.Params) -> int:

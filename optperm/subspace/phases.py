@@ -1,4 +1,4 @@
-"""What the phases of DLDR share: the extra arguments, averages over replicas, and skipped steps."""
+"""What steps in full and in a subspace share: averages over replicas, and gradients that are skipped."""
 
 import functools
 from collections.abc import Callable
@@ -8,33 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.contract import checks, dtypes, mapped_axes
-from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import AxisName, mark_varying, shared, varying_axes
-from optperm.subspace.projection import mean_over
+from optperm.contract import mapped_axes
+from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.mapped_axes import AxisName, shared
+from optperm.subspace.subspace import mean_over
 
 ValueFn = Callable[[optax.Params], jax.Array]
-
-
-def inner_optimizer(
-    optimizer: optax.GradientTransformation | None,
-) -> optax.GradientTransformationExtraArgs:
-    """The optimizer given, or one that takes the steps as they are."""
-    inner = optax.sgd(1.0) if optimizer is None else optimizer
-    checks.check_transformation("optimizer", inner)
-    return optax.with_extra_args_support(inner)
-
-
-def require_values(value: Any, value_fn: ValueFn | None, method: str) -> tuple[Any, ValueFn]:
-    """Returns the two extra arguments, or raises a ValueError that names the one that is missing."""
-    if value is None or value_fn is None:
-        missing = "value" if value is None else "value_fn"
-        raise ValueError(
-            f"{method} needs the extra argument {missing}, the loss on this batch"
-            f"{'' if value is None else ' at given params'}: e = optperm.evaluate(loss_fn, params, "
-            "batch), then update(e.grad, state, params, **e.extra_args)."
-        )
-    return value, value_fn
+# The extra arguments that a line search needs.
+SEARCH_EXTRAS = {
+    "value": "the loss on this batch",
+    "value_fn": "the loss on this batch at given params",
+}
 
 
 def mean_over_replicas(
@@ -47,7 +31,7 @@ def mean_over_replicas(
     dtype = accumulation_dtype(params)
     grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
     value: Any = extras.get("value")
-    value_fn: Any = extras.get("value_fn")
+    value_fn: ValueFn | None = extras.get("value_fn")
     value = None if value is None else jnp.asarray(value, dtype)
     if axis_name is None:
         return grads, {**extras, "value": value}
@@ -64,12 +48,16 @@ def mean_over_replicas(
     return grads, {**extras, "value": mean}
 
 
-def choose(predicate: jax.Array, new: Any, old: Any) -> Any:
-    """One of two trees, leaf by leaf."""
-    return jax.tree.map(lambda a, b: a if a is b else jnp.where(predicate, a, b), new, old)
-
-
-def cast_like(tree: Any, like: Any) -> Any:
-    """The tree with the dtypes of another, none of them weak, marked as varying where it is."""
-    marked = jax.tree.map(lambda leaf, other: mark_varying(leaf, varying_axes(other)), tree, like)
-    return dtypes.cast_like(marked, like)
+def step_where(
+    is_finite: jax.Array,
+    optimizer: optax.GradientTransformationExtraArgs,
+    direction: optax.Updates,
+    opt_state: Any,
+    params: optax.Params,
+    extras: dict[str, Any],
+) -> tuple[optax.Updates, Any]:
+    """One step of an optimizer, or none if the gradient is not finite: the moves, and its state."""
+    moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
+    moves = cast_like(moves, params)
+    moves = optax.tree.where(is_finite, moves, optax.tree.zeros_like(moves))
+    return moves, optax.tree.where(is_finite, cast_like(new, opt_state), opt_state)

@@ -1,6 +1,8 @@
 """Snapshots of the params along a training trajectory, kept in the optimizer state."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,13 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
-from optperm.contract.states import find_state
+from optperm.contract.mapped_axes import cond
+from optperm.contract.shardings import rows_like
+from optperm.contract.states import find_state, one_row
+from optperm.contract.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
 
 
 class TrajectoryState(NamedTuple):
@@ -22,9 +29,9 @@ class TrajectoryState(NamedTuple):
       snapshots: A ring: the i-th snapshot is in row i modulo the capacity.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    num_recorded: jax.Array  # int32 ()
-    snapshots: optax.Params  # (capacity, *shape) per leaf
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    num_recorded: Int32[Array, ""]
+    snapshots: PyTree[Float[Array, "capacity ?*shape"], "Params"]
 
 
 def record_trajectory(
@@ -67,38 +74,32 @@ def record_trajectory(
     if dtype is not None:
         _check_dtype(dtype)
 
-    def init_fn(params: optax.Params) -> TrajectoryState:
-        checks.check_real_floating(
-            "params", params, advice="Leave the others out with optax.masked."
-        )
-
-        def room(leaf: Any) -> jax.Array:
-            kept = accumulation_dtype(leaf) if dtype is None else dtype
-            return mark_varying(jnp.zeros((capacity, *jnp.shape(leaf)), kept), varying_axes(leaf))
+    def init(params: optax.Params) -> TrajectoryState:
+        def ring(leaf: Any) -> jax.Array:
+            return rows_like(leaf, capacity, accumulation_dtype(leaf) if dtype is None else dtype)
 
         return TrajectoryState(
             count=jnp.zeros([], jnp.int32),
             num_recorded=jnp.zeros([], jnp.int32),
-            snapshots=jax.tree.map(room, params),
+            snapshots=jax.tree.map(ring, params),
         )
 
-    def update_fn(
-        updates: optax.Updates,
-        state: TrajectoryState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+    def update(
+        updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, TrajectoryState]:
-        del extra_args
-        params = checks.require_params(params, "record_trajectory")
-        one = jax.tree.map(lambda ring: jax.eval_shape(lambda r: r[0], ring), state.snapshots)
-        for name, tree in (("params", params), ("updates", updates)):
-            checks.check_same_tree(name, tree, one, source="the optimizer state", dtypes=False)
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
         snapshots = write_row(state.snapshots, params, state.num_recorded % capacity, is_due)
         recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
         return updates, TrajectoryState(optax.safe_increment(state.count), recorded, snapshots)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return transformation(
+        init,
+        update,
+        method="record_trajectory",
+        like=lambda state: one_row(state.snapshots),
+        dtypes=False,
+        updates_like="updates",
+    )
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
 
 _END = object()
@@ -118,6 +119,7 @@ def full_gradient(
     total: tuple[_Sums, _Sums] | None = None
     for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
         sums = _batch_sums(params, batch, of_batch, bound, has_aux=has_aux)
+        sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
         else:
@@ -161,7 +163,7 @@ def _batch_sums(
         """An example that counts in the place of each that does not."""
         if jnp.ndim(leaf) == 0:
             return leaf
-        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[first][None])
+        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, take(leaf, first)[None])
 
     examples = jax.tree.map(without_padding, batch)
 

@@ -4,19 +4,25 @@ R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predict
 NeurIPS 2013.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_state, mask_like, replace_state, without_variables
+from optperm.contract.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 GradFn = Callable[[optax.Params], optax.Updates]
 
@@ -27,12 +33,13 @@ class Snapshot(NamedTuple):
     Attributes:
       is_taken: Whether there is one yet.
       params: :math:`\tilde\theta`; the initial params before the first one is taken.
-      full_grad: :math:`\mu`, the full gradient there; zero before.
+      full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
+        before.
     """
 
-    is_taken: jax.Array  # bool ()
-    params: optax.Params  # like params, leaf for leaf
-    full_grad: optax.Updates  # shaped like params; float32, or the parameter's dtype if wider
+    is_taken: Bool[Array, ""]
+    params: PyTree[Float[Array, "?*shape"], "Params"]
+    full_grad: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 class SvrgState(NamedTuple):
@@ -44,8 +51,8 @@ class SvrgState(NamedTuple):
       snapshot: The snapshot that the next step uses.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 ()
-    key: jax.Array  # uint32 (2,)
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
     snapshot: Snapshot
 
 
@@ -148,112 +155,88 @@ def svrg(
             raise ValueError("Pass refresh_every or refresh_probability, not both.")
     checks.check_seed("seed", seed)
 
-    def init_fn(params: optax.Params) -> SvrgState:
-        checks.check_real_floating(
-            "params", params, advice="Mask the others to another optimizer with optax.partition."
+    is_refreshed = refresh_every is not None or refresh_probability is not None
+    needs = {"grad_fn": "the gradient on this batch at given params"}
+    if is_refreshed:
+        needs["full_grad_fn"] = (
+            "the gradient over all examples at given params, beside those of the batch: full_grad_fn="
+            "lambda params: optperm.evaluate(loss_fn, params, all_examples).grad, with"
         )
 
-        def zero_full_grad(leaf: Any) -> jax.Array:
-            zeros = jnp.zeros_like(leaf, accumulation_dtype(leaf))
-            return mark_varying(zeros, varying_axes(leaf))
-
+    def init(params: optax.Params) -> SvrgState:
         return SvrgState(
             count=jnp.zeros([], jnp.int32),
             key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
             snapshot=Snapshot(
                 is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
                 params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
-                full_grad=jax.tree.map(zero_full_grad, params),
+                full_grad=jax.tree.map(
+                    lambda leaf: jnp.zeros_like(leaf, accumulation_dtype(leaf)), params
+                ),
             ),
         )
 
-    def refresh(
-        state: SvrgState, params: optax.Params, full_grad_fn: GradFn | None
-    ) -> tuple[Snapshot, Snapshot]:
-        """The snapshots for this step and for the next."""
-        old = state.snapshot
-        if refresh_every is None and refresh_probability is None:
-            return old, old
-        if full_grad_fn is None:
-            raise ValueError(
-                "svrg with refresh_every or refresh_probability needs the extra argument full_grad_fn, "
-                "the gradient over all examples at given params: call update(..., full_grad_fn=lambda "
-                "params: optperm.evaluate(loss_fn, params, all_examples).grad)."
-            )
-        if refresh_every is not None:
-            is_due = state.count % jnp.asarray(refresh_every, jnp.int32) == 0
-        else:
-            key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
-            probability = resolve_schedule("refresh_probability", refresh_probability, state.count)
-            coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), probability)
-            is_due = coin | ~old.is_taken
-        new = cond(
-            is_due,
-            lambda: _installed(old, params, full_grad_fn(params))[0],
-            lambda: old,
-        )
-        if refresh_every is not None:
-            return new, new
-        # Loopless: the old snapshot serves this step, unless there is none yet.
-        now = jax.tree.map(
-            lambda old, first: jnp.where(state.snapshot.is_taken, old, first), old, new
-        )
-        return now, new
+    def is_due(state: SvrgState) -> jax.Array:
+        """Whether this step takes a snapshot."""
+        if refresh_probability is None:
+            return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
+        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        p = resolve_schedule("refresh_probability", refresh_probability, state.count)
+        coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
+        return coin | ~state.snapshot.is_taken
 
-    def update_fn(
-        updates: optax.Updates,
+    def update(
+        grads: optax.Updates,
         state: SvrgState,
-        params: optax.Params | None = None,
+        params: optax.Params,
         *,
-        grad_fn: GradFn | None = None,
-        full_grad_fn: GradFn | None = None,
-        **extra_args: Any,
+        grad_fn: GradFn,
+        full_grad_fn: Any = None,  # needed where it refreshes
+        **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
-        del extra_args
-        params = checks.require_params(params, "svrg")
-        checks.check_same_tree(
-            "params", params, state.snapshot.params, source="the optimizer state"
-        )
-        checks.check_same_tree(
-            "updates", updates, state.snapshot.params, source="the optimizer state", dtypes=False
-        )
-        if grad_fn is None:
-            raise ValueError(
-                "svrg needs the extra argument grad_fn, the gradient on this batch at given params: e = "
-                "optperm.evaluate(loss_fn, params, batch), then update(e.grad, state, params, "
-                "**e.extra_args)."
+        # theta~ <- theta, mu <- grad f(theta), if it is time. The loopless form uses the new one from
+        # the next step on, unless it is the first.
+        old = following = now = state.snapshot
+        if is_refreshed:
+            following = now = cond(
+                is_due(state), lambda: _installed(old, params, full_grad_fn(params))[0], lambda: old
             )
-        now, following = refresh(state, params, full_grad_fn)
+        if refresh_probability is not None:
+            now = optax.tree.where(old.is_taken, old, following)
 
+        # c_t
         c = resolve_schedule("coefficient", coefficient, state.count, float)
+
+        # grad f_B(theta~), which alone stands behind the condition: the rest is one pass over the
+        # params, which XLA joins with what follows.
         is_used = now.is_taken & (c != 0.0)
-
-        def at_snapshot() -> optax.Updates:
-            grads = mask_like(grad_fn(now.params), now.params)
-            checks.check_same_tree(
-                "grad_fn(params)", grads, now.params, source="params", dtypes=False
-            )
-            return jax.tree.map(lambda g, mu: jnp.asarray(g, mu.dtype), grads, now.full_grad)
-
-        def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, leaf: Any) -> jax.Array:
-            wide = accumulation_dtype((mu, g))
-            g, g_snapshot, mu, factor = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
-            # In this order what is large and nearly equal cancels first, without a rounding error.
-            corrected = ((g - factor * g_snapshot) + factor * mu).astype(jnp.result_type(leaf))
-            is_sound = is_used & jnp.isfinite(corrected)
-            return jnp.where(is_sound, corrected, g.astype(corrected.dtype))
-
-        # Only this gradient is behind the condition: the rest is one pass over the params, which XLA
-        # joins with what follows.
         snapshot_grads = cond(
             is_used,
-            at_snapshot,
+            lambda: _at_snapshot(grad_fn, now),
             lambda: optax.tree.zeros_like(now.full_grad),
         )
-        new_updates = jax.tree.map(correct, updates, snapshot_grads, now.full_grad, params)
-        return new_updates, SvrgState(optax.safe_increment(state.count), state.key, following)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+        # g <- g - c_t (grad f_B(theta~) - mu)
+        def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, theta: Any) -> jax.Array:
+            wide, dtype = accumulation_dtype((mu, g)), jnp.result_type(theta)
+            g, g_snapshot, mu, c_t = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
+            # In this order what is large and nearly equal cancels first, without a rounding error.
+            corrected = ((g - c_t * g_snapshot) + c_t * mu).astype(dtype)
+            return jnp.where(is_used & jnp.isfinite(corrected), corrected, g.astype(dtype))
+
+        new_grads = jax.tree.map(correct, grads, snapshot_grads, now.full_grad, params)
+        return new_grads, SvrgState(optax.safe_increment(state.count), state.key, following)
+
+    return transformation(
+        init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
+    )
+
+
+def _at_snapshot(grad_fn: GradFn, snapshot: Snapshot) -> optax.Updates:
+    """The gradient on this batch at the snapshot, of the types of the full gradient."""
+    grads = mask_like(grad_fn(snapshot.params), snapshot.params)
+    checks.check_same_tree("grad_fn(params)", grads, snapshot.params, source="params", dtypes=False)
+    return cast_like(grads, snapshot.full_grad)
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
@@ -303,18 +286,12 @@ def _installed(
 ) -> tuple[Snapshot, jax.Array]:
     """A new snapshot, or the old one if the new one is not finite; and whether it is."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
-    checks.check_same_tree("params", params, old.params, source="the optimizer state")
-    checks.check_same_tree(
-        "full_grad", full_grad, old.params, source="the optimizer state", dtypes=False
-    )
+    source = "the optimizer state"
+    checks.check_same_tree("params", params, old.params, source=source)
+    checks.check_same_tree("full_grad", full_grad, old.params, source=source, dtypes=False)
+    checks.check_same_mesh("params", params, old.params, source=source)
+    checks.check_same_mesh("full_grad", full_grad, old.params, source=source)
+    params, full_grad = cast_like((params, full_grad), (old.params, old.full_grad))
     is_finite = all_finite((params, full_grad))
-
-    def choose(new: Any, old: jax.Array) -> jax.Array:
-        return jnp.where(is_finite, jnp.asarray(new, old.dtype), old)
-
-    new = Snapshot(
-        is_taken=old.is_taken | is_finite,
-        params=jax.tree.map(choose, params, old.params),
-        full_grad=jax.tree.map(choose, full_grad, old.full_grad),
-    )
-    return new, is_finite
+    new = Snapshot(is_taken=jnp.ones_like(old.is_taken), params=params, full_grad=full_grad)
+    return optax.tree.where(is_finite, new, old), is_finite

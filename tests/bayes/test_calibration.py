@@ -76,30 +76,3 @@ def test_dtypes(dtype):
         assert found.confidence.dtype == (dtype if dtype == "float64" else "float32")
         error = 1 - float(jnp.asarray(0.6, dtype))
         assert float(found.expected_calibration_error) == pytest.approx(error, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("probabilities", "labels", "error", "match"),
-    [
-        (np.ones((2, 2), int), [0, 1], TypeError, "probabilities must be of a real floating dtype"),
-        (np.eye(2), [0.0, 1.0], TypeError, "labels must be integers"),
-        (np.full(2, 0.5), [0, 1], ValueError, r"shape \(n, classes\).*jnp\.stack"),
-        (np.zeros((0, 2)), np.zeros(0, int), ValueError, r"neither of them 0, got \(0, 2\)"),
-        (np.eye(2), [[0, 1]], ValueError, r"labels must have shape \(2,\).*got \(1, 2\)"),
-        (np.eye(2) * 2, [0, 1], ValueError, r"row 0 is \[2\. 0\.\] and sums to 2.*softmax"),
-        (np.array([[0.5, 0.5], [1.5, -0.5]]), [0, 1], ValueError, "at least 0.*row 1"),
-        (np.full((1, 2), np.nan), [0], ValueError, "sums to nan"),
-        (np.eye(2), [0, 2], ValueError, r"labels must lie in \[0, 1\].*got 2"),
-        (np.eye(2), [-1, 1], ValueError, r"labels must lie in \[0, 1\].*got -1"),
-    ],
-)
-def test_errors(probabilities, labels, error, match):
-    """Each names the argument, what came and what is allowed."""
-    with pytest.raises(error, match=match):
-        optperm.calibration(probabilities, np.asarray(labels))
-
-
-def test_number_of_bins():
-    """At least one."""
-    with pytest.raises(ValueError, match="num_bins must be at least 1"):
-        optperm.calibration(np.eye(2), np.array([0, 1]), num_bins=0)

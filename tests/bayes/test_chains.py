@@ -4,8 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
-import optax
 import pytest
 
 import optperm
@@ -21,16 +21,14 @@ CHAINS = 256
 def chains(tx, gradients, start, key, *, warmup, draws, thinning):
     """The params of many chains, (CHAINS, draws, D): `gradients(params, key)` are those of a batch."""
 
-    def step(carry, key):
-        params, opt_state = carry
+    def evaluate(params, key):
         rows = gradients(params, key)
-        updates, opt_state = tx.update(
-            jnp.mean(rows, axis=0), opt_state, params, per_example_grad_fn=lambda params: rows
-        )
-        return (optax.apply_updates(params, updates), opt_state), None
+        return jnp.mean(rows, axis=0), {"per_example_grad_fn": lambda params: rows}
+
+    step = loops.make_step(tx, evaluate)
 
     def some(carry, key, steps):
-        return jax.lax.scan(step, carry, jax.random.split(key, steps))[0]
+        return loops.carry(step, *carry, jax.random.split(key, steps))
 
     @jax.jit
     @jax.vmap

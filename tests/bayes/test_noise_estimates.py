@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import replicas
 import support
@@ -148,47 +149,31 @@ def test_replicas_average_the_other_estimates(estimator):
         np.testing.assert_allclose(flat, expected, rtol=2e-5)
 
 
-def test_what_an_estimator_misses_is_named():
-    _, params = problem()
-    grads = jax.tree.map(jnp.ones_like, params)
-    for estimator, name, help_ in [
-        ("per_example", "per_example_grad_fn", "optperm.evaluate(loss_fn, params, batch)"),
-        ("single_example", "example_grad_fn", "example=one_example"),
-        ("two_batches", "grad_fn", "optperm.evaluate"),
-    ]:
-        tx = optperm.scale_by_gradient_noise(100, 4, estimator=estimator)
-        with pytest.raises(ValueError, match=name) as error:
-            tx.update(grads, tx.init(params), params)
-        assert help_ in str(error.value)
-
-
-def test_batches_of_another_size_are_refused():
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+@pytest.mark.parametrize("estimator", ["per_example", "single_example", "two_batches"])
+def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
+    """As alone on that part of the params; without any part it hands on what comes."""
     data, params = problem()
-    batch = jax.tree.map(lambda leaf: leaf[:4], data)
-    e = optperm.evaluate(loss_fn, params, batch)
-    tx = optperm.scale_by_gradient_noise(100, 8)
-    with pytest.raises(ValueError, match=r"batch_size is 8, but .* of 4 examples"):
-        tx.update(e.grad, tx.init(params), params, **e.extra_args)
-    one = jax.tree.map(lambda leaf: leaf[:1], data)
-    with pytest.raises(ValueError, match="at least 2 examples, got 1"):
-        estimate(params, one, "diagonal", "per_example")
-    with pytest.raises(ValueError, match="at least 2 examples each"):
-        estimate(params, one, "diagonal", "two_batches")
+    batch, example = (
+        jax.tree.map(lambda leaf, part=part: leaf[part], data)
+        for part in (slice(12), slice(20, 21))
+    )
+    e = optperm.evaluate(loss_fn, params, batch, example=example)
+    tx = optperm.scale_by_gradient_noise(
+        1000, 12, preconditioner=preconditioner, estimator=estimator
+    )
+    masked = optax.masked(tx, {"w": True, "b": False})
+    _, state = masked.update(e.grad, masked.init(params), params, **e.extra_args)
 
+    def loss_of_w(w, batch):
+        return loss_fn({"w": w["w"], "b": params["b"]}, batch)
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [({"chunk_size": 2}, "per_example_grad_fn"), ({"estimator": "two_batches"}, "grad_fn")],
-)
-def test_closures_that_know_no_parts_are_refused(options, name):
-    params = jnp.zeros(3)
-    tx = optperm.scale_by_gradient_noise(100, 4, **options)
-    with pytest.raises(ValueError, match=rf"{name}\(params, start=, size=\)"):
-        tx.update(params, tx.init(params), params, **{name: lambda params: jnp.ones((4, 3))})
+    alone = {"w": params["w"]}
+    e_alone = optperm.evaluate(loss_of_w, alone, batch, example=example)
+    _, expected = tx.update(e_alone.grad, tx.init(alone), alone, **e_alone.extra_args)
+    for found, wanted in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
-
-def test_gradients_of_another_shape_are_refused():
-    params = jnp.zeros(3)
-    tx = optperm.scale_by_gradient_noise(100, 4)
-    with pytest.raises(ValueError, match=r"per_example_grad_fn\(params\)"):
-        tx.update(params, tx.init(params), params, per_example_grad_fn=lambda p: jnp.ones((4, 2)))
+    nothing = optax.masked(tx, {"w": False, "b": False})
+    updates, _ = nothing.update(e.grad, nothing.init(params), params, **e.extra_args)
+    support.assert_same_bits(updates, e.grad)

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -13,15 +14,14 @@ import optperm
 KEY = jax.random.key(3)
 
 
-def noisy_step(params, opt_state, key):
-    """SGD with momentum on a parabola, with a gradient of unit noise."""
+def noisy_slope(params, key):
+    """The gradient of a parabola, with unit noise."""
     noise = support.random_like_from_key(params, key)
-    grads = jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise)
-    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    return jax.tree.map(lambda p, e: p + e.astype(p.dtype), params, noise), {}
 
 
 OPTIMIZER = optax.sgd(0.1, momentum=0.5)
+noisy_step = loops.make_step(OPTIMIZER, noisy_slope)
 
 
 def start():
@@ -32,6 +32,17 @@ def start():
 def draw(params, opt_state, **options):
     options = {"num_chains": 3, "num_draws": 4} | options
     return optperm.draw_samples(noisy_step, params, opt_state, KEY, **options)
+
+
+def assert_rounded_otherwise(actual, expected):
+    """Asserts that numbers up to about 1 differ by no more than two programs may round them apart.
+
+    Where a processor has no bfloat16, or a product is fused with a sum, XLA rounds at other places.
+    """
+    tolerance = float(jnp.finfo(jnp.bfloat16).eps) if actual.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -50,13 +61,9 @@ def test_as_a_plain_loop(average):
             drawn = jax.tree.map(lambda s, c=chain, i=i: s[c, i], samples.params)
             for name, leaf in drawn.items():
                 kept = [each[name] for each in window] if average else [window[-1][name]]
-                tolerance = 2**-7 if leaf.dtype == jnp.bfloat16 else 1e-5
-                np.testing.assert_allclose(
-                    np.asarray(leaf, np.float32), np.mean(kept, axis=0), atol=tolerance
-                )
+                assert_rounded_otherwise(leaf, np.mean(kept, axis=0))
         last = jax.tree.map(lambda s, c=chain: s[c], (samples.last_params, samples.last_opt_state))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), last[0], params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), last[1], opt_state)
+        jax.tree.map(assert_rounded_otherwise, last, (params, opt_state))
     assert samples.next_step == 5 + 4 * 3
     assert jax.tree.map(jnp.result_type, samples.params) == jax.tree.map(
         jnp.result_type, start()[0]
@@ -115,12 +122,10 @@ def test_chains_settle_where_they_must(momentum):
     root = np.float32([[1.0, 0.0], [-0.5, 0.3]])
     tx = optax.sgd(0.3 * (1 - momentum), momentum=momentum)
 
-    def step(params, opt_state, key):
-        grad = hessian @ params + root @ jax.random.normal(key, (2,))
-        updates, opt_state = tx.update(grad, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+    def slope(params, key):
+        return hessian @ params + root @ jax.random.normal(key, (2,)), {}
 
-    params = jnp.zeros(2)
+    step, params = loops.make_step(tx, slope), jnp.zeros(2)
     samples = optperm.draw_samples(
         step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, warmup=100
     )
@@ -153,8 +158,6 @@ def test_names_of_the_draws():
     assert all(type(array) is np.ndarray for array in found.values())
     assert next(iter(optperm.samples_as_dict(tree, separator="/"))) == "dense/bias"
     assert list(optperm.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
-    with pytest.raises(ValueError, match=r"Two leaves.*'a\.b'"):
-        optperm.samples_as_dict({"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))})
 
 
 def test_mean_prediction_of_a_linen_model():
@@ -196,70 +199,3 @@ def test_predictions_in_16_bits_are_added_up_in_32():
     found = optperm.posterior_predictive(lambda w, x: w * x, draws, jnp.ones(3, jnp.bfloat16))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, float(draws[0, 0]), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"num_chains": 0}, ValueError, "num_chains must be at least 1"),
-        ({"num_draws": 2.0}, TypeError, "num_draws must be an integer"),
-        ({"thinning": 0}, ValueError, "thinning must be at least 1"),
-        ({"warmup": -1}, ValueError, "warmup must be at least 0"),
-        ({"first_step": -1}, ValueError, "first_step must be at least 0"),
-        ({"average": 1}, TypeError, "average must be True or False"),
-        (
-            {"stacked": True},
-            ValueError,
-            r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
-        ),
-        ({"step": None}, TypeError, "step must be a function"),
-        ({"step": lambda p, s, k: p}, TypeError, "must return a pair.*got dict"),
-        ({"step": lambda p, s, k: (p, s, k)}, TypeError, "must return a pair.*tuple of 3"),
-        (
-            {"step": lambda p, s, k: (p | {"b": p["w"]}, s)},
-            ValueError,
-            r"the params that step returns\['b'\] is float32\[2\]",
-        ),
-        ({"step": lambda p, s, k: (p, ())}, ValueError, "the opt_state that step returns has"),
-    ],
-)
-def test_errors_of_a_run(change, error, match):
-    """Each names the argument, what came and what is allowed."""
-    params, opt_state = start()
-    options = {"step": noisy_step, "num_chains": 3, "num_draws": 4} | change
-    with pytest.raises(error, match=match):
-        optperm.draw_samples(options.pop("step"), params, opt_state, KEY, **options)
-
-
-def test_errors_of_what_was_drawn():
-    """Trees without draws in them, integers that have no mean, and what is no prediction."""
-    with pytest.raises(TypeError, match=r"params.*int32.*average=False"):
-        optperm.draw_samples(
-            noisy_step, jnp.arange(3), (), KEY, num_chains=1, num_draws=1, average=True
-        )
-    with pytest.raises(ValueError, match="no leaves"):
-        optperm.samples_as_dict({})
-    with pytest.raises(ValueError, match=r"samples_params\['b'\] has shape \(2,\)"):
-        optperm.samples_as_dict({"a": jnp.ones((2, 5)), "b": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"shape \(2, 4\).*begins with \(2, 5\)"):
-        optperm.posterior_predictive(
-            lambda p, x: x, {"a": jnp.ones((2, 5)), "b": jnp.ones((2, 4))}, 1.0
-        )
-    with pytest.raises(TypeError, match="predict_fn must be a function"):
-        optperm.posterior_predictive(None, jnp.ones((2, 5)), 1.0)
-    with pytest.raises(
-        TypeError, match="must return one array of a real floating dtype, got int32"
-    ):
-        optperm.posterior_predictive(lambda p, x: x, jnp.ones((2, 5)), jnp.arange(3))
-
-
-def test_what_is_no_array_or_key_is_named():
-    """Not by JAX, once it is inside the compiled chains."""
-    call = {"num_chains": 2, "num_draws": 2}
-    for key in (0, jax.random.split(jax.random.key(0)), None):
-        with pytest.raises(TypeError, match="key must be a random key"):
-            optperm.draw_samples(lambda p, s, k: (p, s), jnp.zeros(2), (), key, **call)
-    with pytest.raises(TypeError, match=r"opt_state\['m'\] must be an array"):
-        optperm.draw_samples(
-            lambda p, s, k: (p, s), jnp.zeros(2), {"m": "x"}, jax.random.key(0), **call
-        )

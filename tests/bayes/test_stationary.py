@@ -25,12 +25,6 @@ DIVERGENCES = {
 }
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 def spd(seed, d=4):
     rng = np.random.default_rng(seed)
     root = rng.normal(size=(d, d))
@@ -55,7 +49,7 @@ def iterated(h, a, r, momentum, steps=4000):
     return covariance[:d, :d]
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", PRECONDITIONERS)
 def test_divergences_from_the_posterior(name):
     """The specification's figures, for Hessian M and covariance C1 of the gradients."""
@@ -81,7 +75,7 @@ def test_divergences_in_float32(name):
     assert float(divergence) == pytest.approx(DIVERGENCES[name][1], abs=2e-6)
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
 def test_the_recursion_settles_there(form, momentum):
@@ -96,7 +90,7 @@ def test_the_recursion_settles_there(form, momentum):
     np.testing.assert_allclose(traced(momentum), found, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("x64")
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), momentum=st.sampled_from([0.0, 0.7]))
 def test_the_limit_solves_its_equation(seed, momentum):
@@ -162,7 +156,7 @@ def test_mapped_over_preconditioners():
     assert np.all(np.isnan(mapped[2]))
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("x64")
 def test_divergence_of_gaussians():
     """Against its formula, and by hand; the two directions differ."""
     rng = np.random.default_rng(0)
@@ -198,31 +192,3 @@ def test_divergence_of_what_is_no_gaussian():
         with pytest.raises(ValueError, match=rf"^{name}.*must be positive definite"):
             optperm.gaussian_kl(*arguments)
         assert np.isnan(jax.jit(optperm.gaussian_kl)(*arguments))
-    with pytest.raises(ValueError, match=r"mean must have shape \(2,\)"):
-        optperm.gaussian_kl(np.zeros(3), one, zero, one)
-    with pytest.raises(ValueError, match=r"the same shape, got \(2, 2\) and \(3, 3\)"):
-        optperm.gaussian_kl(zero, one, zero, np.eye(3))
-    with pytest.raises(ValueError, match="other_mean must be finite"):
-        optperm.gaussian_kl(zero, one, np.array([0.0, np.nan]), one)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "match"),
-    [
-        ({"hessian": np.ones(3)}, ValueError, r"hessian must be a square matrix.*jnp\.diag"),
-        ({"hessian": np.triu(M)}, ValueError, "hessian must be symmetric"),
-        ({"hessian": np.full((3, 3), np.inf)}, ValueError, "hessian must be finite"),
-        ({"noise": np.eye(2)}, ValueError, r"noise must have the shape of hessian, \(3, 3\)"),
-        ({"noise": M * 1j}, TypeError, "noise must be of real numbers"),
-        ({"preconditioner": np.ones(2)}, ValueError, r"preconditioner.*got shape \(2,\)"),
-        ({"preconditioner": np.nan}, ValueError, "preconditioner must be finite"),
-        ({"momentum": 1.0}, ValueError, "momentum must be in"),
-        ({"momentum": -0.1}, ValueError, "momentum must be in"),
-        ({"continuous": 1}, TypeError, "continuous must be True or False"),
-    ],
-)
-def test_errors(change, error, match):
-    """Each names the argument, what came and what is allowed."""
-    arguments = {"preconditioner": 0.1, "hessian": M, "noise": C1} | change
-    with pytest.raises(error, match=match):
-        optperm.stationary_covariance(**arguments)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import support
+from processes import xla_flags
 
 from optperm.cli import models, replicas, run_folder
 from optperm.cli.main import main
@@ -223,7 +224,7 @@ def start(process_id, port, *flags):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"XLA_FLAGS": ""},
+        env=os.environ | {"XLA_FLAGS": xla_flags()},
     )
 
 

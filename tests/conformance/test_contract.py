@@ -1,16 +1,16 @@
 """What every transformation of this library promises, beside what Optax's own cases ask."""
 
-import functools
-
 import chex
 import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+import replicas
 import support
 from flax import nnx
 from transformations import TRANSFORMATIONS
@@ -18,12 +18,6 @@ from transformations import TRANSFORMATIONS
 import optperm
 
 pytestmark = pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _lenient_where_optax_is_inside(ours, request):
-    if ours.lenient:
-        request.getfixturevalue("lenient")
 
 
 @flax.struct.dataclass
@@ -60,87 +54,59 @@ def full_grad_fn(params):
     return optperm.evaluate(loss_fn, params, jnp.arange(5.0)).grad
 
 
-def step(tx, params, opt_state, batch=None):
-    """One step with everything a method may ask for."""
-    batch = jnp.ones((2,)) if batch is None else batch
+def evaluate(params, batch):
+    """The gradient with everything a method may ask for."""
     e = optperm.evaluate(loss_fn, params, batch)
-    updates, opt_state = tx.update(
-        e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
-    )
-    return optperm.apply_updates(params, updates, opt_state), opt_state
+    return e.grad, {"full_grad_fn": full_grad_fn, **e.extra_args}
 
 
-def train(tx, params, opt_state, steps=3):
-    run = jax.jit(functools.partial(step, tx))
-    for index in range(steps):
-        params, opt_state = run(params, opt_state, jnp.full((2,), 1.0 + index))
-    return params, opt_state
+def batches(steps, first=0):
+    """For each step two examples, other ones each time."""
+    return [jnp.full((2,), 1.0 + index) for index in range(first, first + steps)]
 
 
-def signature(tree):
-    """Structure, shapes, dtypes and weak types."""
-    avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
-    return jax.tree.structure(tree), avals
+def train(ours, params, steps=3, **options):
+    """Params and state after each step."""
+    return loops.train(ours.make(), params, batches(steps), evaluate=evaluate, **options)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_params_in_any_container(ours, container):
     """Every pytree of arrays trains, and keeps its form."""
     params = CONTAINERS[container](support.random_params())
-    tx = ours.make()
-    after, _ = train(tx, params, tx.init(params))
+    after, _ = train(ours, params)[-1]
     chex.assert_trees_all_equal_structs(after, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(after, params)
-    if jax.tree.leaves(params):
-        assert any(
-            not np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
-        )
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
+    assert not jax.tree.leaves(params) or any(not np.array_equal(a, b) for a, b in pairs)
 
 
 def test_state_never_changes_its_form(ours):
-    """Structure, shapes, dtypes and weak types stay those of init; none is weak."""
+    """Structure, shapes, dtypes and weak types stay those of init, planned or made; none is weak."""
     params = support.random_params()
     tx = ours.make()
-    start = tx.init(params)
-    expected = signature(start)
+    expected = support.signature(tx.init(params))
     assert not any(weak for _, _, weak in expected[1])
-    assert signature(jax.jit(tx.init)(params)) == expected
-    for jitted in (True, False):
-        run = jax.jit(functools.partial(step, tx)) if jitted else functools.partial(step, tx)
-        _, after = run(params, start)
-        assert signature(after) == expected
-
-
-def test_init_under_eval_shape(ours):
-    """The state can be planned without being made."""
-    params = support.random_params()
-    tx = ours.make()
-    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), tx.init(params))
-    chex.assert_trees_all_equal_shapes_and_dtypes(
-        jax.eval_shape(tx.init, jax.eval_shape(support.random_params)), tx.init(params)
-    )
+    assert support.signature(jax.jit(tx.init)(params)) == expected
+    for how in ("jit", "eager"):
+        assert support.signature(train(ours, params, 1, how=how)[-1][1]) == expected
+    for given in (params, jax.eval_shape(support.random_params)):
+        planned = jax.eval_shape(tx.init, given)
+        chex.assert_trees_all_equal_shapes_and_dtypes(planned, tx.init(params))
 
 
 def test_scan_and_donation_give_what_the_loop_gives(ours):
     """In donated buffers training is the same bit for bit; as a scan's carry, where XLA may round
     a product and a sum at once, to the last digit."""
     params = support.random_params()
+    looped = train(ours, params)
+    chex.assert_trees_all_close(train(ours, params, how="scan"), looped, rtol=1e-6)
     tx = ours.make()
-    looped = train(tx, params, tx.init(params))
-
-    def body(carry, batch):
-        return step(tx, *carry, batch), None
-
-    batches = jnp.stack([jnp.full((2,), 1.0 + index) for index in range(3)])
-    scanned, _ = jax.lax.scan(body, (params, tx.init(params)), batches)
-    chex.assert_trees_all_close(scanned, looped, rtol=1e-6)
-
-    run = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    run = jax.jit(loops.make_step(tx, evaluate), donate_argnums=(0, 1))
     p, opt_state = jax.tree.map(jnp.array, params), tx.init(params)
-    for batch in batches:
+    for batch in batches(3):
         p, opt_state = run(p, opt_state, batch)
-    support.assert_same_bits((p, opt_state), looped)
+    support.assert_same_bits((p, opt_state), looped[-1])
 
 
 def test_init_keeps_no_alias_of_the_params(ours):
@@ -158,17 +124,19 @@ def test_init_keeps_no_alias_of_the_params(ours):
 
 
 def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
-    """Params and state that went through Orbax continue bit for bit."""
-    params = support.random_params()
-    tx = ours.make()
-    halfway = train(tx, params, tx.init(params), steps=2)
-    template = jax.tree.map(jnp.zeros_like, (params, tx.init(params)))
+    """Params and state that went through Orbax after any of the first steps continue bit for bit."""
+    trail = train(ours, support.random_params(), 6)
+    saved = {f"{taken}": trail[taken - 1] for taken in range(1, 5)}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", halfway)
+        checkpointer.save(tmp_path / "state", saved)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", template)
-    support.assert_same_bits(restored, halfway)
-    support.assert_same_bits(train(tx, *restored), train(tx, *halfway))
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(jnp.zeros_like, saved))
+    support.assert_same_bits(restored, saved)
+    for taken in range(1, 5):
+        params, opt_state = restored[f"{taken}"]
+        rest = batches(6 - taken, first=taken)
+        resumed = loops.train(ours.make(), params, rest, evaluate=evaluate, opt_state=opt_state)
+        support.assert_same_bits(resumed, trail[taken:])
 
 
 def test_tree_map_params_sees_the_params_of_the_state(ours):
@@ -209,7 +177,7 @@ def test_mixed_dtypes_keep_theirs(ours):
             updates, new_state = update(new_state, after)
             after = optperm.apply_updates(after, updates, new_state)
         chex.assert_trees_all_equal_dtypes(updates, params, after)
-        assert signature(new_state) == signature(opt_state)
+        assert support.signature(new_state) == support.signature(opt_state)
         assert all(not np.array_equal(after[name], params[name]) for name in dtypes)
 
 
@@ -223,7 +191,19 @@ def test_gradients_in_another_precision(ours):
         tx = ours.make()
         updates, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
         chex.assert_trees_all_equal_dtypes(updates, params)
-        assert signature(opt_state) == signature(tx.init(params))
+        assert support.signature(opt_state) == support.signature(tx.init(params))
+
+
+def test_weak_types_go_no_further(ours):
+    """Gradients made of Python's numbers give updates and states that are strongly typed."""
+    if ours.is_identity:
+        pytest.skip("hands on the updates as they came")
+    params = support.random_params()
+    grads = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 1.0), params)
+    assert all(leaf.weak_type for leaf in jax.tree.leaves(grads))
+    tx = ours.make()
+    after = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
 
 
 def test_unknown_extra_arguments_are_ignored(ours):
@@ -231,19 +211,18 @@ def test_unknown_extra_arguments_are_ignored(ours):
     params = support.random_params()
     tx = ours.make()
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    e = optperm.evaluate(loss_fn, params, jnp.ones((2,)))
-    plain = tx.update(e.grad, tx.init(params), params, **e.extra_args)
-    noisy = tx.update(e.grad, tx.init(params), params, **e.extra_args, no_such_argument=object())
+    grads, extra_args = evaluate(params, jnp.ones((2,)))
+    plain = tx.update(grads, tx.init(params), params, **extra_args)
+    noisy = tx.update(grads, tx.init(params), params, **extra_args, no_such_argument=object())
     support.assert_same_bits(noisy, plain)
 
 
 def test_update_is_pure(ours):
     """The same call twice gives the same bits, and leaves what it was given alone."""
     params = support.random_params()
-    tx = ours.make()
-    opt_state = tx.init(params)
+    step, opt_state = loops.make_step(ours.make(), evaluate), ours.make().init(params)
     before = jax.tree.map(np.array, (params, opt_state))
-    first, second = step(tx, params, opt_state), step(tx, params, opt_state)
+    first, second = (step(params, opt_state, jnp.ones((2,))) for _ in range(2))
     support.assert_same_bits(second, first)
     support.assert_same_bits((params, opt_state), before)
 
@@ -289,22 +268,15 @@ def test_params_of_another_dtype_are_named(ours):
         tx.update(params, tx.init(params), cast)
 
 
-def test_exact_targets_survive_plain_apply_updates(ours):
-    """Where weights are placed, `optax.apply_updates` never loses the exact ones in the state."""
-    if not ours.permutes:
-        pytest.skip("moves weights instead of permuting them")
+def test_plain_apply_updates_goes_where_placing_does(ours):
+    """Within a rounding, pulls to a center included; and the exact weights are never lost."""
     params = support.random_params()
-    tx = ours.make()
-    exact, _ = train(tx, params, tx.init(params), steps=20)
-    p, opt_state = params, tx.init(params)
-    update = jax.jit(tx.update)
-    for index in range(20):
-        e = optperm.evaluate(loss_fn, p, jnp.full((2,), 1.0 + index))
-        updates, opt_state = update(e.grad, opt_state, p)
-        p = optax.apply_updates(p, updates)
-    chex.assert_trees_all_close(p, exact, rtol=0, atol=5e-7)
-    updates, opt_state = update(e.grad, opt_state, p)
-    support.assert_permutes(optperm.apply_updates(p, updates, opt_state), params)
+    exact, _ = train(ours, params, 20)[-1]
+    p, opt_state = train(ours, params, 20, apply=loops.by_addition)[-1]
+    chex.assert_trees_all_close(p, exact, rtol=1e-6, atol=5e-7)
+    if ours.permutes:
+        ((p, _),) = train(ours, p, 1, opt_state=opt_state)
+        support.assert_permutes(p, params)
 
 
 WRAPPERS = {
@@ -329,41 +301,37 @@ def test_wrapped_by_optax_the_state_keeps_its_form(ours, wrapper, lenient):
         tx = WRAPPERS[wrapper](ours.make())
     params = support.random_params()
     opt_state = tx.init(params)
-    new_params, new_state = jax.eval_shape(functools.partial(step, tx), params, opt_state)
+    step = loops.make_step(tx, evaluate)
+    new_params, new_state = jax.eval_shape(step, params, opt_state, jnp.ones((2,)))
     avals = [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves((new_params, new_state))]
-    assert avals == signature((params, opt_state))[1]
+    assert avals == support.signature((params, opt_state))[1]
     assert jax.tree.structure((new_params, new_state)) == jax.tree.structure((params, opt_state))
 
 
 def test_apply_if_finite_leaves_everything_as_it_was(ours, lenient):
     """A gradient with a NaN in it moves neither the params nor the state of ours."""
-    params = support.random_params()
     tx = optax.apply_if_finite(ours.make(), 3)
-    params, opt_state = train(tx, params, tx.init(params), steps=2)
-    e = optperm.evaluate(loss_fn, params, jnp.ones((2,)))
-    extras = {**e.extra_args, "full_grad_fn": full_grad_fn}
-    grads = e.grad | {"bias": e.grad["bias"].at[1].set(jnp.nan)}
-    update = jax.jit(lambda g, s, p: tx.update(g, s, p, **extras))
-    updates, after = update(grads, opt_state, params)
+    *_, before = loops.train(tx, support.random_params(), batches(2), evaluate=evaluate)
+    grads, extra_args = evaluate(before[0], jnp.ones((2,)))
+    grads = grads | {"bias": grads["bias"].at[1].set(jnp.nan)}
+    step = loops.make_step(tx, lambda params, grads: (grads, extra_args))
+    params, after = jax.jit(step)(*before, grads)
     assert int(after.total_notfinite) == 1
-    support.assert_same_bits(after.inner_state, opt_state.inner_state)
-    support.assert_same_bits(optperm.apply_updates(params, updates, after), params)
+    support.assert_same_bits((params, after.inner_state), (before[0], before[1].inner_state))
 
 
 def test_vmap_trains_each_as_by_itself(ours):
     """Three networks at once, each with a state of its own, end where they end one by one."""
     each = [support.random_params(seed) for seed in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     tx = ours.make()
 
     @jax.jit
     def run(params):
-        opt_state = tx.init(params)
-        for index in range(2):
-            params, opt_state = step(tx, params, opt_state, jnp.full((2,), 1.0 + index))
-        return params, opt_state
+        step = loops.make_step(tx, evaluate)
+        return loops.carry(step, params, tx.init(params), jnp.stack(batches(2)))
 
-    together = jax.jit(jax.vmap(run))(stacked)
+    together = jax.vmap(run)(replicas.stack(each))
     for index, params in enumerate(each):
-        one = jax.tree.map(lambda leaf, index=index: leaf[index], together)
-        chex.assert_trees_all_close(one, run(params), rtol=1e-5, atol=1e-6)
+        chex.assert_trees_all_close(
+            replicas.take(together, index), run(params), rtol=1e-5, atol=1e-6
+        )

@@ -80,16 +80,6 @@ def test_what_is_no_count_is_refused(value, error, message):
         checks.check_count("period", value)
 
 
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [(True, TypeError), (None, TypeError), (2.0, TypeError), (0, ValueError), (-1, ValueError)],
-)
-def test_update_freq_is_a_count(value, error):
-    """How often a snapshot is taken, in epochs: an integer of at least 1, named where it is not."""
-    with pytest.raises(error, match=f"update_freq must be .*, got {value}"):
-        checks.check_count("update_freq", value)
-
-
 def test_a_count_may_have_another_minimum():
     """Seeds may be zero."""
     checks.check_count("seed", 0, minimum=0)
@@ -168,6 +158,8 @@ def test_axes_have_to_be_bound():
     jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="data")(jnp.zeros(2))
     with pytest.raises(ValueError, match=r"axis_name \('data', 'model'\) is not bound here"):
         checks.check_axis_is_bound(("data", "model"))
+    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
+        jax.vmap(lambda _: checks.check_axis_is_bound("data"), axis_name="other")(jnp.zeros(2))
 
 
 @pytest.mark.parametrize(

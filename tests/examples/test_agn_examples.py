@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
+import processes
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -25,8 +26,10 @@ PARAMS = (64 + 1) * 128 + (128 + 1) * 10
 
 def run(name, *arguments, **options):
     """Runs an example as a user does: a program of its own, with the devices it asks for."""
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1])}
-    environment.pop("XLA_FLAGS", None)
+    environment = os.environ | {
+        "PYTHONPATH": str(pathlib.Path(optperm.__file__).parents[1]),
+        "XLA_FLAGS": processes.xla_flags(),
+    }
     return subprocess.run(
         [sys.executable, EXAMPLES / name, *map(str, arguments)],
         env=environment,

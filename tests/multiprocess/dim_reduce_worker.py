@@ -8,18 +8,13 @@ import sys
 
 import dim_reduce_reference as golden
 import jax
+import loops
 import numpy as np
 import replicas
 
 import optperm
 
 SIZE = 4
-
-
-def own(array):
-    """The part of an array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
 
 
 def main(address, processes, index, folder):
@@ -33,13 +28,15 @@ def main(address, processes, index, folder):
     params = replicas.stack([golden.split(data["x0"])] * SIZE)
     basis = golden.split(data["P"])
     opt_state = mapped(lambda p: optperm.set_basis(tx.init(p), basis), SIZE)(params)
-    step = mapped(golden.steps(tx, golden.loss_of(data)), SIZE)
+    step = mapped(loops.make_step(tx, loops.evaluation(golden.loss_of(data))), SIZE)
     held = {"params": [], "lengths": []}
     for noise in data["noise"]:
         params, opt_state = step(params, opt_state, np.stack([noise] * SIZE))
-        held["params"].append(golden.join({name: own(leaf) for name, leaf in params.items()}))
-        held["lengths"].append(own(opt_state.step_length))
-    held["rows"] = own(opt_state.subspace.rows["v"])
+        held["params"].append(
+            golden.join({name: replicas.own(leaf) for name, leaf in params.items()})
+        )
+        held["lengths"].append(replicas.own(opt_state.step_length))
+    held["rows"] = replicas.own(opt_state.subspace.rows["v"])
     np.savez(pathlib.Path(folder) / f"{index}.npz", **held)
 
 

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import replicas
@@ -43,14 +44,8 @@ def trajectories(mapping, collect):
     """For each method and step: the params, the center and the skipped commits of the replicas."""
     start = {"kernel": np.zeros(3, np.float32), "bias": np.ones((), np.float32)}
     for method, tx in METHODS.items():
-        steps = replicas.train(
-            tx,
-            start,
-            make_batches(),
-            size=SIZE,
-            mapping=mapping,
-            evaluate=replicas.gradient(loss_fn),
-        )
+        evaluate = loops.gradient(loss_fn)
+        steps = loops.train(tx, start, make_batches(), evaluate=evaluate, how=mapping, size=SIZE)
         for t, (params, opt_state) in enumerate(steps):
             center = optperm.center_params(opt_state)
             for name in start:
@@ -59,16 +54,10 @@ def trajectories(mapping, collect):
             yield f"{method}/{t}/skipped", collect(opt_state.skipped)
 
 
-def own_replicas(array):
-    """The part of an array that lies on the devices of this process."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start)
-    return np.concatenate([shard.data for shard in shards])
-
-
 def main(address, processes, index, folder):
     jax.distributed.initialize(address, int(processes), int(index))
     assert (jax.device_count(), jax.local_device_count()) == (SIZE, SIZE // int(processes))
-    held = dict(trajectories("shard_map", own_replicas))
+    held = dict(trajectories("shard_map", replicas.own))
     np.savez(pathlib.Path(folder) / f"{index}.npz", **held)
 
 

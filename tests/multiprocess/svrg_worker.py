@@ -9,6 +9,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
@@ -23,6 +24,9 @@ TX = optax.chain(optperm.svrg(0.9), optax.sgd(0.05))
 def loss_fn(params, batch):
     error = batch["x"] @ params["kernel"] + params["bias"] - batch["y"]
     return jnp.mean(error**2)
+
+
+step = loops.compiled(TX, loops.evaluation(loss_fn))
 
 
 def start():
@@ -54,13 +58,6 @@ def padded_batches(data, count):
     return [{k: v[i] for k, v in cut.items()} for i in range(count)], list(
         weights.reshape(count, LOCAL_BATCH)
     )
-
-
-@jax.jit
-def step(params, opt_state, batch):
-    e = optperm.evaluate(loss_fn, params, batch)
-    updates, opt_state = TX.update(e.grad, opt_state, params, **e.extra_args)
-    return optax.apply_updates(params, updates), opt_state
 
 
 def train_on_mesh(index):

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -16,10 +17,8 @@ import optperm
 def train(params, steps=5, **arguments):
     """The state after a few steps of random gradients."""
     tx = optperm.sgperm(0.5, partition_ratio=0.7, **arguments)
-    opt_state, update = tx.init(params), jax.jit(tx.update)
-    for step in range(steps):
-        _, opt_state = update(support.random_like(params, step), opt_state, params)
-    return opt_state
+    grads = [support.random_like(params, step) for step in range(steps)]
+    return loops.train(tx, params, grads)[-1][1]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -48,15 +47,13 @@ def test_permutation_rebuilds_the_trained_weights_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("axes", [0, (0, 1), (), lambda path, leaf: leaf.ndim - 2])
 def test_permutation_with_other_output_axes(axes):
-    """The export takes the same output_axes as the training, and refuses others."""
+    """The export takes the same output_axes as the training."""
     params = {"kernel": jax.random.normal(jax.random.key(0), (3, 4, 5))}
     opt_state = train(params, output_axes=axes)
     permutation = optperm.export_permutation(params, opt_state, output_axes=axes)
     support.assert_same_bits(
         optperm.apply_permutation(params, permutation), optperm.permuted_params(opt_state)
     )
-    with pytest.raises(ValueError, match=r"initial_params\['kernel'\].*output_axes"):
-        optperm.export_permutation(params, opt_state)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -104,76 +101,13 @@ def test_export_and_rebuilding_run_under_jit():
     support.assert_same_bits(rebuilt, optperm.permuted_params(opt_state))
 
 
-def test_other_initial_params_are_refused_by_name():
-    """Wrong values, shapes, dtypes and trees raise a ValueError naming what differs."""
-    params = support.random_params()
-    opt_state = train(params)
-    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is not what the optimizer"):
-        optperm.export_permutation(params | {"bias": params["bias"] + 1}, opt_state)
-    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is float32\[4\]"):
-        optperm.export_permutation(params | {"bias": params["bias"][:4]}, opt_state)
-    with pytest.raises(ValueError, match=r"initial_params\['bias'\] is bfloat16"):
-        optperm.export_permutation(params | {"bias": params["bias"].astype("bfloat16")}, opt_state)
-    with pytest.raises(ValueError, match="initial_params has another tree structure"):
-        optperm.export_permutation({"kernel": params["kernel"]}, opt_state)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda i: i.at[0].set(i[1]),
-        lambda i: i.at[0].set(99),
-        lambda i: i.at[0].set(-1),
-        lambda i: i + 1,
-    ],
-)
-def test_corrupted_permutations_are_refused_by_name(spoil):
-    """Indices given twice or out of range raise instead of rebuilding something."""
-    params = support.random_params()
-    permutation = optperm.export_permutation(params, train(params))
-    with pytest.raises(ValueError, match=r"permutation\['bias'\] must hold each index from 0 to 4"):
-        optperm.apply_permutation(params, permutation | {"bias": spoil(permutation["bias"])})
-
-
-def test_permutations_of_other_params_are_refused_by_name():
-    """Another tree, another shape and indices that are no integers raise."""
-    params = support.random_params()
-    permutation = optperm.export_permutation(params, train(params))
-    with pytest.raises(ValueError, match=r"permutation has another tree structure"):
-        optperm.apply_permutation(params, {"kernel": permutation["kernel"]})
-    with pytest.raises(ValueError, match=r"permutation\['bias'\] is int32\[4\]"):
-        optperm.apply_permutation(params, permutation | {"bias": jnp.arange(4)})
-    with pytest.raises(TypeError, match=r"permutation\['bias'\] must hold integers, got float32"):
-        optperm.apply_permutation(params, permutation | {"bias": jnp.arange(5.0)})
-
-
-@pytest.mark.parametrize(
-    "function",
-    [optperm.permuted_params, lambda opt_state: optperm.export_permutation({}, opt_state)],
-)
-def test_states_with_no_permutation_or_two_are_refused(function):
-    """The message names what was looked for, and how many there were."""
-    params = support.random_params()
-    with pytest.raises(ValueError, match=r"PermuteByCyclesState .*optperm.sgperm.* found none"):
-        function(optax.adam(0.1).init(params))
-    labels = {"kernel": "a", "bias": "b"}
-    twice = optax.partition({"a": optperm.sgperm(), "b": optperm.sgperm()}, labels)
-    with pytest.raises(ValueError, match=r"PermuteByCyclesState .* found 2"):
-        function(twice.init(params))
-
-
 def test_permuted_params_fills_in_what_it_does_not_train():
     """With params the masked leaves are theirs; the exact weights are still the state's."""
     params = support.random_params()
     tx = optax.masked(optperm.sgperm(0.5), {"kernel": True, "bias": False})
     grads = support.random_like(params, 1)
-    updates, opt_state = tx.update(grads, tx.init(params), params)
-    moved = optax.apply_updates(params, updates)
+    ((moved, opt_state),) = loops.train(tx, params, [grads], apply=loops.by_addition)
     assert optperm.permuted_params(opt_state)["bias"] == optax.MaskedNode()
     full = optperm.permuted_params(opt_state, moved)
     assert full["bias"] is moved["bias"]
     support.assert_permutes(full["kernel"], params["kernel"])
-    with pytest.raises(ValueError, match="params"):
-        optperm.permuted_params(opt_state, {"kernel": params["kernel"]})
-    with pytest.raises(ValueError, match=r"params\['kernel'\]"):
-        optperm.permuted_params(opt_state, moved | {"kernel": jnp.zeros((2, 2))})

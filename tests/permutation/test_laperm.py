@@ -1,26 +1,19 @@
 """LaPerm against a simulation in NumPy, and what its documentation promises."""
 
 import functools
-import warnings
 
-import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import loops
 import numpy as np
 import optax
 import pytest
 import replicas
 import support
-from flax import nnx
-from flax.training.train_state import TrainState
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.contract.states import find_state
 from optperm.placement import replace_targets
 
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
@@ -34,36 +27,25 @@ def grads(step):
     return support.random_like(params(), step)
 
 
-def step(tx, p, opt_state, g):
-    updates, opt_state = tx.update(g, opt_state, p)
-    return optperm.apply_updates(p, updates, opt_state), opt_state
+def train(tx, p, steps, **options):
+    """Params and state after each step of gradients that are drawn for it."""
+    drawn = [support.random_like(params(), step) for step in steps]
+    return loops.train(tx, p, drawn, **options)
 
 
 def reordered(initial, leaf):
     """The initial values of each column in the order of the leaf's: the paper, word for word."""
-    values, rows = (
-        x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x[:, None] for x in (initial, leaf)
-    )
-    order = np.argsort(values.astype(np.float64), axis=0, kind="stable")
-    values = np.take_along_axis(values, order, axis=0)
-    ranks = np.argsort(
-        np.argsort(rows.astype(np.float64), axis=0, kind="stable"), axis=0, kind="stable"
-    )
+    values, rows = support.columns(initial), support.columns(leaf)
+    sorting = functools.partial(np.argsort, axis=0, kind="stable")
+    values = np.take_along_axis(values, sorting(values.astype(np.float64)), axis=0)
+    ranks = sorting(sorting(rows.astype(np.float64)))
     return np.take_along_axis(values, ranks, axis=0).reshape(leaf.shape)
 
 
 @functools.cache
-def trained(sync_every, steps=10, rate=0.3):
-    """Params and state after each step of Adam, in one scan."""
-    tx = optperm.laperm(optax.adam(rate), sync_every)
-    xs = jax.tree.map(lambda *gs: jnp.stack(gs), *(grads(index) for index in range(steps)))
-
-    def body(carry, g):
-        carry = step(tx, *carry, g)
-        return carry, carry
-
-    _, trail = jax.jit(lambda p: jax.lax.scan(body, (p, tx.init(p)), xs))(params())
-    return [replicas.take(trail, index) for index in range(steps)]
+def trained(sync_every):
+    """Params and state after each of ten steps of Adam, in one scan."""
+    return train(optperm.laperm(optax.adam(0.3), sync_every), params(), range(10), how="scan")
 
 
 def slower(count):
@@ -98,16 +80,8 @@ def test_is_adam_with_the_weights_put_back(sync_every, synced_after):
         assert name == "bias" or np.mean(last != np.asarray(initial)) > 0.3
 
 
-DTYPES = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-    "float64": np.float64,
-}
-
-
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", support.DTYPES)
 @hypothesis.given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     seed=st.integers(0, 2**32 - 1),
@@ -125,19 +99,18 @@ def test_every_row_is_its_initial_values_in_the_order_of_the_current_ones(
         x = rng.normal(size=shape)
         x = np.round(x * levels) / levels if levels else x
         return np.where(rng.random(shape) < 0.2, rng.choice([0.0, -0.0], size=shape), x).astype(
-            DTYPES[dtype]
+            support.DTYPES[dtype]
         )
 
     initial, start = draw(), draw()
     with jax.enable_x64(dtype == "float64"):
         tx = optperm.laperm(optax.identity(), 1)
-        p, opt_state, update = jnp.asarray(start), tx.init(jnp.asarray(initial)), jax.jit(tx.update)
+        p, opt_state = jnp.asarray(start), tx.init(jnp.asarray(initial))
         for _ in range(2):
             g = draw()
             g[rng.random(shape) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
             moved = np.asarray(p) + np.where(np.isfinite(g), g, np.zeros_like(g))
-            updates, opt_state = update(jnp.asarray(g), opt_state, p)
-            p = optperm.apply_updates(p, updates, opt_state)
+            p, opt_state = loops.compiled(tx)(p, opt_state, jnp.asarray(g))
             support.assert_same_bits(p, jnp.asarray(reordered(initial, moved)))
             support.assert_same_bits(optperm.permuted_params(opt_state), p)
             permutation = optperm.export_permutation(jnp.asarray(initial), opt_state)
@@ -151,21 +124,18 @@ def test_synchronizing_each_step_learns_nothing_where_steps_are_small():
     y = x @ jnp.linspace(-1.0, 1.0, 10)
     start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 10))
 
-    def loss_fn(w):
+    def loss_fn(w, _):
         return jnp.mean((x @ w - y) ** 2)
 
-    def train(sync_every):
+    def end(sync_every):
         tx = optperm.laperm(optax.adam(0.02), sync_every)
+        step = loops.make_step(tx, loops.gradient(loss_fn))
+        return loops.carry(step, start, tx.init(start), jnp.arange(200))[0]
 
-        def body(carry, _):
-            return step(tx, *carry, jax.grad(loss_fn)(carry[0])), None
-
-        return jax.jit(lambda w: jax.lax.scan(body, (w, tx.init(w)), length=200)[0][0])(start)
-
-    support.assert_same_bits(train(1), start)
-    learned = train(50)
+    support.assert_same_bits(end(1), start)
+    learned = end(50)
     support.assert_permutes(learned, start)
-    assert loss_fn(learned) < 0.05 * loss_fn(start)
+    assert loss_fn(learned, ()) < 0.05 * loss_fn(start, ())
 
 
 @pytest.mark.parametrize("axes", [0, (1, 2), (), lambda path, leaf: leaf.ndim - 1])
@@ -174,9 +144,8 @@ def test_export_between_two_synchronizations(axes):
     exported permutation rebuilds the weights bit for bit, along the output axes asked for."""
     initial = {"kernel": jax.random.normal(jax.random.key(0), (3, 4, 5)), "scale": jnp.float32(2)}
     tx = optperm.laperm(optax.sgd(0.5), 2, output_axes=axes)
-    p, opt_state = initial, tx.init(initial)
-    for index in range(3):
-        p, opt_state = step(tx, p, opt_state, support.random_like(initial, index))
+    drawn = [support.random_like(initial, index) for index in range(3)]
+    p, opt_state = loops.train(tx, initial, drawn)[-1]
     last = optperm.permuted_params(opt_state)
     now = optperm.permuted_params(opt_state, p, output_axes=axes)
     assert not np.array_equal(last["kernel"], now["kernel"])
@@ -184,7 +153,7 @@ def test_export_between_two_synchronizations(axes):
         permutation = optperm.export_permutation(initial, opt_state, *given, output_axes=axes)
         support.assert_same_bits(optperm.apply_permutation(initial, permutation), weights)
     # As the weights that one more synchronization would place.
-    _, next_state = step(tx, p, opt_state, jax.tree.map(jnp.zeros_like, p))
+    _, next_state = loops.compiled(tx)(p, opt_state, jax.tree.map(jnp.zeros_like, p))
     support.assert_same_bits(optperm.permuted_params(next_state), now)
     with pytest.raises(ValueError, match=r"params\['scale'\]"):
         optperm.export_permutation(initial, opt_state, p | {"scale": jnp.ones(2)})
@@ -196,9 +165,7 @@ def test_masked_leaves_are_those_given():
         {"permute": optperm.laperm(optax.adam(0.3), 2), "adam": optax.adam(0.1)},
         {"kernel": "permute", "bias": "adam"},
     )
-    p, opt_state = params(), tx.init(params())
-    for index in range(3):
-        p, opt_state = step(tx, p, opt_state, grads(index))
+    p, opt_state = train(tx, params(), range(3))[-1]
     full = optperm.permuted_params(opt_state, p)
     assert full["bias"] is p["bias"]
     support.assert_permutes(full["kernel"], params()["kernel"])
@@ -214,47 +181,38 @@ def test_replicas_that_average_their_gradients_agree(mapping):
     """Four replicas hold the same bits after each step, permutations of the start when synchronized."""
     tx = optperm.laperm(optax.adam(0.3), 2)
     batches = [replicas.stack([grads(4 * index + r) for r in range(4)]) for index in range(4)]
-
-    def evaluate(p, batch):
-        return jax.lax.pmean(batch, replicas.AXIS), {}
-
-    trail = replicas.train(tx, params(), batches, size=4, mapping=mapping, evaluate=evaluate)
-    alone = params(), tx.init(params())
-    for index, (p, _) in enumerate(trail):
-        alone = step(tx, *alone, jax.tree.map(lambda g: g.mean(axis=0), batches[index]))
-        for replica in range(1, 4):
-            support.assert_same_bits(replicas.take(p, replica), replicas.take(p, 0))
+    trail = loops.train(tx, params(), batches, evaluate=averaged, how=mapping, size=4)
+    means = [jax.tree.map(lambda g: g.mean(axis=0), batch) for batch in batches]
+    both = zip(trail, loops.train(tx, params(), means), strict=True)
+    for index, ((p, _), (alone, _)) in enumerate(both):
         got = replicas.take(p, 0)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, alone[0])
+        for replica in range(1, 4):
+            support.assert_same_bits(replicas.take(p, replica), got)
+        support.assert_close(got, alone, atol=1e-5, rtol=1e-7)
         if index % 2:
             support.assert_permutes(got, params())
+
+
+def averaged(p, batch):
+    """The mean gradient of all replicas."""
+    del p
+    return jax.lax.pmean(batch, replicas.AXIS), {}
 
 
 def test_a_scan_in_checked_shard_map_keeps_its_types():
     """Networks of their own, initialized inside: what varies does from the start, the count never."""
     tx = optperm.laperm(optax.adam(0.3), 2)
-    mesh = Mesh(np.array(jax.devices()[:2]), (replicas.AXIS,))
-    each = P(replicas.AXIS)
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(each, each), out_specs=(each, P()))
-    def train(p, batches):
-        p, batches = replicas.take((p, batches), 0)
-        (p, opt_state), _ = jax.lax.scan(
-            lambda carry, g: (step(tx, *carry, g), None), (p, tx.init(p)), batches
-        )
-        return jax.tree.map(lambda leaf: leaf[None], p), opt_state.count
+    def run(_, part):
+        p, opt_state = loops.carry(loops.make_step(tx), part[0], tx.init(part[0]), part[1])
+        return opt_state.count, p
 
     starts = [support.random_params(seed) for seed in range(2)]
     xs = [replicas.stack([grads(9 * r + index) for index in range(4)]) for r in range(2)]
-    p, count = jax.jit(train)(replicas.stack(starts), replicas.stack(xs))
-    assert count == 4
-    batched, _ = jax.jit(
-        jax.vmap(
-            lambda p, xs: jax.lax.scan(
-                lambda carry, g: (step(tx, *carry, g), None), (p, tx.init(p)), xs
-            )[0]
-        )
-    )(replicas.stack(starts), replicas.stack(xs))
+    parts = replicas.stack(starts), replicas.stack(xs)
+    counts, p = replicas.share(run, "shard_map", 2)((), parts)
+    assert counts.tolist() == [4, 4]
+    _, batched = jax.jit(jax.vmap(run, in_axes=(None, 0)))((), parts)
     for index, start in enumerate(starts):
         support.assert_permutes(replicas.take(p, index), start)
         support.assert_same_bits(replicas.take(batched, index), replicas.take(p, index))
@@ -265,19 +223,15 @@ def test_gradients_that_are_not_finite_do_no_harm():
     tx = optperm.laperm(optax.adam(0.3), 2)
     bad = grads(0) | {"bias": jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, -1.0])}
     zeros = bad | {"bias": jnp.array([1.0, 0.0, 0.0, 0.0, -1.0])}
-    for got, wanted in zip(
-        *(jax.tree.leaves(step(tx, params(), tx.init(params()), g)) for g in (bad, zeros)),
-        strict=True,
-    ):
-        support.assert_same_bits(got, wanted)
+    support.assert_same_bits(*(loops.train(tx, params(), [g]) for g in (bad, zeros)))
 
 
 def test_a_row_with_a_nan_goes_back_to_its_last_order():
     """The rows beside it are synchronized."""
     tx = optperm.laperm(optax.sgd(1.0), 1)
-    p, opt_state = step(tx, params(), tx.init(params()), grads(0))
+    ((p, opt_state),) = train(tx, params(), [0])
     broken = p | {"kernel": p["kernel"].at[3, 1].set(jnp.nan).at[4, 2].set(jnp.inf)}
-    after, opt_state = step(tx, broken, opt_state, grads(1))
+    ((after, opt_state),) = train(tx, broken, [1], opt_state=opt_state)
     support.assert_permutes(after, params())
     support.assert_same_bits(after["kernel"][:, 1], p["kernel"][:, 1])
     assert after["kernel"][4, 2] == params()["kernel"][:, 2].max()
@@ -291,11 +245,10 @@ def test_a_row_with_a_nan_goes_back_to_its_last_order():
 def test_scalars_and_empty_leaves_are_left_alone():
     """A scalar keeps its value at every step, an empty leaf does no harm."""
     start = {"scale": jnp.float32(2.0), "none": jnp.zeros((0, 3)), "bias": support.bias(6)}
-    tx = optperm.laperm(optax.adam(0.3), 2)
-    p, opt_state = start, tx.init(start)
-    for index in range(3):
-        p, opt_state = step(tx, p, opt_state, support.random_like(start, index))
-        assert p["scale"] == 2.0
+    drawn = [support.random_like(start, index) for index in range(3)]
+    trail = loops.train(optperm.laperm(optax.adam(0.3), 2), start, drawn)
+    assert [p["scale"] for p, _ in trail] == [2.0] * 3
+    p, opt_state = trail[-1]
     assert not np.array_equal(p["bias"], start["bias"])
     assert optperm.permuted_params(opt_state, p)["scale"] == 2.0
     moved = optperm.apply_updates(p, jax.tree.map(jnp.ones_like, p), opt_state)
@@ -305,24 +258,20 @@ def test_scalars_and_empty_leaves_are_left_alone():
 def test_the_period_may_be_traced():
     """Under `inject_hyperparams` it is a number in the state, which may change."""
     tx = optax.inject_hyperparams(optperm.laperm)(optax.adam(0.3), sync_every=3)
-    p, opt_state = params(), tx.init(params())
-    run = jax.jit(functools.partial(step, tx))
-    for index in range(6):
-        if index == 4:
-            opt_state.hyperparams["sync_every"] = jnp.int32(5)
-        p, opt_state = run(p, opt_state, grads(index))
-        assert opt_state.inner_state.synchronized == (index + 1 in (3, 5))
+    first = train(tx, params(), range(4))
+    p, opt_state = first[-1]
+    opt_state.hyperparams["sync_every"] = jnp.int32(5)
+    trail = first + train(tx, p, range(4, 6), opt_state=opt_state)
+    synchronized = [bool(opt_state.inner_state.synchronized) for _, opt_state in trail]
+    assert synchronized == [False, False, True, False, True, False]
 
 
 def test_in_multi_steps_it_counts_whole_steps():
     """The weights are placed exactly at every second micro-step, and stay there in between."""
     tx = optax.MultiSteps(optperm.laperm(optax.adam(0.3), 1), every_k_schedule=2)
-    p, opt_state, run = params(), tx.init(params()), jax.jit(functools.partial(step, tx))
-    trail = []
-    for index in range(5):
-        p, opt_state = run(p, opt_state, grads(index))
+    trail = [p for p, _ in train(tx, params(), range(5))]
+    for p in trail:
         support.assert_permutes(p, params())
-        trail.append(p)
     support.assert_same_bits(trail[2], trail[1])
     assert not np.array_equal(trail[3]["kernel"], trail[1]["kernel"])
 
@@ -330,12 +279,10 @@ def test_in_multi_steps_it_counts_whole_steps():
 def test_it_may_follow_another_optimizer():
     """After `switch_after` a multiset of trained weights is permuted, and found."""
     tx = optperm.switch_after(2, optax.adam(0.3), optperm.laperm(optax.adam(0.3), 2))
-    p, opt_state, trail = params(), tx.init(params()), []
-    for index in range(5):
-        p, opt_state = step(tx, p, opt_state, grads(index))
-        trail.append(p)
+    steps = train(tx, params(), range(5))
+    trail, opt_state = [p for p, _ in steps], steps[-1][1]
     support.assert_permutes(trail[3], trail[1])
-    support.assert_permutes(optperm.permuted_params(opt_state, p), trail[1])
+    support.assert_permutes(optperm.permuted_params(opt_state, trail[-1]), trail[1])
     assert not np.array_equal(trail[3]["kernel"], trail[1]["kernel"])
     assert not np.array_equal(trail[1]["kernel"], params()["kernel"])
 
@@ -343,68 +290,10 @@ def test_it_may_follow_another_optimizer():
 def test_targets_of_another_state():
     """The weights of the other, in its order; count and moments stay."""
     tx = optperm.laperm(optax.adam(0.3), 1)
-    start = tx.init(params())
-    _, other = step(tx, params(), start, grads(0))
+    start, ((_, other),) = tx.init(params()), train(tx, params(), [0])
     merged = replace_targets(start, other)
     support.assert_same_bits((merged.weights, merged.ranks), (other.weights, other.ranks))
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
-
-
-def test_in_an_nnx_optimizer():
-    """`nnx.Optimizer` trains with it; the params to synchronize may be the model's variables."""
-    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    initial = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, optperm.laperm(optax.adam(0.5), 2), wrt=nnx.Param)
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    for _ in range(3):
-        optimizer.update(model, nnx.grad(lambda m: jnp.sum(jnp.sin(9.0 * m(x))))(model))
-    state = find_state(optimizer.opt_state, optperm.LapermState, method="laperm")
-    assert state.count == 3
-    now = optperm.permuted_params(optimizer.opt_state, nnx.state(model, nnx.Param))
-    support.assert_permutes(nnx.to_pure_dict(now), initial)
-    last = nnx.to_pure_dict(optperm.permuted_params(optimizer.opt_state))
-    support.assert_permutes(last, initial)
-    assert not np.array_equal(last["kernel"], initial["kernel"])
-    nnx.update(model, now)
-    support.assert_same_bits(model.kernel.get_value(), nnx.to_pure_dict(now)["kernel"])
-
-
-def test_a_linen_train_state_trains_with_it():
-    """Flax's own `TrainState`, with plain `optax.apply_updates`: exact weights in the state."""
-    model = nn.Dense(3, bias_init=nn.initializers.normal())
-    x = jax.random.normal(jax.random.key(1), (5, 4))
-    start = model.init(jax.random.key(0), x)["params"]
-    state = TrainState.create(
-        apply_fn=model.apply, params=start, tx=optperm.laperm(optax.adam(0.5), 2)
-    )
-    for _ in range(2):
-        g = jax.grad(lambda p: jnp.sum(jnp.sin(9.0 * model.apply({"params": p}, x))))(state.params)
-        state = state.apply_gradients(grads=g)
-    exact = optperm.permuted_params(state.opt_state)
-    support.assert_permutes(exact, start)
-    assert not np.array_equal(exact["kernel"], start["kernel"])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-7), state.params, exact
-    )
-
-
-def test_arguments_that_are_wrong_are_named():
-    """When it is built, or initialized: what came, and what to do."""
-    for number, error in [(0, ValueError), (1.5, TypeError), (True, TypeError), (None, TypeError)]:
-        with pytest.raises(error, match="sync_every"):
-            optperm.laperm(optax.sgd(0.1), number)
-    with pytest.raises(TypeError, match="optimizer must be an optax"):
-        optperm.laperm(0.1, 10)
-    with pytest.raises(ValueError, match="optimizer places params"):
-        optperm.laperm(optperm.sgperm(), 10).init(params())
-    masked = optax.chain(optax.sgd(0.1), optperm.mask_elements())
-    with pytest.raises(ValueError, match="or holds some"):
-        optperm.laperm(masked, 10).init(params())
-    optperm.laperm(optperm.switch_after(1, optax.sgd(0.1), optax.adam(0.1)), 10).init(params())
-    with pytest.raises(TypeError, match=r"params\['table'\] has dtype int32"):
-        optperm.laperm(optax.sgd(0.1), 10).init({"table": jnp.arange(3)})
-    with pytest.raises(ValueError, match=r"output_axes \(2,\) .*kernel"):
-        optperm.laperm(optax.sgd(0.1), 10, output_axes=2).init(params())
 
 
 def test_constant_rows_are_warned_of():
@@ -413,6 +302,4 @@ def test_constant_rows_are_warned_of():
     tx = optperm.laperm(optax.sgd(0.1), 10)
     with pytest.warns(UserWarning, match=r"In bias all weights.*optperm.laperm\(optax.adam"):
         opt_state = tx.init(start)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tx.update(grads(0), opt_state, start)
+    tx.update(grads(0), opt_state, start)  # warns no more: pytest makes an error of a warning

@@ -4,19 +4,12 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import ml_dtypes
+import loops
 import numpy as np
 import pytest
 import support
 
 import optperm
-
-DTYPES = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-    "float64": np.float64,
-}
 
 
 @st.composite
@@ -58,12 +51,12 @@ def numbers(step, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", support.DTYPES)
 @hypothesis.given(step=steps())
 @hypothesis.settings(max_examples=12)
 def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
     """Each weight vector keeps its bits; each moved weight moved the way asked, within reach."""
-    weights, recommendation = numbers(step, DTYPES[dtype])
+    weights, recommendation = numbers(step, support.DTYPES[dtype])
     with jax.enable_x64(dtype == "float64"):
         params, grads = jnp.asarray(weights), jnp.asarray(recommendation)
         tx = optperm.permute_by_cycles(**step["arguments"])
@@ -103,30 +96,20 @@ def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
         assert not np.any(moved)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", support.DTYPES)
 @hypothesis.given(seed=st.integers(0, 2**31 - 1), ratio=st.floats(0.1, 1.0))
 @hypothesis.settings(max_examples=2)
 def test_training_keeps_every_weight_vector_bit_for_bit(dtype, seed, ratio):
     """After twenty steps of sgperm the multisets, and the dtypes, are those of the start."""
     with jax.enable_x64(dtype == "float64"):
         params = {
-            "conv": jax.random.normal(jax.random.key(seed), (3, 3, 2, 4), DTYPES[dtype]),
-            "bias": jax.random.normal(jax.random.key(seed + 1), (9,), DTYPES[dtype]),
+            "conv": jax.random.normal(jax.random.key(seed), (3, 3, 2, 4), support.DTYPES[dtype]),
+            "bias": jax.random.normal(jax.random.key(seed + 1), (9,), support.DTYPES[dtype]),
         }
         tx = optperm.sgperm(0.3, partition_ratio=ratio, seed=seed)
-
-        @jax.jit
-        def train(params):
-            def step(carry, key):
-                params, opt_state = carry
-                grads = support.random_like_from_key(params, key)
-                updates, opt_state = tx.update(grads, opt_state, params)
-                return (optperm.apply_updates(params, updates, opt_state), opt_state), None
-
-            keys = jax.random.split(jax.random.key(seed), 20)
-            return jax.lax.scan(step, (params, tx.init(params)), keys)[0]
-
-        final, opt_state = train(params)
+        step = loops.make_step(tx, lambda p, key: (support.random_like_from_key(p, key), {}))
+        keys = jax.random.split(jax.random.key(seed), 20)
+        final, opt_state = loops.carry(step, params, tx.init(params), keys)
         support.assert_permutes(final, params)
         support.assert_same_bits(final, optperm.permuted_params(opt_state))
         assert np.mean(np.asarray(final["conv"] != params["conv"])) > 0.3
@@ -136,11 +119,9 @@ def test_training_keeps_every_weight_vector_bit_for_bit(dtype, seed, ratio):
 def test_equal_weights_keep_their_places_and_their_signs():
     """A row of 0.0 and -0.0 has no range: nothing moves, and no zero changes its sign."""
     params = jnp.array([0.0, -0.0, 0.0, -0.0, -0.0])
-    tx = optperm.sgperm(1.0)
-    updates, opt_state = jax.jit(tx.update)(
-        jnp.array([1.0, -1.0, 1.0, -1.0, 1.0]), tx.init(params), params
-    )
-    support.assert_permutes(optperm.apply_updates(params, updates, opt_state), params)
+    grads = jnp.array([1.0, -1.0, 1.0, -1.0, 1.0])
+    ((after, opt_state),) = loops.train(optperm.sgperm(1.0), params, [grads])
+    support.assert_permutes(after, params)
     np.testing.assert_array_equal(optperm.permuted_params(opt_state), jnp.zeros(5))
 
 

@@ -8,13 +8,12 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
+import replicas
 import support
-from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm.contract.states import find_state, mask_like
@@ -43,17 +42,15 @@ def distinct(seed=0):
     }
 
 
-def with_ties():
-    """Few magnitudes, many times each."""
-    return jax.tree.map(lambda x: np.float32(x % 3) * np.sign(x), distinct())
-
-
-def all_equal():
-    return jax.tree.map(np.sign, distinct())
-
-
-def with_nans():
-    return jax.tree.map(lambda x: np.where(x % 4 == 0, np.float32(np.nan), x), distinct())
+SCORES = {
+    "distinct": distinct,
+    # Few magnitudes, many times each.
+    "with ties": lambda: jax.tree.map(lambda x: np.float32(x % 3) * np.sign(x), distinct()),
+    "all equal": lambda: jax.tree.map(np.sign, distinct()),
+    "with NaN": lambda: jax.tree.map(
+        lambda x: np.where(x % 4 == 0, np.float32(np.nan), x), distinct()
+    ),
+}
 
 
 def lowest(scores, count):
@@ -64,15 +61,16 @@ def lowest(scores, count):
     return chosen.reshape(np.shape(scores))
 
 
-def lowest_of_all(scores, count):
-    """The same over a whole tree."""
+def lowest_of_tree(scores, fraction, scope):
+    """The same share of each leaf, or of the whole tree."""
+    if scope == "leaf":
+        return jax.tree.map(lambda s: lowest(s, math.floor(fraction * np.size(s))), scores)
     leaves, structure = jax.tree.flatten(scores)
-    chosen = lowest(np.concatenate([leaf.ravel() for leaf in leaves]), count)
+    flat = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    chosen = lowest(flat, math.floor(fraction * flat.size))
     ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = [
-        part.reshape(leaf.shape) for part, leaf in zip(np.split(chosen, ends), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, parts)
+    parts = zip(np.split(chosen, ends), leaves, strict=True)
+    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in parts])
 
 
 def mask_of(opt_state):
@@ -84,11 +82,6 @@ def held_by(opt_state):
     return jax.tree.map(np.logical_not, mask_of(opt_state))
 
 
-def signature(tree):
-    avals = [(x.shape, x.dtype, jax.typeof(x).weak_type) for x in jax.tree.leaves(tree)]
-    return jax.tree.structure(tree), avals
-
-
 def pruned_like(params, held):
     return jax.tree.map(lambda p, h: jnp.where(h, jnp.zeros_like(p), p), params, held)
 
@@ -96,21 +89,17 @@ def pruned_like(params, held):
 # Which entries, and how many.
 
 
-@pytest.mark.parametrize("make_scores", [distinct, with_ties, all_equal, with_nans])
+@pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("scope", ["leaf", "global"])
-def test_exactly_the_lowest_are_chosen(make_scores, scope):
+def test_exactly_the_lowest_are_chosen(kind, scope):
     """For every fraction of 0, .02, ... 1 the same entries as NumPy's, down to ties and NaN."""
-    scores = make_scores()
+    scores = SCORES[kind]()
     opt_state = optperm.mask_elements().init(scores)
     total = sum(leaf.size for leaf in scores.values())
     counts = []
     for fraction in GRID:
-        if scope == "leaf":
-            expected = {k: lowest(s, math.floor(fraction * s.size)) for k, s in scores.items()}
-        else:
-            expected = lowest_of_all(scores, math.floor(fraction * total))
         got = held_by(optperm.freeze(opt_state, fraction, scores=scores, scope=scope))
-        support.assert_same_bits(got, expected)
+        support.assert_same_bits(got, lowest_of_tree(scores, fraction, scope))
         counts.append(sum(int(leaf.sum()) for leaf in got.values()))
     assert counts[0] == 0
     assert counts[-1] == total
@@ -142,7 +131,7 @@ def test_python_and_traced_fractions_count_in_their_own_arithmetic():
 @pytest.mark.parametrize("criterion", ["magnitude", "random"])
 def test_vmap_over_fractions_and_keys_gives_one_by_one(scope, criterion):
     """A sweep in one compiled call, traced fraction and key, against the single calls."""
-    params = jax.tree.map(jnp.asarray, with_ties())
+    params = jax.tree.map(jnp.asarray, SCORES["with ties"]())
     opt_state = optax.chain(optax.trace(0.9), optperm.mask_elements()).init(params)
     fractions = jnp.asarray(GRID[::5], jnp.float32)
     keys = jax.random.split(jax.random.key(0), len(fractions))
@@ -152,7 +141,7 @@ def test_vmap_over_fractions_and_keys_gives_one_by_one(scope, criterion):
 
     swept = jax.jit(jax.vmap(one))(fractions, keys)
     for index, (fraction, key) in enumerate(zip(fractions, keys, strict=True)):
-        support.assert_same_bits(jax.tree.map(lambda x, i=index: x[i], swept), one(fraction, key))
+        support.assert_same_bits(replicas.take(swept, index), one(fraction, key))
     held = jax.tree.leaves(held_by(swept[1]))
     totals = sum(leaf.reshape(len(fractions), -1).sum(axis=1) for leaf in held)
     assert (np.diff(totals) > 0).all()
@@ -165,22 +154,19 @@ _MAGNITUDES = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -2.0, math.inf, math.n
 @hypothesis.given(data=st.data())
 def test_any_tree_has_the_exact_number_of_masks(data):
     """Trees of any shapes, with ties, zeros of both signs, infinities and NaN."""
+
+    def draw_leaf(shape):
+        size = math.prod(shape)
+        drawn = data.draw(st.lists(_MAGNITUDES, min_size=size, max_size=size))
+        return np.array(drawn, np.float32).reshape(shape)
+
     shapes = data.draw(st.lists(st.lists(st.integers(1, 4), max_size=2).map(tuple), min_size=1))
-    scores = [
-        np.array(
-            data.draw(st.lists(_MAGNITUDES, min_size=math.prod(shape), max_size=math.prod(shape))),
-            np.float32,
-        ).reshape(shape)
-        for shape in shapes
-    ]
+    scores = [draw_leaf(shape) for shape in shapes]
     fraction = data.draw(st.floats(0.0, 1.0))
     scope = data.draw(st.sampled_from(["leaf", "global"]))
     opt_state = optperm.mask_elements().init(scores)
     params, after = optperm.prune(scores, opt_state, fraction, scope=scope)
-    if scope == "leaf":
-        expected = [lowest(leaf, math.floor(fraction * leaf.size)) for leaf in scores]
-    else:
-        expected = lowest_of_all(scores, math.floor(fraction * sum(leaf.size for leaf in scores)))
+    expected = lowest_of_tree(scores, fraction, scope)
     support.assert_same_bits(held_by(after), expected)
     support.assert_same_bits(params, pruned_like(scores, expected))
 
@@ -189,33 +175,30 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
     """With one key a larger fraction takes in the smaller; the scores and the params have no say."""
     params, key = jax.tree.map(jnp.asarray, distinct()), jax.random.key(3)
     opt_state = optperm.mask_elements().init(params)
-    for scope in ("leaf", "global"):
-        choose = functools.partial(
-            optperm.freeze, opt_state, criterion="random", scope=scope, key=key
+
+    def choose(fraction, scope, key=key, opt_state=opt_state, **options):
+        return held_by(
+            optperm.freeze(opt_state, fraction, criterion="random", scope=scope, key=key, **options)
         )
-        before = held_by(choose(0.0))
+
+    for scope in ("leaf", "global"):
+        before = choose(0.0, scope)
         for fraction in GRID[5::5]:
-            now = held_by(choose(fraction))
+            now = choose(fraction, scope)
             assert all(jax.tree.leaves(jax.tree.map(lambda b, n: np.all(n[b]), before, now)))
             before = now
-    held = held_by(choose(0.4))
-    _, opt_state_pruned = optperm.prune(
+    held = choose(0.4, "global")
+    _, pruned = optperm.prune(
         params, opt_state, 0.4, criterion="random", scope="global", key=key, scores=params
     )
-    support.assert_same_bits(held_by(opt_state_pruned), held)
-    other = held_by(
-        optperm.freeze(opt_state, 0.4, criterion="random", key=jax.random.key(4), scope="global")
-    )
-    assert not np.array_equal(other["f"], held["f"])
+    support.assert_same_bits(held_by(pruned), held)
+    assert not np.array_equal(choose(0.4, "global", jax.random.key(4))["f"], held["f"])
     # Leaves of one size draw apart, and what else is included does not matter.
-    twins = {"x": jnp.ones(50), "y": jnp.ones(50)}
-    twin_state = optperm.mask_elements().init(twins)
-    both = held_by(optperm.freeze(twin_state, 0.5, criterion="random", key=key))
+    twins = optperm.mask_elements().init({"x": jnp.ones(50), "y": jnp.ones(50)})
+    both = choose(0.5, "leaf", opt_state=twins)
     assert not np.array_equal(both["x"], both["y"])
-    alone = optperm.freeze(
-        twin_state, 0.5, criterion="random", key=key, include={"x": False, "y": True}
-    )
-    support.assert_same_bits(held_by(alone), both | {"x": np.zeros(50, bool)})
+    alone = choose(0.5, "leaf", opt_state=twins, include={"x": False, "y": True})
+    support.assert_same_bits(alone, both | {"x": np.zeros(50, bool)})
 
 
 def test_random_choice_is_uniform():
@@ -244,15 +227,13 @@ def test_only_included_leaves_are_touched(include):
     """A tree of booleans, or a function to one; the others do not count into a global fraction."""
     params = {"net": support.random_params(), "out": (support.bias(3), support.bias(4))}
     opt_state = optperm.mask_elements().init(params)
-    taking_part = {"kernel": params["net"]["kernel"], "bias": params["out"][1]}
-    expected = lowest_of_all(
-        [taking_part["kernel"], taking_part["bias"]], math.floor(0.3 * (60 + 4))
-    )
-    after, state = optperm.prune(params, opt_state, 0.3, scope="global", include=include)
+    taking_part = [params["net"]["kernel"], params["out"][1]]
+    kernel, last = lowest_of_tree(taking_part, 0.3, "global")
     held = {
-        "net": {"kernel": expected[0], "bias": np.zeros(5, bool)},
-        "out": (np.zeros(3, bool), expected[1]),
+        "net": {"kernel": kernel, "bias": np.zeros(5, bool)},
+        "out": (np.zeros(3, bool), last),
     }
+    after, state = optperm.prune(params, opt_state, 0.3, scope="global", include=include)
     support.assert_same_bits(held_by(state), held)
     support.assert_same_bits(after, pruned_like(params, held))
     frozen = optperm.freeze(opt_state, 0.3, scores=params, scope="global", include=include)
@@ -385,17 +366,11 @@ def strange():
 @pytest.mark.parametrize("update", [math.nan, math.inf, -math.inf, 1.0, -0.0])
 def test_frozen_weights_keep_their_bits(update):
     """Whatever the update is: NaN, infinite; and whatever the weight is: -0.0, subnormal, NaN."""
-    params = strange()
-    scores = jnp.arange(20.0)
+    params, given = strange(), jnp.full(20, update)
     tx = optax.chain(optax.scale(1.0), optperm.mask_elements())
-    opt_state = optperm.freeze(tx.init(params), 0.5, scores=scores)
-
-    @jax.jit
-    def step(params, opt_state):
-        updates, opt_state = tx.update(jnp.full(20, update), opt_state, params)
-        return optperm.apply_updates(params, updates, opt_state), updates, opt_state
-
-    after, updates, opt_state = step(*step(params, opt_state)[::2])
+    opt_state = optperm.freeze(tx.init(params), 0.5, scores=jnp.arange(20.0))
+    (_, once), (after, _) = loops.train(tx, params, [given] * 2, opt_state=opt_state)
+    updates, _ = jax.jit(tx.update)(given, once, params)
     support.assert_same_bits(after[:10], params[:10])
     support.assert_same_bits(updates[:10], jnp.full(10, -0.0))
     support.assert_same_bits(updates[10:], jnp.full(10, update))
@@ -408,143 +383,111 @@ def test_frozen_weights_keep_their_bits(update):
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("apply", ["optperm", "optax"])
+@pytest.mark.parametrize("apply", [optperm.apply_updates, loops.by_addition])
 def test_pruned_weights_stay_zero_through_a_thousand_steps_of_adam(apply):
     """With momentum from before and weight decay in front of the mask; the others train on."""
     target = support.random_params(seed=1)
     tx = optax.chain(optax.adamw(0.01, weight_decay=0.1), optperm.mask_elements())
 
-    def step(carry, _):
-        params, opt_state = carry
-        grads = jax.tree.map(jnp.subtract, params, target)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        if apply == "optax":
-            return (optax.apply_updates(params, updates), opt_state), None
-        return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+    def towards_target(params, _):
+        return jax.tree.map(jnp.subtract, params, target), {}
 
     @jax.jit
     def train(params):
-        (params, opt_state), _ = jax.lax.scan(step, (params, tx.init(params)), length=100)
+        step = loops.make_step(tx, towards_target, apply)
+        params, opt_state = loops.carry(step, params, tx.init(params), jnp.arange(100))
         params, opt_state = optperm.prune(params, opt_state, 0.6)
-        held = jax.tree.map(jnp.logical_not, mask_of(opt_state))
-        (params, _), _ = jax.lax.scan(step, (params, opt_state), length=1000)
-        return params, held
+        return loops.carry(step, params, opt_state, jnp.arange(1000))[0], mask_of(opt_state)
 
-    params, held = train(support.random_params())
+    params, mask = train(support.random_params())
     for name, size in (("kernel", 60), ("bias", 5)):
-        bits = np.asarray(params[name]).view(np.int32)[held[name]]
+        bits = np.asarray(params[name]).view(np.int32)[~mask[name]]
         assert bits.size == math.floor(0.6 * size)
         assert (bits == 0).all()
-        free = ~np.asarray(held[name])
+        free = mask[name]
         np.testing.assert_allclose(params[name][free], target[name][free], atol=0.3)
 
 
-def nest(name):
-    """An optimizer with `mask_elements` somewhere in it, and the leaves that it masks."""
-    adam = optax.chain(optax.adam(0.1), optperm.mask_elements())
-    only_kernel = {"kernel": True, "bias": False}
-    labels = {"kernel": "masked", "bias": "other"}
-    both = ("kernel", "bias")
-    injected = optax.inject_hyperparams(
-        lambda rate: optax.chain(optax.adamw(rate), optperm.mask_elements())
-    )
-    return {
-        "chain": (adam, both),
-        "nested chains": (optax.chain(optax.clip(1.0), optax.chain(adam)), both),
-        "named_chain": (
-            optax.named_chain(("adam", optax.adam(0.1)), ("mask", optperm.mask_elements())),
-            both,
+def followed(tx):
+    """An optimizer with masks after it."""
+    return optax.chain(tx, optperm.mask_elements())
+
+
+def adam():
+    return followed(optax.adam(0.1))
+
+
+BOTH, KERNEL = ("kernel", "bias"), ("kernel",)
+# Optimizers with `mask_elements` somewhere in them, and the leaves that it masks.
+NESTINGS = {
+    "chain": (adam, BOTH),
+    "nested chains": (lambda: optax.chain(optax.clip(1.0), optax.chain(adam())), BOTH),
+    "named_chain": (
+        lambda: optax.named_chain(("adam", optax.adam(0.1)), ("mask", optperm.mask_elements())),
+        BOTH,
+    ),
+    "masked": (
+        lambda: optax.chain(
+            optax.adam(0.1),
+            optax.masked(optperm.mask_elements(), {"kernel": True, "bias": False}),
         ),
-        "masked": (
-            optax.chain(optax.adam(0.1), optax.masked(optperm.mask_elements(), only_kernel)),
-            ("kernel",),
+        KERNEL,
+    ),
+    "partition": (
+        lambda: optax.partition(
+            {"masked": adam(), "other": optax.sgd(0.1)}, {"kernel": "masked", "bias": "other"}
         ),
-        "partition": (
-            optax.partition({"masked": adam, "other": optax.sgd(0.1)}, labels),
-            ("kernel",),
-        ),
-        "inject_hyperparams": (injected(0.1), both),
-        "apply_if_finite": (optax.apply_if_finite(adam, 3), both),
-        "MultiSteps": (optax.MultiSteps(adam, 2).gradient_transformation(), both),
-        "around MultiSteps": (
-            optax.chain(
-                optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
-                optperm.mask_elements(),
-            ),
-            both,
-        ),
-        "sgperm": (optax.chain(optperm.sgperm(0.5), optperm.mask_elements()), both),
-        "agn": (
-            optax.chain(optperm.agn(optax.adam(0.1), 2), optperm.mask_elements()),
-            both,
-        ),
-        "agn of sgperm": (
-            optax.chain(optperm.agn(optperm.sgperm(0.5), 2), optperm.mask_elements()),
-            both,
-        ),
-        "diloco": (
-            optax.chain(optperm.diloco(optax.sgd(0.1), sync_every=2), optperm.mask_elements()),
-            both,
-        ),
-        "dim_reduce": (
-            optax.chain(optperm.dim_reduce(n_components=2), optperm.mask_elements()),
-            both,
-        ),
-    }[name]
+        KERNEL,
+    ),
+    "inject_hyperparams": (
+        lambda: optax.inject_hyperparams(lambda rate: followed(optax.adamw(rate)))(0.1),
+        BOTH,
+    ),
+    "apply_if_finite": (lambda: optax.apply_if_finite(adam(), 3), BOTH),
+    "MultiSteps": (lambda: optax.MultiSteps(adam(), 2).gradient_transformation(), BOTH),
+    "around MultiSteps": (
+        lambda: followed(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+        BOTH,
+    ),
+    "sgperm": (lambda: followed(optperm.sgperm(0.5)), BOTH),
+    "agn": (lambda: followed(optperm.agn(optax.adam(0.1), 2)), BOTH),
+    "agn of sgperm": (lambda: followed(optperm.agn(optperm.sgperm(0.5), 2)), BOTH),
+    "diloco": (lambda: followed(optperm.diloco(optax.sgd(0.1), sync_every=2)), BOTH),
+    "dim_reduce": (lambda: followed(optperm.dim_reduce(n_components=2)), BOTH),
+}
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "chain",
-        "nested chains",
-        "named_chain",
-        "masked",
-        "partition",
-        "inject_hyperparams",
-        "apply_if_finite",
-        "MultiSteps",
-        "around MultiSteps",
-        "sgperm",
-        "agn",
-        "agn of sgperm",
-        "diloco",
-        "dim_reduce",
-    ],
-)
+@pytest.mark.parametrize("name", NESTINGS)
 def test_held_under_whatever_it_is_composed_with(name):
     """In a scan through a first training, pruning and freezing: what is held keeps its bits, -0.0
     included, the rest trains on, and the state keeps its form."""
-    tx, masked = nest(name)
+    make, masked = NESTINGS[name]
+    tx = optax.with_extra_args_support(make())
     start = support.random_params()
     start = start | {"kernel": start["kernel"].at[0, 0].set(-0.0)}
     pulls = support.random_like(start, 5)
 
-    def step(carry, scale):
-        params, opt_state = carry
-        grads = jax.tree.map(lambda p, g: p + scale * g, params, pulls)
+    def evaluate(params, scale):
         extras = {"value": jnp.float32(0.0), "value_fn": lambda at: jnp.float32(0.0)}
-        updates, opt_state = optax.with_extra_args_support(tx).update(
-            grads, opt_state, params, **extras
-        )
-        return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+        return jax.tree.map(lambda p, g: p + scale * g, params, pulls), extras
 
     @jax.jit
     def train(params):
-        scales = jnp.array([1.0, -2.0, 3.0])
-        (params, opt_state), _ = jax.lax.scan(step, (params, tx.init(params)), scales)
+        step, scales = loops.make_step(tx, evaluate), jnp.array([1.0, -2.0, 3.0])
+        params, opt_state = loops.carry(step, params, tx.init(params), scales)
         params = params | {"kernel": params["kernel"].at[0, 0].set(-0.0)}
         before, opt_state = optperm.prune(params, opt_state, 0.4)
         opt_state = optperm.freeze(opt_state, 0.5, scores=pulls)
         before = before | {"kernel": before["kernel"].at[0, 0].set(-0.0)}
-        (after, last), _ = jax.lax.scan(step, (before, opt_state), scales)
+        after, last = loops.carry(step, before, opt_state, scales)
         return params, before, after, opt_state, last
 
     params, before, after, opt_state, last = train(start)
-    assert signature(opt_state) == signature(last) == signature(tx.init(start))
+    form = support.signature(tx.init(start))
+    assert support.signature(opt_state) == support.signature(last) == form
     mask = mask_of(last)
-    for leaf in ("kernel", "bias"):
+    for leaf in BOTH:
         free = np.ones(start[leaf].shape, bool)
         if leaf in masked:
             size = start[leaf].size
@@ -562,25 +505,21 @@ def test_held_under_whatever_it_is_composed_with(name):
 @pytest.mark.usefixtures("lenient")
 def test_a_step_that_is_not_finite_leaves_negative_zero_alone():
     """`optax.apply_if_finite` turns the whole update into 0.0, which would make 0.0 of -0.0."""
-    tx = optax.apply_if_finite(optax.chain(optax.sgd(0.1), optperm.mask_elements()), 3)
+    tx = optax.apply_if_finite(followed(optax.sgd(0.1)), 3)
     params = jnp.array([-0.0, 1.0])
     opt_state = optperm.freeze(tx.init(params), 0.5, scores=params)
-    updates, opt_state = tx.update(jnp.array([0.0, jnp.nan]), opt_state, params)
-    support.assert_same_bits(optperm.apply_updates(params, updates, opt_state), params)
+    after, _ = loops.make_step(tx)(params, opt_state, jnp.array([0.0, jnp.nan]))
+    support.assert_same_bits(after, params)
 
 
 @pytest.mark.parametrize("make", [lambda: optperm.agn(optax.sgd(0.5), 2), optperm.sgperm])
 def test_placed_weights_are_held_too(make):
     """The target of a placing method for a pruned weight is not zero; `apply_updates` holds it there."""
-    params = support.random_params()
-    tx = optax.chain(make(), optperm.mask_elements())
+    params, tx = support.random_params(), followed(make())
     pruned, opt_state = optperm.prune(params, tx.init(params), 0.5)
-    p = pruned
-    step = jax.jit(tx.update)
-    for seed in range(4):
-        updates, opt_state = step(support.random_like(params, seed), opt_state, p)
-        p = optperm.apply_updates(p, updates, opt_state)
-        without = optperm.apply_updates(p, updates, opt_state[0])
+    grads = [support.random_like(params, seed) for seed in range(4)]
+    p, opt_state = loops.train(tx, pruned, grads, opt_state=opt_state)[-1]
+    without = optperm.apply_updates(p, jax.tree.map(jnp.zeros_like, p), opt_state[0])
     for name, is_held in held_by(opt_state).items():
         assert is_held.sum() == params[name].size // 2
         support.assert_same_bits(p[name][is_held], jnp.zeros(is_held.sum()))
@@ -590,47 +529,37 @@ def test_placed_weights_are_held_too(make):
 
 def test_replicas_of_agn_agree_on_what_is_pruned():
     """Four replicas, pruned at random with one key, are pulled together and stay pruned."""
-    tx = optax.chain(optperm.agn(optax.sgd(0.1), 2, axis_name="replica"), optperm.mask_elements())
+    tx = followed(optperm.agn(optax.sgd(0.1), 2, axis_name=replicas.AXIS))
     params = jnp.broadcast_to(support.bias(20), (4, 20))
     params, opt_state = jax.vmap(
         lambda p: optperm.prune(p, tx.init(p), 0.5, criterion="random", key=jax.random.key(0))
     )(params)
-
-    def on_replica(p, s, target):
-        updates, s = tx.update(p - target, s, p)
-        return optperm.apply_updates(p, updates, s), s
-
-    step = jax.jit(jax.vmap(on_replica, axis_name="replica"))
-    targets = jax.random.normal(jax.random.key(1), (4, 20))
-    for _ in range(4):
-        params, opt_state = step(params, opt_state, targets)
-    assert ((np.asarray(params) == 0).sum(axis=1) == 10).all()
-    assert (np.asarray(params) == np.asarray(params)[:1]).all()
+    targets = [jax.random.normal(jax.random.key(1), (4, 20))] * 4
+    trail = loops.train(
+        tx, params, targets, evaluate=away_from, how="vmap", size=4, opt_state=opt_state
+    )
+    params = np.asarray(trail[-1][0])
+    assert ((params == 0).sum(axis=1) == 10).all()
+    assert (params == params[:1]).all()
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_model_per_device(checked):
+def away_from(params, target):
+    """The gradient of half the squared distance."""
+    return params - target, {}
+
+
+@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
+def test_a_model_per_device(mapping):
     """Under shard_map each device prunes its own params, and the choice is that of a single one."""
-    tx = optax.chain(optax.sgd(0.1), optperm.mask_elements())
+    tx = followed(optax.sgd(0.1))
     stacked = jax.random.normal(jax.random.key(0), (4, 9))
 
-    def train(params, fraction):
-        params, opt_state = optperm.prune(params, tx.init(params), fraction)
-        for _ in range(2):
-            updates, opt_state = tx.update(params + 1.0, opt_state, params)
-            params = optperm.apply_updates(params, updates, opt_state)
-        return params
+    def train(params):
+        params, opt_state = optperm.prune(params, tx.init(params), 0.5)
+        return loops.carry(loops.make_step(tx, away_from), params, opt_state, -jnp.ones(2))[0]
 
-    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    mapped = jax.shard_map(
-        lambda p: train(p[0], 0.5)[None],
-        mesh=mesh,
-        in_specs=P("model"),
-        out_specs=P("model"),
-        check_vma=checked,
-    )
-    got = jax.jit(mapped)(stacked)
-    np.testing.assert_allclose(got, jax.vmap(lambda p: train(p, 0.5))(stacked), rtol=1e-6)
+    got = replicas.MAPPINGS[mapping](train, 4)(stacked)
+    np.testing.assert_allclose(got, jax.vmap(train)(stacked), rtol=1e-6)
     assert ((np.asarray(got) == 0).sum(axis=1) == 4).all()
 
 
@@ -639,21 +568,18 @@ def test_every_dtype_keeps_its_own():
     with jax.enable_x64(True):
         names = ("float16", "bfloat16", "float32", "float64")
         params = {n: jax.random.normal(jax.random.key(i), (9,), n) for i, n in enumerate(names)}
-        opt_state = optperm.mask_elements().init(params)
-        after, opt_state = optperm.prune(params, opt_state, 0.5, scope="global")
+        tx = optperm.mask_elements()
+        after, opt_state = optperm.prune(params, tx.init(params), 0.5, scope="global")
         wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}
-        held = lowest_of_all(wide, 18)
+        held = lowest_of_tree(wide, 0.5, "global")
         support.assert_same_bits(held_by(opt_state), held)
         support.assert_same_bits(after, pruned_like(params, held))
-        updates, new_state = optperm.mask_elements().update(params, opt_state)
-        expected = jax.tree.map(
-            lambda p, h: jnp.where(h, jnp.asarray(-0.0, p.dtype), p), params, held
-        )
-        support.assert_same_bits(updates, expected)
-        support.assert_same_bits(
-            optperm.apply_updates(after, updates, new_state),
-            jax.tree.map(lambda p, h: jnp.where(h, jnp.zeros_like(p), p + p), params, held),
-        )
+        updates, new_state = tx.update(params, opt_state)
+        minus_zero = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
+        support.assert_same_bits(updates, jax.tree.map(jnp.where, held, minus_zero, params))
+        doubled = jax.tree.map(lambda p: p + p, params)
+        moved = optperm.apply_updates(after, updates, new_state)
+        support.assert_same_bits(moved, pruned_like(doubled, held))
 
 
 def test_weak_updates_become_strong():
@@ -665,74 +591,7 @@ def test_weak_updates_become_strong():
     assert not updates.weak_type
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        params = support.random_params()
-        self.kernel, self.bias = nnx.Param(params["kernel"]), nnx.Param(params["bias"])
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("inside_jit", [False, True])
-def test_nnx_optimizer(inside_jit):
-    """Its params and states are variables; they come back as variables, and train as arrays do."""
-    model = Model()
-    tx = optax.chain(optax.adamw(0.1), optperm.mask_elements())
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    def prune(model, optimizer):
-        params, optimizer.opt_state = optperm.prune(
-            nnx.state(model, nnx.Param), optimizer.opt_state, 0.3
-        )
-        nnx.update(model, params)
-        optimizer.opt_state = optperm.freeze(
-            optimizer.opt_state, 0.3, scores=jax.tree.map(jnp.sin, params)
-        )
-
-    structure = jax.tree.structure(optimizer.opt_state)
-    (nnx.jit(prune) if inside_jit else prune)(model, optimizer)
-    assert jax.tree.structure(optimizer.opt_state) == structure
-    params, opt_state = optperm.prune(
-        support.random_params(), tx.init(support.random_params()), 0.3
-    )
-    opt_state = optperm.freeze(opt_state, 0.3, scores=jax.tree.map(jnp.sin, params))
-    plain = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    support.assert_same_bits(plain, params)
-    grads = support.random_like(params, 1)
-    for _ in range(3):
-        optimizer.update(model, nnx.State({k: nnx.Param(g) for k, g in grads.items()}))
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    for name, is_held in held_by(opt_state).items():
-        np.testing.assert_allclose(after[name], params[name], rtol=1e-6)
-        support.assert_same_bits(after[name][is_held], plain[name][is_held])
-        assert (after[name][~is_held] != plain[name][~is_held]).all()
-
-
 # What users pass.
-
-
-@pytest.mark.parametrize(
-    ("fraction", "error", "message"),
-    [
-        (-0.1, ValueError, r"fraction must be in \[0, 1\], got -0.1"),
-        (1.1, ValueError, r"got 1.1"),
-        (math.nan, ValueError, "got nan"),
-        (jnp.float32(2.0), ValueError, r"got 2.0"),
-        (True, TypeError, "fraction must be a number"),
-        ("half", TypeError, "fraction must be a number"),
-        (None, TypeError, "fraction must be a number"),
-        (optax.constant_schedule(0.5), TypeError, "call the schedule first"),
-        (np.array([0.5, 0.6]), ValueError, r"an array of shape \(2,\)"),
-    ],
-)
-def test_fractions_that_make_no_sense(fraction, error, message):
-    params = support.bias(4)
-    opt_state = optperm.mask_elements().init(params)
-    with pytest.raises(error, match=message):
-        optperm.prune(params, opt_state, fraction)
-    with pytest.raises(error, match=message):
-        optperm.freeze(opt_state, fraction, scores=params)
 
 
 def test_traced_fractions_that_make_no_sense():
@@ -744,65 +603,6 @@ def test_traced_fractions_that_make_no_sense():
         prune(jnp.array([0.5, 0.6]))
     with pytest.raises(TypeError, match=r"got bool\[\]"):
         prune(True)
-
-
-def test_unknown_names_and_missing_arguments():
-    params = support.random_params()
-    opt_state = optperm.mask_elements().init(params)
-    with pytest.raises(ValueError, match="criterion must be one of 'magnitude', 'random', got 'x'"):
-        optperm.prune(params, opt_state, 0.5, criterion="x")
-    with pytest.raises(ValueError, match=r"criterion must be one of 'gradient', .*got 'magnitude'"):
-        optperm.freeze(opt_state, 0.5, scores=params, criterion="magnitude")
-    with pytest.raises(ValueError, match="scope must be one of 'leaf', 'global', got 'layer'"):
-        optperm.freeze(opt_state, 0.5, scores=params, scope="layer")
-    for call in (functools.partial(optperm.prune, params), optperm.freeze):
-        with pytest.raises(ValueError, match=r"needs a key: pass key=jax.random.key\(0\)"):
-            call(opt_state, 0.5, criterion="random")
-    for criterion in ("gradient", "preconditioned_gradient"):
-        with pytest.raises(ValueError, match=r"needs scores.*pass scores=optperm.full_gradient\("):
-            optperm.freeze(opt_state, 0.5, criterion=criterion)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda p: {"kernel": p["kernel"]}, "tree structure"),
-        (lambda p: p | {"bias": p["bias"][:3]}, r"\['bias'\] is float32\[3\]"),
-    ],
-)
-def test_trees_of_other_params_are_named(spoil, message):
-    """Other params or scores than the masks are for raise, and nothing is broadcast."""
-    params = support.random_params()
-    opt_state = optperm.mask_elements().init(params)
-    with pytest.raises(ValueError, match=f"params.*{message}"):
-        optperm.prune(spoil(params), opt_state, 0.5)
-    with pytest.raises(ValueError, match=f"scores.*{message}"):
-        optperm.prune(params, opt_state, 0.5, scores=spoil(params))
-    with pytest.raises(ValueError, match=f"scores.*{message}"):
-        optperm.freeze(opt_state, 0.5, scores=spoil(params))
-
-
-def test_params_and_scores_that_are_not_real_numbers():
-    with pytest.raises(TypeError, match=r"params\['n'\] has dtype int32"):
-        optperm.mask_elements().init({"n": jnp.arange(3)})
-    opt_state = optperm.mask_elements().init(jnp.ones(3))
-    with pytest.raises(TypeError, match="scores has dtype complex64"):
-        optperm.freeze(opt_state, 0.5, scores=jnp.ones(3, jnp.complex64))
-
-
-def test_no_mask_and_two_masks_are_named():
-    params = support.random_params()
-    wanted = r"a MaskElementsState \(the state of optperm.mask_elements\).*"
-    two = optax.chain(optperm.mask_elements(), optperm.mask_elements())
-    for tx, found in ((optax.adam(0.1), "found none"), (two, "found 2")):
-        opt_state = tx.init(params)
-        for call in (
-            functools.partial(optperm.prune, params, opt_state, 0.5),
-            functools.partial(optperm.freeze, opt_state, 0.5, scores=params),
-            functools.partial(optperm.reset_masks, opt_state),
-        ):
-            with pytest.raises(ValueError, match=wanted + found):
-                call()
 
 
 def test_nothing_to_choose_from():

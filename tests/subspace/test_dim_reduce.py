@@ -6,57 +6,48 @@ import re
 import dim_reduce_reference as golden
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
 import replicas
 import support
+import valley
+from jax.flatten_util import ravel_pytree
+from valley import batches, rows, start
 
 import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
-SCALES = np.float32([1.0, 3.0, 10.0, 30.0, 100.0, 300.0])
+
+def with_basis(tx, k, params=None):
+    """A state with the first rows of a basis."""
+    return optperm.set_basis(tx.init(start() if params is None else params), rows(k))
 
 
-def valley(params, batch):
-    """A quadratic with its minimum at the mean of the batch."""
-    x = jnp.concatenate([params["a"].ravel(), params["b"][None]])
-    return 0.5 * jnp.mean(jnp.sum(SCALES * (x - batch) ** 2, axis=-1))
+def train(tx, data, k=None, **options):
+    """Params and state after each step, on one device: with such a basis, or from a state."""
+    if "opt_state" not in options:
+        options["opt_state"] = with_basis(tx, k)
+    return loops.train(tx, start(), data, **{"evaluate": valley.evaluate} | options)
 
 
-def start():
-    return {"a": np.zeros((5, 1), np.float32), "b": np.float32(0.0)}
+def train_replicas(tx, params, basis, batches, *, how, size, evaluate=valley.evaluate):
+    """The same on replicas that are initialized where they live, and the state that they begin with."""
+    init = replicas.MAPPINGS[how](lambda p: optperm.set_basis(tx.init(p), basis), size)
+    params = replicas.stack([params] * size)
+    opt_state = init(params)
+    trail = loops.train(
+        tx, params, batches, evaluate=evaluate, how=how, size=size, opt_state=opt_state
+    )
+    return trail, opt_state
 
 
-def rows(k, seed=0):
-    """Orthonormal rows over the valley's params."""
-    q = np.linalg.qr(np.random.default_rng(seed).normal(size=(6, 6)))[0][:k].astype(np.float32)
-    return {"a": q[:, :5].reshape(k, 5, 1), "b": q[:, 5]}
-
-
-def batches(steps, size, seed=0):
-    """For each step two examples for each of `size` replicas."""
-    rng = np.random.default_rng(seed)
-    return 1 + 0.3 * rng.normal(size=(steps, size, 2, 6)).astype(np.float32)
-
-
-def one_step(tx, loss_fn=valley):
-    @jax.jit
-    def step(params, opt_state, batch):
-        e = optperm.evaluate(loss_fn, params, batch)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    return step
-
-
-def begin(tx, params, basis, size, mapping="pmap"):
-    """Params and state of `size` replicas, initialized where they live."""
-    init = replicas.MAPPINGS[mapping](lambda p: optperm.set_basis(tx.init(p), basis), size)
-    stacked = replicas.stack([params] * size)
-    return stacked, init(stacked)
+def gradient():
+    """At the start, on one batch."""
+    return jax.grad(valley.loss_fn)(start(), batches(1)[0, 0])
 
 
 @pytest.mark.parametrize("case", golden.CASES)
@@ -67,8 +58,9 @@ def test_golden_sequences(case):
         tx = golden.optimizer(data)
         params = golden.split(jnp.asarray(data["x0"]))
         opt_state = optperm.set_basis(tx.init(params), golden.split(data["P"]))
-        step = jax.jit(golden.steps(tx, golden.loss_of(data)))
-        params, lengths = golden.run(data["noise"], step, params, opt_state)
+        evaluate = loops.evaluation(golden.loss_of(data))
+        trail = loops.train(tx, params, data["noise"], evaluate=evaluate, opt_state=opt_state)
+        params, lengths = golden.outcome(trail)
         np.testing.assert_allclose(params, data["params"], rtol=0, atol=1e-9)
         np.testing.assert_allclose(lengths, data["step"], rtol=0, atol=1e-9)
         assert len(np.unique(lengths)) > 1
@@ -80,13 +72,17 @@ def test_golden_sequences_with_the_basis_spread_over_devices(size, mapping):
     """The same to 1e-9 on 1 and on 3 devices, with 8 rows on 3 of them."""
     with jax.enable_x64(True):
         data = golden.load("stiff")
-        tx = golden.optimizer(data, axis_name=replicas.AXIS)
-        params = golden.split(data["x0"])
-        params, opt_state = begin(tx, params, golden.split(data["P"]), size, mapping)
+        trail, opt_state = train_replicas(
+            golden.optimizer(data, axis_name=replicas.AXIS),
+            golden.split(data["x0"]),
+            golden.split(data["P"]),
+            np.repeat(data["noise"][:, None], size, axis=1),
+            how=mapping,
+            size=size,
+            evaluate=loops.evaluation(golden.loss_of(data)),
+        )
         assert opt_state.subspace.rows["v"].shape[1] == -(-8 // size)
-        step = replicas.MAPPINGS[mapping](golden.steps(tx, golden.loss_of(data)), size)
-        noise = np.repeat(data["noise"][:, None], size, axis=1)
-        params, lengths = golden.run(noise, step, params, opt_state)
+        params, lengths = golden.outcome(trail)
         for index in range(size):
             np.testing.assert_allclose(params[:, index], data["params"], rtol=0, atol=1e-9)
             np.testing.assert_allclose(lengths[:, index], data["step"], rtol=0, atol=1e-9)
@@ -97,60 +93,45 @@ def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
     """Each has its share of one batch and of the rows; the params agree with one device's to 1e-5."""
     data = batches(8, 12)
     options = {"n_components": k, "alpha": 1e-3, "max_search_steps": 12}
-    tx = optperm.dim_reduce(**options)
-    params, opt_state = start(), optperm.set_basis(tx.init(start()), rows(k))
-    alone, step = [], one_step(tx)
-    for batch in data:
-        params, opt_state = step(params, opt_state, batch.reshape(-1, 6))
-        alone.append(params)
-    assert opt_state.step_length > 0
+    alone = train(optperm.dim_reduce(**options), data.reshape(8, -1, 6), k)
+    assert alone[-1][1].step_length > 0
     tx = optperm.dim_reduce(**options, axis_name=replicas.AXIS)
     for size in sizes:
-        params, opt_state = begin(tx, start(), rows(k), size)
-        step = replicas.MAPPINGS["pmap"](one_step(tx), size)
-        for batch, wanted in zip(data, alone, strict=True):
-            params, opt_state = step(params, opt_state, batch.reshape(size, -1, 6))
+        shares = data.reshape(8, size, -1, 6)
+        trail, _ = train_replicas(tx, start(), rows(k), shares, how="pmap", size=size)
+        for (params, _), (wanted, _) in zip(trail, alone, strict=True):
             for index in range(size):
-                jax.tree.map(
-                    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-                    replicas.take(params, index),
-                    wanted,
-                )
+                chosen = replicas.take(params, index)
+                support.assert_close(chosen, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mapping", replicas.MAPPINGS)
 def test_a_scan_carries_it_under_every_mapping(mapping):
     """Eight steps in one scan within the mapped function give the steps one by one."""
     size, data = 3, batches(8, 3)
-    tx = optperm.dim_reduce(
-        optax.adam(0.1), n_components=4, max_search_steps=5, axis_name=replicas.AXIS
-    )
+    options = {"n_components": 4, "max_search_steps": 5}
+    tx = optperm.dim_reduce(optax.adam(0.1), **options, axis_name=replicas.AXIS)
 
     def whole(params, batches):
-        def body(carry, batch):
-            return one_step(tx)(*carry, batch), None
-
-        opt_state = optperm.set_basis(tx.init(params), rows(4))
-        return jax.lax.scan(body, (params, opt_state), batches)[0][0]
+        step = loops.make_step(tx, valley.evaluate)
+        return loops.carry(step, params, with_basis(tx, 4, params), batches)[0]
 
     stacked = replicas.stack([start()] * size)
     got = replicas.MAPPINGS[mapping](whole, size)(stacked, np.swapaxes(data, 0, 1))
-    alone = optperm.dim_reduce(optax.adam(0.1), n_components=4, max_search_steps=5)
-    params, opt_state = start(), optperm.set_basis(alone.init(start()), rows(4))
-    step = one_step(alone)
-    for batch in data:
-        params, opt_state = step(params, opt_state, batch.reshape(-1, 6))
+    alone = optperm.dim_reduce(optax.adam(0.1), **options)
+    wanted, _ = train(alone, data.reshape(8, -1, 6), 4)[-1]
     for index in range(size):
-        chosen = replicas.take(got, index)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), chosen, params)
+        support.assert_close(replicas.take(got, index), wanted, atol=1e-5, rtol=1e-7)
 
 
 def test_collectives_of_a_step():
     """The average, an all-gather of the rows' products, one sum of both lifts, and each trial's loss."""
     size, k = 4, 6
     tx = optperm.dim_reduce(n_components=k, axis_name=replicas.AXIS)
-    params, opt_state = begin(tx, start(), rows(k), size)
-    step = jax.pmap(one_step(tx), axis_name=replicas.AXIS, devices=jax.devices()[:size])
+    pmap = replicas.MAPPINGS["pmap"]
+    params = replicas.stack([start()] * size)
+    opt_state = pmap(lambda p: with_basis(tx, k, p), size)(params)
+    step = pmap(loops.make_step(tx, valley.evaluate), size)
     text = step.lower(params, opt_state, batches(1, size)[0]).compile().as_text()
     found = re.findall(r"= \(?(f32\[[\d,]*\])\S* (all-reduce|all-gather)", text)
     # 6 params and the loss; 2 of 6 products each, padded to 8; 2 vectors of 6; the loss of a trial.
@@ -169,22 +150,18 @@ def test_accepted_at_once_costs_one_evaluation():
     calls = []
 
     def counted(value):
-        def count(v):
-            calls.append(float(v))
-
         def value_fn(params):
-            jax.debug.callback(count, value)
+            jax.debug.callback(lambda v: calls.append(float(v)), value)
             return jnp.float32(value)
 
         return value_fn
 
     tx = optperm.dim_reduce(n_components=2, max_search_steps=6)
-    opt_state = optperm.set_basis(tx.init(start()), rows(2))
-    grads = jax.grad(valley)(start(), batches(1, 1)[0, 0])
+    opt_state = with_basis(tx, 2)
     for trial, expected in ((-1e9, 1), (1e9, 6)):
         calls.clear()
         update = jax.jit(functools.partial(tx.update, value_fn=counted(trial)))
-        jax.block_until_ready(update(grads, opt_state, start(), value=0.0))
+        jax.block_until_ready(update(gradient(), opt_state, start(), value=0.0))
         jax.effects_barrier()
         assert len(calls) == expected
 
@@ -193,47 +170,34 @@ def test_rejected_trials_leave_no_trace():
     """After five rejected trials Adam's state is that of the one update that was made."""
     inner = optax.adam(0.1)
     tx = optperm.dim_reduce(inner, n_components=2, alpha=0.3, max_search_steps=5)
-    opt_state = optperm.set_basis(tx.init(start()), rows(2))
-    grads = jax.grad(valley)(start(), batches(1, 1)[0, 0])
+    opt_state = with_basis(tx, 2)
     updates, after = tx.update(
-        grads, opt_state, start(), value=0.0, value_fn=lambda params: jnp.float32(1e9)
+        gradient(), opt_state, start(), value=0.0, value_fn=lambda params: jnp.float32(1e9)
     )
     assert after.step_length == 0
     direction = jax.tree.map(lambda m: 0.3 * m, after.residual)
     wanted_updates, wanted_state = inner.update(direction, inner.init(start()), start())
-    jax.tree.map(np.testing.assert_allclose, updates, wanted_updates)
-    jax.tree.map(np.testing.assert_allclose, after.inner_state, wanted_state)
-    support.assert_same_bits(
-        (after.inverse_hessian, after.last_gradient, after.has_last, after.last_move),
-        (
-            opt_state.inverse_hessian,
-            opt_state.last_gradient,
-            opt_state.has_last,
-            opt_state.last_move,
-        ),
-    )
+    support.assert_close((updates, after.inner_state), (wanted_updates, wanted_state), rtol=1e-7)
+    for name in ("inverse_hessian", "last_gradient", "has_last", "last_move"):
+        support.assert_same_bits(getattr(after, name), getattr(opt_state, name))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_trial_that_is_not_finite_is_rejected(bad):
     """The next, shorter one is taken if it is low enough; with none the params stay in the subspace."""
-    basis, k = rows(3), 3
-    tx = optperm.dim_reduce(n_components=k, alpha=0.0, max_search_steps=3, rho=0.5)
-    opt_state = optperm.set_basis(tx.init(start()), basis)
-    grads = jax.grad(valley)(start(), batches(1, 1)[0, 0])
-    whole = sum(
-        jax.tree.leaves(jax.tree.map(lambda r, g: np.tensordot(r, g, np.ndim(g)), basis, grads))
-    )
+    tx = optperm.dim_reduce(n_components=3, alpha=0.0, max_search_steps=3, rho=0.5)
+    opt_state, grads = with_basis(tx, 3), gradient()
+    whole = np.linalg.norm(valley.flat(rows(3)) @ ravel_pytree(grads)[0])
 
     def value_fn(params):
         moved = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)))
-        return jnp.where(moved > 0.75 * np.linalg.norm(whole), bad, -1e6)
+        return jnp.where(moved > 0.75 * whole, bad, -1e6)
 
     updates, after = tx.update(grads, opt_state, start(), value=0.0, value_fn=value_fn)
     assert after.step_length == 0.5
     assert after.has_last
     moved = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(updates)))
-    np.testing.assert_allclose(moved, 0.5 * np.linalg.norm(whole), rtol=1e-5)
+    np.testing.assert_allclose(moved, 0.5 * whole, rtol=1e-5)
     updates, after = tx.update(
         grads, opt_state, start(), value=0.0, value_fn=lambda params: jnp.float32(bad)
     )
@@ -245,10 +209,8 @@ def test_a_trial_that_is_not_finite_is_rejected(bad):
 def test_a_gradient_that_is_not_finite_skips_the_step(bad):
     """Everything but the count stays, and the next step is the one that would have been taken."""
     tx = optperm.dim_reduce(optax.adam(0.1), n_components=4, max_search_steps=10)
-    step, data = one_step(tx), batches(4, 1)[:, 0]
-    params, opt_state = start(), optperm.set_basis(tx.init(start()), rows(4))
-    for batch in data[:2]:
-        params, opt_state = step(params, opt_state, batch)
+    step, data = loops.compiled(tx, valley.evaluate), batches(4)[:, 0]
+    params, opt_state = train(tx, data[:2], 4)[-1]
     spoiled = data[2].copy()
     spoiled[0, 3] = bad
     after, state_after = step(params, opt_state, spoiled)
@@ -266,69 +228,64 @@ def test_optax_line_search_stays_at_zero_after_one_nan_and_this_does_not():
         optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=15)
     )
     ours = optperm.dim_reduce(n_components=6, max_search_steps=15)
-    ours_state = optperm.set_basis(ours.init(start()), rows(6))
     target = np.ones((2, 6), np.float32)
     spoiled = np.where(np.arange(6) == 2, np.float32(np.nan), target)
-    ended = {}
-    for name, tx, opt_state_at_start in (
-        ("optax", searching, searching.init(start())),
-        ("optperm", ours, ours_state),
-    ):
-        params, opt_state, step = start(), opt_state_at_start, one_step(tx)
-        for index in range(60):
-            params, opt_state = step(params, opt_state, spoiled if index == 1 else target)
-        ended[name] = float(valley(params, target))
-    assert ended["optperm"] < 1e-6
-    assert not ended["optax"] < 1.0
+    data = [target, spoiled, *[target] * 58]
+    by_optax, _ = train(searching, data, opt_state=searching.init(start()))[-1]
+    by_ours, _ = train(ours, data, 6)[-1]
+    assert valley.loss_fn(by_ours, target) < 1e-6
+    assert not valley.loss_fn(by_optax, target) < 1.0
 
 
 def test_before_a_basis_is_set_only_the_residual_moves():
     """It is gradient descent with momentum, and evaluates nothing."""
     tx = optperm.dim_reduce(n_components=2, gamma=0.5, alpha=0.1)
-    opt_state = tx.init(start())
+    extras = {"value": 1.0, "value_fn": lambda p: jnp.float32(-1e9)}
+
+    def evaluate(params, batch):
+        return jax.grad(valley.loss_fn)(params, batch), extras
+
+    data = batches(3)[:, 0]
+    trail = train(tx, data, evaluate=evaluate, opt_state=tx.init(start()), how="eager")
     params, m = start(), jax.tree.map(np.zeros_like, start())
-    for batch in batches(3, 1)[:, 0]:
-        grads = jax.grad(valley)(params, batch)
-        m = jax.tree.map(lambda m, g: 0.5 * m + g, m, grads)
-        updates, opt_state = tx.update(
-            grads, opt_state, params, value=1.0, value_fn=lambda p: jnp.float32(-1e9)
+    for batch, (got, opt_state) in zip(data, trail, strict=True):
+        m = jax.tree.map(lambda m, g: 0.5 * m + g, m, jax.grad(valley.loss_fn)(params, batch))
+        support.assert_close(
+            jax.tree.map(jnp.subtract, got, params),
+            jax.tree.map(lambda m: -0.1 * m, m),
+            rtol=1e-5,
+            atol=1e-6,
         )
-        jax.tree.map(lambda u, m: np.testing.assert_allclose(u, -0.1 * m, rtol=1e-5), updates, m)
-        params = optax.apply_updates(params, updates)
-    assert opt_state.step_length == 0
+        params = got
+        assert opt_state.step_length == 0
 
 
 def test_without_the_residual_params_stay_in_the_subspace():
     """Alpha of 0 is pure P-BFGS: it reaches the optimum of the subspace, and nothing outside it."""
-    target = np.ones((2, 6), np.float32)
     tx = optperm.dim_reduce(n_components=3, alpha=0.0, max_search_steps=20)
-    basis = rows(3)
-    params, opt_state = start(), optperm.set_basis(tx.init(start()), basis)
-    step = one_step(tx)
-    for _ in range(40):
-        params, opt_state = step(params, opt_state, target)
-    p = np.concatenate([basis["a"].reshape(3, 5), basis["b"][:, None]], axis=1).astype(np.float64)
-    best = np.linalg.solve(p @ (SCALES[:, None] * p.T), p @ SCALES) @ p
-    x = np.append(params["a"].ravel(), params["b"])
-    np.testing.assert_allclose(x, best, atol=1e-3)
+    params, _ = train(tx, [np.ones((2, 6), np.float32)] * 40, 3)[-1]
+    p = valley.flat(rows(3)).astype(np.float64)
+    best = np.linalg.solve(p @ (valley.SCALES[:, None] * p.T), p @ valley.SCALES) @ p
+    np.testing.assert_allclose(np.append(params["a"], params["b"]), best, atol=1e-3)
 
 
 def test_relative_curvature_does_not_depend_on_the_scale_of_the_loss():
-    """With losses of 1e-10 the absolute test keeps B as it was; the relative one learns."""
+    """With tiny losses of tiny params the absolute test keeps B as it was; the relative one learns."""
 
     def tiny(params, batch):
-        return 1e-10 * valley(params, batch)
+        return 1e-45 * valley.loss_fn(jax.tree.map(lambda leaf: 1e20 * leaf, params), batch)
 
+    evaluate = loops.evaluation(tiny)
     learned = {}
     with jax.enable_x64(True):
-        begin_at = jax.tree.map(np.float64, start())
+        params = jax.tree.map(np.float64, start())
         for curvature in ("absolute", "relative"):
             tx = optperm.dim_reduce(n_components=6, alpha=0.0, curvature=curvature)
-            params, opt_state = begin_at, optperm.set_basis(tx.init(begin_at), rows(6))
-            step = one_step(tx, tiny)
-            for _ in range(3):
-                params, opt_state = step(params, opt_state, np.ones((2, 6)))
-            learned[curvature] = not np.array_equal(opt_state.inverse_hessian, np.eye(6))
+            opt_state = with_basis(tx, 6, params)
+            trail = loops.train(
+                tx, params, [np.ones((2, 6))] * 3, evaluate=evaluate, opt_state=opt_state
+            )
+            learned[curvature] = not np.array_equal(trail[-1][1].inverse_hessian, np.eye(6))
     assert learned == {"absolute": False, "relative": True}
 
 
@@ -337,33 +294,26 @@ def test_schedules_and_injected_hyperparameters():
     make = optax.inject_hyperparams(optperm.dim_reduce, static_args=("n_components",))
     injected = make(n_components=2, alpha=0.1)
     scheduled = optperm.dim_reduce(n_components=2, alpha=lambda count: 0.1 / (1 + count))
-    states = {"injected": injected.init(start()), "scheduled": scheduled.init(start())}
-    steps = {"injected": one_step(injected), "scheduled": one_step(scheduled)}
-    params = dict.fromkeys(states, start())
-    for count, batch in enumerate(batches(3, 1)[:, 0]):
-        states["injected"].hyperparams["alpha"] = jnp.float32(0.1 / (1 + count))
-        for name, step in steps.items():
-            params[name], states[name] = step(params[name], states[name], batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *params.values())
+    data = batches(3)[:, 0]
+    params, opt_state = start(), injected.init(start())
+    for count, batch in enumerate(data):
+        opt_state.hyperparams["alpha"] = jnp.float32(0.1 / (1 + count))
+        params, opt_state = loops.compiled(injected, valley.evaluate)(params, opt_state, batch)
+    wanted, _ = train(scheduled, data, opt_state=scheduled.init(start()))[-1]
+    support.assert_close(params, wanted, rtol=1e-6)
 
 
 def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     """It finds the state in a chain inside a partition, and starts B anew."""
     tx = optax.chain(optax.clip(1e6), optperm.dim_reduce(n_components=3, max_search_steps=20))
-    opt_state = optperm.set_basis(tx.init(start()), rows(3))
-    params, step = start(), one_step(tx)
-    for batch in batches(4, 1)[:, 0]:
-        params, opt_state = step(params, opt_state, batch)
+    _, opt_state = train(tx, batches(4)[:, 0], 3)[-1]
     assert not np.array_equal(opt_state[1].inverse_hessian, np.eye(3))
     again = optperm.set_basis(opt_state, jax.tree.map(lambda r: r.astype(jnp.bfloat16), rows(3, 1)))
     assert np.array_equal(again[1].inverse_hessian, np.eye(3))
     assert not again[1].has_last
     support.assert_same_bits(again[1].residual, opt_state[1].residual)
-    for leaf, wanted in zip(
-        jax.tree.leaves(again[1].subspace.rows), jax.tree.leaves(rows(3, 1)), strict=True
-    ):
-        assert leaf.dtype == jnp.float32
-        np.testing.assert_allclose(leaf, wanted, atol=5e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(again[1].subspace.rows)} == {np.dtype("float32")}
+    support.assert_close(again[1].subspace.rows, rows(3, 1), atol=5e-3, rtol=1e-7)
 
 
 def test_set_basis_maps_over_replicas():
@@ -386,10 +336,8 @@ def test_set_basis_maps_over_replicas():
 def test_a_basis_goes_to_another_run_through_orbax(dtype, tmp_path):
     """One run samples and saves, another loads and goes on, from float32 or bfloat16 files."""
     recorder = optax.chain(optax.sgd(1e-3), optperm.record_trajectory(every=2, capacity=8))
-    params, opt_state = start(), recorder.init(start())
-    step = one_step(recorder)
-    for _ in range(16):
-        params, opt_state = step(params, opt_state, np.ones((2, 6), np.float32))
+    data = [np.ones((2, 6), np.float32)]
+    _, opt_state = train(recorder, data * 16, opt_state=recorder.init(start()))[-1]
     snapshots, count = optperm.trajectory(opt_state)
     basis = optperm.pca_basis(snapshots, 3, num_snapshots=count)
     saved = jax.tree.map(lambda leaf: leaf.astype(dtype), (snapshots, basis))
@@ -402,54 +350,9 @@ def test_a_basis_goes_to_another_run_through_orbax(dtype, tmp_path):
     tolerance = 1e-6 if dtype == jnp.float32 else 3e-2
     for basis_again in (loaded["basis"], optperm.pca_basis(loaded["trajectory"], 3)):
         opt_state = optperm.set_basis(tx.init(start()), basis_again)
-        held = opt_state.subspace.rows
-        x = np.concatenate([np.reshape(leaf, (3, -1)) for leaf in jax.tree.leaves(held)], axis=1)
-        y = np.concatenate([np.reshape(leaf, (3, -1)) for leaf in jax.tree.leaves(basis)], axis=1)
         if basis_again is loaded["basis"]:
-            np.testing.assert_allclose(x, y, atol=tolerance)
-        one_step(tx)(start(), opt_state, np.ones((2, 6), np.float32))
-
-
-def test_errors_say_what_came_and_what_to_do():
-    """Missing extras, bases of other shapes, numbers out of range, axes that are not bound."""
-    tx = optperm.dim_reduce(n_components=3)
-    opt_state = tx.init(start())
-    grads = start()
-    with pytest.raises(ValueError, match=r"extra argument value, .*optperm.evaluate"):
-        tx.update(grads, opt_state, start(), value_fn=lambda params: 0.0)
-    with pytest.raises(ValueError, match=r"extra argument value_fn, .*optperm.evaluate"):
-        tx.update(grads, opt_state, start(), value=0.0)
-    with pytest.raises(ValueError, match=r"basis\['a'\] is float32\[2, 5, 1\].*\[3, 5, 1\]"):
-        optperm.set_basis(opt_state, rows(2))
-    with pytest.raises(ValueError, match="basis has another tree structure"):
-        optperm.set_basis(opt_state, {"a": rows(3)["a"]})
-    with pytest.raises(ValueError, match="not finite"):
-        optperm.set_basis(opt_state, jax.tree.map(lambda r: r * np.nan, rows(3)))
-    with pytest.raises(TypeError, match=r"basis\['a'\] has dtype int32"):
-        optperm.set_basis(opt_state, rows(3) | {"a": np.zeros((3, 5, 1), np.int32)})
-    with pytest.raises(ValueError, match=r"DimReduceState .*optperm.dim_reduce.* none"):
-        optperm.set_basis(optax.adam(0.1).init(start()), rows(3))
-    with pytest.raises(TypeError, match=r"params\['a'\] has dtype"):
-        tx.init({"a": jnp.zeros(2, jnp.complex64)})
-    with pytest.raises(TypeError, match="static_args"):
-        optax.inject_hyperparams(optperm.dim_reduce)(n_components=3).init(start())
-    with pytest.raises(ValueError, match="axis_name 'replica' is not bound"):
-        optperm.dim_reduce(n_components=3, axis_name="replica").init(start())
-    for name, value in [
-        ("n_components", 0),
-        ("rho", 1.5),
-        ("gamma", -0.1),
-        ("alpha", -1.0),
-        ("sigma", 2.0),
-        ("max_search_steps", 0),
-        ("curvature", "none"),
-    ]:
-        with pytest.raises(ValueError, match=name):
-            optperm.dim_reduce(**{"n_components": 2, name: value})
-    with pytest.raises(TypeError, match="n_components must be an integer"):
-        optperm.dim_reduce(n_components=True)
-    with pytest.raises(TypeError, match="optimizer must be"):
-        optperm.dim_reduce(0.1, n_components=2)
+            support.assert_close(opt_state.subspace.rows, basis, atol=tolerance, rtol=1e-7)
+        train(tx, data, opt_state=opt_state)
 
 
 def test_a_basis_has_orthonormal_rows():

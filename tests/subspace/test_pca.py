@@ -128,20 +128,3 @@ def test_what_the_snapshots_do_not_determine():
     assert not np.any(compute(np.where(x > 1, np.float32(np.nan), x)))
     with pytest.raises(ValueError, match=r"span 0 directions.*not finite"):
         optperm.pca_basis(np.where(x > 1, np.float32(np.nan), x), 3)
-
-
-def test_errors():
-    """Too few snapshots, leaves that do not match, dtypes that make no sense."""
-    x = np.zeros((4, 7), np.float32)
-    with pytest.raises(ValueError, match=r"n_components=4 needs at least 5 snapshots.*got 4"):
-        optperm.pca_basis(x, 4)
-    with pytest.raises(ValueError, match=r"at least 4 snapshots.*got 3"):
-        optperm.pca_basis(x, 3, num_snapshots=3)
-    with pytest.raises(ValueError, match=r"snapshots\['b'\] has shape \(3,\)"):
-        optperm.pca_basis({"a": x, "b": np.zeros(3, np.float32)}, 2)
-    with pytest.raises(ValueError, match="no leaves"):
-        optperm.pca_basis({}, 2)
-    with pytest.raises(TypeError, match="dtype int32"):
-        optperm.pca_basis(np.zeros((4, 7), np.int32), 2)
-    with pytest.raises(TypeError, match=r"n_components"):
-        optperm.pca_basis(x, 2.0)

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -14,13 +15,12 @@ import optperm
 def record(steps, every, capacity, **options):
     """Params 0, 1, 2, ... passed one by one; the state after all of them."""
     tx = optperm.record_trajectory(every, capacity, **options)
-    params = [{"w": jnp.full((2, 3), float(i)), "b": jnp.float32(i)} for i in range(steps)]
-    opt_state = tx.init(params[0])
-    update = jax.jit(tx.update)
-    for each in params:
-        updates, opt_state = update(each, opt_state, each)
-        assert np.array_equal(updates["w"], each["w"])
-    return opt_state
+    params = {"w": jnp.zeros((2, 3)), "b": jnp.float32(0.0)}
+    ones = [jax.tree.map(jnp.ones_like, params)] * steps
+    trail = loops.train(tx, params, ones)
+    for number, (after, _) in enumerate(trail, start=1):  # the updates are handed on
+        assert np.all(after["w"] == number)
+    return trail[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,8 @@ def test_nothing_is_copied():
     """With a donated state the compiled step writes one row in place and needs no second ring."""
     tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=3, capacity=16))
     params = jnp.zeros((300, 500))
-
-    def step(params, opt_state):
-        updates, opt_state = tx.update(params, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params)).compile()
+    step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
+    compiled = step.lower(params, tx.init(params), params).compile()
     assert not re.search(r"f32\[16,300,500\]\S* (copy|select)\(", compiled.as_text())
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * params.nbytes
 
@@ -73,24 +69,7 @@ def test_the_trajectory_of_a_training_spans_it():
     """Gradient descent moves within the span of its snapshots' components."""
     tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, capacity=6))
     scales = jnp.array([1.0, 2.0, 5.0, 0.0, 0.0])
-    w = jnp.ones(5)
-    opt_state = tx.init(w)
-    for _ in range(6):
-        updates, opt_state = tx.update(scales * w, opt_state, w)
-        w = optax.apply_updates(w, updates)
-    snapshots, count = optperm.trajectory(opt_state)
+    trail = loops.train(tx, jnp.ones(5), [scales] * 6, evaluate=lambda w, s: (s * w, {}))
+    snapshots, count = optperm.trajectory(trail[-1][1])
     basis = optperm.pca_basis(snapshots, 3, num_snapshots=count)
     np.testing.assert_allclose(basis.T @ basis, np.diag([1.0, 1, 1, 0, 0]), atol=1e-5)
-
-
-def test_errors():
-    """Numbers out of range, shapes that are traced, dtypes that keep nothing, states without a ring."""
-    for name, arguments in [("every", (0, 3)), ("capacity", (1, 0))]:
-        with pytest.raises(ValueError, match=name):
-            optperm.record_trajectory(*arguments)
-    with pytest.raises(TypeError, match="static_args"):
-        optax.inject_hyperparams(optperm.record_trajectory)(every=1, capacity=3).init(jnp.ones(2))
-    with pytest.raises(TypeError, match="dtype must be"):
-        optperm.record_trajectory(1, 2, dtype=jnp.int32)
-    with pytest.raises(ValueError, match=r"TrajectoryState .*optperm.record_trajectory.* none"):
-        optperm.trajectory(optax.sgd(0.1).init(jnp.ones(2)))

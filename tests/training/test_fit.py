@@ -104,6 +104,14 @@ class Recorder(nn.Module):
         return x @ w + jnp.sum(before) + jax.random.normal(self.make_rng("dropout"))
 
 
+def test_shuffles_are_of_their_seed_and_epoch():
+    """Each has an order of its own, none of them what the plain key of the seed would give."""
+    orders = [training.shuffled(seed, epoch, 100) for seed in (0, 1) for epoch in (1, 2)]
+    keys = [jax.random.fold_in(jax.random.key(0), epoch) for epoch in (1, 2)]
+    orders += [jax.random.permutation(key, 100) for key in keys]
+    assert len({tuple(order.tolist()) for order in orders}) == 6
+
+
 def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
     """A method that evaluates at other params; the loss depends on the model state and on the key."""
     model, x = Recorder(), jnp.ones((4, 3))

@@ -26,16 +26,16 @@ def assert_same_run(resumed, whole):
 @pytest.mark.parametrize("kind", fitting.KINDS)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_that_is_resumed_is_the_one_that_went_on(kind, name, devices, tmp_path):
-    """15 steps in three epochs; stopped after 7, when dldr has just switched and svrg has a snapshot."""
+    """15 steps in three epochs; stopped after 9, when dldr has just switched and svrg has a snapshot."""
     options = {"devices": devices, "eval_fn": fitting.ACCURACY[kind], "eval_data": fitting.data()}
     whole = fitting.fit(kind, name, epochs=3, steps_per_call=4, **options)
     assert (whole.ended, whole.epoch, whole.step) == ("finished", 3, 15)
     folder = tmp_path / "kept"
-    stopped = fitting.fit(kind, name, steps=7, checkpoints=folder, checkpoint_every=3, **options)
-    assert (stopped.epoch, stopped.step) == (1, 7)
-    assert sorted(int(path.name) for path in folder.iterdir()) == [3, 6, 7]
-    # The row of a part of an epoch is of that run alone.
-    shutil.rmtree(folder / "7")
+    stopped = fitting.fit(kind, name, steps=9, checkpoints=folder, checkpoint_every=2, **options)
+    assert (stopped.epoch, stopped.step) == (1, 9)
+    assert sorted(int(path.name) for path in folder.iterdir()) == [2, 4, 6, 8, 9]
+    # The row of a part of an epoch is of that run alone. Step 8 ended the second call of its epoch.
+    shutil.rmtree(folder / "9")
     resumed = fitting.fit(kind, name, epochs=3, checkpoints=folder, resume=True, **options)
     assert_same_run(resumed, whole)
     rows = resumed.history.epochs, whole.history.epochs

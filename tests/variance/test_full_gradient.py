@@ -1,6 +1,5 @@
 """`full_gradient` against the mean of the gradients of all examples."""
 
-import functools
 import importlib
 import sys
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import replicas
 import support
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,12 +22,6 @@ def loss_fn(params, batch):
     """A mean over examples that is not linear in the params."""
     error = jnp.tanh(batch["x"] @ params["kernel"] + params["bias"][None]) - batch["y"]
     return jnp.mean(jnp.sum(error**2, axis=-1))
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def make_data(n=N):
@@ -229,68 +223,53 @@ def test_any_iterable_of_batches():
 # Many devices.
 
 
-@pytest.mark.parametrize("how", ["pmap", "checked", "unchecked"])
-def test_devices_with_data_of_their_own_sum_over_the_axis(how):
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
+def test_devices_with_data_of_their_own_sum_over_the_axis(mapping):
     """Four devices, of which the last has only padding in its last batch: the mean of all, once."""
     params, data = support.random_params(), make_data(13)
-    batches, weights = padded(
-        data, size=8
-    )  # Two batches of 8: two examples a device, then 5 and 3.
+
+    def run(params, own):
+        batches, weights = own
+        summed = optperm.full_gradient(
+            loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS
+        )
+        return summed, ()
+
+    # Two batches of 8: two examples a device, then 5 and 3.
+    got, _ = replicas.share(run, mapping, 4)(params, quarters(padded(data, size=8)))
     exact = mean_of_single_gradients(params, data)
-
-    def run(params, batches, weights):
-        return optperm.full_gradient(loss_fn, params, batches, weights=weights, axis_name="data")
-
-    if how == "pmap":
-        split = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), (batches, weights))
-        run = jax.pmap(run, axis_name="data", in_axes=(None, 0, 0), devices=jax.devices()[:4])
-        got = run(params, *split)
-        for replica in range(4):
-            assert_rounds_to(jax.tree.map(lambda g, r=replica: g[r], got), exact)
-        return
-    run = jax.shard_map(
-        run,
-        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
-        in_specs=(P(), P("data"), P("data")),
-        out_specs=P(),
-        check_vma=how == "checked",
-    )
-    assert_rounds_to(jax.jit(run)(params, batches, weights), exact)
+    for replica in range(4):
+        assert_rounds_to(replicas.take(got, replica), exact)
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_without_an_axis_name_each_device_keeps_its_own_mean(checked):
+def quarters(tree):
+    """What each of four devices has."""
+    return jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tree)
+
+
+@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
+def test_without_an_axis_name_each_device_keeps_its_own_mean(mapping):
     """No sum over devices slips in, not even where JAX would sum gradients of replicated params."""
     params, data = support.random_params(), make_data(16)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-        check_vma=checked,
-    )
     def run(params, batch):
-        grads = optperm.full_gradient(loss_fn, params, [batch, batch])
-        return jax.tree.map(lambda g: g[None], grads)
+        return (), optperm.full_gradient(loss_fn, params, [batch, batch])
 
-    got = run(params, data)
+    _, got = replicas.share(run, mapping, 4)(params, quarters(data))
     for device in range(4):
         own = mean_of_single_gradients(params, rows(data, slice(4 * device, 4 * device + 4)))
-        assert_rounds_to(jax.tree.map(lambda g, d=device: g[d], got), own)
+        assert_rounds_to(replicas.take(got, device), own)
 
 
 def test_batches_that_every_device_has_are_counted_once():
     """In checked shard_map, params and batches that do not vary give their own mean."""
     params, data = support.random_params(), make_data()
-    run = jax.shard_map(
-        lambda p, b: optperm.full_gradient(loss_fn, p, b, axis_name="data"),
-        mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
-        in_specs=(P(), P()),
-        out_specs=P(),
-    )
-    assert_rounds_to(jax.jit(run)(params, ragged(data)), mean_of_single_gradients(params, data))
+
+    def run(shared, _):
+        return optperm.full_gradient(loss_fn, *shared, axis_name=replicas.AXIS), ()
+
+    got, _ = replicas.share(run, "shard_map", 4)((params, ragged(data)), np.zeros(4))
+    assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
 
 
 @pytest.mark.parametrize("with_weights", [False, True])
@@ -316,58 +295,6 @@ def test_batches_sharded_over_a_mesh(with_weights):
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize("batches", [[], iter(()), [{"x": np.ones((0, 12)), "y": np.ones((0, 5))}]])
-@pytest.mark.parametrize("weights", [None, ()])
-def test_nothing_to_average_is_an_error(batches, weights):
-    """An empty iterable, or only empty batches."""
-    if weights is not None and batches:
-        weights = [np.ones(0)] if isinstance(batches, list) else weights
-    with pytest.raises(ValueError, match="no examples in batches"):
-        optperm.full_gradient(loss_fn, support.random_params(), batches, weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ([np.ones(4), np.ones(4)], "weights ended after 2 arrays, but batches go on"),
-        ([np.ones(4), np.ones(4), np.ones(2), np.ones(4)], "batches ended, but weights go on"),
-        ([np.ones(4), np.ones(3), np.ones(2)], r"batch 1 has 4 examples.* of shape \(3,\)"),
-        ([np.ones(4), np.ones((4, 1)), np.ones(2)], r"batch 1 has 4 examples.* of shape \(4, 1\)"),
-        ([np.ones(4), -np.ones(4), np.ones(2)], "finite and not negative"),
-        ([np.ones(4), np.full(4, np.inf), np.ones(2)], "finite and not negative"),
-        ([np.zeros(4), np.zeros(4), np.zeros(2)], "not all zero.* sum is 0"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(weights, message):
-    """Too few or too many arrays, other shapes, negative, infinite, or nothing that counts."""
-    with pytest.raises(ValueError, match=message):
-        optperm.full_gradient(
-            loss_fn, support.random_params(), ragged(make_data()), weights=weights
-        )
-
-
-def test_what_is_no_iterable_of_batches_is_refused():
-    """A single batch, a number, or leaves that disagree in their number of examples."""
-    params, data = support.random_params(), make_data()
-    for bad in (data, 3, "batches", None):
-        with pytest.raises(TypeError, match="batches must be an iterable, one item a batch, got"):
-            optperm.full_gradient(loss_fn, params, bad)
-    with pytest.raises(TypeError, match="weights must be an iterable"):
-        optperm.full_gradient(loss_fn, params, ragged(data), weights=1.0)
-    for bad in (data | {"y": data["y"][:3]}, {"scale": np.float32(1.0)}):
-        with pytest.raises(ValueError, match="must agree in their leading axis"):
-            optperm.full_gradient(loss_fn, params, [bad])
-    with pytest.raises(TypeError, match=r"loss_fn must return a real scalar.* has_aux=True"):
-        optperm.full_gradient(lambda p, b: (loss_fn(p, b), 0), params, ragged(data))
-    with pytest.raises(TypeError, match=r"params\['bias'\] has dtype int32"):
-        optperm.full_gradient(loss_fn, params | {"bias": jnp.arange(5)}, ragged(data))
-    with pytest.raises(ValueError, match="axis_name 'data' is not bound here"):
-        optperm.full_gradient(loss_fn, params, ragged(data), axis_name="data")
-
-
 def test_progress_bar(capsys, monkeypatch):
     """It goes over all batches, with or without a length; without rich the extra is named."""
     params, data = support.random_params(), make_data()
@@ -381,18 +308,3 @@ def test_progress_bar(capsys, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
         optperm.full_gradient(loss_fn, params, ragged(data), progress=True)
     support.assert_same_bits(optperm.full_gradient(loss_fn, params, ragged(data)), expected)
-
-
-def test_batches_and_weights_of_no_numbers_are_named():
-    """With the place at which they came."""
-    for batches in (b"ab", np.float32(1.0), jnp.zeros([])):
-        with pytest.raises(TypeError, match="batches must be an iterable"):
-            optperm.full_gradient(lambda p, b: jnp.sum(p), jnp.zeros(2), batches)
-    with pytest.raises(TypeError, match=r"batches\[1\]\['x'\] must be an array"):
-        optperm.full_gradient(
-            lambda p, b: jnp.sum(p), jnp.zeros(2), [{"x": jnp.ones(2)}, {"x": "ab"}]
-        )
-    with pytest.raises(TypeError, match=r"weights\[0\] is complex64"):
-        optperm.full_gradient(
-            lambda p, b: jnp.sum(p), jnp.zeros(2), [jnp.ones(2)], weights=[jnp.ones(2, complex)]
-        )

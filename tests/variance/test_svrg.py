@@ -6,24 +6,16 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
+import replicas
 import support
-from flax import nnx
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import optperm
 
 EXAMPLES, BATCH, RATE = 24, 4, 0.05
-
-
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def make_data(examples=EXAMPLES, features=3, noise=1.0):
@@ -59,38 +51,33 @@ def to_dtype(tree, dtype):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
 
 
-def correct(tx, params, opt_state, batch, data=None, loss=loss_fn, axis_name=None):
-    """The updates of one step, with everything that SVRG may ask for, and the state after it."""
+def evaluation(data=None, loss=loss_fn, axis_name=None):
+    """The gradient of a batch with everything that SVRG may ask for; `data` are all examples."""
+    of_batch = loops.evaluation(loss, axis_name=axis_name)
 
-    def full_grad_fn(params):
-        return optperm.evaluate(loss, params, data, axis_name=axis_name).grad
+    def evaluate(params, batch):
+        grads, extra_args = of_batch(params, batch)
+        full_grad_fn = lambda params: of_batch(params, data)[0]  # noqa: E731
+        return grads, {"full_grad_fn": full_grad_fn, **extra_args}
 
-    e = optperm.evaluate(loss, params, batch, axis_name=axis_name)
-    return tx.update(e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args)
-
-
-def make_step(tx, data, loss=loss_fn, axis_name=None):
-    """One step of an optimizer."""
-
-    def step(params, opt_state, batch):
-        updates, opt_state = correct(tx, params, opt_state, batch, data, loss, axis_name)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    return evaluate
 
 
-def run_steps(step, params, opt_state, batches):
-    """All batches in a compiled loop, with params and state as its carry."""
-    carry, _ = jax.lax.scan(lambda c, batch: (step(*c, batch), None), (params, opt_state), batches)
-    return carry
+def correct(tx, params, opt_state, batch, data=None, loss=loss_fn):
+    """The updates of one step, and the state after it."""
+    grads, extra_args = evaluation(data, loss)(params, batch)
+    return tx.update(grads, opt_state, params, **extra_args)
+
+
+def train(tx, params, opt_state, data, steps, size=BATCH, loss=loss_fn):
+    """The params after each step of batches in turn."""
+    batches = [part(data, t, size) for t in steps]
+    trail = loops.train(tx, params, batches, evaluate=evaluation(data, loss), opt_state=opt_state)
+    return [params for params, _ in trail]
 
 
 def snapshot_at(opt_state, params, data, loss=loss_fn):
     return optperm.take_snapshot(opt_state, params, jax.grad(loss)(params, data))
-
-
-def stack(trees):
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
 
 
 # The method itself.
@@ -155,7 +142,7 @@ def test_trajectory_is_that_of_the_papers(form, falling):
     expected = reference_run(data, 20, alpha if falling else lambda t: 1.0, refresh)
     tx = optax.chain(tx, optax.sgd(RATE))
     params, opt_state = start(np.float64), tx.init(start(np.float64))
-    step = jax.jit(make_step(tx, data))
+    step = jax.jit(loops.make_step(tx, evaluation(data)))
     for t, wanted in enumerate(expected):
         if form == "between steps" and t % 6 == 0:
             opt_state = snapshot_at(opt_state, params, data)
@@ -177,32 +164,26 @@ def test_reaches_the_optimum_of_noisy_least_squares():
     def loss(w, batch):
         return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
-    def suboptimality(w):
-        return float(np.mean((x @ (np.asarray(w) - best)) ** 2))
-
-    def train(tx, with_snapshots):
-        step = make_step(tx, data, loss)
+    def suboptimalities(tx, with_snapshots):
+        step = loops.make_step(tx, evaluation(data, loss))
 
         @jax.jit
         def run_epoch(w, opt_state, order):
             batches = jax.tree.map(lambda leaf: leaf[order], to_dtype(data, float))
-            return run_steps(step, w, opt_state, batches)
+            return loops.carry(step, w, opt_state, batches)
 
         rng = np.random.default_rng(1)
         w = jnp.zeros(5)
         opt_state = tx.init(w)
-        found = []
         for epoch in range(epochs):
             if with_snapshots and epoch % 2 == 0:
                 opt_state = snapshot_at(opt_state, w, data, loss)
             w, opt_state = run_epoch(w, opt_state, rng.permutation(n).reshape(-1, size))
-            found.append(suboptimality(w))
-        return found
+            yield float(np.mean((x @ (np.asarray(w) - best)) ** 2))
 
-    reduced = train(optax.chain(optperm.svrg(), optax.sgd(0.1)), with_snapshots=True)
-    plain = train(optax.sgd(0.1), with_snapshots=False)
-    assert reduced[-1] <= 1e-15
-    assert min(plain) > 1e-3
+    reduced = suboptimalities(optax.chain(optperm.svrg(), optax.sgd(0.1)), with_snapshots=True)
+    assert [*reduced][-1] <= 1e-15
+    assert min(suboptimalities(optax.sgd(0.1), with_snapshots=False)) > 1e-3
 
 
 @pytest.mark.usefixtures("x64")
@@ -218,9 +199,11 @@ def test_gradients_stay_unbiased_with_less_variance(coefficient):
     for t in range(EXAMPLES // BATCH):
         corrected.append(correct(tx, params, opt_state, part(data, t))[0])
         plain.append(jax.grad(loss_fn)(params, part(data, t)))
-    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), stack(corrected))
+    mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), replicas.stack(corrected))
     chex.assert_trees_all_close(mean, numpy_grad(params, data), rtol=1e-13, atol=1e-13)
-    spread, of_sgd = (np.std(stack(grads)["full"], axis=0).max() for grads in (corrected, plain))
+    spread, of_sgd = (
+        np.std(replicas.stack(grads)["full"], axis=0).max() for grads in (corrected, plain)
+    )
     # At one point the correction leaves the share 1 - c of the deviation from the mean.
     np.testing.assert_allclose(spread / of_sgd, 1 - coefficient, atol=5e-3)
 
@@ -368,10 +351,9 @@ def alone():
 
 def corrected_gradients(tx, take=optperm.take_snapshot):
     data = to_dtype(make_data(), np.float32)
-    params = start()
+    params, trail = start(), []
     opt_state = tx.init(params)
     update = jax.jit(functools.partial(correct, tx))
-    trail = []
     for t in range(4):
         if t == 1:
             opt_state = take(opt_state, params, jax.grad(loss_fn)(params, data))
@@ -424,23 +406,16 @@ def test_clipping_and_adamw_after_it():
     rest = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
     tx = optax.chain(optperm.svrg(), rest)
     data = to_dtype(make_data(), np.float32)
-    params = start()
-    opt_state = snapshot_at(tx.init(params), params, data)
-    mu = jax.grad(loss_fn)(params, data)
-    expected, rest_state = params, rest.init(params)
-    step = jax.jit(make_step(tx, data))
-    for t in range(4):
-        batch = part(data, t)
-        params, opt_state = step(params, opt_state, batch)
-        g = jax.tree.map(
-            lambda g, s, m: g - (s - m),
-            jax.grad(loss_fn)(expected, batch),
-            jax.grad(loss_fn)(start(), batch),
-            mu,
-        )
-        updates, rest_state = rest.update(g, rest_state, expected)
-        expected = optax.apply_updates(expected, updates)
-        chex.assert_trees_all_close(params, expected, rtol=1e-5)
+    mu = jax.grad(loss_fn)(start(), data)
+
+    def by_hand(params, batch):
+        g, at_snapshot = (jax.grad(loss_fn)(at, batch) for at in (params, start()))
+        return jax.tree.map(lambda g, s, m: g - (s - m), g, at_snapshot, mu), {}
+
+    trail = train(tx, start(), snapshot_at(tx.init(start()), start(), data), data, range(4))
+    batches = [part(data, t) for t in range(4)]
+    expected = [p for p, _ in loops.train(rest, start(), batches, evaluate=by_hand)]
+    chex.assert_trees_all_close(trail, expected, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -451,12 +426,8 @@ def test_gradient_accumulation_after_it_is_a_larger_batch():
     results = []
     for rest, size in [(accumulating, BATCH), (optax.sgd(RATE), 2 * BATCH)]:
         tx = optax.chain(optperm.svrg(), rest)
-        params = start()
-        opt_state = snapshot_at(tx.init(params), params, data)
-        step = jax.jit(make_step(tx, data))
-        for t in range(2 * EXAMPLES // size):
-            params, opt_state = step(params, opt_state, part(data, t, size))
-        results.append(params)
+        opt_state = snapshot_at(tx.init(start()), start(), data)
+        results.append(train(tx, start(), opt_state, data, range(2 * EXAMPLES // size), size)[-1])
     chex.assert_trees_all_close(*results, rtol=1e-5)
     assert not np.allclose(results[0]["full"], 0.0)
 
@@ -480,155 +451,71 @@ def test_part_of_the_params(how):
     else:
         labels = {"full": "svrg", "bias_full": "frozen"}
         tx = optax.partition({"svrg": svrg_sgd, "frozen": optax.set_to_zero()}, labels)
-    params = start()
-    opt_state = snapshot_at(tx.init(params), params, data)
-    step = jax.jit(make_step(tx, data))
-    alone = {"full": params["full"]}
-    alone_state = snapshot_at(svrg_sgd.init(alone), alone, data, loss_of_part)
-    alone_step = jax.jit(make_step(svrg_sgd, data, loss_of_part))
-    for t in range(4):
-        params, opt_state = step(params, opt_state, part(data, t))
-        alone, alone_state = alone_step(alone, alone_state, part(data, t))
-        chex.assert_trees_all_close(params["full"], alone["full"], rtol=1e-6)
+    trail = train(tx, start(), snapshot_at(tx.init(start()), start(), data), data, range(4))
+    own = {"full": start()["full"]}
+    own_state = snapshot_at(svrg_sgd.init(own), own, data, loss_of_part)
+    alone = train(svrg_sgd, own, own_state, data, range(4), loss=loss_of_part)
+    for params, expected in zip(trail, alone, strict=True):
+        chex.assert_trees_all_close(params["full"], expected["full"], rtol=1e-6)
         assert params["bias_full"] == frozen
-    assert np.abs(alone["full"]).max() > 0.1
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        self.full = nnx.Param(start()["full"])
-        self.bias_full = nnx.Param(start()["bias_full"])
-
-    def __call__(self, x):
-        return x @ self.full + self.bias_full
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("inside_jit", [False, True])
-def test_nnx_optimizer(inside_jit):
-    """`nnx.Optimizer` passes the extras on; its state, of variables, takes the snapshot as it is."""
-    model = Model()
-    tx = optax.chain(optperm.svrg(0.5), optax.sgd(RATE, momentum=0.9))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    data = to_dtype(make_data(), np.float32)
-
-    graph = nnx.graphdef(model)
-
-    def loss(state, batch):
-        return jnp.mean((nnx.merge(graph, state)(batch["x"]) - batch["y"]) ** 2)
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        e = optperm.evaluate(loss, nnx.state(model, nnx.Param), batch)
-        optimizer.update(model, e.grad, **e.extra_args)
-
-    def take_snapshot(model, optimizer):
-        params = nnx.state(model, nnx.Param)
-        full_grad = optperm.full_gradient(loss, params, [part(data, t) for t in range(6)])
-        optimizer.opt_state = optperm.take_snapshot(optimizer.opt_state, params, full_grad)
-
-    take = nnx.jit(take_snapshot) if inside_jit else take_snapshot
-    params, opt_state = start(), tx.init(start())
-    plain_step = jax.jit(make_step(tx, data))
-    structure = jax.tree.structure(optimizer.opt_state)
-    for t in range(5):
-        if t in (1, 3):
-            take(model, optimizer)
-            opt_state = snapshot_at(opt_state, params, data)
-        step(model, optimizer, part(data, t))
-        params, opt_state = plain_step(params, opt_state, part(data, t))
-        got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        chex.assert_trees_all_close(got, params, rtol=1e-5)
-    assert jax.tree.structure(optimizer.opt_state) == structure
-
-
-def test_training_goes_on_from_a_checkpoint_between_snapshots(tmp_path):
-    """Restored in the middle of a period, without a new snapshot, it continues bit for bit."""
-    data = to_dtype(make_data(), np.float32)
-    tx = optax.chain(optperm.svrg(), optax.sgd(RATE))
-    step = jax.jit(make_step(tx, data))
-    params = start()
-    saved = step(params, snapshot_at(tx.init(params), params, data), part(data, 0))
-    template = jax.tree.map(jnp.zeros_like, (params, tx.init(params)))
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", saved)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", template)
-    assert restored[1][0].snapshot.is_taken
-    support.assert_same_bits(
-        step(*restored, part(data, 1)),
-        step(*saved, part(data, 1)),
-    )
+    assert np.abs(alone[-1]["full"]).max() > 0.1
 
 
 # Many devices.
 
 
-def run_on_devices(how, tx, data, batches):
-    """Params and state after training on four devices that each hold a quarter of each batch."""
-
-    def train(params, data, batches):
-        full_grad = optperm.full_gradient(loss_fn, params, [data], axis_name="data")
-        opt_state = optperm.take_snapshot(tx.init(params), params, full_grad)
-        return run_steps(make_step(tx, data, axis_name="data"), params, opt_state, batches)
-
-    if how == "pmap":
-        split = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), data)
-        batches = jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(len(x), 4, -1, *x.shape[2:]), 1, 0), batches
-        )
-        train = jax.pmap(train, axis_name="data", in_axes=(None, 0, 0), devices=jax.devices()[:4])
-        params, opt_state = train(start(np.float64), split, batches)
-        chex.assert_trees_all_equal(*(jax.tree.map(lambda x, i=i: x[i], params) for i in range(4)))
-        return jax.tree.map(lambda x: x[0], (params, opt_state))
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    train = jax.shard_map(
-        train,
-        mesh=mesh,
-        in_specs=(P(), P("data"), P(None, "data")),
-        out_specs=P(),
-        check_vma=how == "checked",
-    )
-    return jax.jit(train)(start(np.float64), data, batches)
+def batches_of(data):
+    """Six of them, stacked."""
+    return replicas.stack([part(data, t) for t in range(6)])
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("how", ["pmap", "checked", "unchecked"])
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
 @pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}])
-def test_four_devices_train_as_one(how, options):
+def test_four_devices_train_as_one(mapping, options):
     """Snapshot, training in a scan, and snapshots inside it give the numbers of a single device."""
     tx = optax.chain(optperm.svrg(0.9, **options), optax.sgd(RATE))
     data = to_dtype(make_data(), np.float64)
-    batches = stack([part(data, t) for t in range(6)])
-    params, opt_state = start(np.float64), tx.init(start(np.float64))
-    opt_state = snapshot_at(opt_state, params, data)
-    expected = run_steps(make_step(tx, data), params, opt_state, batches)
-    got = run_on_devices(how, tx, data, batches)
-    chex.assert_trees_all_close(got, expected, rtol=1e-12, atol=1e-13)
+
+    def train(params, own, axis_name=replicas.AXIS):
+        data, batches = own
+        full_grad = optperm.full_gradient(loss_fn, params, [data], axis_name=axis_name)
+        opt_state = optperm.take_snapshot(tx.init(params), params, full_grad)
+        step = loops.make_step(tx, evaluation(data, axis_name=axis_name))
+        return loops.carry(step, params, opt_state, batches), ()
+
+    # Each device holds a quarter of the data and of each batch.
+    split = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), data)
+    batches = jax.tree.map(
+        lambda x: jnp.moveaxis(x.reshape(6, 4, 1, *x.shape[2:]), 1, 0), batches_of(data)
+    )
+    got, _ = replicas.share(train, mapping, 4)(start(np.float64), (split, batches))
+    expected, _ = train(start(np.float64), (data, batches_of(data)), axis_name=None)
+    for index in range(4):
+        mine = replicas.take(got, index)
+        chex.assert_trees_all_equal(mine[0], replicas.take(got[0], 0))
+        chex.assert_trees_all_close(mine, expected, rtol=1e-12, atol=1e-13)
+
+
+def nearby_starts():
+    """Params of four models."""
+    return replicas.stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
 
 
 @pytest.mark.parametrize("options", [{"refresh_every": 3}, {"refresh_probability": 0.4}])
-@pytest.mark.parametrize("checked", [True, False])
-def test_a_model_per_device(checked, options):
+@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
+def test_a_model_per_device(mapping, options):
     """Params that vary over the mapped axis are corrected each by a snapshot of their own."""
     tx = optax.chain(optperm.svrg(**options), optax.sgd(RATE))
     data = to_dtype(make_data(), np.float32)
-    batches = stack([part(data, t) for t in range(6)])
-    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
+    batches = batches_of(data)
 
     def train(params):
-        return run_steps(make_step(tx, data), params, tx.init(params), batches)
+        step = loops.make_step(tx, evaluation(data))
+        return loops.carry(step, params, tx.init(params), batches)[0]
 
-    def train_own(params):
-        results = train(jax.tree.map(lambda x: x[0], params))
-        return jax.tree.map(lambda x: x[None], results[0])
-
-    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    spec = P("model")
-    mapped = jax.shard_map(train_own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
-    got = jax.jit(mapped)(starts)
-    expected, _ = jax.jit(jax.vmap(train))(starts)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5)
+    got = replicas.MAPPINGS[mapping](train, 4)(nearby_starts())
+    chex.assert_trees_all_close(got, jax.jit(jax.vmap(train))(nearby_starts()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"refresh_every": 1}])
@@ -637,90 +524,19 @@ def test_params_that_leave_a_snapshot_that_devices_share(options):
     tx = optperm.svrg(**options)
     data = to_dtype(make_data(), np.float32)
     opt_state = snapshot_at(tx.init(start()), start(), data)
-    starts = stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
 
     def update(params):
         return correct(tx, params, opt_state, part(data, 0), data)
 
-    mapped = jax.shard_map(
-        lambda p: jax.tree.map(lambda x: x[None], update(jax.tree.map(lambda x: x[0], p))),
-        mesh=Mesh(np.array(jax.devices()[:4]), ("model",)),
-        in_specs=P("model"),
-        out_specs=P("model"),
-    )
-    got = jax.jit(mapped)(starts)
-    chex.assert_trees_all_close(got, jax.jit(jax.vmap(update))(starts), rtol=1e-5)
+    got = replicas.MAPPINGS["shard_map"](update, 4)(nearby_starts())
+    chex.assert_trees_all_close(got, jax.jit(jax.vmap(update))(nearby_starts()), rtol=1e-5)
 
 
 def test_states_of_replicas_take_a_snapshot_at_once():
     """A state with a leading axis of replicas, as pmap keeps it, takes params with the same axis."""
-    tx = optperm.svrg()
-    params, grads = stack([start()] * 3), stack([start(), start(), start()])
-    opt_state = optperm.take_snapshot(stack([tx.init(start())] * 3), params, grads)
-    one = optperm.take_snapshot(tx.init(start()), start(), start())
-    support.assert_same_bits(opt_state, stack([one] * 3))
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"coefficient": -0.1}, ValueError, "coefficient must be at least 0, got -0.1"),
-        ({"coefficient": "1"}, TypeError, "coefficient must be a number or a schedule"),
-        ({"refresh_every": 0}, ValueError, "refresh_every must be at least 1, got 0"),
-        ({"refresh_every": 2.0}, TypeError, "refresh_every must be an integer, got 2.0"),
-        ({"refresh_every": True}, TypeError, "refresh_every must be an integer, got True"),
-        ({"refresh_probability": 1.5}, ValueError, r"refresh_probability must be in \[0, 1\]"),
-        ({"refresh_every": 2, "refresh_probability": 0.5}, ValueError, "not both"),
-        ({"seed": -1}, ValueError, "seed must be at least 0"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments, error, message):
-    """When it is built, by name."""
-    with pytest.raises(error, match=message):
-        optperm.svrg(**arguments)
-
-
-def test_missing_extras_are_named():
-    """With the function that makes them."""
-    params = start()
-    tx = optperm.svrg()
-    with pytest.raises(ValueError, match=r"extra argument grad_fn.*optperm\.evaluate"):
-        tx.update(params, tx.init(params), params)
-    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5}):
-        tx = optperm.svrg(**options)
-        with pytest.raises(ValueError, match=r"extra argument full_grad_fn.*optperm\.evaluate"):
-            tx.update(params, tx.init(params), params, grad_fn=lambda p: p)
-
-
-def test_params_that_are_not_real_are_refused():
-    """Integers and complex numbers have no place in it."""
-    for leaf in (jnp.arange(3), jnp.ones(2, jnp.complex64)):
-        with pytest.raises(TypeError, match=r"params\['w'\] has dtype .* optax.partition"):
-            optperm.svrg().init({"w": leaf})
-
-
-def test_snapshots_that_do_not_fit_are_refused():
-    """Another tree, shape or dtype, a state without svrg or with two: each says what was expected."""
-    params = start()
-    tx = optperm.svrg()
-    opt_state = tx.init(params)
-    with pytest.raises(ValueError, match="params has another tree structure than the optimizer"):
-        optperm.take_snapshot(opt_state, {"w": jnp.ones(3)}, params)
-    with pytest.raises(ValueError, match="full_grad has another tree structure than the optimizer"):
-        optperm.take_snapshot(opt_state, params, [jnp.ones(3)])
-    with pytest.raises(ValueError, match=r"params\['full'\] is float32\[2\], but .* float32\[3\]"):
-        optperm.take_snapshot(opt_state, params | {"full": jnp.ones(2)}, params)
-    with pytest.raises(ValueError, match=r"full_grad\['full'\] is float32\[2\]"):
-        optperm.take_snapshot(opt_state, params, params | {"full": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"params\['full'\] is bfloat16\[3\]"):
-        optperm.take_snapshot(opt_state, params | {"full": jnp.ones(3, jnp.bfloat16)}, params)
-    masked = optax.masked(tx, {"full": True, "bias_full": False}).init(params)
-    with pytest.raises(ValueError, match="params has another tree structure than the optimizer"):
-        optperm.take_snapshot(masked, {"w": jnp.ones(3)}, params)
-    with pytest.raises(ValueError, match=r"SvrgState \(the state of optperm.svrg\).* found none"):
-        optperm.take_snapshot(optax.adam(0.1).init(params), params, params)
-    with pytest.raises(ValueError, match=r"SvrgState .* found 2"):
-        optperm.take_snapshot((opt_state, opt_state), params, params)
+    fresh = optperm.svrg().init(start())
+    three = (replicas.stack([tree] * 3) for tree in (fresh, start(), start()))
+    one = optperm.take_snapshot(fresh, start(), start())
+    support.assert_same_bits(
+        optperm.take_snapshot(*three), jax.tree.map(jnp.asarray, replicas.stack([one] * 3))
+    )

@@ -113,12 +113,13 @@ std::vector<int> SearchCycles(const std::vector<double>& w, const std::vector<do
   std::sort(sources.begin(), sources.end(), [&](int a, int b) {
     return std::fabs(m[a]) != std::fabs(m[b]) ? std::fabs(m[a]) > std::fabs(m[b]) : a > b;
   });
-  std::set<int> memorized;
+  std::vector<char> memorized(s);
   for (int source : sources) {
-    if (memorized.count(source)) continue;
+    if (memorized[source]) continue;
     std::vector<int> path{source};
     std::vector<size_t> cursors{0};
-    std::set<int> visited{source};
+    std::vector<char> visited(s);
+    visited[source] = true;
     bool found = false;
     while (!path.empty() && !found) {
       const std::vector<int>& options = neighbors[path.back()];
@@ -127,8 +128,8 @@ std::vector<int> SearchCycles(const std::vector<double>& w, const std::vector<do
         const int next = options[cursors.back()++];
         if (next == source) {
           found = true;
-        } else if (!memorized.count(next) && !visited.count(next)) {
-          visited.insert(next);
+        } else if (!memorized[next] && !visited[next]) {
+          visited[next] = true;
           path.push_back(next);
           cursors.push_back(0);
           deeper = true;
@@ -142,7 +143,7 @@ std::vector<int> SearchCycles(const std::vector<double>& w, const std::vector<do
     if (!found) path = {source};
     for (size_t i = 0; i < path.size(); ++i) {
       take[path[i]] = path[(i + 1) % path.size()];
-      memorized.insert(path[i]);
+      memorized[path[i]] = true;
     }
   }
   return take;

@@ -1,0 +1,143 @@
+"""A subspace of all params, given by orthonormal rows, and the two matrix products with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
+from optperm.contract.shardings import explicit_sharding, rows_like
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+# On accelerators float32 products lose half their digits by default.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+class Subspace(NamedTuple):
+    r"""Orthonormal rows :math:`P` over all params, or those of them that one replica holds.
+
+    Attributes:
+      rows: Those of this replica, in float32, or float64 for float64 params; zero until they are set and
+        where there are fewer than there is room for.
+      first_row: The number of the first of them among all rows; 0 without an axis of replicas.
+      is_set: Whether there is a basis yet.
+    """
+
+    rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
+    first_row: Int32[Array, ""]
+    is_set: Bool[Array, ""]
+
+
+def empty_subspace(params: optax.Params, n_components: int, axis_name: AxisName | None) -> Subspace:
+    """Room for ceil(k / R) rows on each of R replicas, each row sharded like the params.
+
+    Raises:
+      ValueError: If the axis is not bound where this is called.
+    """
+    num_rows, first_row = n_components, jnp.zeros([], jnp.int32)
+    if axis_name is not None and jax.tree.leaves(params):
+        checks.check_axis_is_bound(axis_name)
+        num_rows = -(-n_components // jax.lax.axis_size(axis_name))
+        first_row = jnp.asarray(jax.lax.axis_index(axis_name) * num_rows, jnp.int32)
+    rows = jax.tree.map(lambda leaf: rows_like(leaf, num_rows, accumulation_dtype(leaf)), params)
+    rows = mark_varying(rows, varying_axes(first_row))
+    return Subspace(rows, first_row, jnp.zeros([], jnp.bool_))
+
+
+def project(
+    subspace: Subspace,
+    tree: optax.Updates,
+    n_components: int,
+    dtype: Any,
+    axis_name: AxisName | None,
+) -> jax.Array:
+    """P g, (k,): every replica's part, gathered."""
+    products = jax.tree.map(inner_products, subspace.rows, tree)
+    parts = [part.astype(dtype) for part in jax.tree.leaves(products)]
+    if not parts:
+        return jnp.zeros(n_components, dtype)
+    own = functools.reduce(jnp.add, parts)
+    if axis_name is None:
+        return own
+    return all_gather(own, axis_name, tiled=True)[:n_components]
+
+
+def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
+    """Of each row with one other leaf, or with each row of another: (k,) or (k, number of those).
+
+    Where the rows are sharded each device sums over its own part, and these sums are all that moves.
+    """
+    of_row = tuple(range(1, rows.ndim))
+    of_other = tuple(range(others.ndim - len(of_row), others.ndim))
+    sharding = explicit_sharding(rows)
+    return jax.lax.dot_general(
+        rows,
+        others.astype(rows.dtype),
+        ((of_row, of_other), ((), ())),
+        precision=_PRECISION,
+        out_sharding=sharding and NamedSharding(sharding.mesh, PartitionSpec()),
+    )
+
+
+def lift(
+    subspace: Subspace, coefficients: jax.Array, axis_name: AxisName | None
+) -> tuple[optax.Updates, ...]:
+    """P' c for each row c of the coefficients, (number, k), in one pass over P and one psum."""
+
+    def combine(rows: jax.Array) -> jax.Array:
+        own = coefficients
+        if axis_name is not None:
+            own = own_rows(coefficients.T, subspace.first_row, rows.shape[0]).T
+        return jax.lax.dot_general(
+            own.astype(rows.dtype), rows, (((1,), (0,)), ((), ())), precision=_PRECISION
+        )
+
+    combined = sum_over(jax.tree.map(combine, subspace.rows), axis_name)
+    return tuple(
+        jax.tree.map(lambda leaf, i=i: leaf[i], combined) for i in range(coefficients.shape[0])
+    )
+
+
+def own_rows(rows: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
+    """Some of the rows, from the given one on, and zeros in the place of those past the last."""
+    padded = jnp.pad(rows, [(0, num_rows), *[(0, 0)] * (rows.ndim - 1)])
+    return jax.lax.dynamic_slice_in_dim(padded, first_row, num_rows)
+
+
+def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
+    """The sum over replicas, in one collective for each dtype.
+
+    Beside mesh axes over which one replica's params may be sharded it is one for each leaf: to lay
+    sharded leaves end to end would take a gather of each.
+    """
+    if axis_name is None:
+        return tree
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(mesh.axis_names) - set(mesh.manual_axes):
+        return jax.lax.psum(tree, axis_name)
+    leaves, structure = jax.tree.flatten(tree)
+    results: list[Any] = [None] * len(leaves)
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+        places = [place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        flat, unravel = ravel_pytree([leaves[place] for place in places])
+        for place, total in zip(places, unravel(jax.lax.psum(flat, axis_name)), strict=True):
+            results[place] = total
+    return jax.tree.unflatten(structure, results)
+
+
+def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
+    """The mean over replicas, in as many collectives as `sum_over`."""
+    if axis_name is None:
+        return tree
+    size = jax.lax.axis_size(axis_name)
+    return jax.tree.map(lambda leaf: leaf / size, sum_over(tree, axis_name))

@@ -1,0 +1,734 @@
+"""Every public function: arguments it works with, what kind each is of, and what is refused.
+
+The tables are data; `test_fuzz.py` reads them. A new function joins `CASES`, its numbers, flags and
+choices `ARGUMENTS`, and what else it refuses, with its message, `REFUSED`.
+"""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optperm
+
+INF = float("inf")
+PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
+GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
+BATCH = jnp.array([1.0, 2.0])
+
+
+def loss_fn(params, batch):
+    """Of any params and any batch."""
+    del batch
+    parts = [jnp.sum(jnp.real(p).astype(jnp.float32) ** 2) for p in jax.tree.leaves(params)]
+    return sum(parts, start=jnp.float32(0.0))
+
+
+def sgd():
+    return optax.sgd(0.1)
+
+
+def rows(k):
+    """Orthonormal rows over the params."""
+    q = np.linalg.qr(np.random.default_rng(0).normal(size=(8, k)))[0].T.astype(np.float32)
+    return {"b": q[:, :2], "w": q[:, 2:].reshape(k, 3, 2)}
+
+
+def state(tx):
+    return tx.init(PARAMS)
+
+
+SNAPSHOTS = jax.tree.map(lambda p: jnp.stack([i * p + i * i for i in range(4)]), PARAMS)
+DRAWS = jax.tree.map(lambda p: jnp.stack([jnp.stack([p, p])] * 2), PARAMS)
+MASKED = optperm.mask_elements().init(PARAMS)
+
+# Arguments with which each public function works, of which one at a time is spoiled.
+FUNCTIONS = {
+    "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
+    "apply_updates": {
+        "params": PARAMS,
+        "updates": GRADS,
+        "opt_state": state(optperm.sgperm()),
+    },
+    "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
+    "center_params": {"opt_state": state(optperm.agn(sgd()))},
+    "draw_samples": {
+        "step": lambda params, opt_state, key: (params, opt_state),
+        "params": PARAMS,
+        "opt_state": (),
+        "key": jax.random.key(0),
+        "num_chains": 2,
+        "num_draws": 2,
+    },
+    "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
+    "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
+    "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
+    "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
+    "gaussian_kl": {
+        "mean": jnp.zeros(2),
+        "covariance": jnp.eye(2),
+        "other_mean": jnp.ones(2),
+        "other_covariance": jnp.eye(2),
+    },
+    "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
+    "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
+    "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
+    "posterior_predictive": {
+        "predict_fn": lambda params, inputs: jnp.ones(2),
+        "samples_params": DRAWS,
+        "inputs": BATCH,
+    },
+    "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
+    "reset_masks": {"opt_state": MASKED},
+    "samples_as_dict": {"samples_params": DRAWS},
+    "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
+    "stationary_covariance": {
+        "preconditioner": 0.1,
+        "hessian": jnp.eye(2),
+        "noise": jnp.eye(2),
+    },
+    "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
+    "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
+}
+FACTORIES = {
+    "agn": {"optimizer": sgd()},
+    "constant_sgd": {"num_data": 10, "batch_size": 2, "burn_in": 1, "max_step": 0.1},
+    "diloco": {"inner": sgd()},
+    "dim_reduce": {"n_components": 2},
+    "dldr": {"optimizer": sgd(), "sample_every": 1, "num_samples": 2, "n_components": 1},
+    "laperm": {"optimizer": sgd(), "sync_every": 2},
+    "mask_elements": {},
+    "permute_by_cycles": {"aggressiveness": 0.3, "partition_ratio": 1.0},
+    "record_trajectory": {"every": 1, "capacity": 2},
+    "scale_by_gradient_noise": {"num_data": 10, "batch_size": 2, "burn_in": 1},
+    "sgperm": {},
+    "svrg": {},
+    "switch_after": {"num_steps": 1, "first": sgd(), "then": sgd()},
+}
+CASES = FUNCTIONS | FACTORIES
+PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of argument.
+
+    Attributes:
+      refused: Values, the error that each raises, and what its message says after the name.
+      allowed: Values that it may have, at its limits.
+    """
+
+    refused: tuple
+    allowed: tuple = ()
+
+
+def number(low=0.0, high=INF, *, is_open=False, is_optional=False):
+    """A single number from `low` to `high`, or above `low` where the limit itself is too small."""
+    outside = [low if is_open else low - 0.1, float("nan"), *([high + 0.1] if high < INF else [])]
+    strange = [True, "0.1", 1j, *([] if is_optional else [None])]
+    refused = (
+        (outside, ValueError, "must be (at least|above|in|finite).*, got "),
+        ([jnp.array([0.1, 0.2])], ValueError, "must be a single number"),
+        (strange, TypeError, "must be a number"),
+    )
+    limits = (low, min(high, 5.0), np.float64(low), jnp.bfloat16(min(high, 1.0)), int(low))
+    return Kind(refused, () if is_open else limits)
+
+
+def count(minimum=1, *, is_optional=False):
+    """An integer of at least `minimum`."""
+    strange = [2.5, True, "2", jnp.float32(2.0), *([] if is_optional else [None])]
+    refused = (
+        ([minimum - 1, -3], ValueError, f"must be at least {minimum}, got "),
+        (strange, TypeError, "(must be an integer, got|decides the shapes)"),
+    )
+    return Kind(refused)
+
+
+def choice(*names):
+    """One of several strings."""
+    message = f"must be one of {', '.join(map(repr, names))}, got"
+    return Kind(((["none", 3], ValueError, message),))
+
+
+FLAG = Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),))
+# Not the factory of an optimizer, and not a learning rate.
+OPTIMIZER = Kind((([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),))
+AXIS = Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),))
+SUBSPACE = {
+    "n_components": count(),
+    "rho": number(0.0, 1.0),
+    "gamma": number(0.0, 1.0),
+    "alpha": number(),
+    "sigma": number(0.0, 1.0),
+    "max_search_steps": count(),
+    "curvature": choice("absolute", "relative"),
+    "axis_name": AXIS,
+}
+NOISE = {
+    "num_data": count(),
+    "batch_size": count(),
+    "preconditioner": choice("scalar", "diagonal", "full"),
+    "estimator": choice("per_example", "single_example", "two_batches"),
+    "temperature": number(),
+    "k_coef": number(is_open=True),
+    "t0": number(),
+    "burn_in": count(0),
+    "freeze_after": count(is_optional=True),
+    "max_step": number(is_open=True, is_optional=True),
+    "damping": number(),
+    "chunk_size": count(is_optional=True),
+    "max_full_size": count(is_optional=True),
+    "axis_name": AXIS,
+}
+CYCLES = {
+    "aggressiveness": number(),
+    "partition_ratio": number(0.0, 1.0),
+    "min_partition_size": count(),
+    "include_remainder": FLAG,
+    "seed": count(0),
+}
+ARGUMENTS = {
+    "agn": {
+        "optimizer": OPTIMIZER,
+        "communication_period": count(),
+        "axis_name": AXIS,
+        "commit": choice("mean", "sum", "sequential"),
+    },
+    "calibration": {"num_bins": count()},
+    "constant_sgd": {
+        **NOISE,
+        "learning_rate": number(),
+        "momentum": number(0.0, 1.0, is_optional=True),
+        "burn_in_optimizer": OPTIMIZER,
+    },
+    "diloco": {"inner": OPTIMIZER, "outer": OPTIMIZER, "sync_every": count(), "axis_name": AXIS},
+    "dim_reduce": {**SUBSPACE, "optimizer": OPTIMIZER},
+    "dldr": {
+        **SUBSPACE,
+        "optimizer": OPTIMIZER,
+        "second_optimizer": OPTIMIZER,
+        "sample_every": count(),
+        "num_samples": count(),
+        "start": count(0),
+        "second_phase": choice("bfgs", "sgd"),
+    },
+    "draw_samples": {
+        "num_chains": count(),
+        "num_draws": count(),
+        "thinning": count(),
+        "warmup": count(0),
+        "first_step": count(0),
+        "average": FLAG,
+        "stacked": FLAG,
+    },
+    "freeze": {
+        "fraction": number(0.0, 1.0),
+        "criterion": choice("gradient", "preconditioned_gradient", "random"),
+        "scope": choice("leaf", "global"),
+    },
+    "laperm": {"optimizer": OPTIMIZER, "sync_every": count()},
+    "pca_basis": {"n_components": count()},
+    "permute_by_cycles": CYCLES,
+    "prune": {
+        "fraction": number(0.0, 1.0),
+        "criterion": choice("magnitude", "random"),
+        "scope": choice("leaf", "global"),
+    },
+    "record_trajectory": {"every": count(), "capacity": count()},
+    "scale_by_gradient_noise": NOISE,
+    "sgperm": {
+        **CYCLES,
+        "aggressiveness_decay": number(),
+        "min_aggressiveness": number(),
+        "partition_growth": number(),
+        "max_partition_ratio": number(0.0, 1.0),
+        "learning_rate": number(),
+        "momentum": number(0.0, 1.0),
+    },
+    "stationary_covariance": {"continuous": FLAG},
+    "svrg": {
+        "coefficient": number(),
+        "refresh_every": count(is_optional=True),
+        "refresh_probability": number(0.0, 1.0, is_optional=True),
+        "seed": count(0),
+    },
+    "switch_after": {
+        "num_steps": count(0),
+        "first": OPTIMIZER,
+        "then": OPTIMIZER,
+        "track": FLAG,
+    },
+}
+# Trees, states, functions, arrays and data, of which each function asks something else.
+OTHERS = {
+    *("params", "updates", "opt_state", "initial_params", "permutation", "basis", "full_grad"),
+    *("scores", "include", "key", "snapshots", "num_snapshots", "samples_params", "inputs"),
+    *("batch", "batches", "weights", "example", "probabilities", "labels", "separator", "dtype"),
+    *("mean", "covariance", "other_mean", "other_covariance", "preconditioner", "hessian"),
+    *("noise", "momentum", "step", "loss_fn", "predict_fn", "output_axes"),
+    *("axis_name", "has_aux", "progress"),  # of `evaluate` and `full_gradient`
+}
+
+
+def one_leaf(**leaf):
+    """The params with another leaf in the place of one."""
+    return PARAMS | leaf
+
+
+TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
+MATRIX = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
+ONE, TWO, THREE = np.zeros(1), np.eye(2), np.eye(3)
+EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
+FOUR_AND_TWO = [EXAMPLES, EXAMPLES, jax.tree.map(lambda x: x[:2], EXAMPLES)]
+PERMUTATION = {"w": jnp.arange(6).reshape(3, 2), "b": jnp.array([1, 0])}
+KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
+ROWS_2, ROWS_3 = rows(2), rows(3)
+
+
+def of_examples(size):
+    """The gradients of a batch's examples."""
+    return lambda params: jax.tree.map(lambda p: jnp.stack([p] * size), params)
+
+
+def mean(params, start=0, size=None):
+    """A gradient over a part of a batch."""
+    del start, size
+    return params
+
+
+def value_error(message, **change):
+    """What a ValueError says of changed arguments."""
+    return change, ValueError, message
+
+
+def type_error(message, **change):
+    """What a TypeError says of changed arguments."""
+    return change, TypeError, message
+
+
+# Functions that look for a state, and what they call it.
+STATES = {
+    "center_params": "LocalStepsState .*optperm.agn or optperm.diloco",
+    "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
+    "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
+    "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",
+    "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
+    "prune": r"a MaskElementsState \(the state of optperm.mask_elements\)",
+    "reset_masks": r"a MaskElementsState \(the state of optperm.mask_elements\)",
+    "set_basis": "DimReduceState .*optperm.dim_reduce",
+    "take_snapshot": r"SvrgState \(the state of optperm.svrg\)",
+    "trajectory": "TrajectoryState .*optperm.record_trajectory",
+}
+# Trees that must match params; another structure or shape is named, with the tree that it should match.
+TREES = {
+    "apply_updates": {"updates": "params"},
+    "export_permutation": {"initial_params": "the optimizer"},
+    "freeze": {"scores": "the mask"},
+    "permuted_params": {"params": "the optimizer"},
+    "prune": {"params": "the mask", "scores": "the mask"},
+    "take_snapshot": {"params": "the optimizer", "full_grad": "the optimizer"},
+}
+# What else is refused. "f.init" and "f.update" mean those of what f gives, for other params, or with
+# these extra arguments.
+REFUSED = {
+    "agn.init": [
+        value_error(
+            "put switch_after around agn",
+            optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
+        ),
+    ],
+    "agn.update": [
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+    ],
+    "apply_permutation": [
+        *(
+            value_error(
+                r"permutation must hold each index from 0 to 1", permutation=jnp.array(indices)
+            )
+            for indices in ([1, 1], [0, 99], [0, -1], [1, 2])
+        ),
+        value_error("permutation has another tree structure", permutation={"w": jnp.arange(2)}),
+        value_error(r"permutation is int32\[4\]", permutation=jnp.arange(4)),
+        type_error("must hold integers, got float32", permutation=jnp.arange(2.0)),
+    ],
+    "apply_updates": [
+        value_error(
+            r"params\['b'\] is float32\[3\], but the optimizer",
+            params=one_leaf(b=jnp.ones(3)),
+            updates=one_leaf(b=jnp.ones(3)),
+        ),
+        type_error(r"updates\['b'\] must be an array", updates=one_leaf(b="x")),
+    ],
+    "calibration": [
+        type_error(
+            "probabilities must be of a real floating dtype", probabilities=np.ones((2, 2), int)
+        ),
+        type_error("labels must be integers", labels=np.array([0.0, 1.0])),
+        value_error(r"shape \(n, classes\).*jnp\.stack", probabilities=np.full(2, 0.5)),
+        value_error(
+            r"neither of them 0, got \(0, 2\)",
+            probabilities=np.zeros((0, 2)),
+            labels=np.zeros(0, int),
+        ),
+        value_error(r"labels must have shape \(2,\).*got \(1, 2\)", labels=np.array([[0, 1]])),
+        value_error(r"row 0 is \[2\. 0\.\] and sums to 2.*softmax", probabilities=TWO * 2),
+        value_error("at least 0.*row 1", probabilities=np.array([[0.5, 0.5], [1.5, -0.5]])),
+        value_error("sums to nan", probabilities=np.full((1, 2), np.nan), labels=np.array([0])),
+        value_error(r"labels must lie in \[0, 1\].*got 2", labels=np.array([0, 2])),
+        value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
+    ],
+    "constant_sgd": [
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+    ],
+    "diloco.init": [
+        value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm()),
+    ],
+    "diloco.update": [
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+    ],
+    "dim_reduce": [
+        type_error("static_args", n_components=jnp.array(2)),
+    ],
+    "dim_reduce.init": [
+        value_error("axis_name 'replica' is not bound", axis_name="replica"),
+    ],
+    "dim_reduce.update": [
+        value_error("extra argument value, .*optperm.evaluate", value_fn=loss_fn),
+        value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
+    ],
+    "dldr": [
+        value_error(
+            "n_components=3 needs num_samples of at least 4.*got 3", num_samples=3, n_components=3
+        ),
+        value_error(
+            "sample_every must be at most 2147483647", sample_every=2**20, num_samples=2**11 + 2
+        ),
+        type_error("static_args", num_samples=jnp.array(2)),
+        type_error("static_args", n_components=jnp.array(1)),
+    ],
+    "dldr.init": [
+        value_error("places params", optimizer=optperm.sgperm()),
+    ],
+    "dldr.update": [
+        value_error("dldr needs the extra argument value, .*optperm.evaluate"),
+    ],
+    "draw_samples": [
+        value_error(
+            r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
+            stacked=True,
+            num_chains=3,
+            params={"b": jnp.float32(0.0)},
+        ),
+        value_error(
+            r"the params that step returns\['b'\] is float32\[3, 2\]",
+            step=lambda p, s, k: (p | {"b": p["w"]}, s),
+        ),
+        value_error("the opt_state that step returns has", step=lambda p, s, k: (p, 1.0)),
+        type_error("step must be a function", step=None),
+        type_error("must return a pair.*got dict", step=lambda p, s, k: p),
+        type_error("must return a pair.*tuple of 3", step=lambda p, s, k: (p, s, k)),
+        type_error("params.*int32.*average=False", params=jnp.arange(3), average=True),
+        *(
+            type_error("key must be a random key", key=key)
+            for key in (0, jax.random.split(jax.random.key(0)), None)
+        ),
+        type_error(r"opt_state\['m'\] must be an array", opt_state={"m": "x"}),
+    ],
+    "evaluate": [
+        type_error(r"real scalar.* got float32\[2\]", loss_fn=lambda p, b: p["b"]),
+        type_error(
+            r"real scalar.* got complex64\[\]",
+            loss_fn=lambda p, b: jnp.sum(p["b"]).astype(jnp.complex64),
+        ),
+        type_error(r"real scalar.* got int32\[\]", loss_fn=lambda p, b: jnp.int32(1)),
+        type_error("got tuple.* pass has_aux=True", loss_fn=lambda p, b: (jnp.sum(p["b"]), {})),
+        type_error(r"pair \(loss, aux\)", has_aux=True),
+        type_error(r"pair \(loss, aux\)", has_aux=True, loss_fn=lambda p, b: (loss_fn(p, b), 1, 2)),
+        value_error("axis_name 'data' is not bound here", axis_name="data"),
+    ],
+    "export_permutation": [
+        value_error(
+            r"initial_params\['b'\] is not what the optimizer",
+            initial_params=one_leaf(b=PARAMS["b"] + 1),
+        ),
+        value_error(
+            r"initial_params\['b'\] is bfloat16",
+            initial_params=one_leaf(b=PARAMS["b"].astype("bfloat16")),
+        ),
+        value_error(r"initial_params\['w'\].*output_axes", output_axes=0),
+    ],
+    "freeze": [
+        value_error(r"fraction must be in \[0, 1\], got 2.0", fraction=jnp.float32(2.0)),
+        value_error(
+            r"criterion must be one of 'gradient', .*got 'magnitude'", criterion="magnitude"
+        ),
+        value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
+        *(
+            value_error(
+                r"needs scores.*pass scores=optperm.full_gradient\(",
+                criterion=criterion,
+                scores=None,
+            )
+            for criterion in ("gradient", "preconditioned_gradient")
+        ),
+        type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
+        type_error(
+            r"scores\['b'\] has dtype complex64", scores=one_leaf(b=jnp.ones(2, jnp.complex64))
+        ),
+    ],
+    "full_gradient": [
+        *(
+            value_error("no examples in batches", batches=batches, weights=weights)
+            for batches, weights in (
+                ([], None),
+                (iter(()), ()),
+                ([{"x": np.ones((0, 2))}], None),
+                ([{"x": np.ones((0, 2))}], [np.ones(0)]),
+            )
+        ),
+        *(
+            value_error(message, batches=FOUR_AND_TWO, weights=weights)
+            for weights, message in (
+                ([np.ones(4), np.ones(4)], "weights ended after 2 arrays, but batches go on"),
+                (
+                    [np.ones(4), np.ones(4), np.ones(2), np.ones(4)],
+                    "batches ended, but weights go on",
+                ),
+                (
+                    [np.ones(4), np.ones(3), np.ones(2)],
+                    r"batch 1 has 4 examples.* of shape \(3,\)",
+                ),
+                (
+                    [np.ones(4), np.ones((4, 1)), np.ones(2)],
+                    r"batch 1 has 4 examples.* of shape \(4, 1\)",
+                ),
+                ([np.ones(4), -np.ones(4), np.ones(2)], "finite and not negative"),
+                ([np.ones(4), np.full(4, np.inf), np.ones(2)], "finite and not negative"),
+                ([np.zeros(4), np.zeros(4), np.zeros(2)], "not all zero.* sum is 0"),
+            )
+        ),
+        *(
+            value_error("must agree in their leading axis", batches=[batch])
+            for batch in (EXAMPLES | {"y": jnp.ones(3)}, {"scale": np.float32(1.0)})
+        ),
+        value_error("axis_name 'data' is not bound here", axis_name="data"),
+        *(
+            type_error("batches must be an iterable, one item a batch, got", batches=batches)
+            for batches in (EXAMPLES, 3, "batches", None, b"ab", np.float32(1), jnp.zeros([]))
+        ),
+        type_error("weights must be an iterable", weights=1.0),
+        type_error(
+            "loss_fn must return a real scalar.* has_aux=True",
+            loss_fn=lambda p, b: (loss_fn(p, b), 0),
+        ),
+        type_error(r"params\['b'\] has dtype int32", params=one_leaf(b=jnp.arange(2))),
+        type_error(r"batches\[1\]\['x'\] must be an array", batches=[{"x": BATCH}, {"x": "ab"}]),
+        type_error(r"weights\[0\] is complex64", weights=[jnp.ones(2, complex), BATCH]),
+    ],
+    "gaussian_kl": [
+        value_error("^covariance.*must be positive definite", covariance=np.diag([1.0, -1.0])),
+        value_error("^other.*must be positive definite", other_covariance=np.diag([1.0, -1.0])),
+        value_error(r"mean must have shape \(2,\)", mean=np.zeros(3)),
+        value_error(r"the same shape, got \(2, 2\) and \(3, 3\)", other_covariance=THREE),
+        value_error("other_mean must be finite", other_mean=np.array([0.0, np.nan])),
+    ],
+    "laperm.init": [
+        value_error("optimizer places params", optimizer=optperm.sgperm()),
+        value_error("or holds some", optimizer=optax.chain(sgd(), optperm.mask_elements())),
+        value_error(r"output_axes \(3,\) .*kernel", output_axes=3, params=KERNEL),
+    ],
+    "pca_basis": [
+        value_error(
+            "n_components=4 needs at least 5 snapshots.*got 4", snapshots=TABLE, n_components=4
+        ),
+        value_error(
+            "at least 4 snapshots.*got 3", snapshots=TABLE, n_components=3, num_snapshots=3
+        ),
+        value_error(
+            r"snapshots\['b'\] has shape \(3,\)",
+            snapshots={"a": TABLE, "b": np.zeros(3, np.float32)},
+        ),
+        value_error("no leaves", snapshots={}),
+        value_error(
+            "span 1 directions.*n_components=3",
+            snapshots=TABLE[:2][[0, 1, 0, 1, 1, 0]],
+            n_components=3,
+        ),
+        value_error(
+            "span 0 directions.*not finite",
+            snapshots=np.where(TABLE > 20, np.float32(np.nan), TABLE),
+        ),
+        type_error("dtype int32", snapshots=np.zeros((4, 7), np.int32)),
+    ],
+    "posterior_predictive": [
+        value_error(
+            r"shape \(2, 4\).*begins with \(2, 5\)",
+            samples_params={"a": jnp.ones((2, 5)), "b": jnp.ones((2, 4))},
+        ),
+        type_error("predict_fn must be a function", predict_fn=None),
+        type_error(
+            "must return one array of a real floating dtype, got int32",
+            predict_fn=lambda p, x: jnp.arange(3),
+        ),
+    ],
+    "prune": [
+        value_error(r"fraction must be in \[0, 1\], got 2.0", fraction=jnp.float32(2.0)),
+        value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
+        type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
+    ],
+    "record_trajectory": [
+        type_error("static_args", capacity=jnp.array(3)),
+        type_error("dtype must be", dtype=jnp.int32),
+    ],
+    "samples_as_dict": [
+        value_error(
+            r"Two leaves.*'a\.b'",
+            samples_params={"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))},
+        ),
+        value_error("no leaves", samples_params={}),
+        value_error(
+            r"samples_params\['b'\] has shape \(2,\)",
+            samples_params={"a": jnp.ones((2, 5)), "b": jnp.ones(2)},
+        ),
+    ],
+    "scale_by_gradient_noise": [
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+    ],
+    "scale_by_gradient_noise.init": [
+        value_error(
+            "8 params .* 8 x 8.*max_full_size=7.*'diagonal'", preconditioner="full", max_full_size=7
+        ),
+    ],
+    "scale_by_gradient_noise.update": [
+        value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),
+        value_error("example_grad_fn.*example=one_example", estimator="single_example"),
+        value_error("argument grad_fn.*optperm.evaluate", estimator="two_batches"),
+        value_error(
+            "batch_size is 8, but .* of 4 examples",
+            batch_size=8,
+            per_example_grad_fn=of_examples(4),
+        ),
+        value_error("at least 2 examples, got 1", batch_size=1, per_example_grad_fn=of_examples(1)),
+        value_error(
+            "at least 2 examples each", batch_size=1, estimator="two_batches", grad_fn=mean
+        ),
+        value_error(
+            r"per_example_grad_fn\(params, start=, size=\)",
+            chunk_size=2,
+            per_example_grad_fn=of_examples(2),
+        ),
+        value_error(
+            r"grad_fn\(params, start=, size=\)",
+            estimator="two_batches",
+            grad_fn=lambda params: params,
+        ),
+        value_error(
+            r"per_example_grad_fn\(params\)",
+            per_example_grad_fn=lambda p: {
+                "w": jnp.ones((2, 3, 1)),
+                "b": jnp.ones((2, 2)),
+            },
+        ),
+    ],
+    "set_basis": [
+        value_error(r"basis\['b'\] is float32\[3, 2\].*\[2, 2\]", basis=ROWS_3),
+        value_error("basis has another tree structure", basis={"w": ROWS_2["w"]}),
+        value_error("not finite", basis=jax.tree.map(lambda r: r * np.nan, ROWS_2)),
+        type_error(
+            r"basis\['w'\] has dtype int32", basis=ROWS_2 | {"w": np.zeros((2, 3, 2), np.int32)}
+        ),
+    ],
+    "sgperm.init": [
+        *(
+            value_error("output_axes .*kernel", output_axes=axes, params=KERNEL)
+            for axes in (3, -4, (0, 3), (0, 0), (0, -3))
+        ),
+    ],
+    "stationary_covariance": [
+        value_error(r"hessian must be a square matrix.*jnp\.diag", hessian=np.ones(2)),
+        value_error("hessian must be symmetric", hessian=np.triu(np.ones((2, 2)))),
+        value_error("hessian must be finite", hessian=np.full((2, 2), np.inf)),
+        value_error(r"noise must have the shape of hessian, \(2, 2\)", noise=THREE),
+        value_error(r"preconditioner.*got shape \(3,\)", preconditioner=np.ones(3)),
+        value_error("preconditioner must be finite", preconditioner=np.nan),
+        value_error("momentum must be in", momentum=1.0),
+        value_error("momentum must be in", momentum=-0.1),
+        type_error("noise must be of real numbers", noise=TWO * 1j),
+    ],
+    "svrg": [
+        value_error("not both", refresh_every=2, refresh_probability=0.5),
+    ],
+    "svrg.update": [
+        value_error(r"extra argument grad_fn.*optperm\.evaluate"),
+        *(
+            value_error(
+                r"extra argument full_grad_fn.*optperm\.evaluate", **options | {"grad_fn": mean}
+            )
+            for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
+        ),
+    ],
+    "switch_after.update": [
+        value_error(
+            r"then.init\(params\).*bfloat16\[2\].*float32\[2\]",
+            first=optax.identity(),
+            then=optax.sgd(0.1, 0.9),
+            params=one_leaf(b=PARAMS["b"].astype("bfloat16")),
+        ),
+    ],
+    "take_snapshot": [
+        value_error(
+            r"params\['b'\] is bfloat16\[2\]", params=one_leaf(b=jnp.ones(2, jnp.bfloat16))
+        ),
+        value_error(
+            "params has another tree structure than the optimizer",
+            opt_state=state(optax.masked(optperm.svrg(), {"w": True, "b": False})),
+            params={"v": jnp.ones(3)},
+        ),
+    ],
+}
+# What is at a limit, and works.
+ALLOWED = {
+    "dldr": {"sample_every": 2**20, "num_samples": 2**11},
+    "scale_by_gradient_noise.init": {"preconditioner": "full", "max_full_size": 8},
+}
+
+
+def call(name, change):
+    """Calls a function, or `init` or `update` of what it gives, with changed arguments."""
+    function, _, method = name.partition(".")
+    given = CASES[function] | change
+    if not method:
+        return getattr(optperm, function)(**given)
+    own = {argument: given.pop(argument) for argument in PARAMETERS[function] if argument in given}
+    tx = getattr(optperm, function)(**own)
+    params = given.pop("params", PARAMS)
+    if method == "init":
+        return tx.init(params)
+    return tx.update(GRADS, tx.init(PARAMS), params, **given)
+
+
+def refusals():
+    """Each function with changed arguments, the error that they raise and its message."""
+    for function, arguments in ARGUMENTS.items():
+        for argument, kind in arguments.items():
+            for values, error, message in kind.refused:
+                for value in values:
+                    yield function, {argument: value}, error, rf"\b{argument} {message}"
+    for function, wanted in STATES.items():
+        here = CASES[function]["opt_state"]
+        for found, opt_state in (("none", state(optax.adam(0.1))), ("2", (here, here))):
+            yield function, {"opt_state": opt_state}, ValueError, f"{wanted}.* found {found}"
+    for function, trees in TREES.items():
+        for tree, source in trees.items():
+            for wrong, message in (
+                ({"w": PARAMS["w"]}, rf"{tree} has another tree structure than {source}"),
+                (one_leaf(b=jnp.ones(3)), rf"{tree}\['b'\] is float32\[3\], but {source}.* has "),
+            ):
+                yield function, {tree: wrong}, ValueError, message
+    for function, table in REFUSED.items():
+        for change, error, message in table:
+            yield function, change, error, message

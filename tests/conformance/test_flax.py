@@ -1,0 +1,118 @@
+"""Flax around every transformation: `nnx.Optimizer` and linen's `TrainState` train as arrays do."""
+
+import jax
+import jax.numpy as jnp
+import loops
+import optax
+import pytest
+import support
+from flax import nnx
+from flax.training.train_state import TrainState
+from transformations import TRANSFORMATIONS, Transformation
+
+import optperm
+
+TO_SGPERM = Transformation(
+    "switch to sgperm",
+    optperm.switch_after,
+    {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
+    lenient=True,
+)
+pytestmark = [
+    pytest.mark.parametrize("ours", [*TRANSFORMATIONS, TO_SGPERM], ids=str),
+    pytest.mark.usefixtures("lenient"),
+]
+PULLS = support.random_like(support.random_params(), 17)
+BATCHES = [jnp.arange(2.0) + index for index in range(4)]
+
+
+class Model(nnx.Module):
+    """The params as variables."""
+
+    def __init__(self, params):
+        self.kernel, self.bias = nnx.Param(params["kernel"]), nnx.Param(params["bias"])
+
+
+def loss_fn(params, batch):
+    """Another pull at each entry; of params as arrays or as variables."""
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(PULLS), strict=True)
+    return jnp.mean(batch) * sum(jnp.sum(jnp.sin(p + g)) for p, g in pairs)
+
+
+def prune_and_freeze(params, opt_state):
+    params, opt_state = optperm.prune(params, opt_state, 0.3)
+    return params, optperm.freeze(opt_state, 0.3, scores=jax.tree.map(jnp.sin, params))
+
+
+def snapshot(params, opt_state):
+    full_grad = optperm.full_gradient(loss_fn, params, BATCHES)
+    return params, optperm.take_snapshot(opt_state, params, full_grad)
+
+
+# What is called between steps, for new params and state, and what is read at the end.
+BETWEEN = {"mask_elements": prune_and_freeze, "svrg": snapshot, "svrg_and_sgd": snapshot}
+READ = {
+    "agn": lambda opt_state, params: optperm.center_params(opt_state),
+    "constant_sgd": lambda opt_state, params: optperm.noise_covariance(opt_state),
+    "diloco": lambda opt_state, params: optperm.center_params(opt_state),
+    "laperm": optperm.permuted_params,
+    "permute_by_cycles": lambda opt_state, params: optperm.permuted_params(opt_state),
+    "record_trajectory": lambda opt_state, params: optperm.trajectory(opt_state),
+    "scale_by_gradient_noise": lambda opt_state, params: optperm.noise_covariance(opt_state),
+    "sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
+    "switch to sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
+}
+
+
+def assert_close_leaves(actual, expected):
+    """Asserts that two trees have the same leaves to rounding, whatever holds them."""
+    leaves = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    support.assert_close(*leaves, rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_optimizer(ours):
+    """Params and states are variables; they stay so through steps and through what is called between
+    them, inside `nnx.jit` and outside, and hold what arrays do."""
+    tx, evaluate = ours.make(), loops.evaluation(loss_fn)
+    model = Model(support.random_params())
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    structure = jax.tree.structure(optimizer.opt_state)
+    between = BETWEEN.get(ours.name, lambda params, opt_state: (params, opt_state))
+
+    def prepare(model, optimizer):
+        state = nnx.state(model, nnx.Param)
+        params, optimizer.opt_state = between(state, ours.prepared(optimizer.opt_state, state))
+        nnx.update(model, params)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        grads, extra_args = evaluate(nnx.state(model, nnx.Param), batch)
+        optimizer.update(model, grads, **extra_args)
+
+    params, opt_state = support.random_params(), tx.init(support.random_params())
+    for index, batch in enumerate(BATCHES):
+        if index in (1, 3):
+            (prepare if index == 1 else nnx.jit(prepare))(model, optimizer)
+            params, opt_state = between(params, ours.prepared(opt_state, params))
+        step(model, optimizer, batch)
+        params, opt_state = loops.compiled(tx, evaluate, loops.by_addition)(
+            params, opt_state, batch
+        )
+    assert jax.tree.structure(optimizer.opt_state) == structure
+    state = nnx.state(model, nnx.Param)
+    support.assert_close(nnx.to_pure_dict(state), params, rtol=1e-5, atol=1e-6)
+    assert_close_leaves(optimizer.opt_state, opt_state)
+    if ours.name in READ:
+        read = READ[ours.name]
+        assert_close_leaves(read(optimizer.opt_state, state), read(opt_state, params))
+
+
+def test_linen_train_state(ours):
+    """Flax's own, which adds the updates: the params and the state of a plain loop."""
+    tx, params = ours.make(), support.random_params()
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    grads = [support.random_like(params, seed) for seed in range(3)]
+    for each in grads:
+        state = jax.jit(lambda state, g: state.apply_gradients(grads=g))(state, each)
+    expected = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
+    support.assert_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,150 @@
+"""Sharded params: every transformation on every mesh, with the results of the unsharded run.
+
+A run prints the table of method, mesh and sharding at its end.
+"""
+
+import contextlib
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from transformations import TRANSFORMATIONS
+
+import optperm
+
+SHAPES = {"kernel": (16, 24), "bias": (24,)}
+# The axes of a kernel that are cut, on four devices in a row or in a square.
+SHARDINGS = {
+    "input": ((4,), P("x", None), P(None)),
+    "output": ((4,), P(None, "x"), P("x")),
+    "both": ((2, 2), P("x", "y"), P("y")),
+}
+MESHES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+# What is no larger is not of the size of any parameter: counts, coefficients, snapshots' products.
+SMALL = 16
+MOVES = re.compile(r"= \(?(.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\(")
+PATHS = {"kernel": "['kernel']", "bias": "['bias']"}
+
+
+def params_of(seed=0):
+    return support.random_like({k: jnp.zeros(shape) for k, shape in SHAPES.items()}, seed)
+
+
+def loss_fn(pulls, params, batch):
+    """Another pull at each example and at each entry."""
+    parts = jax.tree.map(lambda p, g: jnp.sum(p * g), params, pulls)
+    return jnp.mean(batch) * sum(jax.tree.leaves(parts), start=jnp.float32(0.0))
+
+
+def update(tx, opt_state, params, pulls, batch):
+    e = optperm.evaluate(functools.partial(loss_fn, pulls), params, batch)
+    return tx.update(e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args)
+
+
+def run(ours, place, *, jit_init, jit, steps=4):
+    """The last updates, the state and the params; and the text of the compiled update, if any."""
+    tx = ours.make()
+    params, pulls = place(params_of()), place(params_of(seed=9))
+    opt_state = (jax.jit(tx.init) if jit_init else tx.init)(params)
+    opt_state = ours.prepared(opt_state, params)
+    step = functools.partial(update, tx)
+    step = jax.jit(step) if jit else step
+    for index in range(steps):
+        batch = jnp.arange(2.0) + index
+        updates, opt_state = step(opt_state, params, pulls, batch)
+        params = optperm.apply_updates(params, updates, opt_state)
+    text = step.lower(opt_state, params, pulls, batch).compile().as_text() if jit else ""
+    return (updates, opt_state, params), text
+
+
+@functools.cache
+def unsharded(ours, jit):
+    return jax.tree.map(np.asarray, run(ours, lambda tree: tree, jit_init=jit, jit=jit)[0])
+
+
+def assert_same(ours, actual, expected, *, jit):
+    """The same bits where nothing is summed across devices and no two compiled programs round apart."""
+    only_places = ours.permutes and not ours.lenient
+    if only_places or ours.is_identity or not (jit or ours.sums_over_params):
+        return support.assert_same_bits(actual, expected)
+    tolerance = 1e-5 if ours.sums_over_params else 1e-6
+    compare = functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance / 10)
+    return jax.tree.map(compare, actual, expected)
+
+
+def misplaced(tree, specs):
+    """The leaves that belong to a parameter and are not sharded as it is, with what they are."""
+    wrong = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = next((k for k, end in PATHS.items() if jax.tree_util.keystr(path).endswith(end)), "")
+        rank = len(SHAPES.get(name, ()))
+        if not name or leaf.shape[leaf.ndim - rank :] != SHAPES[name]:
+            continue
+        wanted = P(*[None] * (leaf.ndim - rank), *specs[name])
+        mesh = getattr(leaf.sharding, "mesh", None)
+        if mesh is None or not leaf.sharding.is_equivalent_to(
+            NamedSharding(mesh, wanted), leaf.ndim
+        ):
+            wrong.append((jax.tree_util.keystr(path), str(leaf.sharding)))
+    return wrong
+
+
+def moved_across_devices(text, limit):
+    """The collectives of a program that move more entries than that to other devices."""
+    found = []
+    for shapes, name in MOVES.findall(text):
+        sizes = [
+            int(np.prod([int(n) for n in dims.split(",") if n]))
+            for dims in re.findall(r"\[([\d,]*)\]", shapes)
+        ]
+        if max(sizes, default=0) > limit:
+            found.append((name, shapes))
+    return found
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("cut", SHARDINGS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+def test_sharded_params(ours, mesh, cut, jit, record_property):
+    """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
+    shape, kernel, bias = SHARDINGS[cut]
+    specs = {"kernel": kernel, "bias": bias}
+    made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(MESHES[mesh],) * len(shape))
+
+    def place(tree):
+        return {k: jax.device_put(leaf, NamedSharding(made, specs[k])) for k, leaf in tree.items()}
+
+    with jax.set_mesh(made) if mesh == "explicit" else contextlib.nullcontext():
+        # The compiler alone decides where zeros lie that are made on automatic axes inside jax.jit.
+        results, text = run(ours, place, jit_init=jit and mesh == "explicit", jit=jit)
+        assert_same(ours, jax.tree.map(np.asarray, results), unsharded(ours, jit), jit=jit)
+        assert not misplaced(results, specs)
+        gathered = ours.may_gather.get(cut)
+        assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
+    outcome = f"gathers a {gathered}" if moved_across_devices(text, SMALL) else "ok"
+    record_property("mesh table", (str(ours), mesh, cut, "jit" if jit else "eager", outcome))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+def test_params_on_another_mesh_are_named(ours, mesh):
+    """Params that lie on other devices than the state are refused before anything is computed."""
+    devices = jax.devices()
+    here, there = (
+        jax.sharding.Mesh(np.array(some), ("x",), axis_types=(MESHES[mesh],))
+        for some in (devices[:4], devices[4:8])
+    )
+    tx = ours.make()
+    params, moved = (
+        jax.device_put(params_of(), NamedSharding(where, P("x"))) for where in (here, there)
+    )
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match=r"params\['bias'\] lies on devices \[4, 5, 6, 7\]"):
+        tx.update(moved, opt_state, moved)

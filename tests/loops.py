@@ -1,0 +1,126 @@
+"""The training step of the tests, and the loop around it: plain, compiled, scanned or mapped."""
+
+import functools
+
+import jax
+import optax
+import replicas
+
+import optperm
+
+# How often a step is compiled, at most: each test that comes back to a step finds it here.
+_KEPT = 64
+
+
+def given(params, batch):
+    """An evaluation for batches that are the gradients themselves."""
+    del params
+    return batch, {}
+
+
+def gradient(loss_fn):
+    """The gradient of a loss, and nothing else that a method may ask for."""
+    return lambda params, batch: (jax.grad(loss_fn)(params, batch), {})
+
+
+def evaluation(loss_fn, **options):
+    """The gradient of a loss, and with it everything else that a method may ask for.
+
+    The options are those of `optperm.evaluate`.
+    """
+
+    def evaluate(params, batch):
+        e = optperm.evaluate(loss_fn, params, batch, **options)
+        return e.grad, e.extra_args
+
+    return evaluate
+
+
+def by_addition(params, updates, opt_state):
+    """`optax.apply_updates`, for a step that places and holds nothing."""
+    del opt_state
+    return optax.apply_updates(params, updates)
+
+
+def make_step(tx, evaluate=given, apply=optperm.apply_updates):
+    """A training step: from params, optimizer state and a batch to the next params and state.
+
+    Args:
+      tx: The transformation.
+      evaluate: From params and a batch to a gradient and extra arguments.
+      apply: From params, updates and the new state to the new params.
+    """
+
+    def step(params, opt_state, batch):
+        grads, extra_args = evaluate(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, **extra_args)
+        return apply(params, updates, opt_state), opt_state
+
+    return step
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def compiled(tx, evaluate=given, apply=optperm.apply_updates):
+    """The same step under `jax.jit`; for the same arguments the same compiled function."""
+    return jax.jit(make_step(tx, evaluate, apply))
+
+
+def carry(step, params, opt_state, batches):
+    """Params and state after stacked batches, by one scan; to be called in a compiled function."""
+    start = params, opt_state
+    return jax.lax.scan(lambda each, batch: (step(*each, batch), None), start, batches)[0]
+
+
+def _scan(step, params, opt_state, batches):
+    def body(carried, batch):
+        carried = step(*carried, batch)
+        return carried, carried
+
+    run = jax.jit(lambda start, batches: jax.lax.scan(body, start, batches)[1])
+    trail = run((params, opt_state), replicas.stack(batches))
+    return [replicas.take(trail, index) for index in range(len(batches))]
+
+
+def train(
+    tx,
+    params,
+    batches,
+    *,
+    evaluate=given,
+    apply=optperm.apply_updates,
+    how="jit",
+    size=None,
+    opt_state=None,
+):
+    """Trains, and remembers every step.
+
+    Args:
+      tx: The transformation.
+      params: The initial params.
+      batches: One for each step; under a mapping those of all replicas, stacked.
+      evaluate: From params and a batch to a gradient and extra arguments.
+      apply: From params, updates and the new state to the new params.
+      how: "eager", "jit", "scan" (one compiled scan over all steps), or one of `replicas.MAPPINGS`.
+      size: The number of replicas under a mapping, which all begin with these params.
+      opt_state: A state to go on from, under a mapping stacked as the params are then.
+
+    Returns:
+      The params and the optimizer state after each step; of all replicas, stacked, under a mapping.
+    """
+    if opt_state is None:
+        opt_state = tx.init(params)
+        if size is not None:
+            params, opt_state = (replicas.stack([tree] * size) for tree in (params, opt_state))
+    if how == "scan":
+        return _scan(make_step(tx, evaluate, apply), params, opt_state, batches)
+    if how == "eager":
+        step = make_step(tx, evaluate, apply)
+    elif how == "jit":
+        step = compiled(tx, evaluate, apply)
+    else:
+        step = replicas.MAPPINGS[how](make_step(tx, evaluate, apply), size)
+    trail = []
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
+        trail.append((params, opt_state))
+    return trail

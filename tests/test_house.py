@@ -1,0 +1,112 @@
+"""The plan of the house: what may import what, how long an update may be, and what `dir` shows."""
+
+import ast
+import io
+import pathlib
+import tokenize
+import types
+
+import pytest
+
+import optperm
+
+PACKAGE = pathlib.Path(optperm.__file__).parent
+METHODS = ("permutation", "subspace", "variance", "bayes", "sparsity", "distributed")
+# A floor imports from those below it alone; a method package from no other one.
+FLOORS = (
+    {"contract"},
+    {"evaluation", "placement", "switching"},
+    set(METHODS),
+    {"training"},
+    {"cli"},
+)
+LONGEST_UPDATE = 45
+_NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+
+
+def code_lines(source, node):
+    """The lines of a function that hold code: no comment, no docstring, nothing blank."""
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+        if node.lineno <= line <= node.end_lineno
+    }
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner):
+            lines -= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def updates():
+    """Every function of a method's package that is an update."""
+    for path in [
+        PACKAGE / "switching.py",
+        *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
+    ]:
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.name in ("update", "update_fn"):
+                yield pytest.param(source, node, id=f"{path.stem}:{node.lineno}")
+
+
+@pytest.mark.parametrize(("source", "node"), list(updates()))
+def test_an_update_can_be_read_beside_the_paper(source, node):
+    """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
+    assert code_lines(source, node) <= LONGEST_UPDATE
+
+
+def floor_of(module):
+    part = module.split(".")[1] if "." in module else ""
+    return next((index for index, names in enumerate(FLOORS) if part in names), None), part
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
+def test_imports_point_downwards(path):
+    own = ".".join(["optperm", *path.relative_to(PACKAGE).with_suffix("").parts])
+    floor, room = floor_of(own)
+    if floor is None:
+        return  # the front door itself
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        for module in modules:
+            other, other_room = floor_of(module)
+            if not module.startswith("optperm.") or other_room == room or other is None:
+                continue
+            same_ground = floor == 1  # switching reads what placement says
+            assert other < floor or (same_ground and other == floor), f"{own} imports {module}"
+
+
+def test_transformations_are_made_by_one_door():
+    """Nothing else builds an Optax transformation, and no method repeats the door's checks."""
+    for path in [
+        PACKAGE / "switching.py",
+        *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
+    ]:
+        text = path.read_text()
+        assert "GradientTransformationExtraArgs(" not in text, path
+        assert 'check_real_floating("params"' not in text or path.stem in (
+            "full_gradient",
+            "sampling",
+        ), path
+
+
+def test_only_public_names_show():
+    shown = {name: getattr(optperm, name) for name in dir(optperm)}
+    modules = {name for name, value in shown.items() if isinstance(value, types.ModuleType)}
+    assert modules == {"training"}
+    assert not [name for name in shown if name.startswith("_")]
