@@ -144,13 +144,18 @@ def main() -> None:
         for name, (hand, fit) in peers.items():
             hand(1), fit(1)  # these compile
             epochs = max(1, round(chosen.seconds / min(seconds(lambda: hand(1)) for _ in range(3))))
-            times = [(seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs)))
-                     for _ in range(chosen.repetitions)]
+            times = [
+                (seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs)))
+                for _ in range(chosen.repetitions)
+            ]
             of_step = [1e6 * min(each) / (epochs * STEPS) for each in zip(*times, strict=True)]
             row = {"hidden": hidden, "batches": name, "hand_us": of_step[0], "fit_us": of_step[1]}
             rows.append(row | {"ratio": of_step[1] / of_step[0]})
-            print(f"{hidden:5} {name:24} by hand {of_step[0]:7.1f} us, fit {of_step[1]:7.1f} us a step, "
-                  f"ratio {rows[-1]['ratio']:.3f}", flush=True)
+            print(
+                f"{hidden:5} {name:24} by hand {of_step[0]:7.1f} us, fit {of_step[1]:7.1f} us a step, "
+                f"ratio {rows[-1]['ratio']:.3f}",
+                flush=True,
+            )
     if chosen.json is not None:
         chosen.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}))
 

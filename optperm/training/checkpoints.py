@@ -32,19 +32,7 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-      where: A folder, or an `orbax.checkpoint.CheckpointManager`.
-      every: After how many steps each to write one into a folder, beside the last; None for that alone.
-      keep: How many of the newest to keep in a folder; None for all.
-
-    Raises:
-      TypeError: If `where` is neither.
-      ValueError: If `every` or `keep` come with a manager.
-      CheckpointError: If nothing can be written there.
-      ImportError: If Orbax is missing, with what to install.
-    """
+    """The checkpoints of one run, by the arguments of `fit`."""
 
     def __init__(self, where: Any, every: int | None, keep: int | None) -> None:
         self._ocp = import_optional(
@@ -104,10 +92,6 @@ class Checkpoints:
         """What `write` wrote after a step, its arrays placed like those of a tree.
 
         What was kept after that step is dropped before the next one is written.
-
-        Raises:
-          ValueError: If it is of another run.
-          CheckpointError: If it is damaged.
         """
         path, args = self._folder / str(step), self._ocp.args
         advice = (
@@ -155,12 +139,8 @@ class Checkpoints:
     ) -> None:
         """Writes the checkpoint of a step, unless there is one. To be called in all processes.
 
-        Args:
-          step: Its name.
-          state: Arrays.
-          rows: Metrics of all steps, float32 (metrics, steps).
-          run: JSON values; its `facts` tell the run from others.
-          metrics: What a manager's `best_fn` sees.
+        `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
+        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees.
         """
         args = self._ocp.args
         items = args.Composite(

@@ -101,12 +101,7 @@ def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
 
 
 def pull(name: str, iterator: Iterator[Any]) -> Any:
-    """The next batch, or `END` where there is none in any process. All of them have to ask.
-
-    Raises:
-      ValueError: If the processes bring parts of different sizes, which would not count alike.
-      RuntimeError: If another process fails to bring one.
-    """
+    """The next batch, or `END` where some process has none. All of them have to ask."""
     if jax.process_count() == 1:
         batch = next(iterator, END)
         return batch if batch is END else _as_arrays(batch)

@@ -18,15 +18,7 @@ _AHEAD = 4
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a function on all of some data, on all devices.
-
-    Attributes:
-      eval_fn: The function.
-      data: The data.
-      batch_size: Examples at once, where the data are arrays; None for all.
-      model: What is evaluated.
-      layout: Where.
-    """
+    """Evaluates a function on all of some data, of arrays `batch_size` examples at once."""
 
     eval_fn: Callable[..., Any]
     data: Any

@@ -25,21 +25,13 @@ _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 
 
 class Fed(NamedTuple):
-    """What came of some steps.
-
-    Attributes:
-      carry: After them.
-      columns: Of each step by name, float32 (steps,).
-      steps: How many.
-      is_over: Whether the epoch ends with them.
-      error: What ended them before their time.
-    """
+    """What came of some steps."""
 
     carry: Any
-    columns: dict[str, np.ndarray]
+    columns: dict[str, np.ndarray]  # float32, a row for each step
     steps: int
-    is_over: bool
-    error: Exception | None = None
+    is_over: bool  # whether the epoch ends with them
+    error: Exception | None = None  # what ended them before their time
 
 
 class ArrayFeed:

@@ -190,8 +190,9 @@ def average_varying(tree: Any) -> Any:
     def average(leaf: jax.Array) -> jax.Array:
         if not (axes := tuple(varying_axes(leaf))):
             return leaf
-        is_mean = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jax.lax.pmean(leaf, axes) if is_mean else jax.lax.pmax(leaf, axes)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return jax.lax.pmean(leaf, axes)
+        return jax.lax.pmax(leaf.astype(jnp.int32), axes).astype(leaf.dtype)
 
     return jax.tree.map(average, tree)
 
@@ -265,34 +266,27 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
 
 
 def mesh_of(devices: int) -> Mesh:
-    """A mesh of devices of each process, of JAX's own choice if that has enough, else processors.
-
-    Raises:
-      ValueError: If there are not so many.
-    """
+    """A mesh of devices of each process, of JAX's own choice if that has enough, else processors."""
     checks.check_count("devices", devices)
-    counts = []
+    most = 0
     for platform in (None, "cpu"):
-        of_process: list[list[jax.Device]] = [[] for _ in range(jax.process_count())]
-        for device in jax.devices(platform):
-            of_process[device.process_index].append(device)
-        counts.append(min(map(len, of_process)))
-        if counts[-1] >= devices:
-            return Mesh(
-                np.array([device for some in of_process for device in some[:devices]]), (AXIS,)
-            )
+        known = jax.devices(platform)
+        of_process = [
+            [device for device in known if device.process_index == index][:devices]
+            for index in range(jax.process_count())
+        ]
+        most = max(most, min(map(len, of_process)))
+        if most == devices:
+            return Mesh(np.array(of_process).ravel(), (AXIS,))
     raise ValueError(
-        f"devices must be at most {max(counts)}, the number that JAX has, got {devices}. For more "
+        f"devices must be at most {most}, the number that JAX has, got {devices}. For more "
         "virtual ones on the processor start with the environment variable "
         f"JAX_NUM_CPU_DEVICES={devices}."
     )
 
 
 def _trace(tx: Any, like: Any, layout: Layout) -> tuple[bool, bool] | None:
-    """Traces a step of a method: whether it is one of local steps, and whether its state varies.
-
-    None if it asks for an axis over which the layout does not map.
-    """
+    """Whether a method takes local steps, and its state varies; None if it asks for another axis."""
     is_local, varies = False, False
 
     def step(_: Any, params: Any, batch: jax.Array) -> tuple[Any, Any]:

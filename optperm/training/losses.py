@@ -17,12 +17,7 @@ _RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 
 
 class Outputs(NamedTuple):
-    """What an evaluation gives beside the loss.
-
-    Attributes:
-      model_state: The model's non-trained collections after it, such as new batch statistics.
-      aux: What the loss function returned beside; None without `has_aux`.
-    """
+    """What an evaluation gives beside the loss: the model state after it, and aux with `has_aux`."""
 
     model_state: Any
     aux: Any
@@ -32,9 +27,7 @@ class Outputs(NamedTuple):
 class LinenLoss:
     """`loss_fn(params, batch)`, or one that takes `model_state` and `rng` as well, by these names.
 
-    Attributes:
-      loss_fn: It returns the loss, then the new model state if it takes one, then aux with `has_aux`.
-      has_aux: Whether it returns aux.
+    It returns the loss, then the new model state if it takes one, then aux with `has_aux`.
     """
 
     loss_fn: Callable[..., Any]
@@ -52,9 +45,8 @@ class LinenLoss:
             )
         known = {"model_state": model_state, "rng": rng}
         out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
-        names = ["loss"]
-        names += ["model_state"] if "model_state" in takes else []
-        names += ["aux"] if self.has_aux else []
+        is_given = {"loss": True, "model_state": "model_state" in takes, "aux": self.has_aux}
+        names = [name for name, given in is_given.items() if given]
         if len(names) == 1:
             return out, Outputs(model_state, None)
         if not isinstance(out, tuple) or len(out) != len(names):
@@ -74,13 +66,9 @@ class LinenLoss:
 
 @dataclasses.dataclass(frozen=True)
 class NnxLoss:
-    """`loss_fn(model, batch)` of a model of `flax.nnx`, as a function of its parts.
+    """`loss_fn(model, batch)` of a model of `flax.nnx`, as a function of the model's parts.
 
-    Attributes:
-      loss_fn: It returns the loss, and aux with `has_aux`; it may change the model.
-      graphdef: What the parts are put together by.
-      wrt: What is trained, as in `nnx.Optimizer`.
-      has_aux: Whether it returns aux.
+    It returns the loss, and aux with `has_aux`, and may change the model.
     """
 
     loss_fn: Callable[..., Any]
@@ -122,11 +110,7 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
-    """The metrics that a function returned, by name, as float32 scalars.
-
-    Raises:
-      TypeError: If it is not a dict of real scalars.
-    """
+    """The metrics that a function returned, as float32 scalars; a TypeError if they are none."""
     if not isinstance(aux, Mapping):
         raise TypeError(
             f"{source} must be a dict of scalar metrics, such as {{'accuracy': accuracy}}, got "

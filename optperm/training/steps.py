@@ -38,12 +38,8 @@ _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDict
 class Model:
     """What stands behind the train state that a run carries: a linen model, or one of `flax.nnx`.
 
-    Of the latter the state holds the params, the optimizer's state and step, and as `model_state` its
-    random keys and all else.
-
-    Attributes:
-      graphdef: What a model of `flax.nnx` is put together by; None for a linen model.
-      wrt: What of it is trained.
+    Of the latter, put together by its `graphdef`, the state holds the params, by `wrt`, the optimizer's
+    state and step, and as `model_state` its random keys and all else.
     """
 
     graphdef: Any = None
@@ -51,12 +47,7 @@ class Model:
 
     @classmethod
     def of(cls, source: Any, optimizer: Any) -> tuple["Model", TrainState]:
-        """The first argument of `fit` and its optimizer, and the train state to carry.
-
-        Raises:
-          TypeError: If it is neither a `TrainState` nor a model with its optimizer.
-          ValueError: If a `TrainState` comes with an optimizer.
-        """
+        """The first argument of `fit` with its optimizer, and the train state to carry."""
         if isinstance(source, TrainState):
             if optimizer is not None:
                 raise ValueError(
@@ -177,12 +168,10 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
 
 
 class Steps(NamedTuple):
-    """The compiled steps.
+    """The compiled steps, from a carry to the next one and metrics.
 
-    Attributes:
-      many: From a carry, `(examples, first, last)` and an order of the examples of each step it makes
-        the carry after the steps from `first` to `last`, and their metrics in so many rows.
-      one: From a carry, `()` and a batch it makes the carry after a step, and its metrics.
+    `many(carry, (examples, first, last), order)` takes those from `first` to `last`, of the examples
+    that `order` names for each; `one(carry, (), batch)` takes one.
     """
 
     many: Any
