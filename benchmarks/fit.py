@@ -1,8 +1,8 @@
 """Time of `optperm.training.fit` over that of the same steps in a loop written by hand.
 
-Both train the same small network on the same batches, from the same params, for as many steps. Arrays are
-compared with one jitted `jax.lax.scan` over 100 steps at a time, called from a plain loop; iterables with
-a jitted step, called for each batch. Compiling is left out; the shortest of runs in turns counts.
+Both train the same small network on the same batches, from the same params, for as many steps. Arrays
+are compared with one jitted `jax.lax.scan` over 100 steps at a time, called from a plain loop; iterables
+with a jitted step, called for each batch. Compiling is left out; the shortest of runs in turns counts.
 
     python benchmarks/fit.py [--repetitions 11] [--seconds 3] [--json FILE]
 """
@@ -23,7 +23,7 @@ import optax
 import optperm
 from optperm import training
 
-EXAMPLES, FEATURES, CLASSES, BATCH, CALL = 12800, 64, 10, 128, 100
+EXAMPLES, FEATURES, CLASSES, BATCH = 12800, 64, 10, 128
 STEPS = EXAMPLES // BATCH  # an epoch, and a call by hand
 
 
@@ -117,6 +117,16 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def compare(hand: Any, fit: Any, repetitions: int, least: float) -> list[float]:
+    """Microseconds of a step by each, the least of runs in turns of so many seconds."""
+    hand(1), fit(1)  # these compile
+    epochs = max(1, round(least / min(seconds(lambda: hand(1)) for _ in range(3))))
+    times = [
+        (seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs))) for _ in range(repetitions)
+    ]
+    return [1e6 * min(each) / (epochs * STEPS) for each in zip(*times, strict=True)]
+
+
 def main() -> None:
     """Prints a row for each size and source of batches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -142,20 +152,12 @@ def main() -> None:
             "iterable": (stream, lambda n, f=fitted: f(n, data=batches)),
         }
         for name, (hand, fit) in peers.items():
-            hand(1), fit(1)  # these compile
-            epochs = max(1, round(chosen.seconds / min(seconds(lambda: hand(1)) for _ in range(3))))
-            times = [
-                (seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs)))
-                for _ in range(chosen.repetitions)
-            ]
-            of_step = [1e6 * min(each) / (epochs * STEPS) for each in zip(*times, strict=True)]
+            of_step = compare(hand, fit, chosen.repetitions, chosen.seconds)
+            ratio = of_step[1] / of_step[0]
             row = {"hidden": hidden, "batches": name, "hand_us": of_step[0], "fit_us": of_step[1]}
-            rows.append(row | {"ratio": of_step[1] / of_step[0]})
-            print(
-                f"{hidden:5} {name:24} by hand {of_step[0]:7.1f} us, fit {of_step[1]:7.1f} us a step, "
-                f"ratio {rows[-1]['ratio']:.3f}",
-                flush=True,
-            )
+            rows.append(row | {"ratio": ratio})
+            says = "by hand {:7.1f} us, fit {:7.1f} us a step, ratio {:.3f}".format(*of_step, ratio)
+            print(f"{hidden:5} {name:24} {says}", flush=True)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}))
 
