@@ -228,15 +228,6 @@ def check_same_mesh(name: str, tree: Any, expected: Any, *, source: str) -> None
             )
 
 
-def require_params(params: optax.Params | None, method: str) -> optax.Params:
-    """Returns `params`, or raises a ValueError if the caller of `update` did not pass them."""
-    if params is None:
-        raise ValueError(
-            f"{method} needs the current params: call update(updates, state, params) with them."
-        )
-    return params
-
-
 def check_flag(name: str, value: object) -> None:
     """Raises a TypeError unless `value` is True or False."""
     if not isinstance(value, bool | np.bool_):

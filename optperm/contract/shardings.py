@@ -39,10 +39,12 @@ def shard_like(leaf: Any, *others: Any) -> Any:
         is_same = wanted is None or explicit_sharding(leaf) == wanted
         return leaf if is_same else jax.sharding.reshard(leaf, wanted)
     # Outside of jax.jit the array itself names its devices, which a type does only within jax.set_mesh.
-    if explicit_sharding(leaf) == wanted and is_spread(leaf):
-        is_same = leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
-        return leaf if is_same else jax.device_put(leaf, other.sharding)
-    return jax.device_put(leaf, other.sharding)
+    is_same = (
+        explicit_sharding(leaf) == wanted
+        and is_spread(leaf)
+        and leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
+    )
+    return leaf if is_same else jax.device_put(leaf, other.sharding)
 
 
 def on_different_meshes(leaf: Any, other: Any) -> bool:

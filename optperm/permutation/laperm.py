@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import cast_like
+from optperm.contract.dtypes import cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
@@ -162,7 +162,7 @@ def laperm(
     ) -> tuple[optax.Updates, LapermState]:
         # Every step moves all weights but scalars as the optimizer says. What is not finite counts as
         # zero: it would stay in the inner state for ever.
-        g = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), g)
+        g = zero_if_not_finite(g)
         moves, inner_state = inner.update(g, state.inner_state, params, **extra_args)
         moves = cast_like(moves, params)
         moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)

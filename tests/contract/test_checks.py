@@ -8,6 +8,7 @@ import pytest
 import support
 
 from optperm.contract import checks, schedules
+from optperm.contract.transformation import transformation
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.5, np.float32(0.5), np.int64(1), jnp.float32(0.5)])
@@ -122,11 +123,19 @@ def test_the_first_leaf_that_differs_is_named():
 
 
 def test_params_are_required_by_name_of_the_method():
-    """And handed back where they are there."""
+    """And handed on, as they are, where they are there."""
     params = {"w": jnp.ones(2)}
-    assert checks.require_params(params, "svrg") is params
+    seen = []
+
+    def update(updates, state, params):
+        seen.append(params)
+        return updates, state
+
+    tx = transformation(lambda params: (), update, method="svrg")
+    tx.update(params, (), params)
+    assert seen[0] is params
     with pytest.raises(ValueError, match=r"svrg needs the current params"):
-        checks.require_params(None, "svrg")
+        tx.update(params, (), None)
 
 
 def test_choices_are_listed():
