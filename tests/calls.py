@@ -1,16 +1,20 @@
 """Every public function: arguments it works with, what kind each is of, and what is refused.
 
-The tables are data; `test_fuzz.py` reads them. A new function joins `CASES`, its numbers, flags and
-choices `ARGUMENTS`, and what else it refuses, with its message, `REFUSED`.
+The tables are data; `test_fuzz.py` reads them. What a number, a flag or a choice may be is told by its
+annotation and by its limits. A new function joins `FUNCTIONS`, a new transformation has its entry in
+`transformations.py`; what else either refuses, with its message, joins `REFUSED`.
 """
 
+import collections.abc
 import dataclasses
 import inspect
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from transformations import SHARE, TRANSFORMATIONS
 
 import optperm
 
@@ -93,22 +97,9 @@ FUNCTIONS = {
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
 }
-FACTORIES = {
-    "agn": {"optimizer": sgd()},
-    "constant_sgd": {"num_data": 10, "batch_size": 2, "burn_in": 1, "max_step": 0.1},
-    "diloco": {"inner": sgd()},
-    "dim_reduce": {"n_components": 2},
-    "dldr": {"optimizer": sgd(), "sample_every": 1, "num_samples": 2, "n_components": 1},
-    "laperm": {"optimizer": sgd(), "sync_every": 2},
-    "mask_elements": {},
-    "permute_by_cycles": {"aggressiveness": 0.3, "partition_ratio": 1.0},
-    "record_trajectory": {"every": 1, "capacity": 2},
-    "scale_by_gradient_noise": {"num_data": 10, "batch_size": 2, "burn_in": 1},
-    "sgperm": {},
-    "svrg": {},
-    "switch_after": {"num_steps": 1, "first": sgd(), "then": sgd()},
+CASES = FUNCTIONS | {
+    ours.name: ours.required for ours in TRANSFORMATIONS if hasattr(optperm, ours.name)
 }
-CASES = FUNCTIONS | FACTORIES
 PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
 
 
@@ -125,7 +116,7 @@ class Kind:
     allowed: tuple = ()
 
 
-def number(low=0.0, high=INF, *, is_open=False, is_optional=False):
+def number(*, low=0.0, high=INF, is_open=False, is_optional=False):
     """A single number from `low` to `high`, or above `low` where the limit itself is too small."""
     outside = [low if is_open else low - 0.1, float("nan"), *([high + 0.1] if high < INF else [])]
     strange = [True, "0.1", 1j, *([] if is_optional else [None])]
@@ -134,11 +125,12 @@ def number(low=0.0, high=INF, *, is_open=False, is_optional=False):
         ([jnp.array([0.1, 0.2])], ValueError, "must be a single number"),
         (strange, TypeError, "must be a number"),
     )
-    limits = (low, min(high, 5.0), np.float64(low), jnp.bfloat16(min(high, 1.0)), int(low))
+    least = max(low, -1.0)
+    limits = (least, min(high, 5.0), np.float64(least), jnp.bfloat16(min(high, 1.0)), int(least))
     return Kind(refused, () if is_open else limits)
 
 
-def count(minimum=1, *, is_optional=False):
+def count(*, minimum, is_optional=False):
     """An integer of at least `minimum`."""
     strange = [2.5, True, "2", jnp.float32(2.0), *([] if is_optional else [None])]
     refused = (
@@ -154,124 +146,55 @@ def choice(*names):
     return Kind(((["none", 3], ValueError, message),))
 
 
-FLAG = Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),))
-# Not the factory of an optimizer, and not a learning rate.
-OPTIMIZER = Kind((([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),))
-AXIS = Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),))
-SUBSPACE = {
-    "n_components": count(),
-    "rho": number(0.0, 1.0),
-    "gamma": number(0.0, 1.0),
-    "alpha": number(),
-    "sigma": number(0.0, 1.0),
-    "max_search_steps": count(),
-    "curvature": choice("absolute", "relative"),
-    "axis_name": AXIS,
+# Of other annotations. An optimizer is not its factory, and not a learning rate.
+KINDS = {
+    bool: Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),)),
+    optax.GradientTransformation: Kind(
+        (([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),)
+    ),
+    tuple[str, ...]: Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),)),
 }
-NOISE = {
-    "num_data": count(),
-    "batch_size": count(),
-    "preconditioner": choice("scalar", "diagonal", "full"),
-    "estimator": choice("per_example", "single_example", "two_batches"),
-    "temperature": number(),
-    "k_coef": number(is_open=True),
-    "t0": number(),
-    "burn_in": count(0),
-    "freeze_after": count(is_optional=True),
-    "max_step": number(is_open=True, is_optional=True),
-    "damping": number(),
-    "chunk_size": count(is_optional=True),
-    "max_full_size": count(is_optional=True),
-    "axis_name": AXIS,
-}
-CYCLES = {
-    "aggressiveness": number(),
-    "partition_ratio": number(0.0, 1.0),
-    "min_partition_size": count(),
-    "include_remainder": FLAG,
-    "seed": count(0),
-}
-ARGUMENTS = {
-    "agn": {
-        "optimizer": OPTIMIZER,
-        "communication_period": count(),
-        "axis_name": AXIS,
-        "commit": choice("mean", "sum", "sequential"),
-    },
-    "calibration": {"num_bins": count()},
-    "constant_sgd": {
-        **NOISE,
-        "learning_rate": number(),
-        "momentum": number(0.0, 1.0, is_optional=True),
-        "burn_in_optimizer": OPTIMIZER,
-    },
-    "diloco": {"inner": OPTIMIZER, "outer": OPTIMIZER, "sync_every": count(), "axis_name": AXIS},
-    "dim_reduce": {**SUBSPACE, "optimizer": OPTIMIZER},
-    "dldr": {
-        **SUBSPACE,
-        "optimizer": OPTIMIZER,
-        "second_optimizer": OPTIMIZER,
-        "sample_every": count(),
-        "num_samples": count(),
-        "start": count(0),
-        "second_phase": choice("bfgs", "sgd"),
-    },
-    "draw_samples": {
-        "num_chains": count(),
-        "num_draws": count(),
-        "thinning": count(),
-        "warmup": count(0),
-        "first_step": count(0),
-        "average": FLAG,
-        "stacked": FLAG,
-    },
-    "freeze": {
-        "fraction": number(0.0, 1.0),
-        "criterion": choice("gradient", "preconditioned_gradient", "random"),
-        "scope": choice("leaf", "global"),
-    },
-    "laperm": {"optimizer": OPTIMIZER, "sync_every": count()},
-    "pca_basis": {"n_components": count()},
-    "permute_by_cycles": CYCLES,
-    "prune": {
-        "fraction": number(0.0, 1.0),
-        "criterion": choice("magnitude", "random"),
-        "scope": choice("leaf", "global"),
-    },
-    "record_trajectory": {"every": count(), "capacity": count()},
-    "scale_by_gradient_noise": NOISE,
-    "sgperm": {
-        **CYCLES,
-        "aggressiveness_decay": number(),
-        "min_aggressiveness": number(),
-        "partition_growth": number(),
-        "max_partition_ratio": number(0.0, 1.0),
-        "learning_rate": number(),
-        "momentum": number(0.0, 1.0),
-    },
-    "stationary_covariance": {"continuous": FLAG},
-    "svrg": {
-        "coefficient": number(),
-        "refresh_every": count(is_optional=True),
-        "refresh_probability": number(0.0, 1.0, is_optional=True),
-        "seed": count(0),
-    },
-    "switch_after": {
-        "num_steps": count(0),
-        "first": OPTIMIZER,
-        "then": OPTIMIZER,
-        "track": FLAG,
-    },
-}
-# Trees, states, functions, arrays and data, of which each function asks something else.
-OTHERS = {
-    *("params", "updates", "opt_state", "initial_params", "permutation", "basis", "full_grad"),
-    *("scores", "include", "key", "snapshots", "num_snapshots", "samples_params", "inputs"),
-    *("batch", "batches", "weights", "example", "probabilities", "labels", "separator", "dtype"),
-    *("mean", "covariance", "other_mean", "other_covariance", "preconditioner", "hessian"),
-    *("noise", "momentum", "step", "loss_fn", "predict_fn", "output_axes"),
-    *("axis_name", "has_aux", "progress"),  # of `evaluate` and `full_gradient`
-}
+# What tells trees, and axes of their leaves, from single numbers.
+_NO_NUMBERS = (complex, collections.abc.Sequence[int])
+# What the annotation and the default of a function's argument do not tell: its limits, or None where
+# nobody checks it. Those of a transformation's arguments stand in its entry in `transformations.py`.
+LIMITS = {
+    "evaluate": {"has_aux": None, "axis_name": None},
+    "freeze": {"fraction": SHARE},
+    "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
+    "pca_basis": {"num_snapshots": None},
+    "prune": {"fraction": SHARE},
+    "stationary_covariance": {"preconditioner": None, "momentum": None},
+} | {ours.name: ours.limits for ours in TRANSFORMATIONS}
+
+
+def kind_of(parameter, limits):
+    """What an argument takes, by its annotation, its default and its limits; or None."""
+    options = typing.get_args(parameter.annotation) or (parameter.annotation,)
+    is_optional = type(None) in options
+    if limits is None or any(each in options for each in _NO_NUMBERS):
+        return None
+    if all(isinstance(option, str) for option in options):
+        return choice(*options)
+    if int in options:
+        minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
+        return count(minimum=minimum, is_optional=is_optional)
+    if float in options:
+        return number(**limits, is_optional=is_optional)
+    return next((kind for hint, kind in KINDS.items() if hint in options), None)
+
+
+def kinds_of(name):
+    """Each argument of a function that is a number, a flag or a choice, and what it takes."""
+    parameters = inspect.signature(getattr(optperm, name), eval_str=True).parameters
+    limits = LIMITS.get(name, {})
+    kinds = {
+        argument: kind_of(each, limits.get(argument, {})) for argument, each in parameters.items()
+    }
+    return {argument: kind for argument, kind in kinds.items() if kind}
+
+
+ARGUMENTS = {name: kinds_of(name) for name in CASES}
 
 
 def one_leaf(**leaf):
