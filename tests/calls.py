@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from transformations import SHARE, TRANSFORMATIONS
+from transformations import INF, SHARE, TRANSFORMATIONS
 
 import optperm
 
-INF = float("inf")
 PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
 GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
 BATCH = jnp.array([1.0, 2.0])

@@ -125,6 +125,7 @@ def two_examples(params: optax.Params, **part: int) -> optax.Updates:
     return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
 
 
+INF = float("inf")
 # What numbers may be, where it is not anything from 0, and integers, where it is not anything from 1.
 SHARE = {"high": 1.0}
 ABOVE_ZERO = {"is_open": True}

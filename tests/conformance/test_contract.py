@@ -155,7 +155,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     found = jax.tree.leaves(
         marked, is_leaf=lambda x: isinstance(x, tuple) and x[:1] in (("k",), ("b",))
     )
-    plain = {("k", (12, 5)), ("b", (5,))}
+    plain = set() if ours.knows == "nothing" else {("k", (12, 5)), ("b", (5,))}
     with_rows = {(spec, (rows, *shape)) for spec, shape in plain for rows in ours.rows}
     assert with_rows <= set(found) <= plain | with_rows
     assert ours.rows or set(found) == plain
@@ -251,10 +251,15 @@ def test_trees_that_do_not_match_are_named(ours, spoil, message):
     params = support.random_params()
     tx = ours.make()
     opt_state = tx.init(params)
-    with pytest.raises(ValueError, match=f"params.*{message}"):
-        tx.update(params, opt_state, spoil(params))
     with pytest.raises(ValueError, match=f"updates.*{message}"):
         tx.update(spoil(params), opt_state, params)
+    # Where the state cannot tell which of the two is wrong, it is that they do not match each other.
+    if ours.knows == "nothing":
+        message = r"^updates(\['\w+'\] is float32.*| has another tree structure) .*\bparams\b"
+    else:
+        message = f"^params.*{message}"
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, opt_state, spoil(params))
 
 
 def test_params_of_another_dtype_are_named(ours):
