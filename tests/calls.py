@@ -51,11 +51,7 @@ MASKED = optperm.mask_elements().init(PARAMS)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
-    "apply_updates": {
-        "params": PARAMS,
-        "updates": GRADS,
-        "opt_state": state(optperm.sgperm()),
-    },
+    "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "draw_samples": {
@@ -88,11 +84,7 @@ FUNCTIONS = {
     "reset_masks": {"opt_state": MASKED},
     "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
-    "stationary_covariance": {
-        "preconditioner": 0.1,
-        "hessian": jnp.eye(2),
-        "noise": jnp.eye(2),
-    },
+    "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
 }
@@ -261,10 +253,10 @@ REFUSED = {
         value_error(
             "put switch_after around agn",
             optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
-        ),
+        )
     ],
     "agn.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
     ],
     "apply_permutation": [
         *(
@@ -304,20 +296,16 @@ REFUSED = {
         value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
     ],
     "constant_sgd": [
-        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
     ],
     "diloco.init": [
-        value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm()),
+        value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm())
     ],
     "diloco.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
     ],
-    "dim_reduce": [
-        type_error("static_args", n_components=jnp.array(2)),
-    ],
-    "dim_reduce.init": [
-        value_error("axis_name 'replica' is not bound", axis_name="replica"),
-    ],
+    "dim_reduce": [type_error("static_args", n_components=jnp.array(2))],
+    "dim_reduce.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
     "dim_reduce.update": [
         value_error("extra argument value, .*optperm.evaluate", value_fn=loss_fn),
         value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
@@ -332,12 +320,8 @@ REFUSED = {
         type_error("static_args", num_samples=jnp.array(2)),
         type_error("static_args", n_components=jnp.array(1)),
     ],
-    "dldr.init": [
-        value_error("places params", optimizer=optperm.sgperm()),
-    ],
-    "dldr.update": [
-        value_error("dldr needs the extra argument value, .*optperm.evaluate"),
-    ],
+    "dldr.init": [value_error("places params", optimizer=optperm.sgperm())],
+    "dldr.update": [value_error("dldr needs the extra argument value, .*optperm.evaluate")],
     "draw_samples": [
         value_error(
             r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
@@ -420,10 +404,7 @@ REFUSED = {
                     [np.ones(4), np.ones(4), np.ones(2), np.ones(4)],
                     "batches ended, but weights go on",
                 ),
-                (
-                    [np.ones(4), np.ones(3), np.ones(2)],
-                    r"batch 1 has 4 examples.* of shape \(3,\)",
-                ),
+                ([np.ones(4), np.ones(3), np.ones(2)], r"batch 1 has 4 examples.* of shape \(3,\)"),
                 (
                     [np.ones(4), np.ones((4, 1)), np.ones(2)],
                     r"batch 1 has 4 examples.* of shape \(4, 1\)",
@@ -518,12 +499,12 @@ REFUSED = {
         ),
     ],
     "scale_by_gradient_noise": [
-        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
     ],
     "scale_by_gradient_noise.init": [
         value_error(
             "8 params .* 8 x 8.*max_full_size=7.*'diagonal'", preconditioner="full", max_full_size=7
-        ),
+        )
     ],
     "scale_by_gradient_noise.update": [
         value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),
@@ -550,10 +531,7 @@ REFUSED = {
         ),
         value_error(
             r"per_example_grad_fn\(params\)",
-            per_example_grad_fn=lambda p: {
-                "w": jnp.ones((2, 3, 1)),
-                "b": jnp.ones((2, 2)),
-            },
+            per_example_grad_fn=lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))},
         ),
     ],
     "set_basis": [
@@ -568,7 +546,7 @@ REFUSED = {
         *(
             value_error("output_axes .*kernel", output_axes=axes, params=KERNEL)
             for axes in (3, -4, (0, 3), (0, 0), (0, -3))
-        ),
+        )
     ],
     "stationary_covariance": [
         value_error(r"hessian must be a square matrix.*jnp\.diag", hessian=np.ones(2)),
@@ -581,9 +559,7 @@ REFUSED = {
         value_error("momentum must be in", momentum=-0.1),
         type_error("noise must be of real numbers", noise=TWO * 1j),
     ],
-    "svrg": [
-        value_error("not both", refresh_every=2, refresh_probability=0.5),
-    ],
+    "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
     "svrg.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate"),
         *(
@@ -599,7 +575,7 @@ REFUSED = {
             first=optax.identity(),
             then=optax.sgd(0.1, 0.9),
             params=one_leaf(b=PARAMS["b"].astype("bfloat16")),
-        ),
+        )
     ],
     "take_snapshot": [
         value_error(

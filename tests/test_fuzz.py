@@ -188,8 +188,7 @@ BY_NAME = {ours.name: ours for ours in TRANSFORMATIONS}
 EXTRAS = {"value": jnp.float32(0.0), "value_fn": lambda params: jnp.float32(0.0)}
 DTYPES = ("float16", "bfloat16", "float32", "int32", "uint8", "bool", "complex64")
 LEAVES = st.tuples(
-    st.lists(st.integers(0, 3), max_size=4).map(tuple),
-    st.sampled_from(DTYPES[:3] * 3 + DTYPES[3:]),
+    st.lists(st.integers(0, 3), max_size=4).map(tuple), st.sampled_from(DTYPES[:3] * 3 + DTYPES[3:])
 ).map(lambda of: jax.ShapeDtypeStruct(*of))
 TREES = st.recursive(
     LEAVES,

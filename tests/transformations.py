@@ -208,12 +208,7 @@ TRANSFORMATIONS = (
     Transformation(
         "dldr",
         optperm.dldr,
-        {
-            "optimizer": optax.sgd(1e-3, 0.9),
-            "sample_every": 1,
-            "num_samples": 2,
-            "n_components": 1,
-        },
+        {"optimizer": optax.sgd(1e-3, 0.9), "sample_every": 1, "num_samples": 2, "n_components": 1},
         limits=SEARCH_LIMITS,
         static=("num_samples", "n_components"),
         lenient=True,

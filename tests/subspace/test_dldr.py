@@ -82,11 +82,7 @@ def test_a_quadratic_in_ten_dimensions():
             return int(jax.jit(lambda c: jax.lax.while_loop(is_far, go, c))((x, tx.init(x), 0))[2])
 
         tx = optperm.dldr(
-            optax.sgd(rate),
-            sample_every=1,
-            num_samples=k + 1,
-            n_components=k,
-            max_search_steps=30,
+            optax.sgd(rate), sample_every=1, num_samples=k + 1, n_components=k, max_search_steps=30
         )
         ours = steps_to_optimum(tx, 10_000)
         plain = steps_to_optimum(optax.sgd(rate), 100_000)
