@@ -131,8 +131,8 @@ def test_init_keeps_no_alias_of_the_params(ours):
 
 
 def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
-    """Params and state that went through Orbax after any of the first steps, alone or stacked as replicas
-    are, continue bit for bit."""
+    """Params and state that went through Orbax after any of the first steps, alone or stacked, go on as
+    they were bit for bit."""
     trail = train(ours, support.random_params(), 6)
     saved = {"alone": trail[0], "stacked": jax.tree.map(jnp.asarray, replicas.stack(trail[:4]))}
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
