@@ -24,8 +24,7 @@ class Transformation:
     """One transformation and how to build it.
 
     Attributes:
-      name: Its public name.
-      factory: What builds it.
+      factory: What builds it, by its public name.
       arguments: The numbers to build it with.
       limits: What the annotations and defaults of its arguments do not tell: their limits, as
         `calls.number` and `calls.count` take them.
@@ -43,9 +42,9 @@ class Transformation:
       sums_over_params: Whether an update sums over params, so that it rounds by where they lie.
       may_gather: For how a kernel is cut, the largest parameter that the update has to gather then.
       prepared: From a fresh state and params, the state with what training would put into it.
+      other_name: What tells it from another one that the same factory builds.
     """
 
-    name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     arguments: Mapping[str, Any]
     limits: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -62,9 +61,15 @@ class Transformation:
     sums_over_params: bool = False
     may_gather: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prepared: Callable[[Any, Any], Any] = lambda opt_state, params: opt_state
+    other_name: str = ""
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def name(self) -> str:
+        """The public name of its factory, or its own."""
+        return self.other_name or self.factory.__name__
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
@@ -148,7 +153,6 @@ def with_basis(opt_state: Any, params: Any) -> Any:
 
 TRANSFORMATIONS = (
     Transformation(
-        "sgperm",
         optperm.sgperm,
         {"aggressiveness": 0.3},
         limits={"partition_ratio": SHARE, "max_partition_ratio": SHARE, "momentum": SHARE},
@@ -157,7 +161,6 @@ TRANSFORMATIONS = (
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "permute_by_cycles",
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
         limits={"partition_ratio": SHARE},
@@ -166,7 +169,6 @@ TRANSFORMATIONS = (
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "laperm",
         optperm.laperm,
         {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
         permutes=True,
@@ -175,16 +177,12 @@ TRANSFORMATIONS = (
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "agn",
         optperm.agn,
         {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
         lenient=True,
     ),
+    Transformation(optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True),
     Transformation(
-        "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
-    ),
-    Transformation(
-        "record_trajectory",
         optperm.record_trajectory,
         {"every": 2, "capacity": 3},
         static=("capacity",),
@@ -194,7 +192,6 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
-        "dim_reduce",
         optperm.dim_reduce,
         {"n_components": 2, "alpha": 2e-3},
         limits=SEARCH_LIMITS,
@@ -206,7 +203,6 @@ TRANSFORMATIONS = (
         prepared=with_basis,
     ),
     Transformation(
-        "dldr",
         optperm.dldr,
         {"optimizer": optax.sgd(1e-3, 0.9), "sample_every": 1, "num_samples": 2, "n_components": 1},
         limits=SEARCH_LIMITS,
@@ -218,7 +214,6 @@ TRANSFORMATIONS = (
         sums_over_params=True,
     ),
     Transformation(
-        "mask_elements",
         optperm.mask_elements,
         {},
         is_identity=True,
@@ -227,7 +222,6 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
-        "svrg",
         optperm.svrg,
         {"coefficient": 0.5, "refresh_every": 2},
         limits={"refresh_probability": SHARE},
@@ -236,14 +230,12 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
-        "svrg_and_sgd",
         svrg_and_sgd,
         {"learning_rate": 2e-3, "refresh_probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         hands_on=True,
     ),
     Transformation(
-        "switch_after",
         optperm.switch_after,
         {
             "num_steps": 2,
@@ -254,7 +246,6 @@ TRANSFORMATIONS = (
         lenient=True,
     ),
     Transformation(
-        "scale_by_gradient_noise",
         optperm.scale_by_gradient_noise,
         {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
         limits=NOISE_LIMITS,
@@ -263,7 +254,6 @@ TRANSFORMATIONS = (
         no_minimum="makes no steps downhill by itself; constant_sgd does",
     ),
     Transformation(
-        "constant_sgd",
         optperm.constant_sgd,
         {
             "num_data": 1000,

@@ -15,10 +15,10 @@ import optperm
 from optperm.contract.states import find_states
 
 TO_SGPERM = Transformation(
-    "switch to sgperm",
     optperm.switch_after,
     {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
     lenient=True,
+    other_name="switch to sgperm",
 )
 pytestmark = [
     pytest.mark.parametrize("ours", [*TRANSFORMATIONS, TO_SGPERM], ids=str),
