@@ -10,6 +10,7 @@ import inspect
 import re
 
 import calls
+import chex
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -95,21 +96,13 @@ def exercise(tx):
         return e.grad, {"full_grad_fn": lambda p: p, **e.extra_args}
 
     start = PARAMS, tx.init(PARAMS)
-    assert_same_form(jax.eval_shape(loops.make_step(tx, evaluate), *start, BATCH), start)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(loops.make_step(tx, evaluate), *start, BATCH), start
+    )
 
 
 def two_examples_loss(params, batch):
     return loss_fn(params, batch) * jnp.mean(batch)
-
-
-def assert_same_form(actual, expected):
-    """Asserts that structure, shapes and dtypes agree."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        wanted = (jnp.shape(b), jnp.result_type(b))
-        assert (a.shape, a.dtype) == wanted, f"{jax.tree_util.keystr(path)}: {a} is not {wanted}"
 
 
 def is_named(argument, message):
@@ -185,9 +178,9 @@ def test_any_tree_trains_or_is_refused_by_name(name, tree):
             jax.eval_shape(functools.partial(traced_step, name), tree)
         return
     updates, params, before, after = jax.eval_shape(functools.partial(traced_step, name), tree)
-    assert_same_form(updates, tree)
-    assert_same_form(params, tree)
-    assert_same_form(after, before)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, before)
 
 
 ENTRIES = st.sampled_from([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf")])
@@ -215,7 +208,7 @@ def test_gradients_that_are_not_finite_leave_everything_finite(name, entries):
     bad |= {"e": MIXED["e"]}
     grads = [bad, jax.tree.map(np.ones_like, bad)]
     for after in loops.train(BY_NAME[name].make(), MIXED, grads, evaluate=with_extras):
-        assert_same_form(after[0], MIXED)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after[0], MIXED)
         for path, leaf in jax.tree_util.tree_leaves_with_path(after):
             place = jax.tree_util.keystr(path)
             # By what AGN has accumulated a replica knows, until the commit, that it sits it out.

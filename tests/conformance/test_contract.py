@@ -176,13 +176,17 @@ def test_mixed_dtypes_keep_theirs(ours):
         dtypes = ("float16", "bfloat16", "float32", "float64")
         params = {name: jax.random.normal(jax.random.key(0), (9, 2), name) for name in dtypes}
         tx = ours.make()
-        opt_state = tx.init(params)
-        e = optperm.evaluate(loss_fn, params, jnp.ones((2,), jnp.float32))
-        update = jax.jit(lambda s, p: tx.update(e.grad, s, p, **e.extra_args))
+        opt_state = jax.jit(tx.init)(params)
+
+        @jax.jit
+        def step(params, opt_state):
+            e = optperm.evaluate(loss_fn, params, jnp.ones((2,), jnp.float32))
+            updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+            return updates, optperm.apply_updates(params, updates, opt_state), opt_state
+
         new_state, after = opt_state, params
         for _ in range(2):  # the first step of some methods only looks
-            updates, new_state = update(new_state, after)
-            after = optperm.apply_updates(after, updates, new_state)
+            updates, after, new_state = step(after, new_state)
         chex.assert_trees_all_equal_dtypes(updates, params, after)
         assert support.signature(new_state) == support.signature(opt_state)
         assert all(not np.array_equal(after[name], params[name]) for name in dtypes)
