@@ -125,7 +125,8 @@ def test_linen_train_state(ours):
     tx, params = ours.make(), support.random_params()
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = [support.random_like(params, seed) for seed in range(3)]
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for each in grads:
-        state = jax.jit(lambda state, g: state.apply_gradients(grads=g))(state, each)
+        state = step(state, each)
     expected = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
     support.assert_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-6)
