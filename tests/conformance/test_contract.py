@@ -275,7 +275,7 @@ def test_trees_that_do_not_match_are_named(ours, spoil, message):
 def test_params_of_another_dtype_are_named(ours):
     """Params cast behind the optimizer's back raise."""
     if ours.is_identity or ours.knows != "dtypes":
-        pytest.skip("keeps what it knows in a dtype of its own, whatever theirs is")
+        pytest.skip("keeps nothing in the dtypes of the params")
     params = support.random_params()
     tx = ours.make()
     cast = params | {"bias": params["bias"].astype("bfloat16")}
