@@ -147,8 +147,9 @@ KINDS = {
 }
 # What tells trees, and axes of their leaves, from single numbers.
 _NO_NUMBERS = (complex, collections.abc.Sequence[int])
-# What the annotation and the default of a function's argument do not tell: its limits, or None where
-# nobody checks it. Those of a transformation's arguments stand in its entry in `transformations.py`.
+# What the annotation and the default of a function's argument do not tell: its limits, or None where it
+# is of no kind, and what it refuses, if anything, stands in `REFUSED`. Those of a transformation's
+# arguments stand in its entry in `transformations.py`.
 LIMITS = {
     "evaluate": {"has_aux": None, "axis_name": None},
     "freeze": {"fraction": SHARE},
