@@ -209,7 +209,11 @@ def test_in_replicas_whose_params_are_sharded(spec, axis_type):
 
 @pytest.mark.slow
 def test_large_leaves_on_eight_devices_do_not_hang():
-    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock."""
+    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock.
+
+    Whether it could depends on who waits for whose threads, not on how long the search for cycles takes:
+    a twentieth of the entries has a gradient.
+    """
     support.require_kernel("ffi")
     program = """
         import functools, os
@@ -218,7 +222,8 @@ def test_large_leaves_on_eight_devices_do_not_hang():
         import jax, jax.numpy as jnp, optperm
         params = jax.random.normal(jax.random.key(0), (1000, 1000))
         pulls = jax.random.normal(jax.random.key(1), (1000, 1000))
-        tx = optperm.sgperm(partition_ratio=0.1)
+        pulls = jnp.where(jnp.arange(1000)[:, None] % 100 < 5, pulls, 0.0)
+        tx = optperm.sgperm(partition_ratio=1.0)
 
         @functools.partial(jax.pmap, axis_name="batch")
         def train(params, seed):
@@ -233,6 +238,7 @@ def test_large_leaves_on_eight_devices_do_not_hang():
 
         out = train(jnp.stack([params] * 8), jnp.arange(8))
         assert bool(jnp.all(out == out[0]))
+        assert bool(jnp.any(out[0] != params))
         assert bool(jnp.all(jnp.sort(out[0], axis=0) == jnp.sort(params, axis=0)))
         print("done")
     """
