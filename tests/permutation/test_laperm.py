@@ -19,8 +19,7 @@ from optperm.placement import replace_targets
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
 
 
-def params():
-    return support.random_params()
+params = support.random_params
 
 
 def grads(step):
@@ -29,8 +28,7 @@ def grads(step):
 
 def train(tx, p, steps, **options):
     """Params and state after each step of gradients that are drawn for it."""
-    drawn = [support.random_like(params(), step) for step in steps]
-    return loops.train(tx, p, drawn, **options)
+    return loops.train(tx, p, [grads(step) for step in steps], **options)
 
 
 def reordered(initial, leaf):
