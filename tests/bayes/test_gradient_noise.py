@@ -238,11 +238,6 @@ def test_trees_of_several_dtypes_keep_them():
         assert all(np.all(np.asarray(leaf, np.float32) != 0) for leaf in jax.tree.leaves(updates))
 
 
-def test_the_state_is_found():
-    tx = optax.chain(optax.clip(1.0), optperm.constant_sgd(N, S))
-    support.assert_same_bits(optperm.noise_covariance(tx.init(jnp.ones(D))), jnp.zeros(D))
-
-
 def test_the_batch_size_may_be_an_array():
     """A concrete one that meets the trace is still compared as the number it is."""
     rows = batch_gradients(0)
