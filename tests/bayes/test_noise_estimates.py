@@ -104,51 +104,45 @@ def test_the_mean_of_many_estimates_is_the_exact_covariance(preconditioner, esti
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
-def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner):
+@pytest.mark.parametrize(
+    ("preconditioner", "estimator"),
+    [(preconditioner, "per_example") for preconditioner in PRECONDITIONERS]
+    + [("diagonal", "single_example"), ("diagonal", "two_batches")],
+)
+def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner, estimator):
+    """From the examples of all; of the other estimators each replica's estimate, averaged."""
     data, params = problem()
-    batch = some(data, 12)
-    whole = estimate(params, batch, preconditioner, "per_example")
+    batch, examples = some(data, 12), some(data, 20, 24)
     tx = optperm.scale_by_gradient_noise(
-        1000, 12, preconditioner=preconditioner, axis_name=replicas.AXIS, chunk_size=2
+        1000,
+        12,
+        preconditioner=preconditioner,
+        estimator=estimator,
+        axis_name=replicas.AXIS,
+        chunk_size=2,
     )
     state = tx.init(params)
 
-    def step(part):
-        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS)
+    def step(part, example):
+        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
         _, new = tx.update(e.grad, state, params, **e.extra_args)
         return optperm.noise_covariance(new)
 
-    found = replicas.MAPPINGS[mapping](step, 4)(in_parts(batch, 3))
-    for index in range(4):
-        mine = replicas.take(found, index)
-        support.assert_same_bits(mine, replicas.take(found, 0))
-        flat = ravel_pytree(mine)[0] if preconditioner == "diagonal" else mine
-        np.testing.assert_allclose(flat, whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
-def test_replicas_average_the_other_estimates(estimator):
-    data, params = problem()
-    batch, examples = some(data, 12), some(data, 20, 24)
-    tx = optperm.scale_by_gradient_noise(1000, 12, estimator=estimator, axis_name=replicas.AXIS)
-
-    def step(part, example):
-        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
-        _, new = tx.update(e.grad, tx.init(params), params, **e.extra_args)
-        return optperm.noise_covariance(new)
-
-    found = replicas.MAPPINGS["shard_map"](step, 4)(in_parts(batch, 3), in_parts(examples, 1))
+    found = replicas.MAPPINGS[mapping](step, 4)(in_parts(batch, 3), in_parts(examples, 1))
     rows = example_gradients(params, batch)
     mean = rows.mean(axis=0)
-    if estimator == "single_example":
+    if estimator == "per_example":
+        expected = kept(np.cov(rows.T), preconditioner)
+    elif estimator == "single_example":
         apart = example_gradients(params, examples)
         expected = ((apart - mean) ** 2).mean(axis=0) / (1 + 1 / 12)
     else:  # the first example of each three
         expected = (rows[::3].mean(axis=0) - mean) ** 2 * 12 * 4 / 8
     for index in range(4):
-        flat = ravel_pytree(replicas.take(found, index))[0]
-        np.testing.assert_allclose(flat, expected, rtol=2e-5)
+        mine = replicas.take(found, index)
+        support.assert_same_bits(mine, replicas.take(found, 0))
+        flat = ravel_pytree(mine)[0] if preconditioner == "diagonal" else mine
+        np.testing.assert_allclose(flat, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)

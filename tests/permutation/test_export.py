@@ -44,21 +44,10 @@ def test_permutation_rebuilds_the_trained_weights_bit_for_bit(dtype):
         assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize("axes", [0, (0, 1), (), lambda path, leaf: leaf.ndim - 2])
-def test_permutation_with_other_output_axes(axes):
-    """The export takes the same output_axes as the training."""
-    params = {"kernel": jax.random.normal(jax.random.key(0), (3, 4, 5))}
-    opt_state = train(params, output_axes=axes)
-    permutation = optperm.export_permutation(params, opt_state, output_axes=axes)
-    support.assert_same_bits(
-        optperm.apply_permutation(params, permutation), optperm.permuted_params(opt_state)
-    )
-
-
 @pytest.mark.usefixtures("lenient")
 def test_masked_leaves_stay_with_their_optimizer():
     """Kernels are permuted, biases move by Adam, each as it would alone; those are MaskedNode in the
-    export, and kept as they are."""
+    export and in the exact weights, unless params are given, and kept as they are."""
     params, adam = support.random_params(), optax.adam(0.1)
     grads = support.random_like(params, 1)
     tx = optax.partition(
@@ -67,6 +56,11 @@ def test_masked_leaves_stay_with_their_optimizer():
     ((after, opt_state),) = loops.train(tx, params, [grads])
     ((bias, _),) = loops.train(adam, params["bias"], [grads["bias"]])
     support.assert_same_bits(after["bias"], bias)
+    exact = optperm.permuted_params(opt_state)
+    support.assert_same_bits(exact, {"kernel": after["kernel"], "bias": optax.MaskedNode()})
+    full = optperm.permuted_params(opt_state, after)
+    assert full["bias"] is after["bias"]
+    support.assert_same_bits(full["kernel"], after["kernel"])
     permutation = optperm.export_permutation(params, opt_state)
     assert permutation["bias"] == optax.MaskedNode()
     rebuilt = optperm.apply_permutation(params, permutation)
@@ -95,15 +89,3 @@ def test_permutation_survives_json_and_npz():
     file.seek(0)
     with np.load(file) as archive:
         support.assert_same_bits(optperm.apply_permutation(params, dict(archive)), trained)
-
-
-def test_permuted_params_fills_in_what_it_does_not_train():
-    """With params the masked leaves are theirs; the exact weights are still the state's."""
-    params = support.random_params()
-    tx = optax.masked(optperm.sgperm(0.5), {"kernel": True, "bias": False})
-    grads = support.random_like(params, 1)
-    ((moved, opt_state),) = loops.train(tx, params, [grads], apply=loops.by_addition)
-    assert optperm.permuted_params(opt_state)["bias"] == optax.MaskedNode()
-    full = optperm.permuted_params(opt_state, moved)
-    assert full["bias"] is moved["bias"]
-    support.assert_permutes(full["kernel"], params["kernel"])

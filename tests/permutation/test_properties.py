@@ -106,16 +106,17 @@ def test_training_keeps_every_weight_vector_bit_for_bit(dtype):
     """After twenty steps of sgperm the multisets, and the dtypes, are those of the start."""
 
     @jax.jit
-    def train(key, ratio):
+    def train(seed, ratio):
+        key = jax.random.key(seed)
         shapes = {"conv": jnp.zeros((3, 3, 2, 4), dtype), "bias": jnp.zeros(9, dtype)}
         params = support.random_like_from_key(shapes, key)
-        tx = optperm.sgperm(0.3, partition_ratio=ratio)
+        tx = optperm.sgperm(0.3, partition_ratio=ratio, seed=seed)
         step = loops.make_step(tx, lambda p, key: (support.random_like_from_key(p, key), {}))
         return params, loops.carry(step, params, tx.init(params), jax.random.split(key, 20))
 
     with jax.enable_x64(dtype == "float64"):
         for seed, ratio in enumerate([0.1, 0.4, 0.7, 1.0]):
-            params, (final, opt_state) = train(jax.random.key(seed), ratio)
+            params, (final, opt_state) = train(seed, ratio)
             support.assert_permutes(final, params)
             support.assert_same_bits(final, optperm.permuted_params(opt_state))
             assert np.mean(np.asarray(final["conv"] != params["conv"])) > 0.3
