@@ -170,6 +170,15 @@ def test_splitmix64_gives_its_published_numbers():
     )
 
 
+def test_multiply_high_is_exact():
+    """The upper half of a product, against Python's own integers."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(0, 2**64, 200, dtype=np.uint64)
+    b = rng.integers(1, 2**32, 200, dtype=np.uint64)
+    expected = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
+    np.testing.assert_array_equal(cycles_numpy.multiply_high(a, b), np.array(expected, np.uint64))
+
+
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
