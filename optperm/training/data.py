@@ -1,6 +1,7 @@
 """Data as users bring them: arrays in memory, or an iterable of batches."""
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
-from optperm.training.replicas import Replicas
+from optperm.training import processes
+from optperm.training.layout import Layout
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
+END = object()
 
 
 def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
@@ -40,35 +43,19 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
     checks.check_seed("seed", seed)
     checks.check_count("epoch", epoch)
     checks.check_static_count("num_examples", num_examples)
-    return order_of(shuffle_key(seed), epoch, num_examples)
-
-
-def shuffle_key(seed: int) -> np.ndarray:
-    """Data of the key from which the shuffles of a seed are drawn."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    return np.asarray(jax.random.key_data(key))
-
-
-def order_of(key: Any, epoch: int | jax.Array, num_examples: int) -> jax.Array:
-    """`shuffled`, from what `shuffle_key` gave."""
-    typed = jax.random.wrap_key_data(key, impl="threefry2x32")
-    return jax.random.permutation(jax.random.fold_in(typed, epoch), num_examples)
+    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 
 def is_arrays(data: Any) -> bool:
     """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
-    if isinstance(data, jax.Array | np.ndarray | Mapping | tuple):
-        leaves = jax.tree.leaves(data)
-        return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
-    return False
+    return isinstance(data, jax.Array | np.ndarray | Mapping | tuple) and all(
+        isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(data)
+    )
 
 
 def num_examples(name: str, data: Any) -> int:
-    """The leading axis on which all leaves agree.
-
-    Raises:
-      ValueError: If they do not, or there are none.
-    """
+    """The leading axis on which all leaves agree; raises a ValueError if they do not, or have none."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
@@ -76,27 +63,9 @@ def num_examples(name: str, data: Any) -> int:
             f"{name} must be arrays that agree in their leading axis, which counts examples, got "
             f"shapes {shapes}."
         )
-    size = sizes.pop()
-    if not size:
+    if not (size := sizes.pop()):
         raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
     return int(size)
-
-
-def check_divisible(size: int, replicas: Replicas, name: str) -> None:
-    """Raises a ValueError unless all replicas get equally many of so many examples."""
-    if size % replicas.size:
-        raise ValueError(
-            f"{name} counts the examples of all {replicas.size} replicas together, and must be a "
-            f"multiple of {replicas.size}, got {size}."
-        )
-
-
-def as_arrays(batch: Any) -> Any:
-    """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = (jax.Array, np.ndarray, np.generic, bool, int, float)
-    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(batch)):
-        return batch
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)
 
 
 def check_iterable(name: str, value: Any) -> None:
@@ -108,3 +77,62 @@ def check_iterable(name: str, value: Any) -> None:
             f"of batches, or a function of the epoch's number that gives one, got "
             f"{type(value).__name__}."
         )
+
+
+def placed_pieces(data: Any, step: int, layout: Layout) -> Iterator[Any]:
+    """Arrays piece by piece, on devices that share each; a rest that they cannot share comes last."""
+    size, parts = num_examples("data", data), layout.parts if layout.mesh is not None else 1
+    step = max(min(step, size) // parts * parts, min(step, size, parts))
+    shared = size - size % parts
+    bounds = sorted({*range(0, shared, step), shared, size})
+    for low, high in itertools.pairwise(bounds):
+        batch = jax.tree.map(lambda leaf, low=low, high=high: leaf[low:high], data)
+        yield layout.put_batch(batch, local=False)
+
+
+def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
+    """The batches of an epoch, from an iterable or a function of the epoch's number."""
+    opened = source if hasattr(source, "__iter__") else source(epoch)
+    if not hasattr(opened, "__iter__"):
+        raise TypeError(
+            f"The {name} of an epoch must be an iterable of batches, got {type(opened).__name__}."
+        )
+    return iter(opened)
+
+
+def pull(name: str, iterator: Iterator[Any]) -> Any:
+    """The next batch, or `END` where some process has none. All of them have to ask."""
+    if jax.process_count() == 1:
+        batch = next(iterator, END)
+        return batch if batch is END else _as_arrays(batch)
+    batch, size, failure = END, 0, None
+    try:
+        if (batch := next(iterator, END)) is not END:
+            size = num_examples(f"A batch of {name}", batch := _as_arrays(batch))
+    except Exception as error:
+        size, failure = -1, error
+    sizes = processes.gather(np.int32(size))
+    if failure is not None:
+        raise failure
+    if sizes.min() < 0:
+        raise RuntimeError(f"another process could not load a batch of {name}: see what it says.")
+    if sizes.min() and sizes.min() != sizes.max():
+        raise ValueError(
+            f"A batch of {name} has {sizes.tolist()} examples in the processes: each must bring equally "
+            "many, or its examples would not count like those of the others."
+        )
+    return batch if sizes.min() else END
+
+
+def placed(iterator: Iterator[Any], layout: Layout, name: str) -> Iterator[Any]:
+    """All batches of an iterator, on the devices."""
+    while (batch := pull(name, iterator)) is not END:
+        yield layout.put_batch(batch, local=True)
+
+
+def _as_arrays(batch: Any) -> Any:
+    """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    known = (jax.Array, np.ndarray, np.generic, bool, int, float)
+    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(batch)):
+        return batch
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)

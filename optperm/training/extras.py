@@ -7,13 +7,8 @@ from types import ModuleType
 def import_optional(name: str, *, needed_by: str, install: str) -> ModuleType:
     """Imports a module that is not among the library's own requirements.
 
-    Args:
-      name: The module.
-      needed_by: The argument or method that asks for it, for the message.
-      install: What to hand to pip.
-
     Raises:
-      ImportError: If it is missing, with what to install.
+      ImportError: If it is missing, with what asks for it and what to hand to pip.
     """
     try:
         return importlib.import_module(name)

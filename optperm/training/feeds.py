@@ -1,287 +1,204 @@
-"""Where the batches of an epoch come from, and the compiled steps that take them."""
+"""Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
-import concurrent.futures
-import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+import base64
+import inspect
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
-from optperm.contract.dtypes import cast_like
-from optperm.contract.mapped_axes import mark_varying
-from optperm.training.data import check_divisible, num_examples, order_of, shuffle_key
+from optperm.training import data as datas
+from optperm.training import processes
 from optperm.training.interrupt import Interrupt
-from optperm.training.programs import Program, agreed
-from optperm.training.replicas import AXIS, Replicas
+from optperm.training.layout import Layout
+from optperm.training.steps import Steps
 
 # Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
 _ROWS = 1024
-# Of each step by name, float32 (steps,).
-Columns = dict[str, np.ndarray]
+# Batches that may wait on the devices for steps before them.
+_AHEAD = 4
+_GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 
 
 class Fed(NamedTuple):
-    """What came of some steps.
-
-    Attributes:
-      carry: After them.
-      columns: Metrics of each.
-      steps: How many.
-      is_over: Whether the epoch ends with them.
-    """
+    """What came of some steps."""
 
     carry: Any
-    columns: Columns
+    columns: dict[str, np.ndarray]  # float32, a row for each step
     steps: int
-    is_over: bool
-
-
-class Feed(Protocol):
-    """A source of batches, with the steps that take them."""
-
-    def prepare(self, carry: Any) -> None:
-        """Compiles what can be compiled before the first step."""
-        ...
-
-    def begin(self, epoch: int, offset: int) -> None:
-        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
-        ...
-
-    def run(
-        self, carry: Any, limit: int, interrupt: Interrupt, on_interrupt: Callable[[], None]
-    ) -> Fed:
-        """Takes steps until as many are taken, or the epoch is over. The carry is given up."""
-        ...
-
-    def all_batches(self, epoch: int, chunk: int, *, few: bool = False) -> Iterator[Any]:
-        """All examples of an epoch, placed, with about `chunk` on each device at once if it may."""
-        ...
-
-    def close(self) -> None:
-        """Ends what it runs beside the main thread, without waiting for it."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """What tells the batches from those of another run: names and JSON values."""
-        ...
-
-
-def stable_step(program: Program, replicas: Replicas, *, own: bool) -> Callable[..., Any]:
-    """The program's step, with a carry of the same types after it as before it."""
-    axes = (AXIS,) if own and replicas.mesh is not None else ()
-
-    def step(carry: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        new, metrics = program.step(carry, batch)
-        checks.check_same_tree(
-            "The state after a step", new, carry, source="the state before it", dtypes=False
-        )
-        return mark_varying((cast_like(new, carry), metrics), axes)
-
-    return step
-
-
-@dataclasses.dataclass(frozen=True)
-class _ManySteps:
-    """Steps on examples that lie on the devices, any number of them by one compiled program."""
-
-    program: Program
-    replicas: Replicas
-    own: bool
-    rows: int
-
-    def __call__(self, carry: Any, shared: Any, _: Any) -> tuple[Any, dict[str, jax.Array]]:
-        data, order, first, last = shared
-        mapped = self.replicas.axis_name
-        hand = 0 if mapped is None else jax.lax.axis_index(mapped)
-        # Traced once, and used twice.
-        step = jax.jit(stable_step(self.program, self.replicas, own=self.own), inline=True)
-
-        def batch_at(t: jax.Array) -> Any:
-            indices = order[t][hand]
-            return jax.tree.map(lambda leaf: leaf[indices], data)
-
-        metrics = jax.eval_shape(step, carry, batch_at(first))[1]
-        # Once a call the replicas agree on metrics, so that steps stay local.
-        axes = () if mapped is None else (AXIS,)
-        columns = mark_varying(
-            {name: jnp.zeros((self.rows,), jnp.float32) for name in metrics}, axes
-        )
-
-        def body(t: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            carry, columns = state
-            carry, row = step(carry, batch_at(t))
-            columns = {
-                name: jax.lax.dynamic_update_index_in_dim(column, row[name], t - first, 0)
-                for name, column in columns.items()
-            }
-            return carry, mark_varying(columns, axes)
-
-        # Bounds that are arguments: however steps are grouped into calls, one program takes them all,
-        # so that a run that was interrupted ends bit for bit like one that was not.
-        carry, columns = jax.lax.fori_loop(first, last, body, (carry, columns))
-        return carry, agreed(columns)
-
-
-@dataclasses.dataclass(frozen=True)
-class OneStep:
-    """A step on a batch that is brought."""
-
-    program: Program
-    replicas: Replicas
-    own: bool
-
-    def __call__(self, carry: Any, _: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
-        """The carry after the step, and the step's metrics."""
-        carry, metrics = stable_step(self.program, self.replicas, own=self.own)(carry, batch)
-        return carry, agreed(metrics)
-
-
-# Kept from one call of `fit` to the next, by what they do and not by which object does it.
-@functools.lru_cache(maxsize=32)
-def jitted(function: _ManySteps | OneStep) -> tuple[Any, dict[Any, Any]]:
-    """A function on every replica, and what it has been compiled into."""
-    return function.replicas.each(function, own=function.own, donate=True), {}
-
-
-def _compiled(function: _ManySteps, *arguments: Any) -> Any:
-    on_replicas, known = jitted(function)
-    leaves, structure = jax.tree.flatten(arguments)
-    forms = tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-    names = ("jax_enable_x64", "jax_default_matmul_precision")
-    settings = tuple(getattr(jax.config, name) for name in names)
-    key = (structure, forms, settings)
-    if key not in known:
-        known[key] = on_replicas.lower(*arguments).compile()
-    return known[key]
-
-
-@functools.lru_cache(maxsize=32)
-def _dealing(replicas: Replicas, size: int, used: int, steps: int) -> Any:
-    """From a key and an epoch, the indices of its examples: int32 (steps, replicas, of each)."""
-
-    def dealt(key: jax.Array, epoch: jax.Array) -> jax.Array:
-        return order_of(key, epoch, size)[:used].reshape(steps, replicas.size, -1)
-
-    return replicas.jit(dealt)
+    is_over: bool  # whether the epoch ends with them
+    error: Exception | None = None  # what ended them before their time
 
 
 class ArrayFeed:
-    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
+    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
 
-    Each epoch's shuffle is dealt out: the replicas share each batch.
-
-    Args:
-      data: A tree of arrays of one leading axis.
-      batch_size: Examples a step, of all replicas together.
-      seed: Seed of the shuffles.
-      program: What a step does.
-      replicas: Where.
-      own: Whether each replica has a carry of its own.
-      steps_a_call: The most steps by one call of the compiled program; None for a whole epoch.
-
-    Raises:
-      TypeError: If `batch_size` or `seed` is of the wrong type.
-      ValueError: If one is out of range, there are no examples, or the leaves disagree.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        *,
-        batch_size: int,
-        seed: int,
-        program: Program,
-        replicas: Replicas,
-        own: bool,
-        steps_a_call: int | None,
-    ) -> None:
-        self._host = data
-        self._size = num_examples("train_data", data)
+    def __init__(self, data: Any, batch_size: int, seed: int, layout: Layout, most: int) -> None:
+        size = datas.num_examples("train_data", data)
         checks.check_count("batch_size", batch_size)
-        checks.check_seed("seed", seed)
-        if batch_size > self._size:
+        if batch_size > size:
             raise ValueError(
-                f"batch_size must be at most the number of examples in train_data, {self._size}, got "
+                f"batch_size must be at most the number of examples in train_data, {size}, got "
                 f"{batch_size}."
             )
-        check_divisible(batch_size, replicas, "batch_size")
-        self.steps_per_epoch = self._size // batch_size
-        self._key = shuffle_key(seed)
-        self._batch_size, self._seed, self._replicas = batch_size, seed, replicas
-        self._steps_a_call = min(steps_a_call or self.steps_per_epoch, self.steps_per_epoch)
-        rows = min(max(_ROWS, self._steps_a_call), self.steps_per_epoch)
-        self._many = _ManySteps(program, replicas, own, rows)
-        # A compiled call blocks its thread; one of its own leaves the main one free for Ctrl-C.
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
-        self._order_of = _dealing(
-            replicas, self._size, self.steps_per_epoch * batch_size, self.steps_per_epoch
-        )
-        self._examples = replicas.scatter(jax.tree.map(np.asarray, data))
+        if batch_size % layout.parts:
+            raise ValueError(
+                f"batch_size counts the examples of all {layout.parts} devices or replicas, and must be "
+                f"a multiple of {layout.parts}, got {batch_size}."
+            )
+        self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
+        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
+        self._examples = jax.tree.map(layout.put, data)
 
-    def prepare(self, carry: Any) -> None:
-        """See `Feed`."""
-        self._order = self._order_of(self._key, np.uint32(1))
-        self._run = _compiled(self._many, carry, self._shared(0, 0), ())
-
-    def _shared(self, first: int, last: int) -> Any:
-        return self._examples, self._order, np.int32(first), np.int32(last)
-
-    def begin(self, epoch: int, offset: int) -> None:
-        """See `Feed`."""
-        self._order = self._order_of(self._key, np.uint32(epoch))
+    def begin(self, epoch: int, offset: int, state: Any = None) -> None:
+        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
+        order = np.asarray(datas.shuffled(self._seed, epoch, self._size))
+        order = order[: self.steps_per_epoch * self._batch_size].reshape(self.steps_per_epoch, -1)
+        self._order = self._layout.put(order, None, *self._layout.batch[:1])
         self._offset = offset
 
-    def run(
-        self, carry: Any, limit: int, interrupt: Interrupt, on_interrupt: Callable[[], None]
-    ) -> Fed:
-        """See `Feed`."""
-        first = self._offset
-        self._offset = min(first + min(limit, self._steps_a_call), self.steps_per_epoch)
-        shared, steps = self._shared(first, self._offset), self._offset - first
-        call = self._pool.submit(self._replicas.together, self._run, carry, shared, ())
-        _wait(call, interrupt, on_interrupt)
-        carry, columns = call.result()
-        columns = {name: column[:steps] for name, column in jax.device_get(columns).items()}
-        return Fed(carry, columns, steps, self._offset == self.steps_per_epoch)
+    def run(self, steps: Steps, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
+        shared = self._examples, np.int32(first), np.int32(last)
+        try:
+            with self._layout.context():
+                carry, columns = steps.many(carry, shared, self._order)
+        except Exception as error:  # the loss function's own, while it is traced
+            return Fed(carry, {}, 0, False, error)
+        self._offset, loss, start = last, columns["loss"], time.perf_counter()
+        while not loss.is_ready():  # Python hears no signal while it waits for an array
+            time.sleep(min(0.01 * (time.perf_counter() - start) + 1e-5, 0.1))
+        host = {name: rows[: last - first] for name, rows in jax.device_get(columns).items()}
+        return Fed(carry, host, last - first, last == self.steps_per_epoch)
 
-    def all_batches(self, epoch: int, chunk: int, *, few: bool = False) -> Iterator[Any]:
-        """See `Feed`; those examples included that no step of an epoch takes.
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All examples, placed; those included that no step of an epoch takes."""
+        return datas.placed_pieces(self._data, _GRADIENT_CHUNK * self._layout.parts, self._layout)
 
-        The replicas share each batch, but for a last one of fewer examples than there are replicas.
+    def state(self) -> None:
+        """Nothing: the shuffles follow from the seed."""
 
-        Args:
-          epoch: Of no account.
-          chunk: Examples on each device at once.
-          few: Leave out most batches, but none of a shape of its own.
-        """
-        size, each = self._size, self._replicas.size
-        shared = size - size % each
-        bounds = [*range(0, shared, chunk * each), shared, *([size] * (shared < size))]
-        pieces = list(itertools.pairwise(bounds))
-        for low, high in pieces[:2] + pieces[max(2, len(pieces) - 2) :] if few else pieces:
-            batch = jax.tree.map(lambda leaf, low=low, high=high: leaf[low:high], self._host)
-            yield self._replicas.scatter(batch, own=high <= shared)
-
-    def facts(self) -> dict[str, Any]:
-        """See `Feed`."""
-        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._host)
-        return {"batch_size": self._batch_size, "seed": self._seed, "train_data": str(forms)}
-
-    def close(self) -> None:
-        """See `Feed`."""
-        self._pool.shutdown(wait=False)
+    def digest(self) -> str:
+        """Tells the data from others."""
+        return processes.digest(self._data)
 
 
-def _wait(
-    call: concurrent.futures.Future[Any], interrupt: Interrupt, on_interrupt: Callable[[], None]
-) -> None:
-    told = interrupt.requested
-    while not concurrent.futures.wait([call], timeout=0.1).done:
-        if interrupt.requested and not told:
-            told = True
-            on_interrupt()
+class StreamFeed:
+    """Batches from an iterable, or from a callable that gives one for each epoch.
+
+    None is asked for before the step that takes it: what is left stays in the iterator.
+    """
+
+    steps_per_epoch, rows = None, 1
+
+    def __init__(self, source: Any, layout: Layout, earlier: "StreamFeed | None") -> None:
+        datas.check_iterable("train_data", source)
+        self._source, self._layout = source, layout
+        self._iterator: Any = None
+        self._position = (0, 0)  # epoch and offset
+        self._length: int | None = None
+        self._waiting: list[Any] = []  # a batch that was asked for by a step that failed
+        if earlier is not None and earlier._source is source:
+            self._iterator, self._position = earlier._iterator, earlier._position
+            self._length, self._waiting = earlier._length, earlier._waiting
+        if callable(source) and not hasattr(source, "__iter__"):
+            try:
+                inspect.signature(source).bind(1)
+            except TypeError as error:
+                raise TypeError(
+                    "A callable train_data is called with the number of the epoch, from 1, and gives "
+                    f"its batches: let it take one argument ({error})."
+                ) from error
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        if self._iterator is not None and self._iterator is self._source:
+            raise ValueError(
+                "train_data can be gone through only once (it is an iterator, such as a generator), and "
+                "is needed again. Pass a list, a data loader that begins anew, or a function that makes "
+                "a generator: train_data=lambda epoch: batches()."
+            )
+        return datas.open_stream("train_data", self._source, epoch)
+
+    def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
+        """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+        if self._iterator is not None and self._position == (epoch, offset):
+            return
+        self._iterator, self._position = self._open(epoch), (epoch, offset)
+        self._length = len(self._source) if isinstance(self._source, list | tuple) else None
+        if state is not None:
+            kind, content = json.loads(json.loads(state)[jax.process_index()])
+            self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
+            return
+        for index in range(offset):
+            if next(self._iterator, datas.END) is datas.END:
+                raise ValueError(
+                    f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
+                    f"{offset} of them: to go on exactly, it has to give the same batches again."
+                )
+
+    def run(self, steps: Steps, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        rows: list[dict[str, jax.Array]] = []
+        (epoch, offset), is_over, error = self._position, False, None
+        with self._layout.context():
+            while len(rows) < limit and not is_over and not interrupt.requested:
+                try:
+                    if not self._waiting:
+                        self._waiting.append(self._placed(datas.pull("train_data", self._iterator)))
+                    if is_over := self._waiting[0] is datas.END:
+                        break
+                    carry, row = steps.one(carry, (), self._waiting[0])
+                except Exception as raised:  # the loader's own, or the loss function's
+                    error = raised
+                    break
+                self._waiting.clear()
+                rows.append(row)
+                is_over = offset + len(rows) == self._length
+                if len(rows) > _AHEAD:
+                    rows[-1 - _AHEAD]["loss"].block_until_ready()
+        if is_over and not offset + len(rows):
+            error = ValueError(
+                f"train_data gives no batch in epoch {epoch}. A generator can be gone through only "
+                "once: pass a function that makes one, train_data=lambda epoch: batches()."
+            )
+        if is_over:
+            self._waiting.clear()
+        self._position = (epoch, offset + len(rows))
+        host = jax.device_get(rows)
+        columns = {name: np.stack([row[name] for row in host]) for name in (rows or [{}])[0]}
+        return Fed(carry, columns, len(rows), is_over, error)
+
+    def _placed(self, batch: Any) -> Any:
+        if batch is datas.END:
+            return batch
+        if self._layout.mapped:
+            size, local = datas.num_examples("A batch", batch), self._layout.parts
+            local //= jax.process_count()
+            if size % local:
+                raise ValueError(
+                    f"A batch of train_data must be one that {local} replicas can share, got {size} "
+                    "examples. Drop or fill up a last batch that is smaller."
+                )
+        return self._layout.put_batch(batch, local=True)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All batches of an epoch, placed, from the source anew."""
+        return datas.placed(self._open(epoch), self._layout, "train_data")
+
+    def state(self) -> str | None:
+        """Where an iterator that can say so has come, in all processes."""
+        if not hasattr(self._iterator, "get_state") or not hasattr(self._iterator, "set_state"):
+            return None
+        state = self._iterator.get_state()
+        is_bytes = isinstance(state, bytes)
+        content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
+        return json.dumps(processes.gather_texts(json.dumps(content, default=int)))
+
+    def digest(self) -> None:
+        """Nothing: what will come is not known."""

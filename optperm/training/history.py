@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -19,6 +19,10 @@ _COUNTS = ("epoch", "step", "seconds")
 class History:
     """What training recorded, from its first step on.
 
+    Attributes:
+      num_steps: Rows of steps.
+      epoch_rows: The rows of the epochs, as JSON values.
+
     Example:
       >>> import numpy as np
       >>> from optperm.training import History
@@ -30,8 +34,8 @@ class History:
     """
 
     def __init__(self) -> None:
-        self._steps: list[Columns] = []
-        self._epochs: list[dict[str, float]] = []
+        self.num_steps, self.epoch_rows = 0, list[dict[str, float]]()
+        self._parts: list[Columns] = []
 
     @property
     def steps(self) -> Columns:
@@ -40,11 +44,10 @@ class History:
         `loss`, that of each batch before its step; what the loss function returned beside it with
         `has_aux`; and `share_moved` where a method permutes weights.
         """
-        if len(self._steps) > 1:
-            names = self._steps[0]
-            joined = {name: np.concatenate([part[name] for part in self._steps]) for name in names}
-            self._steps = [joined]
-        return dict(self._steps[0]) if self._steps else {}
+        if len(self._parts) > 1:
+            names = self._parts[0]
+            self._parts = [{name: np.concatenate([p[name] for p in self._parts]) for name in names}]
+        return dict(self._parts[0]) if self._parts else {}
 
     @property
     def epochs(self) -> Columns:
@@ -54,43 +57,43 @@ class History:
         each column of `steps` over the steps since the row before; and what the evaluation gave, as
         `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it.
         """
-        names = list(dict.fromkeys(name for row in self._epochs for name in row))
-        kinds = {"epoch": np.int64, "step": np.int64}
+        rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         return {
-            name: np.array(
-                [row.get(name, np.nan) for row in self._epochs], kinds.get(name, np.float64)
-            )
-            for name in names
+            name: np.array([row.get(name, np.nan) for row in rows], kinds.get(name, np.float64))
+            for name in dict.fromkeys(name for row in rows for name in row)
         }
-
-    @property
-    def num_steps(self) -> int:
-        """Steps recorded."""
-        return sum(len(next(iter(part.values()))) for part in self._steps)
 
     @property
     def last(self) -> dict[str, float]:
         """The row of the last epoch; empty before."""
-        return dict(self._epochs[-1]) if self._epochs else {}
+        return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
     def add_steps(self, columns: Mapping[str, np.ndarray]) -> None:
         """Adds rows of steps."""
         if columns:
-            self._steps.append(dict(columns))
+            self._parts.append(dict(columns))
+            self.num_steps += len(next(iter(columns.values())))
+
+    def means(self, count: int) -> dict[str, float]:
+        """The means of the last rows of the steps, by name, over as many of them as there are."""
+        last: list[Columns] = []
+        for part in reversed(self._parts):
+            last.insert(0, {name: column[-count:] for name, column in part.items()})
+            count -= len(next(iter(part.values())))
+            if count <= 0:
+                break
+        return {
+            name: float(np.mean(np.concatenate([part[name] for part in last]), dtype=np.float64))
+            for name in (last[0] if last else ())
+        }
 
     def add_epoch(
         self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
         """Adds the row of an epoch; its means are over the steps added since the row before."""
-        since = int(self._epochs[-1]["step"]) if self._epochs else 0
-        # The history of a state that has been trained before begins with its first step here.
-        first = self.num_steps - (step - since)
-        means = {
-            name: float(np.mean(column[max(first, 0) :], dtype=np.float64))
-            for name, column in self.steps.items()
-        }
-        named = {f"eval_{name}": float(value) for name, value in evaluated.items()}
-        self._epochs.append({"epoch": epoch, "step": step, "seconds": seconds, **means, **named})
+        row = {"epoch": epoch, "step": step, "seconds": seconds}
+        row |= self.means(step - int(self.last.get("step", 0)))
+        self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
 
     def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
         """Writes the rows as a CSV file with a header.
@@ -103,9 +106,9 @@ class History:
           ValueError: If `rows` is something else.
         """
         checks.check_choice("rows", rows, get_args(Rows))
-        columns = self.epochs if rows == "epochs" else self.steps
+        columns = self.epochs
         if rows == "steps":
-            columns = {"step": np.arange(1, self.num_steps + 1), **columns}
+            columns = {"step": np.arange(1, self.num_steps + 1), **self.steps}
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
@@ -130,8 +133,8 @@ class History:
             "matplotlib.figure", needed_by="History.plot", install="optperm[training]"
         )
         steps, epochs = self.steps, self.epochs
-        evaluated = [name for name in epochs if name.startswith("eval_")]
-        names = list(dict.fromkeys([*steps, *(name.removeprefix("eval_") for name in evaluated)]))
+        evaluated = [name.removeprefix("eval_") for name in epochs if name.startswith("eval_")]
+        names = list(dict.fromkeys([*steps, *evaluated]))
         if not names:
             raise ValueError("There is nothing to draw: no step has been recorded yet.")
         # No pyplot: it would look for a display and keep the figure in its global state.
@@ -150,23 +153,12 @@ class History:
             figure.savefig(path, dpi=120)
         return figure
 
-    def as_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        steps = {name: column.tolist() for name, column in self.steps.items()}
-        return {"steps": steps, "epochs": self._epochs}
-
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_json` gave, as a history."""
+    def from_arrays(
+        cls, steps: Mapping[str, np.ndarray], epoch_rows: Iterable[Mapping[str, float]]
+    ) -> Self:
+        """A history of what `steps` and `epoch_rows` of another one gave; it goes on by itself."""
         history = cls()
-        history.add_steps(
-            {name: np.asarray(column, np.float32) for name, column in values["steps"].items()}
-        )
-        history._epochs = [dict(row) for row in values["epochs"]]
-        return history
-
-    def copy(self) -> Self:
-        """One that goes on by itself."""
-        history = type(self)()
-        history._steps, history._epochs = list(self._steps), list(self._epochs)
+        history.add_steps(steps)
+        history.epoch_rows = [dict(row) for row in epoch_rows]
         return history

@@ -1,32 +1,37 @@
-"""Ctrl-C: the first one is noted, the second one stops at once."""
+"""Ctrl-C and SIGTERM: the first one is noted, a second Ctrl-C stops at once."""
 
+import contextlib
+import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 
 class Interrupt:
-    """A context in which the first Ctrl-C is noted, and the second one raises KeyboardInterrupt.
+    """A context in which SIGTERM and the first Ctrl-C are noted; the second raises KeyboardInterrupt.
 
     Outside the main thread, where Python delivers no signals, nothing is noted.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interrupt":
-        self._is_main = threading.current_thread() is threading.main_thread()
-        if self._is_main:
-            self._previous = signal.signal(signal.SIGINT, self._handle)
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._is_main:
-            signal.signal(signal.SIGINT, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
-    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self.requested:
+                raise KeyboardInterrupt
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nStopping after this step; Ctrl-C again to quit.\n")
         self.requested = True

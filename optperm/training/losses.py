@@ -12,16 +12,12 @@ from flax import nnx
 
 from optperm.contract import checks
 
-_OPTIONAL = ("model_state", "rng")
+# Columns of the history that are not the loss function's to name.
+_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 
 
 class Outputs(NamedTuple):
-    """What an evaluation gives beside the loss.
-
-    Attributes:
-      model_state: The model's non-trained collections after it, such as new batch statistics.
-      aux: What the loss function returned beside; None without `has_aux`.
-    """
+    """What an evaluation gives beside the loss: the model state after it, and aux with `has_aux`."""
 
     model_state: Any
     aux: Any
@@ -31,24 +27,17 @@ class Outputs(NamedTuple):
 class LinenLoss:
     """`loss_fn(params, batch)`, or one that takes `model_state` and `rng` as well, by these names.
 
-    Attributes:
-      loss_fn: It returns the loss, then the new model state if it takes one, then aux with `has_aux`.
-      has_aux: Whether it returns aux.
+    It returns the loss, then the new model state if it takes one, then aux with `has_aux`.
     """
 
     loss_fn: Callable[..., Any]
     has_aux: bool = False
 
-    @property
-    def takes(self) -> tuple[str, ...]:
-        """Which of `model_state` and `rng` the function takes."""
-        return arguments_of(self.loss_fn)
-
     def __call__(
         self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """The loss and what else came, at a model state and with a random key."""
-        takes = self.takes
+        takes = arguments_of(self.loss_fn)
         if "rng" in takes and rng is None:
             raise ValueError(
                 "loss_fn takes rng, but the state holds no key: pass rng=jax.random.key(0) to "
@@ -56,9 +45,8 @@ class LinenLoss:
             )
         known = {"model_state": model_state, "rng": rng}
         out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
-        names = ["loss"]
-        names += ["model_state"] if "model_state" in takes else []
-        names += ["aux"] if self.has_aux else []
+        is_given = {"loss": True, "model_state": "model_state" in takes, "aux": self.has_aux}
+        names = [name for name, given in is_given.items() if given]
         if len(names) == 1:
             return out, Outputs(model_state, None)
         if not isinstance(out, tuple) or len(out) != len(names):
@@ -78,13 +66,9 @@ class LinenLoss:
 
 @dataclasses.dataclass(frozen=True)
 class NnxLoss:
-    """`loss_fn(model, batch)` of a model of `flax.nnx`, as a function of its parts.
+    """`loss_fn(model, batch)` of a model of `flax.nnx`, as a function of the model's parts.
 
-    Attributes:
-      loss_fn: It returns the loss, and aux with `has_aux`; it may change the model.
-      graphdef: What the parts are put together by.
-      wrt: What is trained, as in `nnx.Optimizer`.
-      has_aux: Whether it returns aux.
+    It returns the loss, and aux with `has_aux`, and may change the model.
     """
 
     loss_fn: Callable[..., Any]
@@ -93,7 +77,7 @@ class NnxLoss:
     has_aux: bool = False
 
     def __call__(
-        self, model_state: Any, rng: None, params: optax.Params, batch: Any
+        self, model_state: Any, rng: Any, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
         """The loss and what else came; the model itself is left alone."""
         keys, rest = model_state
@@ -115,22 +99,18 @@ class NnxLoss:
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
     """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
     graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
-    params, keys, rest = states
-    return graphdef, nnx.as_pure(params), (nnx.as_pure(keys), nnx.as_pure(rest))
+    params, keys, rest = map(nnx.as_pure, states)
+    return graphdef, params, (keys, rest)
 
 
 def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Which of `model_state` and `rng` a function takes by name."""
     parameters = inspect.signature(function).parameters
-    return tuple(name for name in _OPTIONAL if name in parameters)
+    return tuple(name for name in ("model_state", "rng") if name in parameters)
 
 
 def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
-    """The metrics that a function returned, by name, as float32 scalars.
-
-    Raises:
-      TypeError: If it is not a dict of real scalars.
-    """
+    """The metrics that a function returned, as float32 scalars; a TypeError if they are none."""
     if not isinstance(aux, Mapping):
         raise TypeError(
             f"{source} must be a dict of scalar metrics, such as {{'accuracy': accuracy}}, got "
@@ -144,3 +124,15 @@ def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
                 "Take its mean over the batch, or leave it out."
             )
     return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
+
+
+def training_metrics(aux: Any) -> dict[str, jax.Array]:
+    """`scalar_metrics` of what a loss function returned; a ValueError if it takes a reserved name."""
+    metrics = scalar_metrics(aux, source="What loss_fn returns beside the loss (has_aux=True)")
+    for name in metrics:
+        if name in _RESERVED or name.startswith("eval_"):
+            raise ValueError(
+                f"loss_fn returns a metric named {name!r}, which is a column of the history of its own: "
+                f"choose another name than {', '.join(_RESERVED)} and eval_..."
+            )
+    return metrics

@@ -2,42 +2,13 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from optperm.training.extras import import_optional
 
-
-class Bar(Protocol):
-    """Shows how far training has come."""
-
-    def show(self, step: int, says: str) -> None:
-        """Shows the steps done, and a line beside them."""
-        ...
-
-
-class NoBar:
-    """Shows nothing."""
-
-    def show(self, step: int, says: str) -> None:
-        """See `Bar`."""
-
-
-class _Rich:
-    def __init__(self, progress: Any, task: Any) -> None:
-        self._progress, self._task = progress, task
-
-    def show(self, step: int, says: str) -> None:
-        self._progress.update(self._task, completed=step, description=says)
-
-
-class _Tqdm:
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def show(self, step: int, says: str) -> None:
-        self._bar.set_description_str(says, refresh=False)
-        self._bar.update(step - self._bar.n)
+# Shows the steps done, and a line beside them.
+Show = Callable[[int, str], None]
 
 
 def check_progress(progress: Any) -> str | None:
@@ -59,33 +30,29 @@ def check_progress(progress: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def progress_bar(name: str | None, total: float) -> Iterator[Bar]:
-    """A bar while the context lasts.
-
-    Args:
-      name: What `check_progress` gave.
-      total: Steps in all; infinite where nobody knows.
-    """
+def progress_bar(name: str | None, total: float) -> Iterator[Show]:
+    """A bar while the context lasts, by what `check_progress` gave; the total may be infinite."""
     known = int(total) if total < math.inf else None
     if name == "rich":
         rich = import_optional("rich.progress", needed_by="progress", install="optperm[progress]")
-        columns = (
-            rich.BarColumn(bar_width=20),
-            rich.MofNCompleteColumn(),
-            rich.TextColumn("{task.description}", markup=False),
-            rich.TimeElapsedColumn(),
-        )
-        with rich.Progress(*columns) as progress:
-            yield _Rich(progress, progress.add_task("compiling", total=known))
+        says = rich.TextColumn("{task.description}", markup=False)
+        columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
+        with rich.Progress(*columns, rich.TimeElapsedColumn()) as progress:
+            task = progress.add_task("compiling", total=known)
+            yield lambda step, says: progress.update(task, completed=step, description=says)
     elif name == "tqdm":
         tqdm = import_optional("tqdm", needed_by="progress", install="tqdm")
         with tqdm.tqdm(total=known, desc="compiling") as bar:
-            yield _Tqdm(bar)
+
+            def show(step: int, says: str) -> None:
+                bar.set_description_str(says, refresh=False)
+                bar.update(step - bar.n)
+
+            yield show
     else:
-        yield NoBar()
+        yield lambda step, says: None
 
 
 def line(epoch: int, metrics: Mapping[str, float]) -> str:
     """What stands beside the bar."""
-    shown = [f"{name} {value:.4g}" for name, value in metrics.items()]
-    return " ".join([f"epoch {epoch}", *shown])
+    return " ".join([f"epoch {epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())])

@@ -40,15 +40,12 @@ class TrainState(train_state.TrainState):
       ...     def __call__(self, x, train):
       ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
       ...         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
-      >>> model = Model()
-      >>> x = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+      >>> model, x = Model(), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
       >>> variables = model.init(jax.random.key(0), x, train=False)
       >>> state = TrainState.create(
-      ...     apply_fn=model.apply,
-      ...     params=variables["params"],
+      ...     apply_fn=model.apply, params=variables["params"], rng=jax.random.key(1),
       ...     tx=optperm.dim_reduce(n_components=2),
       ...     model_state={"batch_stats": variables["batch_stats"]},
-      ...     rng=jax.random.key(1),
       ... )
       >>> def loss_fn(params, batch, *, model_state, rng):
       ...     outputs, model_state = model.apply(
@@ -93,12 +90,17 @@ class TrainState(train_state.TrainState):
           TypeError: If `tx` is no transformation, `model_state` no mapping, or `rng` no key.
         """
         checks.check_transformation("tx", tx)
-        if model_state is not None and not isinstance(model_state, Mapping):
+        if not isinstance(model_state, Mapping | None):
             raise TypeError(
                 "model_state must be a dict of the model's non-trained collections, such as "
                 f"{{'batch_stats': variables['batch_stats']}}, got {type(model_state).__name__}."
             )
-        _check_key(rng)
+        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if rng is not None and (not is_key or rng.ndim):
+            raise TypeError(
+                "rng must be a single random key from jax.random.key (a typed one, not from PRNGKey), "
+                f"got {rng!r}."
+            )
         opt_state = fields.pop("opt_state") if "opt_state" in fields else tx.init(params)
         return cls(
             step=jnp.zeros([], jnp.int32),
@@ -106,7 +108,7 @@ class TrainState(train_state.TrainState):
             params=params,
             tx=tx,
             opt_state=opt_state,
-            model_state={} if model_state is None else dict(model_state),
+            model_state=dict(model_state or {}),
             rng=rng,
             **fields,
         )
@@ -152,15 +154,12 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
-        """Takes one step.
+        """The state after one step.
 
         Args:
           grads: The gradient, a tree like params.
           model_state: The model state to go on with; None for the same.
           **extra_args: For the transformation's `update`: what `evaluate` gave as `extra_args`.
-
-        Returns:
-          The state after the step.
         """
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra_args)
@@ -175,8 +174,7 @@ class TrainState(train_state.TrainState):
 class Optimizer(nnx.Optimizer[Any]):
     """`flax.nnx.Optimizer` that applies updates exactly where a method places weights.
 
-    Extra arguments reach the transformation there as well; what this adds is the exact placement
-    (`optperm.apply_updates`), and `evaluate`, which gives the extra arguments.
+    It adds this (`optperm.apply_updates`), and `evaluate`, which gives the extra arguments.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -244,15 +242,3 @@ class Optimizer(nnx.Optimizer[Any]):
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
         return updates
-
-
-def _check_key(rng: Any) -> None:
-    if rng is None:
-        return
-    if not isinstance(rng, jax.Array) or not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            "rng must be a random key from jax.random.key (a typed one, not from PRNGKey), got "
-            f"{getattr(rng, 'dtype', type(rng).__name__)}."
-        )
-    if rng.ndim:
-        raise TypeError(f"rng must be a single random key, got an array of shape {rng.shape}.")

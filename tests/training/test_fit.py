@@ -1,5 +1,6 @@
 """`fit` beside loops written by hand, its data, callbacks and errors."""
 
+import dataclasses
 import signal
 import sys
 import threading
@@ -78,9 +79,7 @@ def test_fit_is_a_loop_written_by_hand_for_nnx(name):
 
     losses = [step(model, optimizer, batch) for batch in fitting.all_batches(2)]
     np.testing.assert_array_equal(result.history.steps["loss"], np.stack(losses))
-    by_hand = training.FitResult(
-        None, model, optimizer, result.history, "finished", 2, 10, None, None, None, 0.0
-    )
+    by_hand = dataclasses.replace(result, model=model, optimizer=optimizer)
     support.assert_same_bits(fitting.arrays(result), fitting.arrays(by_hand))
     assert int(model.dropout.rngs.count.get_value()) == 10  # of the main evaluations alone
     # Plain nnx.Optimizer does as well: extra arguments reach the method, and weights are placed.
@@ -148,7 +147,7 @@ def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
         np.ones((8, 3), np.float32),
         epochs=1,
         batch_size=4,
-        on_batch_end=lambda event: seen.append(event.trained()),
+        every={1: lambda event: seen.append(event.state)},
     )
     assert len(seen) == 2
     for before, after in zip([state, seen[0]], seen, strict=True):
@@ -173,16 +172,16 @@ def test_four_devices_share_each_batch():
 
     def run(tx, **options):
         create = training.TrainState.create
-        start = {"opt_state": None} if options.get("own_state") else {}
+        start = {"opt_state": None} if options.pop("is_spread", False) else {}
         state = create(apply_fn=model.apply, params=params, tx=tx, **start)
         return training.fit(
             state, loss_fn, data(), epochs=2, batch_size=BATCH, has_aux=True, **options
         )
 
-    sgd, own = optax.sgd(0.5), {"own_state": True}
+    sgd, spread = optax.sgd(0.5), {"is_spread": True}
     pairs = [
         (run(sgd), run(sgd, devices=4)),
-        (run(dldr(None)), run(dldr("replica"), devices=4, **own)),
+        (run(dldr(None)), run(dldr("replica"), devices=4, **spread)),
     ]
     for alone, other in pairs:
         for name in ("loss", "accuracy"):
@@ -190,18 +189,18 @@ def test_four_devices_share_each_batch():
                 other.history.steps[name], alone.history.steps[name], rtol=1e-3, atol=1e-5
             )
     # Each device then holds its rows of the basis.
-    rows = other._carry.opt_state.second.subspace.rows["kernel"]
+    rows = other._standing.carry.opt_state.second.subspace.rows["kernel"]
     assert rows.shape[:2] == (4, 1)
 
 
 def test_replicas_of_local_steps_part_and_meet():
     """What comes out is the center, and the mean of the batch statistics."""
     result = fitting.fit("linen", "agn", steps=5, devices=4)
-    kernels = np.asarray(result._carry.params["Dense_0"]["kernel"])
+    kernels = np.asarray(result._standing.carry.params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
-    center = optperm.center_params(result._carry.opt_state)["Dense_0"]["kernel"]
+    center = optperm.center_params(result._standing.carry.opt_state)["Dense_0"]["kernel"]
     support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
-    each = np.asarray(result._carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    each = np.asarray(result._standing.carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
@@ -214,7 +213,7 @@ def test_replicas_of_local_steps_part_and_meet():
             batch_size=BATCH,
             devices=4,
         )
-    with pytest.raises(ValueError, match="pass devices=1 or more to fit"):
+    with pytest.raises(ValueError, match="fit maps over an axis with devices, mesh or replicas"):
         training.fit(
             fitting.linen_state(fitting.method("agn", "replica")),
             fitting.linen_loss,
@@ -231,7 +230,7 @@ def test_callbacks_see_what_is_recorded_and_can_stop():
         events.append(event)
         return event.step == 7
 
-    result = fitting.fit("linen", "adam", epochs=3, on_batch_end=[note])
+    result = fitting.fit("linen", "adam", epochs=3, every={1: [note]})
     assert (result.ended, result.step, result.epoch) == ("stopped", 7, 1)
     assert [event.step for event in events] == list(range(1, 8))
     assert [event.epoch for event in events] == [1] * 5 + [2] * 2
@@ -246,7 +245,7 @@ def test_callbacks_see_what_is_recorded_and_can_stop():
         "nnx", "adam", epochs=9, on_epoch_end=lambda event: epochs.append(event) or event.epoch == 2
     )
     assert (result.ended, result.step) == ("stopped", 10)
-    at_end = epochs[-1].trained()
+    at_end = epochs[-1].state
     support.assert_same_bits(
         *(
             nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
@@ -268,7 +267,7 @@ def test_early_stopping_is_kept_by_a_resumed_run(tmp_path):
         # One batch an epoch; what it gives is traced once, so it is a new function each time.
         "eval_data": data(),
         "on_epoch_end": stop,
-        "checkpoint_dir": tmp_path,
+        "checkpoints": tmp_path,
     }
     with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
         fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
@@ -298,7 +297,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_a_checkpoint(source, tmp_path):
     options = {} if source == "arrays" else {"train_data": endless}
     before = signal.getsignal(signal.SIGINT)
     result = fitting.fit(
-        "linen", "adam", epochs=10**6, on_batch_end=interrupt, checkpoint_dir=tmp_path, **options
+        "linen", "adam", epochs=10**6, every={1: interrupt}, checkpoints=tmp_path, **options
     )
     assert (result.ended, result.step) == ("interrupted", 3)
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
@@ -311,7 +310,7 @@ def test_a_second_ctrl_c_stops_at_once():
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        fitting.fit("linen", "adam", epochs=1, on_batch_end=interrupt)
+        fitting.fit("linen", "adam", epochs=1, every={1: interrupt})
 
 
 def test_fit_trains_beside_the_main_thread():
@@ -362,7 +361,7 @@ def test_a_missing_extra_is_named(name, monkeypatch, tmp_path):
     what = "tqdm" if name == "tqdm" else r"optperm\[(training|progress)\]"
     calls = {
         "matplotlib": training.History().plot,
-        "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoint_dir=tmp_path),
+        "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
     }
     call = calls.get(name, lambda: fitting.fit("linen", "adam", epochs=1, progress=name))
     with pytest.raises(ImportError, match=f"needs {name}.*pip install '{what}'"):
@@ -414,11 +413,16 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
         ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
-        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoint_dir"),
-        ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoint_dir"),
-        ({"epochs": 1, "checkpoint_dir": 3}, TypeError, "checkpoint_dir must be a path, got int"),
+        ({"epochs": 1, "checkpoint_every": 3}, ValueError, "go with checkpoints"),
+        ({"epochs": 1, "resume": True}, ValueError, "go with checkpoints"),
+        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        ({"epochs": 1, "own_state": 1}, TypeError, "own_state must be True or False"),
+        ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
+        ({"epochs": 1, "replicas": 2}, ValueError, "simulates those of a method with axis_name"),
+        ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
+        ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
+        ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),
+        ({"epochs": 1, "epoch_start": 3}, TypeError, "epoch_start must be a function"),
     ],
 )
 def test_bad_arguments_are_named(options, error, says):
