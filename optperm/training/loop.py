@@ -502,7 +502,8 @@ class _Run:
             return
         self._tick()
         run = {"facts": self._facts, "position": list(self._at), "seconds": self._seconds}
-        run |= {"names": list(self._history.steps), "epochs": self._history.epoch_rows}
+        # Copies: Orbax writes them while training goes on.
+        run |= {"names": list(self._history.steps), "epochs": list(self._history.epoch_rows)}
         run["iterator"] = self.feed.state()
         rows = np.array(list(self._history.steps.values()), np.float32)
         checkpoints.write(self._at.step, plain(self._carry), rows, run, self._history.last)

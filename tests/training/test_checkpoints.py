@@ -1,5 +1,6 @@
 """What is kept when: going back, signals, errors, folders, managers, iterators, and other data."""
 
+import asyncio
 import gc
 import os
 import pathlib
@@ -64,6 +65,20 @@ def test_new_checkpoints_stay_after_going_back(tmp_path):
     linear_fit(steps=32, **where)
     linear_fit(steps=17, checkpoint_keep=1, resume=8, **where)
     assert [path.name for path in tmp_path.iterdir()] == ["17"]
+
+
+def test_a_checkpoint_is_of_its_moment(tmp_path, monkeypatch):
+    """Orbax writes it while training goes on: what comes later is not in it."""
+    write = ocp.JsonCheckpointHandler._save_fn
+
+    async def late(self, *args):
+        await asyncio.sleep(0.5)
+        return await write(self, *args)
+
+    monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", late)
+    linear_fit(steps=6, checkpoints=tmp_path, checkpoint_every=4)
+    resumed = linear_fit(steps=10, checkpoints=tmp_path, resume=4)
+    assert resumed.history.epochs["step"].tolist() == [5, 10]
 
 
 @pytest.mark.parametrize("where", ["file/below", "gs://no-such-bucket-of-ours/x"])
