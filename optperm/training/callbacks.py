@@ -21,8 +21,7 @@ class Event:
     Attributes:
       epoch: The epoch of the last step, from 1.
       step: Steps done.
-      metrics: At the end of an epoch its row in the history; with `every={n: f}` the means over the last
-        n steps.
+      metrics: At the end of an epoch its row; with `every={n: f}` the means over the last n steps.
       history: All so far.
     """
 
@@ -50,7 +49,7 @@ Callback = Callable[[Event], bool | None]
 class EarlyStopping:
     """Stops training once a metric of the epochs has not improved for some time.
 
-    It looks at nothing but the history, so that a run which is resumed stops where it would have.
+    It looks at the history alone: a run that is resumed stops where it would have.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
@@ -74,17 +73,12 @@ class EarlyStopping:
         checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf)
 
     def __call__(self, event: Event) -> bool:
-        """Whether to stop."""
-        return self.is_due(event.history)
-
-    def is_due(self, history: History) -> bool:
-        """Whether to stop, by what has been recorded; a ValueError if nothing of the name has been."""
-        epochs = history.epochs
+        """Whether to stop; a ValueError if the epochs have no column of that name."""
+        epochs = event.history.epochs
         if self.monitor not in epochs:
             raise ValueError(
                 f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
-                f"{', '.join(map(repr, epochs)) or 'no rows'}. Metrics of the evaluation begin "
-                "with eval_."
+                f"{', '.join(map(repr, epochs))}. Metrics of the evaluation begin with eval_."
             )
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
@@ -95,17 +89,11 @@ class EarlyStopping:
 
 
 def metrics_writer(writer: Any) -> Callback:
-    """A callback that hands the metrics of each event to a writer of TensorBoard or the like.
+    """A function for `every` and `on_epoch_end` that hands the metrics of each event to a writer.
 
     Args:
       writer: With `write_scalars(step, scalars)`, as clu's, or `add_scalar(name, value, step)`, as
-        TensorBoard's.
-
-    Returns:
-      A function for `every` and `on_epoch_end` of `fit`.
-
-    Raises:
-      TypeError: If the writer has neither.
+        TensorBoard's; a TypeError if it has neither.
 
     Example:
       >>> from optperm.training import metrics_writer
@@ -115,17 +103,14 @@ def metrics_writer(writer: Any) -> Callback:
       >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
     """
     if not hasattr(writer, "write_scalars") and not hasattr(writer, "add_scalar"):
-        raise TypeError(
-            "writer must have write_scalars(step, scalars) or add_scalar(name, value, step), got "
-            f"{type(writer).__name__}."
-        )
+        wanted = "write_scalars(step, scalars) or add_scalar(name, value, step)"
+        raise TypeError(f"writer must have {wanted}, got {type(writer).__name__}.")
 
     def write(event: Event) -> None:
         if hasattr(writer, "write_scalars"):
-            writer.write_scalars(event.step, dict(event.metrics))
-        else:
-            for name, value in event.metrics.items():
-                writer.add_scalar(name, value, event.step)
+            return writer.write_scalars(event.step, dict(event.metrics))
+        for name, value in event.metrics.items():
+            writer.add_scalar(name, value, event.step)
 
     return write
 
@@ -134,21 +119,15 @@ def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     """One callback or several, as a tuple; a TypeError if one is none."""
     several = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
     for callback in several:
-        if not callable(callback):
-            raise TypeError(
-                f"{name} must be a function of an Event, or a list of such, got {callback!r}. It "
-                "returns True to stop training."
-            )
+        checks.check_function(name, callback, "of an Event, or a list of such")
     return several
 
 
 def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
     """Calls all, and tells whether one wants to stop; a TypeError if one does not say clearly."""
     answers = [callback(event) for callback in callbacks]
-    for callback, answer in zip(callbacks, answers, strict=True):
+    for answer in answers:
         if not isinstance(answer, bool | np.bool_ | None):
-            raise TypeError(
-                f"{name}: {callback!r} must return True to stop training, or None or False to go "
-                f"on, got {answer!r}."
-            )
+            says = "must return True to stop training, or None or False to go on"
+            raise TypeError(f"{name} {says}, got {answer!r}.")
     return any(answers)

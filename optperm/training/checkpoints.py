@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from optperm.training import processes
 from optperm.training.extras import import_optional
 
 _NEVER, _DROPPED = 2**31 - 1, ".dropped"
@@ -35,25 +34,19 @@ class Checkpoints:
     """The checkpoints of one run, by the arguments of `fit`."""
 
     def __init__(self, where: Any, every: int | None, keep: int | None) -> None:
-        self._ocp = import_optional(
-            "orbax.checkpoint", needed_by="A checkpoint", install="optperm[training]"
-        )
+        extra = "optperm[training]"
+        self._ocp = import_optional("orbax.checkpoint", needed_by="A checkpoint", install=extra)
         self._every, self._last_kept = every or _NEVER, _NEVER
         self._is_ours = isinstance(where, str | os.PathLike)
-        if self._is_ours:
-            self._manager = self._open(where, keep)
-        elif not isinstance(where, self._ocp.CheckpointManager):
-            raise TypeError(
-                "checkpoints must be a folder or an orbax.checkpoint.CheckpointManager, got "
-                f"{type(where).__name__}."
-            )
-        elif every is not None or keep is not None:
+        if not self._is_ours and not isinstance(where, self._ocp.CheckpointManager):
+            wanted = "a folder or an orbax.checkpoint.CheckpointManager"
+            raise TypeError(f"checkpoints must be {wanted}, got {type(where).__name__}.")
+        if not self._is_ours and (every is not None or keep is not None):
             raise ValueError(
                 "checkpoint_every and checkpoint_keep are for a folder: a CheckpointManager has its own "
                 "options, save_interval_steps and max_to_keep."
             )
-        else:
-            self._manager = where
+        self._manager = self._open(where, keep) if self._is_ours else where
         self._folder = self._manager.directory
 
     def _open(self, where: Any, keep: int | None) -> Any:
@@ -73,18 +66,17 @@ class Checkpoints:
         """The step of the checkpoint from which a run at a step is to go on; None for none."""
         known = sorted(self._manager.all_steps())
         names = ", ".join(map(str, known)) or "none at all"
-        if resume is False:
-            if known and known[-1] > step:
-                raise ValueError(
-                    f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass "
-                    "resume=True to go on from it, or another folder."
-                )
+        if resume is False and known and known[-1] > step:
+            raise ValueError(
+                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass resume=True "
+                "to go on from it, or another folder."
+            )
+        if resume is False or (resume is True and not known):
             return None
         if resume is not True and resume not in known:
-            raise ValueError(
-                f"resume={resume}: {self._folder} has none after that step, but after {names}."
-            )
-        return int(resume) if resume is not True else known[-1] if known else None
+            says = f"{self._folder} has none after that step, but after {names}"
+            raise ValueError(f"resume={resume}: {says}.")
+        return known[-1] if resume is True else int(resume)
 
     def read(
         self, step: int, like: Any, facts: Mapping[str, Any]
@@ -93,36 +85,29 @@ class Checkpoints:
 
         What was kept after that step is dropped before the next one is written.
         """
-        path, args = self._folder / str(step), self._ocp.args
-        advice = (
-            "is damaged or was not written by this version of optperm; resume=STEP takes another"
-        )
-
-        def restore(**items: Any) -> Any:
-            with _errors(f"{path} {advice}"):
-                return self._manager.restore(step, args=args.Composite(**items))
-
-        run = restore(run=args.JsonRestore())["run"]
-        there, here = run["facts"], json.loads(json.dumps(facts))
-        if which := [
-            f"{name} is {there.get(name)} there and {fact} here"
-            for name, fact in here.items()
-            if there.get(name) != fact
-        ]:
+        path, args, here = self._folder / str(step), self._ocp.args, json.loads(json.dumps(facts))
+        advice = "was not written by this version of optperm; resume=STEP takes another"
+        with _errors(f"{path} is damaged or {advice}"):
+            run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+        there = {name: run["facts"].get(name) for name in here}
+        which = [f"{k} is {there[k]} there and {here[k]} here" for k in here if there[k] != here[k]]
+        if which:
             raise ValueError(
                 f"The checkpoint {path} is of another run: {'; '.join(which)}. Pass what that run was "
                 "started with, or another folder."
             )
         like = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        arrays = restore(state=args.StandardRestore(like), history=args.StandardRestore())
+        items = {"state": args.StandardRestore(like), "history": args.StandardRestore()}
+        with _errors(f"{path} is damaged or {advice}"):
+            arrays = self._manager.restore(step, args=args.Composite(**items))
         self._last_kept = step
-        return arrays["state"], np.asarray(arrays["history"]["steps"]), run
+        return arrays.state, np.asarray(arrays.history["steps"]), run
 
     def until_next(self, step: int, most: int) -> int:
         """In how many steps the next checkpoint is due, if in fewer than `most`, else that."""
         if self._is_ours:
             return min(most, self._every - step % self._every)
-        self._drop_later()
+        self._drop_later()  # as should_save is False before the newest one
         return next((n for n in range(1, most) if self._manager.should_save(step + n)), most)
 
     def is_due(self, step: int) -> bool:
@@ -140,19 +125,17 @@ class Checkpoints:
         """Writes the checkpoint of a step, unless there is one. To be called in all processes.
 
         `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
-        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees.
+        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees. They are written
+        while training goes on, and must not change meanwhile.
         """
-        args = self._ocp.args
-        items = args.Composite(
-            state=args.StandardSave(state),
-            history=args.StandardSave({"steps": rows}),
-            run=args.JsonSave(run),
-        )
+        save = self._ocp.args.StandardSave
+        items = {"state": save(state), "history": save({"steps": rows})}
+        args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
         with _errors(f"cannot write {self._folder / str(step)}"):
             self._drop_later()
             self._wait()
             if step not in self._manager.all_steps():
-                self._manager.save(step, args=items, metrics=metrics, force=True)
+                self._manager.save(step, args=args, metrics=metrics, force=True)
 
     def close(self) -> None:
         """Waits until all is written."""
@@ -174,10 +157,3 @@ def _errors(says: str) -> Iterator[None]:
         yield
     except Exception as error:  # each file system has its own, and each kind of damage
         raise CheckpointError(f"{says} ({type(error).__name__}: {error}).") from error
-
-
-def form(tree: Any) -> str:
-    """A short name of a tree's structure, shapes and dtypes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    text = [f"{jax.tree_util.keystr(path)} {leaf.dtype}{leaf.shape}" for path, leaf in leaves]
-    return f"{len(leaves)} arrays, {processes.digest(np.frombuffer(str(text).encode(), np.uint8))}"

@@ -15,6 +15,7 @@ from optperm.training.layout import Layout
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
+AHEAD = 4  # batches that may wait on the devices for those before them
 
 
 def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
@@ -49,8 +50,9 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
 
 def is_arrays(data: Any) -> bool:
     """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
-    return isinstance(data, jax.Array | np.ndarray | Mapping | tuple) and all(
-        isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(data)
+    kinds = jax.Array | np.ndarray
+    return isinstance(data, kinds | Mapping | tuple) and all(
+        isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     )
 
 
@@ -59,24 +61,35 @@ def num_examples(name: str, data: Any) -> int:
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(
-            f"{name} must be arrays that agree in their leading axis, which counts examples, got "
-            f"shapes {shapes}."
-        )
-    if not (size := sizes.pop()):
+        wanted = "arrays that agree in their leading axis, which counts examples"
+        raise ValueError(f"{name} must be {wanted}, got shapes {shapes}.")
+    if sizes == {0}:
         raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
-    return int(size)
+    return shapes[0][0]
 
 
-def check_iterable(name: str, value: Any) -> None:
-    """Raises a TypeError unless `value` is arrays, an iterable of batches, or a callable."""
-    is_stream = isinstance(value, Iterable) or callable(value)
-    if isinstance(value, str | Mapping) or not is_stream:
+def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
+    """The batches of an epoch, from an iterable or from a function that gives one."""
+    opened = source(epoch) if callable(source) and not hasattr(source, "__iter__") else source
+    check_iterable(name, opened)
+    return iter(opened)
+
+
+def check_iterable(name: str, value: Any, *, may_be_callable: bool = False) -> None:
+    """Raises a TypeError unless a value is an iterable of batches, or perhaps a function."""
+    is_fine = isinstance(value, Iterable) or (may_be_callable and callable(value))
+    if not is_fine or isinstance(value, str | Mapping):
         raise TypeError(
-            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            f"of batches, or a function of the epoch's number that gives one, got "
-            f"{type(value).__name__}."
+            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable of "
+            f"batches, or a function of the epoch's number that gives one, got {type(value).__name__}."
         )
+
+
+def no_batch(name: str, epoch: int) -> ValueError:
+    """What is wrong where an epoch has no batch."""
+    advice = f"pass a function that makes one, {name}=lambda epoch: batches()"
+    says = f"{name} gives no batch in epoch {epoch}. A generator can be gone through only once"
+    return ValueError(f"{says}: {advice}.")
 
 
 def placed_pieces(data: Any, step: int, layout: Layout) -> Iterator[Any]:
@@ -84,31 +97,25 @@ def placed_pieces(data: Any, step: int, layout: Layout) -> Iterator[Any]:
     size, parts = num_examples("data", data), layout.parts if layout.mesh is not None else 1
     step = max(min(step, size) // parts * parts, min(step, size, parts))
     shared = size - size % parts
-    bounds = sorted({*range(0, shared, step), shared, size})
-    for low, high in itertools.pairwise(bounds):
+    for low, high in itertools.pairwise(sorted({*range(0, shared, step), shared, size})):
         batch = jax.tree.map(lambda leaf, low=low, high=high: leaf[low:high], data)
         yield layout.put_batch(batch, local=False)
 
 
-def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
-    """The batches of an epoch, from an iterable or a function of the epoch's number."""
-    opened = source if hasattr(source, "__iter__") else source(epoch)
-    if not hasattr(opened, "__iter__"):
-        raise TypeError(
-            f"The {name} of an epoch must be an iterable of batches, got {type(opened).__name__}."
-        )
-    return iter(opened)
+def placed(name: str, iterator: Iterator[Any], layout: Layout) -> Iterator[Any]:
+    """All batches of an iterator, on the devices."""
+    while (batch := pull(name, iterator)) is not END:
+        yield layout.put_batch(batch, local=True)
 
 
 def pull(name: str, iterator: Iterator[Any]) -> Any:
     """The next batch, or `END` where some process has none. All of them have to ask."""
     if jax.process_count() == 1:
-        batch = next(iterator, END)
-        return batch if batch is END else _as_arrays(batch)
+        return _as_arrays(next(iterator, END))
     batch, size, failure = END, 0, None
     try:
-        if (batch := next(iterator, END)) is not END:
-            size = num_examples(f"A batch of {name}", batch := _as_arrays(batch))
+        if (batch := _as_arrays(next(iterator, END))) is not END:
+            size = num_examples(f"A batch of {name}", batch)
     except Exception as error:
         size, failure = -1, error
     sizes = processes.gather(np.int32(size))
@@ -124,15 +131,9 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     return batch if sizes.min() else END
 
 
-def placed(iterator: Iterator[Any], layout: Layout, name: str) -> Iterator[Any]:
-    """All batches of an iterator, on the devices."""
-    while (batch := pull(name, iterator)) is not END:
-        yield layout.put_batch(batch, local=True)
-
-
 def _as_arrays(batch: Any) -> Any:
     """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = (jax.Array, np.ndarray, np.generic, bool, int, float)
-    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(batch)):
+    known = jax.Array | np.ndarray | np.generic | bool | int | float
+    if batch is END:
         return batch
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)

@@ -15,12 +15,9 @@ from optperm.training import data as datas
 from optperm.training import processes
 from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout
-from optperm.training.steps import Steps
 
 # Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
 _ROWS = 1024
-# Batches that may wait on the devices for steps before them.
-_AHEAD = 4
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 
 
@@ -37,41 +34,47 @@ class Fed(NamedTuple):
 class ArrayFeed:
     """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
 
-    def __init__(self, data: Any, batch_size: int, seed: int, layout: Layout, most: int) -> None:
-        size = datas.num_examples("train_data", data)
+    def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
+        size, parts = datas.num_examples("train_data", data), layout.parts
+        if batch_size is None:
+            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
         checks.check_count("batch_size", batch_size)
         if batch_size > size:
-            raise ValueError(
-                f"batch_size must be at most the number of examples in train_data, {size}, got "
-                f"{batch_size}."
-            )
-        if batch_size % layout.parts:
-            raise ValueError(
-                f"batch_size counts the examples of all {layout.parts} devices or replicas, and must be "
-                f"a multiple of {layout.parts}, got {batch_size}."
-            )
+            says = f"at most the number of examples in train_data, {size}"
+            raise ValueError(f"batch_size must be {says}, got {batch_size}.")
+        if batch_size % parts:
+            says = f"counts the examples of all {parts} devices or replicas, and must be"
+            raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
-        self._examples = jax.tree.map(layout.put, data)
+        self._examples, self._epoch = jax.tree.map(layout.put, data), 0
 
-    def begin(self, epoch: int, offset: int, state: Any = None) -> None:
+    def facts(self) -> dict[str, Any]:
+        """Tells the data from others."""
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
+        facts = {"batch_size": self._batch_size, "train_data": str(forms)}
+        return facts | {"the digest of train_data": processes.digest(self._data)}
+
+    def begin(self, epoch: int, offset: int, _: Any = None) -> None:
         """Goes to a step of an epoch; epochs count from 1, steps from 0."""
-        order = np.asarray(datas.shuffled(self._seed, epoch, self._size))
-        order = order[: self.steps_per_epoch * self._batch_size].reshape(self.steps_per_epoch, -1)
-        self._order = self._layout.put(order, None, *self._layout.batch[:1])
-        self._offset = offset
+        if epoch != self._epoch:
+            order = np.asarray(datas.shuffled(self._seed, epoch, self._size))
+            order = order[: self.steps_per_epoch * self._batch_size]
+            order = order.reshape(self.steps_per_epoch, -1)
+            self._order = self._layout.put(order, None, *self._layout.batch[:1])
+        self._epoch, self._offset = epoch, offset
 
-    def run(self, steps: Steps, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         try:
             with self._layout.context():
-                carry, columns = steps.many(carry, shared, self._order)
+                carry, columns = steps[0](carry, shared, self._order)
         except Exception as error:  # the loss function's own, while it is traced
             return Fed(carry, {}, 0, False, error)
-        self._offset, loss, start = last, columns["loss"], time.perf_counter()
+        loss, start = columns["loss"], time.perf_counter()
         while not loss.is_ready():  # Python hears no signal while it waits for an array
             time.sleep(min(0.01 * (time.perf_counter() - start) + 1e-5, 0.1))
         host = {name: rows[: last - first] for name, rows in jax.device_get(columns).items()}
@@ -84,10 +87,6 @@ class ArrayFeed:
     def state(self) -> None:
         """Nothing: the shuffles follow from the seed."""
 
-    def digest(self) -> str:
-        """Tells the data from others."""
-        return processes.digest(self._data)
-
 
 class StreamFeed:
     """Batches from an iterable, or from a callable that gives one for each epoch.
@@ -97,16 +96,12 @@ class StreamFeed:
 
     steps_per_epoch, rows = None, 1
 
-    def __init__(self, source: Any, layout: Layout, earlier: "StreamFeed | None") -> None:
-        datas.check_iterable("train_data", source)
-        self._source, self._layout = source, layout
-        self._iterator: Any = None
-        self._position = (0, 0)  # epoch and offset
-        self._length: int | None = None
-        self._waiting: list[Any] = []  # a batch that was asked for by a step that failed
-        if earlier is not None and earlier._source is source:
-            self._iterator, self._position = earlier._iterator, earlier._position
-            self._length, self._waiting = earlier._length, earlier._waiting
+    def __init__(
+        self, source: Any, batch_size: Any, layout: Layout, earlier: "StreamFeed | None"
+    ) -> None:
+        datas.check_iterable("train_data", source, may_be_callable=True)
+        if batch_size is not None:
+            raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         if callable(source) and not hasattr(source, "__iter__"):
             try:
                 inspect.signature(source).bind(1)
@@ -115,22 +110,33 @@ class StreamFeed:
                     "A callable train_data is called with the number of the epoch, from 1, and gives "
                     f"its batches: let it take one argument ({error})."
                 ) from error
+        self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
+        self._iterator: Any = None
+        self._waiting: list[Any] = []  # a batch that was asked for by a step that failed
+        if earlier is not None and earlier._source is source:
+            self._iterator, self._at, self._waiting = (
+                earlier._iterator,
+                earlier._at,
+                earlier._waiting,
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """What will come is not known."""
+        return {"train_data": "an iterable of batches"}
 
     def _open(self, epoch: int) -> Iterator[Any]:
         if self._iterator is not None and self._iterator is self._source:
             raise ValueError(
-                "train_data can be gone through only once (it is an iterator, such as a generator), and "
-                "is needed again. Pass a list, a data loader that begins anew, or a function that makes "
-                "a generator: train_data=lambda epoch: batches()."
+                "train_data is an iterator that can be gone through only once, and is needed again. Pass "
+                "a list, a data loader that begins anew, or a function: train_data=lambda epoch: batches()."
             )
         return datas.open_stream("train_data", self._source, epoch)
 
     def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
-        if self._iterator is not None and self._position == (epoch, offset):
+        if self._iterator is not None and self._at == (epoch, offset):
             return
-        self._iterator, self._position = self._open(epoch), (epoch, offset)
-        self._length = len(self._source) if isinstance(self._source, list | tuple) else None
+        self._iterator, self._at = self._open(epoch), (epoch, offset)
         if state is not None:
             kind, content = json.loads(json.loads(state)[jax.process_index()])
             self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
@@ -142,54 +148,49 @@ class StreamFeed:
                     f"{offset} of them: to go on exactly, it has to give the same batches again."
                 )
 
-    def run(self, steps: Steps, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         rows: list[dict[str, jax.Array]] = []
-        (epoch, offset), is_over, error = self._position, False, None
+        (epoch, offset), is_over, error = self._at, False, None
+        length = len(self._source) if isinstance(self._source, list | tuple) else None
+        alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
-            while len(rows) < limit and not is_over and not interrupt.requested:
+            while len(rows) < limit and not is_over and not (alone and interrupt.requested):
                 try:
                     if not self._waiting:
                         self._waiting.append(self._placed(datas.pull("train_data", self._iterator)))
                     if is_over := self._waiting[0] is datas.END:
                         break
-                    carry, row = steps.one(carry, (), self._waiting[0])
+                    carry, row = steps[1](carry, (), self._waiting[0])
                 except Exception as raised:  # the loader's own, or the loss function's
                     error = raised
                     break
                 self._waiting.clear()
                 rows.append(row)
-                is_over = offset + len(rows) == self._length
-                if len(rows) > _AHEAD:
-                    rows[-1 - _AHEAD]["loss"].block_until_ready()
-        if is_over and not offset + len(rows):
-            error = ValueError(
-                f"train_data gives no batch in epoch {epoch}. A generator can be gone through only "
-                "once: pass a function that makes one, train_data=lambda epoch: batches()."
-            )
+                is_over = offset + len(rows) == length
+                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
         if is_over:
             self._waiting.clear()
-        self._position = (epoch, offset + len(rows))
-        host = jax.device_get(rows)
-        columns = {name: np.stack([row[name] for row in host]) for name in (rows or [{}])[0]}
+        if is_over and not offset + len(rows):
+            error = datas.no_batch("train_data", epoch)
+        self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
+        columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
         return Fed(carry, columns, len(rows), is_over, error)
 
     def _placed(self, batch: Any) -> Any:
         if batch is datas.END:
             return batch
-        if self._layout.mapped:
-            size, local = datas.num_examples("A batch", batch), self._layout.parts
-            local //= jax.process_count()
-            if size % local:
-                raise ValueError(
-                    f"A batch of train_data must be one that {local} replicas can share, got {size} "
-                    "examples. Drop or fill up a last batch that is smaller."
-                )
+        parts = self._layout.parts // jax.process_count()
+        if self._layout.mapped and (size := datas.num_examples("A batch", batch)) % parts:
+            raise ValueError(
+                f"A batch of train_data must be one that {parts} replicas can share, got {size} examples. "
+                "Drop or fill up a last batch that is smaller."
+            )
         return self._layout.put_batch(batch, local=True)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return datas.placed(self._open(epoch), self._layout, "train_data")
+        return datas.placed("train_data", self._open(epoch), self._layout)
 
     def state(self) -> str | None:
         """Where an iterator that can say so has come, in all processes."""
@@ -199,6 +200,3 @@ class StreamFeed:
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
         return json.dumps(processes.gather_texts(json.dumps(content, default=int)))
-
-    def digest(self) -> None:
-        """Nothing: what will come is not known."""

@@ -3,7 +3,7 @@
 import csv
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from optperm.training.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
-# Columns of the epochs that are no metrics.
-_COUNTS = ("epoch", "step", "seconds")
 
 
 class History:
@@ -33,9 +31,12 @@ class History:
       {'epoch': [1], 'step': [2], 'seconds': [0.5], 'loss': [2.0], 'eval_accuracy': [0.75]}
     """
 
-    def __init__(self) -> None:
-        self.num_steps, self.epoch_rows = 0, list[dict[str, float]]()
-        self._parts: list[Columns] = []
+    def __init__(
+        self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        self.num_steps, self._parts = 0, list[Columns]()
+        self.epoch_rows = [dict(row) for row in epoch_rows]
+        self.add_steps(steps or {})
 
     @property
     def steps(self) -> Columns:
@@ -58,9 +59,10 @@ class History:
         `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
+        names = dict.fromkeys(name for row in rows for name in row)
         return {
             name: np.array([row.get(name, np.nan) for row in rows], kinds.get(name, np.float64))
-            for name in dict.fromkeys(name for row in rows for name in row)
+            for name in names
         }
 
     @property
@@ -79,13 +81,10 @@ class History:
         last: list[Columns] = []
         for part in reversed(self._parts):
             last.insert(0, {name: column[-count:] for name, column in part.items()})
-            count -= len(next(iter(part.values())))
-            if count <= 0:
+            if (count := count - len(next(iter(part.values())))) <= 0:
                 break
-        return {
-            name: float(np.mean(np.concatenate([part[name] for part in last]), dtype=np.float64))
-            for name in (last[0] if last else ())
-        }
+        joined = {name: np.concatenate([part[name] for part in last]) for name in (last or [{}])[0]}
+        return {name: float(np.mean(column, dtype=np.float64)) for name, column in joined.items()}
 
     def add_epoch(
         self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
@@ -96,28 +95,16 @@ class History:
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
 
     def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
-        """Writes the rows as a CSV file with a header.
-
-        Args:
-          path: The file; one that exists is overwritten.
-          rows: `"epochs"` or `"steps"`; the latter with a column `step`, from 1.
-
-        Raises:
-          ValueError: If `rows` is something else.
-        """
+        """Writes the rows of the epochs or steps, these numbered from 1, as a CSV file with a header."""
         checks.check_choice("rows", rows, get_args(Rows))
-        columns = self.epochs
-        if rows == "steps":
-            columns = {"step": np.arange(1, self.num_steps + 1), **self.steps}
+        steps = {"step": np.arange(1, self.num_steps + 1), **self.steps}
+        columns = steps if rows == "steps" else self.epochs
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
         with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+            csv.writer(file).writerows([columns, *values])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws each metric over the steps, that of the evaluation beside that of training.
-
-        Needs matplotlib: `pip install 'optperm[training]'`.
 
         Args:
           path: Where to save the picture, in the format that its name says; None for nowhere.
@@ -129,36 +116,26 @@ class History:
           ImportError: If matplotlib is not installed.
           ValueError: If there is nothing to draw.
         """
-        figures = import_optional(
-            "matplotlib.figure", needed_by="History.plot", install="optperm[training]"
-        )
+        extra = "optperm[training]"
+        figures = import_optional("matplotlib.figure", needed_by="History.plot", install=extra)
         steps, epochs = self.steps, self.epochs
-        evaluated = [name.removeprefix("eval_") for name in epochs if name.startswith("eval_")]
-        names = list(dict.fromkeys([*steps, *evaluated]))
+        names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
         if not names:
             raise ValueError("There is nothing to draw: no step has been recorded yet.")
         # No pyplot: it would look for a display and keep the figure in its global state.
         figure = figures.Figure(figsize=(7, 2.4 * len(names) + 0.6), layout="constrained")
         for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
             axes.set(ylabel=name)
+            lines = {"evaluation": f"eval_{name}"}
             if name in steps:
+                lines = {"epochs": name} | lines
                 at = np.arange(1, len(steps[name]) + 1)
                 axes.plot(at, steps[name], color="0.75", linewidth=0.8, label="steps")
-            for column, label in ((name, "epochs"), (f"eval_{name}", "evaluation")):
-                if column in epochs and column not in _COUNTS:
+            for label, column in lines.items():
+                if column in epochs:
                     axes.plot(epochs["step"], epochs[column], marker=".", label=label)
             axes.legend()
         axes.set(xlabel="step")
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
-
-    @classmethod
-    def from_arrays(
-        cls, steps: Mapping[str, np.ndarray], epoch_rows: Iterable[Mapping[str, float]]
-    ) -> Self:
-        """A history of what `steps` and `epoch_rows` of another one gave; it goes on by itself."""
-        history = cls()
-        history.add_steps(steps)
-        history.epoch_rows = [dict(row) for row in epoch_rows]
-        return history

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 
 class Interrupt:
@@ -14,14 +14,12 @@ class Interrupt:
     Outside the main thread, where Python delivers no signals, nothing is noted.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
-        self._previous: dict[int, Any] = {}
+    requested = False
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -29,9 +27,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested:
+            raise KeyboardInterrupt
         if number == signal.SIGINT:
-            if self.requested:
-                raise KeyboardInterrupt
             with contextlib.suppress(OSError):
                 os.write(2, b"\nStopping after this step; Ctrl-C again to quit.\n")
         self.requested = True

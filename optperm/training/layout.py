@@ -51,9 +51,13 @@ class Layout:
     @property
     def parts(self) -> int:
         """In how many equal parts a batch is taken."""
-        if self.mesh is None:
-            return self.replicas
-        return math.prod(self.mesh.shape[name] for name in _names(self.batch[0]))
+        shape = {} if self.mesh is None else self.mesh.shape
+        return math.prod(shape[name] for name in _names(self.batch[0])) if shape else self.replicas
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes of the mesh along which replicas have carries of their own."""
+        return self.mapped if self.own and self.mesh is not None else ()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """What steps are traced and called in."""
@@ -75,30 +79,28 @@ class Layout:
             return function
         if self.mesh is None:
             return self._simulate(function, axis)
-        carries = P(self.mapped) if self.own else P()
 
         def on_replica(carry: Any, shared: Any, part: Any) -> tuple[Any, Any]:
-            if not self.own:
-                carry, result = function(carry, shared, part)
-                return carry, average_varying(result)
-            carry, result = function(jax.tree.map(lambda x: x[0], carry), shared, part)
-            return jax.tree.map(lambda x: x[None], carry), average_varying(result)
+            carry = jax.tree.map(lambda x: x[0], carry) if self.own else carry
+            carry, result = function(carry, shared, part)
+            carry = jax.tree.map(lambda x: x[None], carry) if self.own else carry
+            return carry, average_varying(result)
 
+        carries, parts = P(self.mapped) if self.own else P(), P(*[None] * axis, self.mapped)
         return jax.shard_map(
             on_replica,
             mesh=self.mesh,
-            in_specs=(carries, P(), P(*[None] * axis, self.mapped)),
+            in_specs=(carries, P(), parts),
             out_specs=(carries, P()),
             axis_names=set(self.mapped),
         )
 
     def _simulate(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
         size = self.replicas
+        mapped = jax.vmap(function, (0, None, axis), axis_name=self.mapped[0], axis_size=size)
 
         def split(leaf: Any) -> jax.Array:
             return jnp.reshape(leaf, (*leaf.shape[:axis], size, -1, *leaf.shape[axis + 1 :]))
-
-        mapped = jax.vmap(function, (0, None, axis), axis_name=self.mapped[0], axis_size=size)
 
         def on_all(carry: Any, shared: Any, whole: Any) -> tuple[Any, Any]:
             carry, results = mapped(carry, shared, jax.tree.map(split, whole))
@@ -106,82 +108,68 @@ class Layout:
 
         return on_all
 
-    def place(self, tree: Any) -> Any:
-        """The tree on the mesh: what is spread over it stays as it is, all else goes to every device."""
-        if self.mesh is None:
-            return jax.tree.map(jnp.asarray, tree)
-
-        def put(path: Any, leaf: Any) -> jax.Array:
-            here = getattr(leaf, "sharding", None)
-            if not isinstance(here, NamedSharding) or len(here.device_set) == 1:
-                return self.put(leaf)
-            if here.device_set != set(self.mesh.devices.flat):  # type: ignore[union-attr]
-                raise ValueError(
-                    f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}, but the mesh is "
-                    f"{self.mesh}: pass the mesh of the state."
-                )
-            return jax.device_put(leaf, self.sharding(*here.spec))
-
-        return jax.tree_util.tree_map_with_path(put, tree)
-
-    def put(self, leaf: Any, *spec: Any) -> jax.Array:
-        """An array that every process has, on the devices of all of them."""
+    def put(self, leaf: Any, *spec: Any, local: bool = False) -> jax.Array:
+        """An array on the devices of all processes, of which each has it all or, if local, a part."""
         sharding = self.sharding(*spec)
-        if sharding is None:
-            return jnp.asarray(leaf)
-        if jax.process_count() == 1:
+        if sharding is None or jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
         host = np.asarray(leaf)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        shape = None if local else host.shape
+        return jax.make_array_from_process_local_data(sharding, host, shape)
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
         """A batch on the devices, which share it if they can equally; of each process all or a part."""
+        several = jax.process_count() if local else 1
         if self.mesh is None:
             return batch
-        several = jax.process_count() if local else 1
-
-        def put(leaf: Any) -> jax.Array:
-            is_shared = np.ndim(leaf) and np.shape(leaf)[0] * several % self.parts == 0
-            spec = self.batch[: np.ndim(leaf)] if is_shared else ()
-            if several == 1:
-                return self.put(leaf, *spec)
-            sharding = NamedSharding(self.mesh, P(*spec))  # type: ignore[arg-type]
-            return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-
-        return jax.tree.map(put, batch)
-
-    def bring_home(self, tree: Any) -> Any:
-        """A tree that lies on the mesh, by the types of the mesh of the user."""
-        home = self.home
-        if home is None or home == self.mesh:
-            return tree
         return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, NamedSharding(home, leaf.sharding.spec)), tree
+            lambda leaf: self.put(leaf, *self._spec(np.shape(leaf), several), local=local), batch
         )
 
     def constrain(self, batch: Any) -> Any:
         """A batch within a compiled step, shared by the devices as well as they can."""
         if self.mesh is None or self.mapped:
             return batch
+        share = jax.lax.with_sharding_constraint
+        return jax.tree.map(lambda leaf: share(leaf, P(*self._spec(leaf.shape))), batch)
 
-        def share(leaf: Any) -> Any:
-            is_shared = leaf.ndim and leaf.shape[0] % self.parts == 0
-            spec = self.batch[: leaf.ndim] if is_shared else ()
-            return jax.lax.with_sharding_constraint(leaf, P(*spec))
+    def _spec(self, shape: tuple[int, ...], several: int = 1) -> tuple[Any, ...]:
+        is_shared = shape and shape[0] * several % self.parts == 0
+        return self.batch[: len(shape)] if is_shared else ()
 
-        return jax.tree.map(share, batch)
+    def place(self, tree: Any) -> Any:
+        """The tree on the mesh: what is spread over it stays as it is, all else goes to every device."""
+
+        def put(path: Any, leaf: Any) -> jax.Array:
+            here = getattr(leaf, "sharding", None)
+            if self.mesh is None or not isinstance(here, NamedSharding) or here.num_devices == 1:
+                return self.put(leaf)
+            if here.device_set == set(self.mesh.devices.flat):
+                return jax.device_put(leaf, self.sharding(*here.spec))
+            raise ValueError(
+                f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}, but the mesh is "
+                f"{self.mesh}: pass the mesh of the state."
+            )
+
+        return jax.tree_util.tree_map_with_path(put, tree)
 
     def stack(self, tree: Any) -> Any:
         """One copy of a placed tree for each replica."""
-        size = self.parts
 
-        def rows(leaf: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(leaf[None], (size, *leaf.shape))
+        def rows(tree: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (self.parts, *x.shape)), tree)
 
-        shardings = None
-        if self.mesh is not None:
-            shardings = jax.tree.map(lambda x: self.sharding(self.mapped, *x.sharding.spec), tree)
-        return jax.jit(lambda tree: jax.tree.map(rows, tree), out_shardings=shardings)(tree)
+        def where(leaf: Any) -> Any:
+            return self.sharding(self.mapped, *leaf.sharding.spec)
+
+        return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
+
+    def bring_home(self, tree: Any) -> Any:
+        """A tree that lies on the mesh, by the types of the mesh of the user."""
+        home = self.home
+        if home is None or home == self.mesh:
+            return tree
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(home, x.sharding.spec)), tree)
 
 
 def average_varying(tree: Any) -> Any:
@@ -197,51 +185,41 @@ def average_varying(tree: Any) -> Any:
     return jax.tree.map(average, tree)
 
 
-def layout_of(
-    tx: optax.GradientTransformation,
-    state: Any,
-    *,
-    mesh: Any = None,
-    devices: int | None = None,
-    replicas: int | None = None,
-) -> Layout:
-    """Where a train state is to be trained by a method, from the arguments of `fit`."""
-    given = {"mesh": mesh, "devices": devices, "replicas": replicas}
+def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Layout:
+    """Where a train state is to be trained by a method, from `mesh`, `devices`, `replicas` of `fit`."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ValueError(f"{' and '.join(names)} exclude one another: pass one of them.")
-    if replicas is not None:
+    if (replicas := given.get("replicas")) is not None:
         checks.check_count("replicas", replicas)
-        layout = Layout(replicas=int(replicas))
-        axes: tuple[tuple[str, ...], ...] = ((AXIS,),)
-    elif (layout := _on_mesh(state, mesh, devices)).mesh is None:
+        layout, axes = Layout(replicas=int(replicas)), [_names(AXIS)]
+    elif (layout := _on_mesh(state, given.get("mesh"), given.get("devices"))).mesh is None:
         return layout
     else:
-        axes = (_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names))
-    argument = names[0] if names else "several devices"
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
+        axes = [_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
     known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
+    there = f"With {names[0] if names else 'several devices'} there is the axis {known}"
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
     for mapped in ((), *axes):
         batch = layout.batch if mapped in ((), axes[0]) else (mapped,)
         candidate = dataclasses.replace(layout, mapped=mapped, batch=batch)
         if (found := _trace(tx, params, candidate)) is None:
             continue
         is_local, varies = found
-        if not mapped and is_local:
+        if mapped:
+            return dataclasses.replace(candidate, own=varies or layout.mesh is None)
+        if is_local:
             raise ValueError(
-                f"With {argument} each replica keeps a state of its own, but the method was built "
-                f"without axis_name, so they would never meet: pass axis_name={known} to it."
+                f"{there}, but the method, which keeps a state on each replica, was built without axis_name: "
+                f"they would never meet: pass axis_name={known} to it."
             )
-        if not mapped and layout.mesh is None:
+        if layout.mesh is None:
             raise ValueError(
-                f"replicas={replicas} simulates those of a method with axis_name={known}, which this one"
-                " was built without. On several devices pass devices or mesh."
+                f"replicas={replicas} simulates those of a method with axis_name={known}, which this one "
+                "was built without. On several devices pass devices or mesh."
             )
-        return dataclasses.replace(candidate, own=bool(mapped) and (varies or layout.mesh is None))
-    raise ValueError(
-        f"The method asks for a mapped axis that is not there. With {argument} there is {known}: pass "
-        "that as its axis_name."
-    )
+        return candidate
+    raise ValueError(f"{there}, but the method asks for another: pass that as its axis_name.")
 
 
 def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
@@ -249,20 +227,20 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
         return Layout(mesh_of(1 if devices is None else devices), (AXIS,))
     if mesh is None:
         leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
-        spread = [x for x in leaves if isinstance(x, NamedSharding) and x.num_devices > 1]
-        mesh = spread[0].mesh if spread else None
-    if mesh is None:
-        return Layout()
+        spread = [x.mesh for x in leaves if isinstance(x, NamedSharding) and x.num_devices > 1]
+        if not spread:
+            return Layout()
+        mesh = spread[0]
     if isinstance(mesh, Mesh):
         mesh = NamedSharding(mesh, P(mesh.axis_names[0]))
-    if isinstance(mesh, NamedSharding) and mesh.spec and mesh.spec[0] is not None:
-        home: Any = mesh.mesh
-        # Within steps XLA decides, so that any model runs; on explicit axes most would have to say more.
-        return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
-    raise TypeError(
-        "mesh must be a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a "
-        f"batch, whose first axis it shards, got {mesh!r}."
-    )
+    if not isinstance(mesh, NamedSharding) or not mesh.spec or mesh.spec[0] is None:
+        raise TypeError(
+            "mesh must be a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a "
+            f"batch, whose first axis it shards, got {mesh!r}."
+        )
+    home: Any = mesh.mesh
+    # Within steps XLA decides, so that any model runs; on explicit axes most would have to say more.
+    return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
 
 
 def mesh_of(devices: int) -> Mesh:
@@ -270,18 +248,14 @@ def mesh_of(devices: int) -> Mesh:
     checks.check_count("devices", devices)
     most = 0
     for platform in (None, "cpu"):
-        known = jax.devices(platform)
-        of_process = [
-            [device for device in known if device.process_index == index][:devices]
-            for index in range(jax.process_count())
-        ]
-        most = max(most, min(map(len, of_process)))
-        if most == devices:
-            return Mesh(np.array(of_process).ravel(), (AXIS,))
+        by_process: list[list[Any]] = [[] for _ in range(jax.process_count())]
+        for device in jax.devices(platform):
+            by_process[device.process_index].append(device)
+        if (most := max(most, min(map(len, by_process)))) >= devices:
+            return Mesh(np.array([each[:devices] for each in by_process]).ravel(), (AXIS,))
     raise ValueError(
-        f"devices must be at most {most}, the number that JAX has, got {devices}. For more "
-        "virtual ones on the processor start with the environment variable "
-        f"JAX_NUM_CPU_DEVICES={devices}."
+        f"devices must be at most {most}, the number that JAX has, got {devices}. For more virtual ones on "
+        f"the processor start with the environment variable JAX_NUM_CPU_DEVICES={devices}."
     )
 
 
@@ -295,14 +269,14 @@ def _trace(tx: Any, like: Any, layout: Layout) -> tuple[bool, bool] | None:
         own = layout.mapped if is_local and layout.mesh is not None else ()
         params = mark_varying(params, own)
         state = tx.init(params)
-        varies = bool(varying_axes(state))
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
             return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(batch)
 
         e = evaluate(loss_fn, params, batch, axis_name=None if own else layout.mapped or None)
         update = optax.with_extra_args_support(tx).update
-        varies |= bool(varying_axes(update(e.grad, state, params, **e.extra_args)[1]))
+        new = update(e.grad, state, params, **e.extra_args)[1]
+        varies = bool(varying_axes(state, new))
         return (), ()
 
     batch = jax.ShapeDtypeStruct((2 * layout.parts,), jnp.float32)

@@ -15,49 +15,37 @@ from jax.sharding import Mesh, NamedSharding
 from optperm.contract import checks
 from optperm.training import data as datas
 from optperm.training import processes
-from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
-from optperm.training.checkpoints import CheckpointError, Checkpoints, form
+from optperm.training.callbacks import Callback, EarlyStopping, Event, as_callbacks, wants_to_stop
+from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.evaluations import Evaluator
 from optperm.training.feeds import ArrayFeed, Fed, StreamFeed
 from optperm.training.history import History
 from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout, layout_of
-from optperm.training.progress import Show, check_progress, line, progress_bar
+from optperm.training.progress import progress_bar
 from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
+_ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
 
 
 class Position(NamedTuple):
-    """How far training has come: steps in all, the epoch of the next one, and steps within that."""
+    """How far training has come.
+
+    Attributes:
+      step: Steps in all.
+      epoch: The epoch of the next one.
+      offset: Steps within that.
+      seconds: Since the last row of an epoch.
+    """
 
     step: int = 0
     epoch: int = 1
     offset: int = 0
-
-    def after(self, steps: int, *, is_over: bool) -> "Position":
-        """The position some steps later, in the same epoch or at the start of the next."""
-        step = self.step + steps
-        return (
-            Position(step, self.epoch + 1)
-            if is_over
-            else Position(step, self.epoch, self.offset + steps)
-        )
-
-
-class Standing(NamedTuple):
-    """What another run needs to go on from one."""
-
-    source: Any
-    optimizer: Any
-    layout: Layout
-    carry: TrainState
-    at: Position
-    seconds: float
-    stream: StreamFeed | None
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +72,10 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    _standing: Standing = dataclasses.field(repr=False)
+    _layout: Layout = dataclasses.field(repr=False)
+    _carry: TrainState = dataclasses.field(repr=False)
+    _at: Position = dataclasses.field(repr=False)
+    _stream: StreamFeed | None = dataclasses.field(repr=False)
 
 
 def fit(
@@ -212,179 +203,160 @@ def fit(
             checks.check_count(name, count)
     checks.check_seed("seed", seed)
     checks.check_flag("has_aux", has_aux)
+    checks.check_function("loss_fn", loss_fn, "(params, batch) or (model, batch)")
     if epochs is None and steps is None:
         raise ValueError("Pass epochs or steps: how long to train.")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}.")
     if not isinstance(resume, bool):
         checks.check_count("resume", resume, minimum=0)
     if checkpoints is None and (checkpoint_every or checkpoint_keep or resume is not False):
-        raise ValueError(
-            "resume, checkpoint_every and checkpoint_keep go with checkpoints: pass those."
-        )
-    bar_name = check_progress(progress)
-    run = _Run(state_or_model, optimizer, mesh=mesh, devices=devices, replicas=replicas)
-    run.train_on(
-        loss_fn, train_data, batch_size, int(seed), int(steps_per_call), has_aux=bool(has_aux)
+        raise ValueError("resume, checkpoint_every and checkpoint_keep go with checkpoints.")
+    if (eval_fn is None) != (eval_data is None):
+        missing = "eval_fn" if eval_fn is None else "eval_data"
+        raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
+    if not isinstance(every, Mapping | None):
+        raise TypeError(f"every must be a dict such as {{100: log}}, got {type(every).__name__}.")
+    for n in every or {}:
+        checks.check_count("a key of every", n)
+    if epoch_start is not None:
+        checks.check_function("epoch_start", epoch_start, "(opt_state, params, full_gradient)")
+
+    earlier = state_or_model if isinstance(state_or_model, FitResult) else None
+    if earlier is not None:
+        state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
+    model, initial = Model.of(state_or_model, optimizer)
+    places = {"mesh": mesh, "devices": devices, "replicas": replicas}
+    if earlier is None or any(place is not None for place in places.values()):
+        layout = layout_of(initial.tx, initial, **places)
+    else:
+        layout = earlier._layout
+    if epoch_start is not None and layout.own:
+        raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
+    feed: ArrayFeed | StreamFeed
+    if datas.is_arrays(train_data):
+        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
+    else:
+        feed = StreamFeed(train_data, batch_size, layout, earlier._stream if earlier else None)
+    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
+    if jax.process_count() > 1:
+        digest = {"the digest of params": processes.digest(plain(initial.params))}
+        processes.check_same({**facts, **feed.facts(), **counts, **digest})
+    where = Layout(layout.mesh, layout.batch)
+    batch = eval_batch_size or batch_size
+    run = _Run(
+        source=(state_or_model, optimizer),
+        model=model,
+        layout=layout,
+        feed=feed,
+        loss_fn=loss_fn,
+        has_aux=bool(has_aux),
+        evaluator=eval_fn and Evaluator(eval_fn, eval_data, batch, model, where),
+        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
+        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
+        epoch_start=epoch_start,
+        steps_per_call=int(steps_per_call),
+        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
+        at=Position() if earlier is None else earlier._at,
+        history=History(*(earlier.history.steps, earlier.history.epoch_rows) if earlier else ()),
     )
-    run.evaluate_on(eval_fn, eval_data, eval_batch_size or batch_size)
-    run.call(every, epoch_start, on_epoch_end)
-    run.place(counts)
     if checkpoints is not None:
-        run.keep_in(Checkpoints(checkpoints, checkpoint_every, checkpoint_keep), resume)
+        kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
+        run.keep_in(kept, {**facts, **feed.facts()}, resume)
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
-    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
-    bar = progress_bar(bar_name if jax.process_index() == 0 else None, total)
-    with Interrupt() as interrupt, bar as run.show:
+    total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
+    with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     return run.result(ended)
 
 
+def _placed(state: TrainState, layout: Layout) -> TrainState:
+    """A train state as a run begins with it, with an optimizer state."""
+    placed = typed(layout.place(plain(state)), state)
+    with layout.context():
+        if placed.opt_state is None and not layout.mapped:
+            placed = placed.replace(opt_state=placed.tx.init(placed.params))
+        placed = layout.stack(placed) if layout.own else placed
+        if placed.opt_state is not None:
+            return copied(placed)
+
+        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+            return state.replace(opt_state=state.tx.init(state.params)), ()
+
+        return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
+
+
+def _moved(earlier: FitResult, layout: Layout) -> TrainState:
+    """The carry with which an earlier run ended."""
+    if earlier._layout == layout:
+        return copied(earlier._carry)
+    if earlier._layout.own or layout.own:
+        raise ValueError(
+            f"The earlier fit trained {earlier._layout.parts} replicas, each with a state of its own, and "
+            f"cannot go on with {layout.parts}: pass the same, or begin anew from its state."
+        )
+    host = jax.tree.map(np.asarray, plain(earlier._carry))
+    return copied(typed(layout.place(host), earlier._carry))
+
+
+@dataclasses.dataclass(kw_only=True)
 class _Run:
     """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
 
+    source: tuple[Any, Any]
+    model: Model
+    layout: Layout
     feed: ArrayFeed | StreamFeed
-    show: Show
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    evaluator: Evaluator | None
+    every: dict[int, tuple[Callback, ...]]
+    epoch_end: tuple[Callback, ...]
+    epoch_start: Callable[..., Any] | None
+    steps_per_call: int
+    carry: TrainState
+    at: Position
+    history: History
+    checkpoints: Checkpoints | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    iterator: str | None = None  # the state of one that goes on
+    saved: int = -1  # the step of the last checkpoint
+    show: Any = None
 
-    def __init__(self, source: Any, optimizer: Any, **places: Any) -> None:
-        self._earlier: Standing | None = None
-        self._history, self._at, self._seconds, self._saved = History(), Position(), 0.0, -1
-        if isinstance(source, FitResult):
-            self._earlier, old = source._standing, source.history
-            self._history = History.from_arrays(old.steps, old.epoch_rows)
-            source, optimizer, layout, _, self._at, self._seconds, _ = source._standing
-        self._source, self._optimizer = source, optimizer
-        self._model, self._initial = Model.of(source, optimizer)
-        if self._earlier is None or any(places.values()):
-            layout = layout_of(self._initial.tx, self._initial, **places)
-        self._layout, self._iterator = layout, None
-        self._checkpoints: Checkpoints | None = None
-
-    def train_on(
-        self, loss_fn: Any, data: Any, batch_size: Any, seed: int, steps: int, *, has_aux: bool
-    ) -> None:
-        """Says by what to train."""
-        self._loss_fn, self._has_aux, self._steps_per_call = loss_fn, has_aux, steps
-        kind = "linen" if self._model.graphdef is None else "nnx"
-        self._facts: dict[str, Any] = {"the kind of model": kind, "seed": seed}
-        if datas.is_arrays(data):
-            if batch_size is None:
-                raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-            self.feed = ArrayFeed(data, batch_size, seed, self._layout, steps)
-            forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", data)
-            self._facts |= {"batch_size": int(batch_size), "train_data": str(forms)}
-            return
-        self.feed = StreamFeed(data, self._layout, self._earlier and self._earlier.stream)
-        self._facts["train_data"] = "an iterable of batches"
-        if batch_size is not None:
-            raise ValueError(
-                "batch_size is for arrays: train_data gives batches, of sizes of their own."
-            )
-
-    def evaluate_on(self, eval_fn: Any, data: Any, batch_size: int | None) -> None:
-        """Says what to evaluate."""
-        if (eval_fn is None) != (data is None):
-            missing = "eval_fn" if eval_fn is None else "eval_data"
-            raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
-        where = Layout(self._layout.mesh, self._layout.batch)
-        options = (eval_fn, data, batch_size, self._model, where)
-        self._evaluator = None if eval_fn is None else Evaluator(*options)
-
-    def call(self, every: Any, epoch_start: Any, epoch_end: Any) -> None:
-        """Says what to call when."""
-        if not isinstance(every, Mapping | None):
-            raise TypeError(
-                f"every must be a dict such as {{100: log}}, got {type(every).__name__}."
-            )
-        for steps in every or {}:
-            checks.check_count("a key of every", steps)
-        self._every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()}
-        self._epoch_end = as_callbacks("on_epoch_end", epoch_end)
-        if epoch_start is not None and not callable(epoch_start):
-            raise TypeError(f"epoch_start must be a function, got {epoch_start!r}.")
-        if epoch_start is not None and self._layout.own:
-            raise ValueError(
-                "epoch_start changes a shared state, but here each replica has its own."
-            )
-        self._epoch_start = epoch_start
-
-    def place(self, counts: Mapping[str, Any]) -> None:
-        """Places what is trained, once all processes agree on it."""
-        if jax.process_count() > 1:
-            params = processes.digest(plain(self._initial.params))
-            digests = {"params": params, "data in memory": self.feed.digest()}
-            processes.check_same({**self._facts, **counts, **digests})
-        now, earlier = self._layout, self._earlier
-        if earlier is None:
-            self._carry = self._placed(self._initial)
-        elif earlier.layout == now:
-            self._carry = copied(earlier.carry)
-        elif earlier.layout.own or now.own:
-            raise ValueError(
-                f"The earlier fit trained {earlier.layout.parts} replicas, each with a state of its own,"
-                f" and cannot go on with {now.parts}: pass the same, or begin anew from its state."
-            )
-        else:
-            host = jax.tree.map(np.asarray, plain(earlier.carry))
-            self._carry = copied(typed(now.place(host), earlier.carry))
-
-    def _placed(self, state: TrainState) -> TrainState:
-        layout = self._layout
-        placed = typed(layout.place(plain(state)), state)
-        with layout.context():
-            if placed.opt_state is None and not layout.mapped:
-                placed = placed.replace(opt_state=placed.tx.init(placed.params))
-            placed = layout.stack(placed) if layout.own else placed
-            if placed.opt_state is not None:
-                return copied(placed)
-
-            def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
-                return state.replace(opt_state=state.tx.init(state.params)), ()
-
-            return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
-
-    def keep_in(self, checkpoints: Checkpoints, resume: bool | int) -> None:
+    def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
         """Says where checkpoints go, and goes to one if that is asked for."""
-        self._checkpoints, arrays = checkpoints, plain(self._carry)
-        own = self._layout.parts if self._layout.own else None
-        self._facts |= {"the form of the state": form(arrays), "replicas with a state each": own}
-        self._facts["the digest of train_data"] = self.feed.digest()
-        if (chosen := checkpoints.choose(resume, self._at.step)) is None:
-            return
-        arrays, rows, run = checkpoints.read(chosen, arrays, self._facts)
-        self._carry, self._saved = copied(typed(arrays, self._carry)), chosen
-        self._history = History.from_arrays(
-            dict(zip(run["names"], rows, strict=True)), run["epochs"]
-        )
-        self._at, self._seconds = Position(*run["position"]), run["seconds"]
-        self._iterator = run["iterator"]
+        arrays = plain(self.carry)
+        leaves = jax.tree_util.tree_leaves_with_path(arrays)
+        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
+        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
+        own = {"replicas with a state each": self.layout.parts if self.layout.own else None}
+        form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
+        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **own}
+        if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
+            arrays, rows, run = checkpoints.read(chosen, arrays, self.facts)
+            self.carry, self.saved = copied(typed(arrays, self.carry)), chosen
+            self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
+            self.at, self.iterator = Position(*run["position"]), run["iterator"]
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
-        early = [callback for callback in self._epoch_end if isinstance(callback, EarlyStopping)]
-        if (
-            self._history.last
-            and not self._at.offset
-            and any(e.is_due(self._history) for e in early)
-        ):
-            return "stopped"
-        self._since, rows = time.perf_counter(), self.feed.rows
-        compiled = steps_of(
-            self._model, self._loss_fn, self._layout, self._carry, has_aux=self._has_aux, rows=rows
-        )
-        is_begun, stop, error, code = False, False, None, 0
-        while self._at.epoch <= epochs and self._at.step < steps:
+        early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
+        if self.history.last and not self.at.offset:
+            if wants_to_stop("on_epoch_end", tuple(early), self._event({})):
+                return "stopped"
+        what = self.model, self.loss_fn, self.layout, self.carry
+        compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
+        self._since, stop, error, code = time.perf_counter(), False, None, 0
+        while self.at.epoch <= epochs and self.at.step < steps:
             # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
-            code = processes.highest(3 if error else 2 if interrupt.requested else int(stop))
+            code = 3 if error else 2 if interrupt.requested else int(stop)
+            code = int(processes.gather(np.int32(code)).max())
             if code:
                 break
             try:
-                if not self._at.offset:
+                if not self.at.offset:
                     self._start_epoch()
-                if not self._at.offset or not is_begun:
-                    self.feed.begin(self._at.epoch, self._at.offset, self._iterator)
-                    is_begun, self._iterator = True, None
-                fed = self.feed.run(compiled, self._carry, self._limit(steps), interrupt)
+                self.feed.begin(self.at.epoch, self.at.offset, self.iterator)
+                self.iterator = None
+                fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
                 stop, error = self._after(fed, steps)
             except Exception as raised:  # what has been trained is saved first
                 error = raised
@@ -392,126 +364,123 @@ class _Run:
             error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
             self._rescue(error)
-            if "is not bound here" in str(error):
-                error.add_note("fit maps over an axis with devices, mesh or replicas.")
             raise error
-        names: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
-        return names[code]
+        return _ENDED[code]
 
     def _limit(self, steps: float) -> int:
         """How many steps may be taken until something happens."""
-        at = self._at.step
-        most = min(self._steps_per_call, *(n - at % n for n in (2**31, *self._every)))
-        most = int(min(most, steps - at))
-        return most if self._checkpoints is None else self._checkpoints.until_next(at, most)
+        at = self.at.step
+        most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
+        return int(most) if self.checkpoints is None else self.checkpoints.until_next(at, int(most))
 
     def _start_epoch(self) -> None:
-        change, carry = self._epoch_start, self._carry
+        change, carry, layout = self.epoch_start, self.carry, self.layout
         if change is not None:
             try:
                 inspect.signature(change).bind(1)
             except TypeError:
                 pass  # it takes more than the number of an epoch: it is the change itself
             else:
-                change = change(self._at.epoch)
+                change = change(self.at.epoch)
         if change is None:
             return
-        if not callable(change):
-            raise TypeError(
-                "epoch_start must return a function change(opt_state, params, full_gradient), such as "
-                f"optperm.take_snapshot, or None, got {change!r}."
-            )
-        self.show(self._at.step, f"epoch {self._at.epoch} full gradient")
-        with self._layout.context():
-            loss = self._model.loss(self._loss_fn, has_aux=self._has_aux)
+        checks.check_function(
+            "What epoch_start returns", change, "(opt_state, params, full_gradient)"
+        )
+        self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
+        with layout.context():
+            loss = self.model.loss(self.loss_fn, self.has_aux)
             bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
-            batches = self.feed.all_batches(self._at.epoch)
+            batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
-            there = jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            change = jax.jit(change, out_shardings=there if self._layout.mesh else None)
-            changed = change(carry.opt_state, carry.params, grad)
+            there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
+            opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start's function returned"
-        checks.check_same_tree(says, changed, carry.opt_state, source="the one before")
-        self._carry = copied(
-            carry.replace(opt_state=changed)
-        )  # it may share memory with the params
+        checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
+        self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
 
     def _after(self, fed: Fed, steps: float) -> tuple[bool, Exception | None]:
         """What happens after some steps: whether a callback wants to stop, and what has failed."""
-        self._carry, is_over, stop = fed.carry, fed.is_over and fed.error is None, False
-        self._at = at = self._at.after(fed.steps, is_over=is_over)
+        is_over, stop, at = fed.is_over and fed.error is None, False, self.at
+        epoch, offset = (at.epoch + 1, 0) if is_over else (at.epoch, at.offset + fed.steps)
+        self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
         self._tick()
-        self._history.add_steps(fed.columns)
+        self.history.add_steps(fed.columns)
         if fed.error is not None:
             return False, fed.error
         if fed.columns:
-            self.show(at.step, line(self._epoch, self._history.means(1)))
-            for n, callbacks in self._every.items():
-                if at.step % n == 0:
-                    event = self._event(self._history.means(n))
-                    stop |= wants_to_stop(f"every[{n}]", callbacks, event)
-        if is_over or at.step >= steps:
+            self._say(self.history.means(1))
+        for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
+            event = self._event(self.history.means(n))
+            stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
+        # That an epoch was over may be found only when a batch more is asked for.
+        is_end = is_over or self.at.step >= steps
+        if is_end and self.history.last.get("step") != self.at.step:
             stop |= self._end_epoch()
-        if self._checkpoints is not None and self._checkpoints.is_due(at.step):
-            self._save(self._checkpoints)
+        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
+            self._save(self.checkpoints)
         return stop, None
 
     def _end_epoch(self) -> bool:
-        # That an epoch was over may be found only when a batch more is asked for.
-        if self._history.last.get("step") == self._at.step:
-            return False
-        evaluated = {} if self._evaluator is None else self._evaluate()
-        self._history.add_epoch(
-            epoch=self._epoch, step=self._at.step, seconds=self._seconds, evaluated=evaluated
+        evaluated, at = self._evaluate() if self.evaluator else {}, self.at
+        self.history.add_epoch(
+            epoch=self._epoch, step=at.step, seconds=at.seconds, evaluated=evaluated
         )
-        metrics = {k: v for k, v in self._history.last.items() if k not in ("epoch", "step")}
-        self.show(self._at.step, line(self._epoch, metrics))
-        stop = wants_to_stop("on_epoch_end", self._epoch_end, self._event(metrics))
-        self._seconds, self._since = 0.0, time.perf_counter()
+        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
+        self._say(metrics)
+        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(metrics))
+        self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
 
     @property
     def _epoch(self) -> int:
         """The epoch of the last step."""
-        return self._at.epoch if self._at.offset else self._at.epoch - 1
+        return self.at.epoch if self.at.offset else self.at.epoch - 1
+
+    def _say(self, metrics: Mapping[str, float]) -> None:
+        text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
+        self.show(self.at.step, " ".join(text))
 
     def _event(self, metrics: Mapping[str, float]) -> Event:
-        history = self._history
-        return Event(self._epoch, self._at.step, metrics, history, self._shown, self._evaluate)
+        history = self.history
+        return Event(self._epoch, self.at.step, metrics, history, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
-        if self._evaluator is None:
+        if self.evaluator is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self._evaluator.evaluate(self._trained(), self._epoch)
+        return self.evaluator.evaluate(self._trained(), self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
-        self._seconds, self._since = self._seconds + now - self._since, now
+        self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
+        self._since = now
 
     def _trained(self) -> TrainState:
         """The carry, or what has been trained of those of all replicas."""
-        with self._layout.context():
-            return trained(self._carry, self._layout) if self._layout.own else self._carry
+        with self.layout.context():
+            return trained(self.carry, self.layout) if self.layout.own else self.carry
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self._model.shown(self._layout.bring_home(copied(self._trained())))
+        return self.model.shown(self.layout.bring_home(copied(self._trained())))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        if self._saved == self._at.step:
+        if self.saved == self.at.step:
             return
         self._tick()
-        run = {"facts": self._facts, "position": list(self._at), "seconds": self._seconds}
-        # Copies: Orbax writes them while training goes on.
-        run |= {"names": list(self._history.steps), "epochs": list(self._history.epoch_rows)}
+        # Copies, as they are written while training goes on.
+        run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
+        run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         run["iterator"] = self.feed.state()
-        rows = np.array(list(self._history.steps.values()), np.float32)
-        checkpoints.write(self._at.step, plain(self._carry), rows, run, self._history.last)
-        self._saved = self._at.step
+        rows = np.array(list(self.history.steps.values()), np.float32)
+        checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
+        self.saved = self.at.step
 
     def _rescue(self, error: Exception) -> None:
         """Saves what has been trained before an error is raised."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._carry)):
+        if "is not bound here" in str(error):
+            error.add_note("fit maps over an axis with devices, mesh or replicas.")
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:
             self.result("stopped")
@@ -523,25 +492,30 @@ class _Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, is_linen = self._layout.bring_home(self._trained()), self._model.graphdef is None
-        if not is_linen:
-            self._model.bring(self._source, self._optimizer, copied(state))
-        stream = self.feed if isinstance(self.feed, StreamFeed) else None
-        what = self._source, self._optimizer, self._layout, self._carry
+        state, (source, optimizer) = self.layout.bring_home(self._trained()), self.source
+        if self.model.graphdef is not None:
+            own = copied(state)
+            nnx.update(source, own.params, own.model_state[1])
+            nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
+            optimizer.step.set_value(own.step)
+        is_linen, at = self.model.graphdef is None, self.at
         result = FitResult(
             state if is_linen else None,
-            None if is_linen else self._source,
-            self._optimizer,
-            self._history,
+            None if is_linen else source,
+            optimizer,
+            self.history,
             ended,
-            self._at.epoch - 1,
-            self._at.step,
-            Standing(*what, self._at, self._seconds, stream),
+            at.epoch - 1,
+            at.step,
+            self.layout,
+            self.carry,
+            at,
+            self.feed if isinstance(self.feed, StreamFeed) else None,
         )
-        if self._checkpoints is not None:
+        if self.checkpoints is not None:
             try:
-                self._save(self._checkpoints)
-                self._checkpoints.close()
+                self._save(self.checkpoints)
+                self.checkpoints.close()
             except CheckpointError as error:
                 error.result = result
                 raise

@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another. With one process none of it costs anything."""
+"""What the processes of a run tell one another. All of them have to call each of these functions."""
 
 import hashlib
 import json
@@ -15,49 +15,39 @@ class LostProcessError(RuntimeError):
 
 
 def gather(value: Any) -> np.ndarray:
-    """An array of each process, stacked. All processes have to ask."""
+    """An array of each process, stacked."""
+    if jax.process_count() == 1:
+        return np.asarray(value)[None]
     try:
-        return np.asarray(multihost_utils.process_allgather(np.asarray(value))).reshape(
-            jax.process_count(), *np.shape(value)
-        )
+        gathered = np.asarray(multihost_utils.process_allgather(np.asarray(value)))
     except (ValueError, RuntimeError) as error:  # a collective that fails raises either
-        raise LostProcessError(
-            f"another process has ended or cannot be reached ({error})."
-        ) from error
+        says = f"another process has ended or cannot be reached ({error})."
+        raise LostProcessError(says) from error
+    return gathered.reshape(jax.process_count(), *np.shape(value))
 
 
 def gather_texts(text: str) -> list[str]:
-    """The text of each process. All of them have to ask."""
+    """The text of each process."""
     content = np.frombuffer(text.encode(), np.uint8)
     sizes = gather(np.int32(content.size))
     rows = gather(np.pad(content, (0, int(sizes.max()) - content.size)))
     return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def highest(number: int) -> int:
-    """The largest number that any process has. All of them have to ask."""
-    return number if jax.process_count() == 1 else int(gather(np.int32(number)).max())
-
-
 def check_same(facts: Mapping[str, Any]) -> None:
     """Raises a ValueError that names the facts, JSON values, that differ between processes."""
-    if jax.process_count() == 1:
-        return
     others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
-    different = [name for name in facts if any(other[name] != others[0][name] for other in others)]
+    values = {name: [other[name] for other in others] for name in facts}
+    different = {name: all_ for name, all_ in values.items() if any(v != all_[0] for v in all_)}
     if different:
-        values = {name: [other[name] for other in others] for name in different}
         raise ValueError(
             f"The arguments of fit are not the same in all processes: {', '.join(different)}; "
-            f"{values}. Pass everywhere the same state, data in memory and numbers."
+            f"{different}. Pass everywhere the same state, data in memory and numbers."
         )
 
 
 def digest(tree: Any) -> str:
-    """Tells whether two trees of arrays hold the same bits under the same names.
-
-    Of an array that no process has all of it sees nothing.
-    """
+    """Tells a tree of arrays from others, by bits and names. What no process has all of is left out."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         hashed.update(jax.tree_util.keystr(path, simple=True, separator="/").encode())

@@ -4,12 +4,11 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.training import train_state
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
@@ -20,8 +19,7 @@ from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.training.layout import Layout, average_varying
 from optperm.training.losses import (
-    LinenLoss,
-    NnxLoss,
+    Loss,
     arguments_of,
     scalar_metrics,
     split_model,
@@ -54,20 +52,15 @@ class Model:
                     "optimizer is for a model of flax.nnx: a TrainState has its own, tx."
                 )
             return cls(), source
-        if isinstance(source, train_state.TrainState):
-            raise TypeError(
-                "A flax TrainState hands no extra arguments to the method: make the state by "
-                "optperm.training.TrainState.create, which takes the same."
-            )
         if not isinstance(source, nnx.Module):
             raise TypeError(
-                "The first argument of fit must be an optperm.training.TrainState, a model of flax.nnx, "
-                f"or what an earlier fit returned, got {type(source).__name__}."
+                "The first argument of fit must be a state from optperm.training.TrainState.create, a model "
+                f"of flax.nnx, or what an earlier fit returned, got {type(source)}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
                 "A model of flax.nnx is trained by its optimizer: pass optimizer=optperm.training."
-                f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer).__name__}."
+                f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer)}."
             )
         graphdef, params, model_state = split_model(source, optimizer.wrt)
         state = TrainState(
@@ -86,43 +79,33 @@ class Model:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def bring(self, source: Any, optimizer: Any, state: TrainState) -> None:
-        """Brings a model of `flax.nnx` and its optimizer to where a state is."""
-        nnx.update(source, state.params, state.model_state[1])
-        nnx.update(optimizer.opt_state, nnx.state(state.opt_state))
-        optimizer.step.set_value(state.step)
-
-    def loss(self, loss_fn: Callable[..., Any], *, has_aux: bool) -> LinenLoss | NnxLoss:
+    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:  # noqa: FBT001
         """A loss function as one of model state, random key, params and batch."""
-        if self.graphdef is None:
-            return LinenLoss(loss_fn, has_aux)
-        return NnxLoss(loss_fn, self.graphdef, self.wrt, has_aux)
+        return Loss(loss_fn, has_aux, self.graphdef, self.wrt)
 
     def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
         """The metrics that a function gives on a batch."""
         if self.graphdef is not None:
             out = eval_fn(self.shown(state), batch)
+        elif "rng" in (takes := arguments_of(eval_fn)):
+            raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
         else:
-            takes = arguments_of(eval_fn)
-            if "rng" in takes:
-                raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
-            known = {"model_state": state.model_state} if takes else {}
-            out = eval_fn(state.params, batch, **known)
+            out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
         return scalar_metrics(out, source="What eval_fn returns")
 
 
 def plain(tree: Any) -> Any:
     """The tree with the data of random keys in their place."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
 
 
 def typed(tree: Any, like: Any) -> Any:
     """Undoes `plain`, by a tree with such keys."""
 
-    def wrap(other: Any, leaf: Any) -> Any:
-        if not _is_key(other):
+    def wrap(key: Any, leaf: Any) -> Any:
+        if not _is_key(key):
             return leaf
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(other))
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
 
     return jax.tree.map(wrap, like, tree)
 
@@ -158,8 +141,7 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
     the programs that `jax.jit` keeps of it go when it goes, with the arrays of its closure.
     """
     try:
-        known = _MADE.setdefault(function, {})
-        weakly = weakref.ref(function)
+        known, weakly = _MADE.setdefault(function, {}), weakref.ref(function)
     except TypeError:  # nothing can refer to it weakly
         return make(lambda: function)
     if key not in known:
@@ -167,74 +149,52 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
     return known[key]
 
 
-class Steps(NamedTuple):
-    """The compiled steps, from a carry to the next one and metrics.
-
-    `many(carry, (examples, first, last), order)` takes those from `first` to `last`, of the examples
-    that `order` names for each; `one(carry, (), batch)` takes one.
-    """
-
-    many: Any
-    one: Any
-
-
 def steps_of(
-    model: Model,
-    loss_fn: Callable[..., Any],
-    layout: Layout,
-    carry: TrainState,
-    *,
-    has_aux: bool,
-    rows: int,
-) -> Steps:
-    """The compiled steps of carries that lie where this one does, found again in later calls."""
+    model: Model, loss_fn: Any, layout: Layout, carry: TrainState, *, has_aux: bool, rows: int
+) -> tuple[Any, Any]:
+    """The compiled steps of carries that lie where this one does, found again in later calls.
+
+    Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
+    the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
+    """
     leaves, structure = jax.tree.flatten(carry)
     shardings = None if layout.mesh is None else tuple(leaf.sharding for leaf in leaves)
-    # The replicas of a mesh that have carries of their own agree on nothing within a call.
-    apart = layout.mapped if layout.own and layout.mesh is not None else ()
 
-    def make(loss: Callable[[], Any]) -> Steps:
-        def step(carry: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-            return _step(carry, batch, model.loss(loss(), has_aux=has_aux), layout)
-
-        def take(examples: Any, indices: jax.Array) -> Any:
-            return layout.constrain(jax.tree.map(lambda leaf: leaf[indices], examples))
+    def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
+        def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+            return _step(carry, batch, model.loss(loss(), has_aux), layout)
 
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
-            examples, first, last = shared
-            # Traced once, and used twice.
-            stepped = jax.jit(step, inline=True)
-            forms = jax.eval_shape(stepped, carry, take(examples, order[first]))[1]
-            columns = mark_varying({name: jnp.zeros((rows,), jnp.float32) for name in forms}, apart)
+            (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
+            step = jax.jit(one, inline=True)  # traced once, and used twice
+
+            def batch(t: jax.Array) -> Any:
+                return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
+
+            forms = jax.eval_shape(step, carry, (), batch(first))[1]
+            columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
 
             def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
-                carry, row = stepped(now[0], take(examples, order[t]))
-                return carry, {
-                    name: jax.lax.dynamic_update_index_in_dim(column, row[name], t - first, 0)
-                    for name, column in now[1].items()
-                }
+                carry, row = step(now[0], (), batch(t))
+                return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
 
             # Bounds that are arguments: however steps are grouped into calls, one program takes them
             # all, so that a run that was interrupted ends bit for bit like one that was not.
-            return jax.lax.fori_loop(first, last, body, (carry, columns))
-
-        def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-            return step(carry, layout.constrain(batch))
+            start = carry, mark_varying(columns, layout.apart)
+            return jax.lax.fori_loop(first, last, body, start)
 
         out = None if shardings is None else (jax.tree.unflatten(structure, shardings), None)
-        spread = (layout.spread(many, 1), layout.spread(one, 0))
-        return Steps(*(jax.jit(each, donate_argnums=0, out_shardings=out) for each in spread))
+        spread = layout.spread(many, 1), layout.spread(one, 0)
+        first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
+        return first, second
 
     return made(loss_fn, (model, layout, structure, shardings, has_aux, rows), make)
 
 
-def _step(
-    state: TrainState, batch: Any, loss: LinenLoss | NnxLoss, layout: Layout
-) -> tuple[TrainState, Metrics]:
+def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[TrainState, Metrics]:
     """The state after one step, of the same types, and float32 scalars by name."""
     averaged = None if layout.own else layout.mapped or None
-    rng = state.step_rng(layout.mapped or None)
-    bound = functools.partial(loss, state.model_state, rng)
+    bound = functools.partial(loss, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
     metrics = {"loss": e.value.astype(jnp.float32)}
@@ -242,9 +202,7 @@ def _step(
         metrics["share_moved"] = each.share_moved
     metrics |= {} if e.aux.aux is None else training_metrics(e.aux.aux)
     before, after = plain(state), plain(new)
-    checks.check_same_tree(
-        "The state after a step", after, before, source="the state before it", dtypes=False
-    )
+    says = "The state after a step"
+    checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     after = after if averaged is None else average_varying(after)
-    apart = layout.mapped if layout.own and layout.mesh is not None else ()
-    return mark_varying((typed(cast_like(after, before), state), metrics), apart)
+    return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)

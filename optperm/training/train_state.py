@@ -1,5 +1,7 @@
 """Flax's train states, for methods that ask for more than gradients and place weights exactly."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -13,23 +15,19 @@ from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
-from optperm.training.losses import LinenLoss, NnxLoss, Outputs, split_model
+from optperm.training.losses import Loss, split_model
+
+LossFn = Callable[..., Any]
 
 
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for a linen model and any method.
 
     Its `apply_gradients` hands extra arguments on to the transformation and applies updates exactly
-    (`optperm.apply_updates`). Beside the params it holds what a model has that is not trained.
+    (`optperm.apply_updates`).
 
     Attributes:
-      step: Steps taken, int32 ().
-      apply_fn: Usually `model.apply`.
-      params: The params.
-      tx: The transformation.
-      opt_state: Its state.
-      model_state: The non-trained collections by name, such as `{"batch_stats": ...}`; empty for a
-        model without.
+      model_state: The non-trained collections by name, such as `{"batch_stats": ...}`.
       rng: The random key from which `step_rng` draws that of each step; None for a model without.
 
     Example:
@@ -41,22 +39,19 @@ class TrainState(train_state.TrainState):
       ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
       ...         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
       >>> model, x = Model(), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-      >>> variables = model.init(jax.random.key(0), x, train=False)
+      >>> params = model.init(jax.random.key(0), x, train=False)
+      >>> stats = {"batch_stats": params.pop("batch_stats")}
+      >>> tx = optperm.dim_reduce(n_components=2)
       >>> state = TrainState.create(
-      ...     apply_fn=model.apply, params=variables["params"], rng=jax.random.key(1),
-      ...     tx=optperm.dim_reduce(n_components=2),
-      ...     model_state={"batch_stats": variables["batch_stats"]},
+      ...     apply_fn=model.apply, tx=tx, model_state=stats, rng=jax.random.key(1), **params
       ... )
       >>> def loss_fn(params, batch, *, model_state, rng):
-      ...     outputs, model_state = model.apply(
-      ...         {"params": params, **model_state}, batch, train=True,
-      ...         mutable=list(model_state), rngs={"dropout": rng},
-      ...     )
-      ...     return jnp.mean(outputs**2), model_state
+      ...     variables, rngs = {"params": params, **model_state}, {"dropout": rng}
+      ...     y, model_state = model.apply(variables, batch, True, mutable=["batch_stats"], rngs=rngs)
+      ...     return jnp.mean(y**2), model_state
       >>> e = state.evaluate(loss_fn, x)
-      >>> state = state.apply_gradients(
-      ...     grads=e.grad, model_state=e.aux.model_state, **e.extra_args
-      ... )
+      >>> new = e.aux.model_state
+      >>> state = state.apply_gradients(grads=e.grad, model_state=new, **e.extra_args)
       >>> int(state.step)
       1
     """
@@ -68,11 +63,11 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any],
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        model_state: Mapping[str, Any] | None = None,
-        rng: jax.Array | None = None,
+        apply_fn: Any,
+        params: Any,
+        tx: Any,
+        model_state: Any = None,
+        rng: Any = None,
         **fields: Any,
     ) -> Self:
         """A state before the first step.
@@ -91,38 +86,27 @@ class TrainState(train_state.TrainState):
         """
         checks.check_transformation("tx", tx)
         if not isinstance(model_state, Mapping | None):
-            raise TypeError(
-                "model_state must be a dict of the model's non-trained collections, such as "
-                f"{{'batch_stats': variables['batch_stats']}}, got {type(model_state).__name__}."
-            )
+            wanted = "a dict of collections, such as {'batch_stats': variables['batch_stats']}"
+            raise TypeError(f"model_state must be {wanted}, got {type(model_state).__name__}.")
         is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         if rng is not None and (not is_key or rng.ndim):
-            raise TypeError(
-                "rng must be a single random key from jax.random.key (a typed one, not from PRNGKey), "
-                f"got {rng!r}."
-            )
-        opt_state = fields.pop("opt_state") if "opt_state" in fields else tx.init(params)
-        return cls(
-            step=jnp.zeros([], jnp.int32),
-            apply_fn=apply_fn,
-            params=params,
-            tx=tx,
-            opt_state=opt_state,
-            model_state=dict(model_state or {}),
-            rng=rng,
-            **fields,
-        )
+            wanted = "a single random key from jax.random.key (a typed one, not from PRNGKey)"
+            raise TypeError(f"rng must be {wanted}, got {rng!r}.")
+        if "opt_state" not in fields:
+            fields["opt_state"] = tx.init(params)
+        fields |= {"model_state": dict(model_state or {}), "rng": rng}
+        return cls(jnp.zeros([], jnp.int32), apply_fn=apply_fn, params=params, tx=tx, **fields)
 
     def step_rng(self, axis_name: AxisName | None = None) -> jax.Array | None:
         """The key of the next step, of each replica along a mapped axis another one; None without."""
-        if self.rng is None:
-            return None
-        key = jax.random.fold_in(self.rng, self.step)
-        return key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        key = None if self.rng is None else jax.random.fold_in(self.rng, self.step)
+        if key is None or axis_name is None:
+            return key
+        return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
     def evaluate(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         batch: Any,
         *,
         has_aux: bool = False,
@@ -144,23 +128,13 @@ class TrainState(train_state.TrainState):
           An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
           evaluation, to pass to `apply_gradients`, and of `aux.aux`.
         """
-        loss, key = LinenLoss(loss_fn, has_aux), self.step_rng(axis_name)
-
-        def bound(params: optax.Params, batch: Any) -> tuple[jax.Array, Outputs]:
-            return loss(self.model_state, key, params, batch)
-
-        return evaluate(bound, self.params, batch, has_aux=True, axis_name=axis_name)
+        loss = functools.partial(Loss(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
+        return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
 
     def apply_gradients(
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
-        """The state after one step.
-
-        Args:
-          grads: The gradient, a tree like params.
-          model_state: The model state to go on with; None for the same.
-          **extra_args: For the transformation's `update`: what `evaluate` gave as `extra_args`.
-        """
+        """The state after one step, by what `evaluate` gave; without a model state it keeps its own."""
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra_args)
         return self.replace(
@@ -172,9 +146,7 @@ class TrainState(train_state.TrainState):
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """`flax.nnx.Optimizer` that applies updates exactly where a method places weights.
-
-    It adds this (`optperm.apply_updates`), and `evaluate`, which gives the extra arguments.
+    """`flax.nnx.Optimizer` that places weights exactly, and whose `evaluate` gives extra arguments.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -197,36 +169,23 @@ class Optimizer(nnx.Optimizer[Any]):
     def evaluate(
         self,
         model: Any,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         batch: Any,
         *,
         has_aux: bool = False,
-        axis_name: AxisName | None = None,
+        axis_name: Any = None,
     ) -> Evaluation:
         """`optperm.evaluate` of a model, which takes on the state that this evaluation leaves.
 
         What a method evaluates later within the step starts from the model's state of now (batch
-        statistics, counts of random numbers) and leaves no trace in it.
-
-        Args:
-          model: The model.
-          loss_fn: `loss_fn(model, batch)`, the scalar mean loss, or `(loss, aux)` with `has_aux`.
-          batch: As in `optperm.evaluate`.
-          has_aux: Whether `loss_fn` returns something beside the loss.
-          axis_name: As in `optperm.evaluate`.
-
-        Returns:
-          An `optperm.Evaluation`, with `aux` that of `loss_fn`.
+        statistics, counts of random numbers) and leaves no trace in it. `loss_fn(model, batch)` is the
+        scalar mean loss, or `(loss, aux)` with `has_aux`; all else is as in `optperm.evaluate`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
-        loss = NnxLoss(loss_fn, graphdef, self.wrt, has_aux)
-
-        def bound(params: optax.Params, batch: Any) -> tuple[jax.Array, Outputs]:
-            return loss(model_state, None, params, batch)
-
-        e = evaluate(bound, params, batch, has_aux=True, axis_name=axis_name)
+        loss = functools.partial(Loss(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
+        e = evaluate(loss, params, batch, has_aux=True, axis_name=axis_name)
         nnx.update(model, e.aux.model_state[1])
-        return Evaluation(value=e.value, grad=e.grad, aux=e.aux.aux, extra_args=e.extra_args)
+        return dataclasses.replace(e, aux=e.aux.aux)
 
     def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
         """As in `nnx.Optimizer`, but bit for bit where the method places weights."""

@@ -55,8 +55,8 @@ def mistakes(index, folder):
     other = state.replace(params=jax.tree.map(lambda p: p + 1e-6 * int(index), state.params))
     cases = {
         "seed": (state, fitting.data(), {"seed": int(index)}),
-        "params": (other, fitting.data(), {}),
-        "data in memory": (state, moved, {}),
+        "the digest of params": (other, fitting.data(), {}),
+        "the digest of train_data": (state, moved, {}),
         "batch_size": (state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
     }
     usual = {"epochs": 2, "devices": 2, "batch_size": fitting.BATCH}

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+import types
 
 import fitting
 import flax.linen as nn
@@ -189,18 +190,18 @@ def test_four_devices_share_each_batch():
                 other.history.steps[name], alone.history.steps[name], rtol=1e-3, atol=1e-5
             )
     # Each device then holds its rows of the basis.
-    rows = other._standing.carry.opt_state.second.subspace.rows["kernel"]
+    rows = other._carry.opt_state.second.subspace.rows["kernel"]
     assert rows.shape[:2] == (4, 1)
 
 
 def test_replicas_of_local_steps_part_and_meet():
     """What comes out is the center, and the mean of the batch statistics."""
     result = fitting.fit("linen", "agn", steps=5, devices=4)
-    kernels = np.asarray(result._standing.carry.params["Dense_0"]["kernel"])
+    kernels = np.asarray(result._carry.params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
-    center = optperm.center_params(result._standing.carry.opt_state)["Dense_0"]["kernel"]
+    center = optperm.center_params(result._carry.opt_state)["Dense_0"]["kernel"]
     support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
-    each = np.asarray(result._standing.carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    each = np.asarray(result._carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
@@ -274,9 +275,13 @@ def test_early_stopping_is_kept_by_a_resumed_run(tmp_path):
     history = training.History()
     for epoch, value in enumerate([3.0, 2.0, 2.5, 1.99, 2.4], 1):
         history.add_epoch(epoch=epoch, step=epoch, seconds=1.0, evaluated={"value": value})
-        assert stop.is_due(history) == (epoch == 5)
-    assert not training.EarlyStopping("eval_value", 3).is_due(history)  # 1.99 is better than 2
-    assert training.EarlyStopping("eval_value", 4, mode="max").is_due(history)
+        assert stop(types.SimpleNamespace(history=history)) == (epoch == 5)
+    assert not training.EarlyStopping("eval_value", 3)(
+        types.SimpleNamespace(history=history)
+    )  # 1.99 is better than 2
+    assert training.EarlyStopping("eval_value", 4, mode="max")(
+        types.SimpleNamespace(history=history)
+    )
     del options["eval_fn"]
     options["eval_fn"] = lambda params, batch: {"value": jnp.zeros([])}
     result = fitting.fit("linen", "adam", epochs=9, **options)
@@ -398,7 +403,7 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         (
             {"epochs": 1, "train_data": lambda epoch: 1},
             TypeError,
-            "an iterable of batches, got int",
+            "an iterable of .*got int",
         ),
         ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
         ({"epochs": 1, "seed": -1}, ValueError, "seed must be at least 0"),
@@ -440,7 +445,7 @@ def test_what_is_no_model_is_named():
     plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     cases = [
         (plain, {}, "optperm.training.TrainState.create"),
-        (params, {}, "or what an earlier fit returned, got dict"),
+        (params, {}, "or what an earlier fit returned, got <class .dict"),
         (fitting.NnxNet(), {}, "pass optimizer=optperm.training.Optimizer"),
     ]
     for model, options, says in cases:

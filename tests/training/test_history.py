@@ -39,12 +39,12 @@ def test_rows_are_written_as_csv(tmp_path):
 def test_arrays_and_json_hold_all_of_it():
     history = recorded()
     rows = json.loads(json.dumps(history.epoch_rows))
-    other = History.from_arrays(history.steps, rows)
+    other = History(history.steps, rows)
     for name in ("steps", "epochs"):
         for column, value in getattr(history, name).items():
             np.testing.assert_array_equal(getattr(other, name)[column], value)
             assert getattr(other, name)[column].dtype == value.dtype
-    copy = History.from_arrays(history.steps, history.epoch_rows)
+    copy = History(history.steps, history.epoch_rows)
     copy.add_steps({"loss": np.ones(3, np.float32)})
     assert (history.num_steps, copy.num_steps, other.num_steps) == (4, 7, 4)
     # Over parts of unequal length, and over all there are.

@@ -132,7 +132,7 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     with where.context():
         carry = where.place(state)
         batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
-        one = steps.steps_of(steps.Model(), dense_loss, where, carry, has_aux=False, rows=1).one
+        one = steps.steps_of(steps.Model(), dense_loss, where, carry, has_aux=False, rows=1)[1]
         model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
         texts = [
             one.lower(carry, (), batch).compile().as_text(),
@@ -251,8 +251,8 @@ def test_replicas_on_one_device_are_those_of_four(name, kind):
         )
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert results[0]._standing.layout.own
-    assert results[1]._standing.layout.mesh is None
+    assert results[0]._layout.own
+    assert results[1]._layout.mesh is None
 
 
 @pytest.mark.parametrize("name", ["agn", "diloco"])
@@ -266,7 +266,7 @@ def test_local_steps_are_found_without_a_state(name):
     support.assert_same_bits(
         *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
     )
-    assert late._standing.layout.own
+    assert late._layout.own
 
 
 def test_batch_statistics_and_dropout_see_the_whole_batch():
