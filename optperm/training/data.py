@@ -1,6 +1,5 @@
 """Data as users bring them: arrays in memory, or an iterable of batches."""
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,13 +28,6 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
       epoch: From 1.
       num_examples: How many there are.
 
-    Returns:
-      A permutation of 0 to `num_examples` - 1.
-
-    Raises:
-      TypeError: If an argument is not an integer.
-      ValueError: If one is out of range.
-
     Example:
       >>> from optperm.training import shuffled
       >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
@@ -48,12 +40,23 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
     return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 
-def is_arrays(data: Any) -> bool:
-    """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
+def is_arrays(name: str, data: Any) -> bool:
+    """Whether data is a tree of arrays, which a ValueError says if they do not agree, or of batches."""
     kinds = jax.Array | np.ndarray
-    return isinstance(data, kinds | Mapping | tuple) and all(
+    if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
-    )
+    ):
+        return num_examples(name, data) > 0
+    _check_stream(name, data, isinstance(data, Iterable) or callable(data))
+    return False
+
+
+def _check_stream(name: str, value: Any, is_one: bool) -> None:
+    if not is_one or isinstance(value, str | Mapping):
+        raise TypeError(
+            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
+            f"of batches, or a function of the epoch's number that gives one, got {type(value)}."
+        )
 
 
 def num_examples(name: str, data: Any) -> int:
@@ -68,21 +71,28 @@ def num_examples(name: str, data: Any) -> int:
     return shapes[0][0]
 
 
+def pieces(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
+    """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
+    if is_arrays(name, data):
+        total, parts = num_examples(name, data), layout.parts
+        step = max((size or total) // parts * parts, parts)
+        for low in range(0, total, step):
+            part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
+            yield layout.put_batch(part, local=False)
+        return
+    iterator, count = open_stream(name, data, epoch), 0
+    while (batch := pull(name, iterator)) is not END:
+        count += 1
+        yield layout.put_batch(batch, local=True)
+    if not count:
+        raise no_batch(name, epoch)
+
+
 def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
     """The batches of an epoch, from an iterable or from a function that gives one."""
-    opened = source(epoch) if callable(source) and not hasattr(source, "__iter__") else source
-    check_iterable(name, opened)
+    opened = source if hasattr(source, "__iter__") else source(epoch)
+    _check_stream(name, opened, isinstance(opened, Iterable))
     return iter(opened)
-
-
-def check_iterable(name: str, value: Any, *, may_be_callable: bool = False) -> None:
-    """Raises a TypeError unless a value is an iterable of batches, or perhaps a function."""
-    is_fine = isinstance(value, Iterable) or (may_be_callable and callable(value))
-    if not is_fine or isinstance(value, str | Mapping):
-        raise TypeError(
-            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable of "
-            f"batches, or a function of the epoch's number that gives one, got {type(value).__name__}."
-        )
 
 
 def no_batch(name: str, epoch: int) -> ValueError:
@@ -92,30 +102,13 @@ def no_batch(name: str, epoch: int) -> ValueError:
     return ValueError(f"{says}: {advice}.")
 
 
-def placed_pieces(data: Any, step: int, layout: Layout) -> Iterator[Any]:
-    """Arrays piece by piece, on devices that share each; a rest that they cannot share comes last."""
-    size, parts = num_examples("data", data), layout.parts if layout.mesh is not None else 1
-    step = max(min(step, size) // parts * parts, min(step, size, parts))
-    shared = size - size % parts
-    for low, high in itertools.pairwise(sorted({*range(0, shared, step), shared, size})):
-        batch = jax.tree.map(lambda leaf, low=low, high=high: leaf[low:high], data)
-        yield layout.put_batch(batch, local=False)
-
-
-def placed(name: str, iterator: Iterator[Any], layout: Layout) -> Iterator[Any]:
-    """All batches of an iterator, on the devices."""
-    while (batch := pull(name, iterator)) is not END:
-        yield layout.put_batch(batch, local=True)
-
-
 def pull(name: str, iterator: Iterator[Any]) -> Any:
     """The next batch, or `END` where some process has none. All of them have to ask."""
-    if jax.process_count() == 1:
-        return _as_arrays(next(iterator, END))
     batch, size, failure = END, 0, None
     try:
-        if (batch := _as_arrays(next(iterator, END))) is not END:
-            size = num_examples(f"A batch of {name}", batch)
+        if (batch := next(iterator, END)) is not END:
+            batch, is_alone = jax.tree.map(_as_array, batch), jax.process_count() == 1
+            size = 1 if is_alone else num_examples(f"A batch of {name}", batch)
     except Exception as error:
         size, failure = -1, error
     sizes = processes.gather(np.int32(size))
@@ -131,9 +124,7 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     return batch if sizes.min() else END
 
 
-def _as_arrays(batch: Any) -> Any:
-    """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
+def _as_array(leaf: Any) -> Any:
+    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
     known = jax.Array | np.ndarray | np.generic | bool | int | float
-    if batch is END:
-        return batch
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)
+    return leaf if isinstance(leaf, known) else np.asarray(leaf)

@@ -26,31 +26,21 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         checks.check_function("eval_fn", self.eval_fn, "(params, batch) or (model, batch)")
-        if datas.is_arrays(self.data):
-            datas.num_examples("eval_data", self.data)
-        else:
-            datas.check_iterable("eval_data", self.data, may_be_callable=True)
+        datas.is_arrays("eval_data", self.data)
 
     def evaluate(self, state: TrainState, epoch: int) -> dict[str, float]:
         """The means over all examples, by name; a ValueError if there are none."""
-        model, layout, rows, sizes = self.model, self.layout, list[Any](), list[int]()
+        model, rows, sizes = self.model, list[Any](), list[int]()
 
         def make(function: Callable[[], Any]) -> Any:
             return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
 
         call = made(self.eval_fn, ("evaluated", model), make)
-        with layout.context():
-            if datas.is_arrays(self.data):
-                size = self.batch_size or datas.num_examples("eval_data", self.data)
-                batches = datas.placed_pieces(self.data, size, layout)
-            else:
-                stream = datas.open_stream("eval_data", self.data, epoch)
-                batches = datas.placed("eval_data", stream, layout)
-            for batch in batches:  # the next ones are loaded while it is computed
+        with self.layout.context():
+            what = self.data, epoch, self.batch_size, self.layout
+            for batch in datas.pieces("eval_data", *what):  # loaded while others are computed
                 sizes.append(datas.num_examples("A batch of eval_data", batch))
                 rows.append(call(state, batch))
                 jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-        if not rows:
-            raise datas.no_batch("eval_data", epoch)
         host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
         return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}

@@ -1,7 +1,6 @@
 """Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
 import base64
-import inspect
 import json
 import time
 from collections.abc import Iterator
@@ -82,7 +81,8 @@ class ArrayFeed:
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All examples, placed; those included that no step of an epoch takes."""
-        return datas.placed_pieces(self._data, _GRADIENT_CHUNK * self._layout.parts, self._layout)
+        size = _GRADIENT_CHUNK * self._layout.parts
+        return datas.pieces("train_data", self._data, epoch, size, self._layout)
 
     def state(self) -> None:
         """Nothing: the shuffles follow from the seed."""
@@ -96,47 +96,32 @@ class StreamFeed:
 
     steps_per_epoch, rows = None, 1
 
-    def __init__(
-        self, source: Any, batch_size: Any, layout: Layout, earlier: "StreamFeed | None"
-    ) -> None:
-        datas.check_iterable("train_data", source, may_be_callable=True)
+    def __init__(self, source: Any, batch_size: Any, layout: Layout, earlier: Any) -> None:
         if batch_size is not None:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
-        if callable(source) and not hasattr(source, "__iter__"):
-            try:
-                inspect.signature(source).bind(1)
-            except TypeError as error:
-                raise TypeError(
-                    "A callable train_data is called with the number of the epoch, from 1, and gives "
-                    f"its batches: let it take one argument ({error})."
-                ) from error
         self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
         self._iterator: Any = None
-        self._waiting: list[Any] = []  # a batch that was asked for by a step that failed
         if earlier is not None and earlier._source is source:
-            self._iterator, self._at, self._waiting = (
-                earlier._iterator,
-                earlier._at,
-                earlier._waiting,
-            )
+            self._iterator, self._at = earlier._iterator, earlier._at
 
     def facts(self) -> dict[str, Any]:
         """What will come is not known."""
         return {"train_data": "an iterable of batches"}
 
-    def _open(self, epoch: int) -> Iterator[Any]:
+    def _reopened(self) -> Any:
         if self._iterator is not None and self._iterator is self._source:
             raise ValueError(
-                "train_data is an iterator that can be gone through only once, and is needed again. Pass "
-                "a list, a data loader that begins anew, or a function: train_data=lambda epoch: batches()."
+                "train_data is an iterator that can be gone through only once, and is needed again. "
+                "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
             )
-        return datas.open_stream("train_data", self._source, epoch)
+        return self._source
 
     def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
         if self._iterator is not None and self._at == (epoch, offset):
             return
-        self._iterator, self._at = self._open(epoch), (epoch, offset)
+        self._iterator = datas.open_stream("train_data", self._reopened(), epoch)
+        self._at = epoch, offset
         if state is not None:
             kind, content = json.loads(json.loads(state)[jax.process_index()])
             self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
@@ -157,20 +142,16 @@ class StreamFeed:
         with self._layout.context():
             while len(rows) < limit and not is_over and not (alone and interrupt.requested):
                 try:
-                    if not self._waiting:
-                        self._waiting.append(self._placed(datas.pull("train_data", self._iterator)))
-                    if is_over := self._waiting[0] is datas.END:
+                    batch = datas.pull("train_data", self._iterator)
+                    if is_over := batch is datas.END:
                         break
-                    carry, row = steps[1](carry, (), self._waiting[0])
+                    carry, row = steps[1](carry, (), self._placed(batch))
                 except Exception as raised:  # the loader's own, or the loss function's
                     error = raised
                     break
-                self._waiting.clear()
                 rows.append(row)
                 is_over = offset + len(rows) == length
                 jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-        if is_over:
-            self._waiting.clear()
         if is_over and not offset + len(rows):
             error = datas.no_batch("train_data", epoch)
         self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
@@ -178,19 +159,17 @@ class StreamFeed:
         return Fed(carry, columns, len(rows), is_over, error)
 
     def _placed(self, batch: Any) -> Any:
-        if batch is datas.END:
-            return batch
         parts = self._layout.parts // jax.process_count()
         if self._layout.mapped and (size := datas.num_examples("A batch", batch)) % parts:
             raise ValueError(
-                f"A batch of train_data must be one that {parts} replicas can share, got {size} examples. "
-                "Drop or fill up a last batch that is smaller."
+                f"A batch of train_data must be one that {parts} replicas can share, got {size} "
+                "examples. Drop or fill up a last batch that is smaller."
             )
         return self._layout.put_batch(batch, local=True)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return datas.placed("train_data", self._open(epoch), self._layout)
+        return datas.pieces("train_data", self._reopened(), epoch, None, self._layout)
 
     def state(self) -> str | None:
         """Where an iterator that can say so has come, in all processes."""

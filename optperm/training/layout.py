@@ -7,6 +7,7 @@ and XLA moves what has to move. A method that was built with the name of a mappe
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -63,22 +64,28 @@ class Layout:
         """What steps are traced and called in."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
-    def sharding(self, *spec: Any) -> NamedSharding | None:
+    def sharding(self, *spec: Any) -> Any:
         """That of a spec on the mesh; None without one."""
         return None if self.mesh is None else NamedSharding(self.mesh, P(*spec))
 
     def spread(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
         """A function on every replica at once, where the method is mapped.
 
-        Args:
-          function: From a carry, what all replicas share, and what each has a part of, it makes the next
-            carry, and numbers, of which the mean over replicas comes back.
-          axis: Along which the replicas have their parts.
+        From a carry, what all replicas share, and what each has a part of, along `axis`, the function
+        makes the next carry, and numbers, of which the mean over replicas comes back.
         """
         if not self.mapped:
             return function
         if self.mesh is None:
-            return self._simulate(function, axis)
+            size, name = self.replicas, self.mapped[0]
+            mapped = jax.vmap(function, (0, None, axis), axis_name=name, axis_size=size)
+
+            def on_all(carry: Any, shared: Any, whole: Any) -> tuple[Any, Any]:
+                parts = jax.tree.map(lambda x: jnp.stack(jnp.split(x, size, axis), axis), whole)
+                carry, results = mapped(carry, shared, parts)
+                return carry, jax.tree.map(lambda result: jnp.mean(result, axis=0), results)
+
+            return on_all
 
         def on_replica(carry: Any, shared: Any, part: Any) -> tuple[Any, Any]:
             carry = jax.tree.map(lambda x: x[0], carry) if self.own else carry
@@ -87,26 +94,9 @@ class Layout:
             return carry, average_varying(result)
 
         carries, parts = P(self.mapped) if self.own else P(), P(*[None] * axis, self.mapped)
-        return jax.shard_map(
-            on_replica,
-            mesh=self.mesh,
-            in_specs=(carries, P(), parts),
-            out_specs=(carries, P()),
-            axis_names=set(self.mapped),
-        )
-
-    def _simulate(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
-        size = self.replicas
-        mapped = jax.vmap(function, (0, None, axis), axis_name=self.mapped[0], axis_size=size)
-
-        def split(leaf: Any) -> jax.Array:
-            return jnp.reshape(leaf, (*leaf.shape[:axis], size, -1, *leaf.shape[axis + 1 :]))
-
-        def on_all(carry: Any, shared: Any, whole: Any) -> tuple[Any, Any]:
-            carry, results = mapped(carry, shared, jax.tree.map(split, whole))
-            return carry, jax.tree.map(lambda result: jnp.mean(result, axis=0), results)
-
-        return on_all
+        ins, outs, names = (carries, P(), parts), (carries, P()), set(self.mapped)
+        spread = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=names)
+        return spread(on_replica, in_specs=ins, out_specs=outs)
 
     def put(self, leaf: Any, *spec: Any, local: bool = False) -> jax.Array:
         """An array on the devices of all processes, of which each has it all or, if local, a part."""
@@ -119,12 +109,10 @@ class Layout:
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
         """A batch on the devices, which share it if they can equally; of each process all or a part."""
-        several = jax.process_count() if local else 1
         if self.mesh is None:
             return batch
-        return jax.tree.map(
-            lambda leaf: self.put(leaf, *self._spec(np.shape(leaf), several), local=local), batch
-        )
+        several, put = jax.process_count() if local else 1, functools.partial(self.put, local=local)
+        return jax.tree.map(lambda leaf: put(leaf, *self._spec(np.shape(leaf), several)), batch)
 
     def constrain(self, batch: Any) -> Any:
         """A batch within a compiled step, shared by the devices as well as they can."""
@@ -146,10 +134,8 @@ class Layout:
                 return self.put(leaf)
             if here.device_set == set(self.mesh.devices.flat):
                 return jax.device_put(leaf, self.sharding(*here.spec))
-            raise ValueError(
-                f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}, but the mesh is "
-                f"{self.mesh}: pass the mesh of the state."
-            )
+            says = f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}"
+            raise ValueError(f"{says}, but the mesh is {self.mesh}: pass the mesh of the state.")
 
         return jax.tree_util.tree_map_with_path(put, tree)
 
@@ -199,26 +185,17 @@ def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Lay
         axes = [_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
     known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
     there = f"With {names[0] if names else 'several devices'} there is the axis {known}"
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
     for mapped in ((), *axes):
         batch = layout.batch if mapped in ((), axes[0]) else (mapped,)
         candidate = dataclasses.replace(layout, mapped=mapped, batch=batch)
-        if (found := _trace(tx, params, candidate)) is None:
+        if (found := _trace(tx, state.params, candidate)) is None:
             continue
         is_local, varies = found
-        if mapped:
-            return dataclasses.replace(candidate, own=varies or layout.mesh is None)
-        if is_local:
-            raise ValueError(
-                f"{there}, but the method, which keeps a state on each replica, was built without axis_name: "
-                f"they would never meet: pass axis_name={known} to it."
-            )
-        if layout.mesh is None:
-            raise ValueError(
-                f"replicas={replicas} simulates those of a method with axis_name={known}, which this one "
-                "was built without. On several devices pass devices or mesh."
-            )
-        return candidate
+        if not mapped and (is_local or layout.mesh is None):
+            so = "replicas would never meet" if is_local else "there is nothing to simulate"
+            says = f"{there}, but the method was built without axis_name, so that {so}"
+            raise ValueError(f"{says}: pass axis_name={known} to it.")
+        return dataclasses.replace(candidate, own=bool(mapped and (varies or not layout.mesh)))
     raise ValueError(f"{there}, but the method asks for another: pass that as its axis_name.")
 
 
@@ -226,18 +203,19 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     if mesh is None and (devices is not None or jax.process_count() > 1):
         return Layout(mesh_of(1 if devices is None else devices), (AXIS,))
     if mesh is None:
-        leaves = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
-        spread = [x.mesh for x in leaves if isinstance(x, NamedSharding) and x.num_devices > 1]
-        if not spread:
-            return Layout()
-        mesh = spread[0]
+        here = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
+        mesh = next(
+            (s.mesh for s in here if isinstance(s, NamedSharding) and s.num_devices > 1), None
+        )
+    if mesh is None:
+        return Layout()
     if isinstance(mesh, Mesh):
         mesh = NamedSharding(mesh, P(mesh.axis_names[0]))
     if not isinstance(mesh, NamedSharding) or not mesh.spec or mesh.spec[0] is None:
-        raise TypeError(
-            "mesh must be a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a "
-            f"batch, whose first axis it shards, got {mesh!r}."
+        wanted = (
+            "a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a batch"
         )
+        raise TypeError(f"mesh must be {wanted}, whose first axis it shards, got {mesh!r}.")
     home: Any = mesh.mesh
     # Within steps XLA decides, so that any model runs; on explicit axes most would have to say more.
     return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
@@ -259,7 +237,7 @@ def mesh_of(devices: int) -> Mesh:
     )
 
 
-def _trace(tx: Any, like: Any, layout: Layout) -> tuple[bool, bool] | None:
+def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
     """Whether a method takes local steps, and its state varies; None if it asks for another axis."""
     is_local, varies = False, False
 
@@ -268,21 +246,21 @@ def _trace(tx: Any, like: Any, layout: Layout) -> tuple[bool, bool] | None:
         is_local = bool(find_states(tx.init(params), LocalStepsState))
         own = layout.mapped if is_local and layout.mesh is not None else ()
         params = mark_varying(params, own)
-        state = tx.init(params)
+        state, update = tx.init(params), optax.with_extra_args_support(tx).update
+        varies = bool(varying_axes(state))
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
             return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params)) * jnp.mean(batch)
 
         e = evaluate(loss_fn, params, batch, axis_name=None if own else layout.mapped or None)
-        update = optax.with_extra_args_support(tx).update
-        new = update(e.grad, state, params, **e.extra_args)[1]
-        varies = bool(varying_axes(state, new))
+        varies |= bool(varying_axes(update(e.grad, state, params, **e.extra_args)[1]))
         return (), ()
 
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     batch = jax.ShapeDtypeStruct((2 * layout.parts,), jnp.float32)
     try:
         with layout.context():
-            jax.eval_shape(layout.spread(step, 0), (), like, batch)
+            jax.eval_shape(layout.spread(step, 0), (), params, batch)
     except Exception as error:  # whatever a loss that says nothing leads to
         if "is not bound" in str(error) or "unbound axis" in str(error):
             return None

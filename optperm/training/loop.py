@@ -33,14 +33,7 @@ _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
 
 
 class Position(NamedTuple):
-    """How far training has come.
-
-    Attributes:
-      step: Steps in all.
-      epoch: The epoch of the next one.
-      offset: Steps within that.
-      seconds: Since the last row of an epoch.
-    """
+    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
 
     step: int = 0
     epoch: int = 1
@@ -53,14 +46,12 @@ class FitResult:
     """What `fit` came to, and what it goes on from.
 
     Attributes:
-      state: The trained `TrainState`; None for a model of `flax.nnx`. Where replicas train each by
-        itself (`optperm.agn`, `optperm.diloco`), its params are the center's, its model state the mean,
-        and its optimizer's state that of one of them.
+      state: The trained `TrainState`; None for a model of `flax.nnx`. Of replicas that train each by
+        itself (`optperm.agn`, `optperm.diloco`) its params are the center's, its model state the mean.
       model: The trained model of `flax.nnx`, the one that was passed; None for a `TrainState`.
       optimizer: Its optimizer; None for a `TrainState`.
       history: What was recorded.
-      ended: `"finished"` after as many epochs or steps as were asked for, `"stopped"` by a callback, or
-        `"interrupted"` by Ctrl-C or SIGTERM.
+      ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
       epoch: Whole epochs done, since the start of the first run.
       step: Steps done, likewise.
     """
@@ -112,23 +103,21 @@ def fit(
     statistics and the random key of that step; only the main evaluation's new statistics are kept.
 
     On a mesh one program runs on all devices: batches are sharded, the state lies as it was passed, and
-    the result is that of one device; BatchNorm and dropout see the whole batch. Within steps the axes of
-    an explicit mesh are automatic too. A method that was built with the name of a mapped axis runs by
-    `jax.shard_map` over that axis instead, each device with its part of a batch; `optperm.agn` and
-    `optperm.diloco` do, each replica with params of its own.
+    BatchNorm and dropout see the whole batch. A method that was built with the name of a mapped axis
+    runs by `jax.shard_map` over that axis instead, each device with its part of a batch; `optperm.agn`
+    and `optperm.diloco` do, each replica with params of its own.
 
     Args:
       state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place; or
         what an earlier `fit` returned, to go on from exactly there, on the same devices by default.
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
-        and `rng`, a key of each step, drawn from the state's. For a model of `flax.nnx`
-        `loss_fn(model, batch)`, which may change the model's state.
+        and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
       train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
         shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`); a last part that fills no
-        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch.
-        Or a function of the epoch's number, from 1, that gives such an iterable. No batch is asked for
-        before the step that takes it.
+        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
+        or a function of the epoch's number, from 1, that gives one. No batch is asked for before the
+        step that takes it. With several processes an iterable brings in each its part of a batch.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
@@ -136,18 +125,15 @@ def fit(
       seed: Seed of the shuffles.
       has_aux: Whether `loss_fn` returns metrics as well, as the last of a tuple: a dict of scalars, the
         means over the batch.
-      eval_fn: What to evaluate at the end of each epoch, like `loss_fn`: `eval_fn(params, batch)`, which
-        may take `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars.
-      eval_data: What to evaluate on: arrays, an iterable of batches, or a function of the epoch's
-        number. The means are over examples. All devices share each batch.
+      eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
+        `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars, means over the batch.
+      eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
       mesh: A `jax.sharding.Mesh`, whose first axis (or that which the method names) shards batches, or
         the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if it is.
       devices: Short for a mesh of so many devices of each process, along the axis `"replica"`; of
-        several processes (`jax.distributed`) one each by default. In-memory data are the same in all
-        processes; an iterable brings in each its own part of a batch, all of one size.
-      replicas: How many replicas of `optperm.agn`, `optperm.diloco` or another method with
-        `axis_name="replica"` to simulate on one device.
+        several processes (`jax.distributed`) one each by default.
+      replicas: How many replicas of a method with `axis_name="replica"` to simulate on one device.
       every: Functions of an `Event`, or lists of such, by the number of steps between their calls:
         `{100: log, 1000: evaluate}`. True stops. With several processes all of them call them.
       epoch_start: A function `change(opt_state, params, full_gradient)` that gives the optimizer state
@@ -167,9 +153,6 @@ def fit(
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
 
-    Returns:
-      A `FitResult`.
-
     Raises:
       TypeError: If an argument is of the wrong type, or a function returns something else than it must.
       ValueError: If an argument is out of range or does not fit another one, data hold no examples, a
@@ -181,12 +164,10 @@ def fit(
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, optperm
       >>> from optperm.training import TrainState, fit
       >>> x = jax.random.normal(jax.random.key(0), (64, 3))
-      >>> data = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}
-      >>> model = nn.Dense(1)
-      >>> state = TrainState.create(
-      ...     apply_fn=model.apply, params=model.init(jax.random.key(1), x)["params"],
-      ...     tx=optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=5, n_components=4),
-      ... )
+      >>> data, model = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}, nn.Dense(1)
+      >>> tx = optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=5, n_components=4)
+      >>> params = model.init(jax.random.key(1), x)["params"]
+      >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
       >>> result = fit(state, loss_fn, data, epochs=8, batch_size=32)
@@ -232,7 +213,7 @@ def fit(
     if epoch_start is not None and layout.own:
         raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
     feed: ArrayFeed | StreamFeed
-    if datas.is_arrays(train_data):
+    if datas.is_arrays("train_data", train_data):
         feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
     else:
         feed = StreamFeed(train_data, batch_size, layout, earlier._stream if earlier else None)
@@ -242,22 +223,14 @@ def fit(
         processes.check_same({**facts, **feed.facts(), **counts, **digest})
     where = Layout(layout.mesh, layout.batch)
     batch = eval_batch_size or batch_size
-    run = _Run(
-        source=(state_or_model, optimizer),
-        model=model,
-        layout=layout,
-        feed=feed,
-        loss_fn=loss_fn,
-        has_aux=bool(has_aux),
-        evaluator=eval_fn and Evaluator(eval_fn, eval_data, batch, model, where),
-        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
-        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
-        epoch_start=epoch_start,
-        steps_per_call=int(steps_per_call),
-        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
-        at=Position() if earlier is None else earlier._at,
-        history=History(*(earlier.history.steps, earlier.history.epoch_rows) if earlier else ()),
-    )
+    calls = {int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()}
+    evaluator = eval_fn and Evaluator(eval_fn, eval_data, batch, model, where)
+    when = calls, as_callbacks("on_epoch_end", on_epoch_end), epoch_start, int(steps_per_call)
+    carry = _placed(initial, layout) if earlier is None else _moved(earlier, layout)
+    old = earlier.history if earlier else History()
+    start = carry, earlier._at if earlier else Position(), History(old.steps, old.epoch_rows)
+    what = (state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux), evaluator
+    run = _Run(*what, *when, *start)
     if checkpoints is not None:
         kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
         run.keep_in(kept, {**facts, **feed.facts()}, resume)
@@ -297,7 +270,7 @@ def _moved(earlier: FitResult, layout: Layout) -> TrainState:
     return copied(typed(layout.place(host), earlier._carry))
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class _Run:
     """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
 

@@ -88,7 +88,7 @@ def test_golden_sequences_with_the_basis_spread_over_devices(size, mapping):
             np.testing.assert_allclose(lengths[:, index], data["step"], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("k", "sizes"), [(5, (1, 2, 3, 4)), (2, (1, 4)), (1, (4,))])
+@pytest.mark.parametrize(("k", "sizes"), [(5, (2, 4)), (2, (4,)), (1, (4,))])
 def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
     """Each has its share of one batch and of the rows; the params agree with one device's to 1e-5."""
     data = batches(8, 12)

@@ -116,8 +116,9 @@ def test_resumed_on_either_side_of_the_switch_and_at_it():
         support.assert_same_bits(resumed, trail[taken:])
 
 
-@pytest.mark.parametrize("phase", ["bfgs", "sgd"])
-@pytest.mark.parametrize(("size", "mapping"), [(2, "pmap"), (4, "shard_map")])
+@pytest.mark.parametrize(
+    ("phase", "size", "mapping"), [("bfgs", 2, "pmap"), ("bfgs", 4, "shard_map"), ("sgd", 4, "shard_map")]
+)
 def test_on_many_devices_as_on_one(phase, size, mapping):
     """Each has its share of the batch and of the rows, in both phases and through the switch."""
     data = valley.batches(12, 4)

@@ -205,7 +205,7 @@ def test_replicas_of_local_steps_part_and_meet():
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="they would never meet: pass axis_name='replica'"):
+    with pytest.raises(ValueError, match="replicas would never meet: pass axis_name='replica'"):
         training.fit(
             fitting.linen_state(fitting.method("agn")),
             fitting.linen_loss,
@@ -394,16 +394,16 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "batch_size": None}, ValueError, "Pass batch_size"),
         ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
         ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, .* got 9"),
-        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
-        ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
-        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
+        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got .*int"),
+        ({"epochs": 1, "train_data": "x"}, TypeError, "got .*str"),
+        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got .*dict"),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
-        ({"epochs": 1, "train_data": lambda: []}, TypeError, "the number of the epoch"),
+        ({"epochs": 1, "train_data": lambda: []}, TypeError, "takes 0 positional arguments"),
         (
             {"epochs": 1, "train_data": lambda epoch: 1},
             TypeError,
-            "an iterable of .*got int",
+            "an iterable of .*got .*int",
         ),
         ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
         ({"epochs": 1, "seed": -1}, ValueError, "seed must be at least 0"),
@@ -423,7 +423,7 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
-        ({"epochs": 1, "replicas": 2}, ValueError, "simulates those of a method with axis_name"),
+        ({"epochs": 1, "replicas": 2}, ValueError, "without axis_name, so that there is nothing to simulate"),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
         ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),
