@@ -1,13 +1,17 @@
 """Time of `optperm.training.fit` over that of the same steps in a loop written by hand.
 
-Both train the same small network on the same batches, from the same params, for as many steps;
-compiling is left out. In turns, and medians of each: run as `python benchmarks/fit.py`.
+Both train the same small network on the same batches, from the same params, for as many steps. Arrays
+are compared with one jitted `jax.lax.scan` over 100 steps at a time, called from a plain loop; iterables
+with a jitted step, called for each batch. Compiling is left out; the shortest of runs in turns counts.
+
+    python benchmarks/fit.py [--repetitions 11] [--seconds 3] [--json FILE]
 """
 
 import argparse
-import statistics
+import json
+import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +23,8 @@ import optax
 import optperm
 from optperm import training
 
-EXAMPLES, FEATURES, CLASSES, BATCH = 4096, 64, 10, 128
+EXAMPLES, FEATURES, CLASSES, BATCH = 12800, 64, 10, 128
+STEPS = EXAMPLES // BATCH  # an epoch, and a call by hand
 
 
 class Net(nn.Module):
@@ -39,14 +44,23 @@ class Net(nn.Module):
         return nn.Dense(CLASSES)(x)
 
 
-def data() -> dict[str, np.ndarray]:
+def examples() -> dict[str, np.ndarray]:
     """Random examples with labels that can be learned."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
     return {"x": x, "y": np.argmax(x[:, :CLASSES], axis=1).astype(np.int32)}
 
 
-def setup(hidden: int, tx: optax.GradientTransformation) -> tuple[Any, Callable[..., Any]]:
+DATA = examples()
+
+
+def batches(epoch: int) -> Iterator[dict[str, np.ndarray]]:
+    """The batches of `fit`'s shuffles, gathered on the host."""
+    for hand in np.asarray(training.shuffled(0, epoch, EXAMPLES)).reshape(STEPS, BATCH):
+        yield {name: leaf[hand] for name, leaf in DATA.items()}
+
+
+def setup(hidden: int) -> tuple[Any, Callable[..., Any]]:
     """The state before training, and the loss function."""
     model = Net(hidden)
     params = model.init(jax.random.key(0), jnp.zeros((1, FEATURES)))["params"]
@@ -55,39 +69,45 @@ def setup(hidden: int, tx: optax.GradientTransformation) -> tuple[Any, Callable[
         logits = model.apply({"params": params}, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    return training.TrainState.create(apply_fn=model.apply, params=params, tx=tx), loss_fn
+    create = training.TrainState.create
+    return create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3)), loss_fn
 
 
-def by_hand(state: Any, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop that one would write: a jitted step, its state donated, called for each batch.
-
-    Losses stay on the device until the end.
-    """
+def by_hand(state: Any, loss_fn: Callable[..., Any]) -> tuple[Any, Any]:
+    """The loops that one would write, their states donated: over arrays, and over batches."""
 
     def step(state: Any, batch: Any) -> Any:
         e = optperm.evaluate(loss_fn, state.params, batch)
         return state.apply_gradients(grads=e.grad, **e.extra_args), e.value
 
-    jitted = jax.jit(step, donate_argnums=0)
+    def call(state: Any, order: jax.Array, data: Any) -> Any:
+        return jax.lax.scan(
+            lambda state, hand: step(state, jax.tree.map(lambda leaf: leaf[hand], data)),
+            state,
+            order,
+        )
 
-    def run(epochs: int, source: Callable[[int], Any]) -> Any:
+    scanned, jitted = jax.jit(call, donate_argnums=0), jax.jit(step, donate_argnums=0)
+    on_device = jax.tree.map(jnp.asarray, DATA)
+
+    def arrays(epochs: int) -> Any:
         current, losses = jax.tree.map(jnp.copy, state), []
         for epoch in range(1, epochs + 1):
-            for batch in source(epoch):
+            order = training.shuffled(0, epoch, EXAMPLES).reshape(STEPS, BATCH)
+            current, loss = scanned(current, order, on_device)
+            losses.append(np.asarray(loss))
+        return current
+
+    def iterable(epochs: int) -> Any:
+        current, losses = jax.tree.map(jnp.copy, state), []
+        for epoch in range(1, epochs + 1):
+            for batch in batches(epoch):
                 current, loss = jitted(current, batch)
                 losses.append(loss)
-        return current, jax.device_get(losses)
+        jax.device_get(losses)
+        return current
 
-    return run
-
-
-def from_memory(epoch: int) -> Any:
-    """The batches of `fit`'s shuffles, gathered on the host."""
-    order = np.asarray(training.shuffled(0, epoch, EXAMPLES))
-    examples = data_once
-    for low in range(0, EXAMPLES, BATCH):
-        hand = order[low : low + BATCH]
-        yield {name: leaf[hand] for name, leaf in examples.items()}
+    return arrays, iterable
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -97,57 +117,50 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def compare(hand: Any, fit: Any, repetitions: int, least: float) -> list[float]:
+    """Microseconds of a step by each, the least of runs in turns of so many seconds."""
+    hand(1), fit(1)  # these compile
+    epochs = max(1, round(least / min(seconds(lambda: hand(1)) for _ in range(3))))
+    times = [
+        (seconds(lambda: hand(epochs)), seconds(lambda: fit(epochs))) for _ in range(repetitions)
+    ]
+    return [1e6 * min(each) / (epochs * STEPS) for each in zip(*times, strict=True)]
+
+
 def main() -> None:
-    """Prints a row for each method, size and source of batches."""
+    """Prints a row for each size and source of batches."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--source", choices=["arrays", "iterable"])
+    parser.add_argument("--repetitions", type=int, default=11)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each run, at least")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--json", type=pathlib.Path)
     chosen = parser.parse_args()
-    methods = {
-        "sgd": optax.sgd(0.1),
-        "adam": optax.adam(1e-3),
-        "dldr": optperm.dldr(optax.sgd(0.1), sample_every=4, num_samples=17, n_components=16),
-    }
-    print(f"{EXAMPLES} examples, batches of {BATCH}, medians of {chosen.repetitions} in turns")
-    print(f"{'':6} {'hidden':>6} {'batches':10} {'by hand':>9} {'fit':>9}   of one step; ratio")
-    for name, tx in methods.items():
-        for hidden in (64, 512):
-            state, loss_fn = setup(hidden, tx)
-            loop = by_hand(state, loss_fn)
-            for source in ("arrays", "iterable"):
-                if chosen.source in (None, source):
-                    compare(name, hidden, source, state, loss_fn, loop, chosen)
+    rows = []
+    for hidden in chosen.hidden:
+        state, loss_fn = setup(hidden)
+        loop, stream = by_hand(state, loss_fn)
 
+        def fitted(epochs: int, state: Any = state, loss_fn: Any = loss_fn, **options: Any) -> Any:
+            data = options.pop("data", DATA)
+            batch = {"batch_size": BATCH} if data is DATA else {}
+            return training.fit(state, loss_fn, data, epochs=epochs, **batch, **options).state
 
-def compare(
-    name: str,
-    hidden: int,
-    source: str,
-    state: Any,
-    loss_fn: Callable[..., Any],
-    loop: Callable[..., Any],
-    chosen: argparse.Namespace,
-) -> None:
-    """Prints the row of one method, size and source."""
-    options = {"batch_size": BATCH} if source == "arrays" else {}
-    train_data = data_once if source == "arrays" else from_memory
+        peers = {
+            "arrays": (loop, fitted),
+            "arrays, every={100: f}": (loop, lambda n, f=fitted: f(n, every={100: lambda e: None})),
+            "arrays, every={1: f}": (loop, lambda n, f=fitted: f(n, every={1: lambda e: None})),
+            "iterable": (stream, lambda n, f=fitted: f(n, data=batches)),
+        }
+        for name, (hand, fit) in peers.items():
+            of_step = compare(hand, fit, chosen.repetitions, chosen.seconds)
+            ratio = of_step[1] / of_step[0]
+            row = {"hidden": hidden, "batches": name, "hand_us": of_step[0], "fit_us": of_step[1]}
+            rows.append(row | {"ratio": ratio})
+            says = "by hand {:7.1f} us, fit {:7.1f} us a step, ratio {:.3f}".format(*of_step, ratio)
+            print(f"{hidden:5} {name:24} {says}", flush=True)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}))
 
-    def fitted() -> Any:
-        result = training.fit(state, loss_fn, train_data, epochs=chosen.epochs, **options)
-        return result.state
-
-    times: dict[str, list[float]] = {"hand": [], "fit": []}
-    for _ in range(chosen.repetitions + 1):
-        times["hand"].append(seconds(lambda: loop(chosen.epochs, from_memory)))
-        times["fit"].append(seconds(fitted))
-    steps = chosen.epochs * (EXAMPLES // BATCH)
-    # The first of each compiles.
-    hand, fit = (1e6 * statistics.median(times[peer][1:]) / steps for peer in ("hand", "fit"))
-    print(f"{name:6} {hidden:6} {source:10} {hand:7.1f} us {fit:7.1f} us   {fit / hand:.2f}")
-
-
-data_once = data()
 
 if __name__ == "__main__":
     main()

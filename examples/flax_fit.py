@@ -91,7 +91,7 @@ def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
         batch_size=32,
         eval_fn=test,
         eval_data=test_data,
-        epoch_start=lambda epoch: optperm.take_snapshot if method == "svrg" else None,
+        epoch_start=optperm.take_snapshot if method == "svrg" else None,
         on_epoch_end=EarlyStopping("eval_loss", patience=2, min_delta=0.02),
         **checkpoint,
     )
@@ -106,8 +106,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, FitResult]:
     results = {}
     for method in METHODS:
         with tempfile.TemporaryDirectory() as folder:
-            train(method, BREAK_AFTER, checkpoint_dir=folder)
-            result = train(method, options.epochs, checkpoint_dir=folder, resume=True)
+            train(method, BREAK_AFTER, checkpoints=folder)
+            result = train(method, options.epochs, checkpoints=folder, resume=True)
         reached = [f"{value:.3f}" for value in result.history.epochs["eval_accuracy"]]
         print(f"{method:6} {result.ended} after epoch {result.epoch}; accuracy", *reached)
         result.history.plot(options.out / f"flax-fit-{method}.png")

@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     def watch(event: Event) -> None:
         if event.step.bit_count() == 1:  # a power of two
-            params = event.trained().params
+            params = event.state.params
             reached = accuracy(MODEL.apply({"params": params}, x), y)
             curves.append((event.step, float(reached), share_at_home(params, initial)))
 
     state = TrainState.create(
         apply_fn=MODEL.apply, params=initial, tx=optperm.sgperm(aggressiveness=0.1)
     )
-    result = fit(state, loss_fn, train_data, steps=options.steps, batch_size=32, on_batch_end=watch)
+    result = fit(state, loss_fn, train_data, steps=options.steps, batch_size=32, every={1: watch})
 
     permutation = optperm.export_permutation(initial, result.state.opt_state)
     rebuilt = optperm.apply_permutation(draw_weights(), permutation)

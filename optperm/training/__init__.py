@@ -2,6 +2,7 @@
 
 from optperm.training.callbacks import EarlyStopping as EarlyStopping
 from optperm.training.callbacks import Event as Event
+from optperm.training.callbacks import metrics_writer as metrics_writer
 from optperm.training.checkpoints import CheckpointError as CheckpointError
 from optperm.training.data import shuffled as shuffled
 from optperm.training.history import History as History

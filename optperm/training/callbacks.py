@@ -1,9 +1,12 @@
-"""What is called at the end of batches and epochs."""
+"""What is called while a model is trained."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from optperm.contract import checks
 from optperm.training.history import History
@@ -13,24 +16,35 @@ Mode = Literal["min", "max"]
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """The end of a batch or of an epoch, as a callback sees it.
+    """A moment between two steps, as a callback sees it.
 
     Attributes:
-      epoch: The epoch that it belongs to, from 1.
+      epoch: The epoch of the last step, from 1.
       step: Steps done.
-      metrics: Of the batch, or of the epoch: its row in the history.
+      metrics: At the end of an epoch its row; with `every={n: f}` the means over the last n steps.
       history: All so far.
     """
 
     epoch: int
     step: int
-    metrics: Mapping[str, float]
     history: History
+    _metrics: Callable[[], Mapping[str, float]] = dataclasses.field(repr=False)
     _trained: Callable[[], Any] = dataclasses.field(repr=False)
+    _evaluate: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
 
-    def trained(self) -> Any:
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers of the moment; a function that does not look at them does not wait for them."""
+        return self._metrics()
+
+    @functools.cached_property
+    def state(self) -> Any:
         """What has been trained so far: a new `TrainState`, or a new model of `flax.nnx`."""
         return self._trained()
+
+    def evaluate(self) -> dict[str, float]:
+        """What `eval_fn` gives on `eval_data` now. With several processes all of them have to ask."""
+        return self._evaluate()
 
 
 Callback = Callable[[Event], bool | None]
@@ -40,7 +54,7 @@ Callback = Callable[[Event], bool | None]
 class EarlyStopping:
     """Stops training once a metric of the epochs has not improved for some time.
 
-    It looks at nothing but the history, so that a run which is resumed stops where it would have.
+    It looks at the history alone: a run that is resumed stops where it would have.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
@@ -64,21 +78,12 @@ class EarlyStopping:
         checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf)
 
     def __call__(self, event: Event) -> bool:
-        """Whether to stop."""
-        return self.is_due(event.history)
-
-    def is_due(self, history: History) -> bool:
-        """Whether to stop, by what has been recorded.
-
-        Raises:
-          ValueError: If nothing of the name has been.
-        """
-        epochs = history.epochs
+        """Whether to stop; a ValueError if the epochs have no column of that name."""
+        epochs = event.history.epochs
         if self.monitor not in epochs:
             raise ValueError(
                 f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
-                f"{', '.join(map(repr, epochs)) or 'no rows'}. Metrics of the evaluation begin "
-                "with eval_."
+                f"{', '.join(map(repr, epochs))}. Metrics of the evaluation begin with eval_."
             )
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
@@ -88,38 +93,46 @@ class EarlyStopping:
         return since >= self.patience
 
 
-def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
-    """One callback or several, as a tuple.
+def metrics_writer(writer: Any) -> Callback:
+    """A function for `every` and `on_epoch_end` that hands the metrics of each event to a writer.
 
-    Raises:
-      TypeError: If one is none.
+    Args:
+      writer: With `write_scalars(step, scalars)`, as clu's, or `add_scalar(name, value, step)`, as
+        TensorBoard's; a TypeError if it has neither.
+
+    Example:
+      >>> from optperm.training import metrics_writer
+      >>> class Printer:
+      ...     def write_scalars(self, step, scalars):
+      ...         print(step, scalars)
+      >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
     """
-    if value is None:
-        return ()
-    several = tuple(value) if isinstance(value, Sequence) else (value,)
+    if not hasattr(writer, "write_scalars") and not hasattr(writer, "add_scalar"):
+        wanted = "write_scalars(step, scalars) or add_scalar(name, value, step)"
+        raise TypeError(f"writer must have {wanted}, got {type(writer).__name__}.")
+
+    def write(event: Event) -> None:
+        if hasattr(writer, "write_scalars"):
+            return writer.write_scalars(event.step, dict(event.metrics))
+        for name, value in event.metrics.items():
+            writer.add_scalar(name, value, event.step)
+
+    return write
+
+
+def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
+    """One callback or several, as a tuple; a TypeError if one is none."""
+    several = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
     for callback in several:
-        if not callable(callback):
-            raise TypeError(
-                f"{name} must be a function of an Event, or a list of such, got {callback!r}. It "
-                "returns True to stop training."
-            )
+        checks.check_function(name, callback, "of an Event, or a list of such")
     return several
 
 
-def wants_to_stop(callbacks: tuple[Callback, ...], event: Event, *, name: str) -> bool:
-    """Calls all, and tells whether one of them wants to stop.
-
-    Raises:
-      TypeError: If one returns something else than True, False or None.
-    """
+def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
+    """Calls all, and tells whether one wants to stop; a TypeError if one does not say clearly."""
     answers = [callback(event) for callback in callbacks]
-    for callback, answer in zip(callbacks, answers, strict=True):
-        if answer is not None:
-            try:
-                checks.check_flag("answer", answer)
-            except TypeError as error:
-                raise TypeError(
-                    f"{name}: {callback!r} must return True to stop training, or None or False to go "
-                    f"on, got {answer!r}."
-                ) from error
+    for answer in answers:
+        if not isinstance(answer, bool | np.bool_ | None):
+            says = "must return True to stop training, or None or False to go on"
+            raise TypeError(f"{name} {says}, got {answer!r}.")
     return any(answers)

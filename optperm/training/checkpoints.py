@@ -1,16 +1,14 @@
-"""Checkpoints: folders named by a number, each all that it takes to go on from there.
+"""Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
 
-A checkpoint is one of Orbax with two items: `state`, the arrays (of each replica, where they differ),
-and `run`, as JSON what tells the run from others, the digest of the state, and the history so far.
-Orbax writes it under another name and renames it at the end: a run that dies meanwhile leaves the
-checkpoints before it as they were.
+Its items are `state`, the arrays of the carry, each written by the processes that have it; `history`,
+the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a checkpoint under
+another name and renames it at the end: a run that dies meanwhile leaves the others as they were.
 """
 
 import contextlib
-import dataclasses
-import hashlib
 import json
-import pathlib
+import os
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,171 +16,146 @@ import jax
 import numpy as np
 
 from optperm.training.extras import import_optional
-from optperm.training.replicas import Replicas
+
+_NEVER, _DROPPED = 2**31 - 1, ".dropped"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or not be read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """What a checkpoint holds.
+    """A checkpoint cannot be written, or not be read.
 
     Attributes:
-      state: A tree of NumPy arrays.
-      history: JSON values.
+      result: What `fit` would have returned, where it had trained by then, else None.
     """
 
-    state: Any
-    history: dict[str, Any]
+    result: Any = None
 
 
-def write(path: pathlib.Path, facts: Mapping[str, Any], kept: Kept) -> None:
-    """Writes a checkpoint. To be called in process 0.
+class Checkpoints:
+    """The checkpoints of one run, by the arguments of `fit`."""
 
-    Args:
-      path: Its folder, named by a number.
-      facts: What tells the run from others: names and JSON values.
-      kept: What it is to hold.
+    def __init__(self, where: Any, every: int | None, keep: int | None) -> None:
+        extra = "optperm[training]"
+        self._ocp = import_optional("orbax.checkpoint", needed_by="A checkpoint", install=extra)
+        self._every, self._last_kept = every or _NEVER, _NEVER
+        self._is_ours = isinstance(where, str | os.PathLike)
+        if not self._is_ours and not isinstance(where, self._ocp.CheckpointManager):
+            wanted = "a folder or an orbax.checkpoint.CheckpointManager"
+            raise TypeError(f"checkpoints must be {wanted}, got {type(where).__name__}.")
+        if not self._is_ours and (every is not None or keep is not None):
+            raise ValueError(
+                "checkpoint_every and checkpoint_keep are for a folder: a CheckpointManager has its own "
+                "options, save_interval_steps and max_to_keep."
+            )
+        self._manager = self._open(where, keep) if self._is_ours else where
+        self._folder = self._manager.directory
 
-    Raises:
-      CheckpointError: If it cannot be written.
-    """
-    run = {"facts": dict(facts), "digest": digest(kept.state), "history": kept.history}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _orbax() as (checkpointer, args):
-        try:
-            items = {"state": args.StandardSave(kept.state), "run": args.JsonSave(run)}
-            checkpointer.save(path.absolute(), args=args.Composite(**items))
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"cannot write {path} ({error}).") from error
+    def _open(self, where: Any, keep: int | None) -> Any:
+        epath = import_optional("etils.epath", needed_by="A checkpoint", install="etils[epath]")
+        with _errors(f"cannot write checkpoints to {where}"):
+            folder = epath.Path(where if "://" in str(where) else os.path.abspath(where))
+            folder.mkdir(parents=True, exist_ok=True)
+            # What cannot be written is found now, rather than when training is over.
+            probe = folder / f".writable-{uuid.uuid4().hex}"
+            probe.write_text("")
+            probe.unlink()
+            # One that is dropped is renamed first, so that what is left is whole at any moment.
+            options = self._ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
+            return self._ocp.CheckpointManager(folder, options=options)
 
+    def choose(self, resume: bool | int, step: int) -> int | None:
+        """The step of the checkpoint from which a run at a step is to go on; None for none."""
+        known = sorted(self._manager.all_steps())
+        names = ", ".join(map(str, known)) or "none at all"
+        if resume is False and known and known[-1] > step:
+            raise ValueError(
+                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass "
+                "resume=True to go on from it, or another folder."
+            )
+        if resume is False or (resume is True and not known):
+            return None
+        if resume is not True and resume not in known:
+            says = f"{self._folder} has none after that step, but after {names}"
+            raise ValueError(f"resume={resume}: {says}.")
+        return known[-1] if resume is True else int(resume)
 
-def numbers(folder: pathlib.Path) -> list[int]:
-    """The numbers of the checkpoints in a folder, in order."""
-    paths = [path for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
-    return sorted(int(path.name) for path in paths)
+    def read(
+        self, step: int, like: Any, facts: Mapping[str, Any]
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """What `write` wrote after a step, its arrays placed like those of a tree.
 
+        What was kept after that step is dropped before the next one is written.
+        """
+        path, args, here = self._folder / str(step), self._ocp.args, json.loads(json.dumps(facts))
+        advice = "was not written by this version of optperm; resume=STEP takes another"
+        with _errors(f"{path} is damaged or {advice}"):
+            run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+        there = {name: run["facts"].get(name) for name in here}
+        which = [f"{k} is {there[k]} there and {here[k]} here" for k in here if there[k] != here[k]]
+        if which:
+            raise ValueError(
+                f"The checkpoint {path} is of another run: {'; '.join(which)}. Pass what that run was "
+                "started with, or another folder."
+            )
+        like = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        items = {"state": args.StandardRestore(like), "history": args.StandardRestore()}
+        with _errors(f"{path} is damaged or {advice}"):
+            arrays = self._manager.restore(step, args=args.Composite(**items))
+        self._last_kept = step
+        return arrays.state, np.asarray(arrays.history["steps"]), run
 
-def facts_of(path: pathlib.Path, *, advice: str) -> dict[str, Any]:
-    """What tells the run of a checkpoint from others.
+    def until_next(self, step: int, most: int) -> int:
+        """In how many steps the next checkpoint is due, if in fewer than `most`, else that."""
+        if self._is_ours:
+            return min(most, self._every - step % self._every)
+        self._drop_later()  # as should_save is False before the newest one
+        return next((n for n in range(1, most) if self._manager.should_save(step + n)), most)
 
-    Raises:
-      CheckpointError: If it is damaged, with the advice.
-    """
-    facts: dict[str, Any] = _read(path, None, advice)["run"]["facts"]
-    return facts
+    def is_due(self, step: int) -> bool:
+        """Whether one is due after a step."""
+        return step % self._every == 0 if self._is_ours else self._manager.should_save(step)
 
+    def _drop_later(self) -> None:
+        for later in [step for step in self._manager.all_steps() if step > self._last_kept]:
+            self._manager.delete(later)
+        self._last_kept = _NEVER
 
-def read(path: pathlib.Path, like: Any, *, advice: str) -> Kept:
-    """Reads a checkpoint. To be called in process 0.
+    def write(
+        self, step: int, state: Any, rows: np.ndarray, run: dict[str, Any], metrics: Any
+    ) -> None:
+        """Writes the checkpoint of a step, unless there is one. To be called in all processes.
 
-    Args:
-      path: Its folder.
-      like: A state of the same form.
-      advice: What to do where it is damaged, for the message.
+        `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
+        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees. They are written
+        while training goes on, and must not change meanwhile.
+        """
+        if step == self._last_kept:  # nothing has come of it yet
+            return
+        save = self._ocp.args.StandardSave
+        items = {"state": save(state), "history": save({"steps": rows})}
+        args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
+        with _errors(f"cannot write {self._folder / str(step)}"):
+            self._drop_later()
+            self._wait()
+            if step not in self._manager.all_steps():
+                self._manager.save(step, args=args, metrics=metrics, force=True)
 
-    Raises:
-      CheckpointError: If it is damaged.
-    """
-    items = _read(path, like, advice)
-    if digest(items["state"]) != items["run"]["digest"]:
-        raise _damaged(path, "its state is not what was written", advice)
-    return Kept(items["state"], items["run"]["history"])
+    def close(self) -> None:
+        """Waits until all is written."""
+        with _errors(f"cannot write to {self._folder}"):
+            self._wait()
+            self._manager.check_for_errors()
+            if self._is_ours:
+                self._manager.close()
 
-
-def share(replicas: Replicas, kept: Kept | None, like: Any) -> Kept:
-    """Brings what process 0 has read to every process; in the others it is ignored."""
-    leaves, structure = jax.tree.flatten(like)
-    if replicas.num_processes == 1 and kept is not None:
-        return kept
-    history, state = b"", b""
-    if kept is not None:
-        history = json.dumps(kept.history).encode()
-        state = b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(kept.state))
-    history, state = replicas.from_main(history), replicas.from_main(state)
-    starts = np.cumsum([0, *(leaf.nbytes for leaf in leaves)])
-    parts = [
-        np.frombuffer(state, leaf.dtype, leaf.size, start).reshape(leaf.shape)
-        for leaf, start in zip(leaves, starts[:-1], strict=True)
-    ]
-    return Kept(jax.tree.unflatten(structure, parts), json.loads(history))
-
-
-def digest(tree: Any) -> str:
-    """Tells whether two trees of arrays hold the same bits under the same names."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    hashed = hashlib.sha256()
-    for name, (_, leaf) in sorted(zip(names, leaves, strict=True), key=lambda pair: pair[0]):
-        hashed.update(name.encode())
-        hashed.update(np.asarray(leaf).tobytes())
-    return hashed.hexdigest()
-
-
-def differences(there: Mapping[str, Any], facts: Mapping[str, Any], here: str) -> str:
-    """Names what is not as it is here, for a message; empty where all is."""
-    return "; ".join(
-        f"{name} is {there.get(name)} there and {fact} {here}"
-        for name, fact in facts.items()
-        if there.get(name) != fact
-    )
-
-
-def require() -> None:
-    """Imports Orbax, to fail before training rather than after it.
-
-    Raises:
-      ImportError: If it is missing, with what to install.
-    """
-    _checkpoint_module()
-
-
-def _read(path: pathlib.Path, like: Any, advice: str) -> dict[str, Any]:
-    """The items of a checkpoint; without its state where nothing tells its form."""
-    failures: tuple[type[Exception], ...] = (
-        ValueError,
-        TypeError,
-        KeyError,
-        OSError,
-        RuntimeError,
-    )
-    with _orbax() as (checkpointer, args):
-        items = {"run": args.JsonRestore()}
-        if like is not None:
-            items["state"] = args.StandardRestore(like)
-        try:
-            restored = checkpointer.restore(path.absolute(), args=args.Composite(**items))
-            missing = {"facts", "digest", "history"} - set(restored["run"])
-        except failures as error:
-            raise _damaged(path, error, advice) from error
-    if missing:
-        raise _damaged(path, f"it lacks {', '.join(missing)}", advice)
-    return dict(restored.items())
-
-
-def _damaged(path: pathlib.Path, why: object, advice: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged or was not written by this version of optperm ({why}). {advice}"
-    )
-
-
-def _checkpoint_module() -> Any:
-    return import_optional(
-        "orbax.checkpoint", needed_by="A checkpoint", install="optperm[training]"
-    )
+    def _wait(self) -> None:
+        self._manager.wait_until_finished()
+        if self._is_ours and jax.process_index() == 0:
+            (self._folder / _DROPPED).rmtree(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _orbax() -> Iterator[tuple[Any, Any]]:
-    """A checkpointer of process 0 alone, and the module of its arguments."""
-    ocp = _checkpoint_module()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="optperm"
-    )
-    handler = ocp.CompositeCheckpointHandler(
-        composite_options=ocp.CompositeOptions(multiprocessing_options=alone)
-    )
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
-        yield checkpointer, ocp.args
+def _errors(says: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each file system has its own, and each kind of damage
+        raise CheckpointError(f"{says} ({type(error).__name__}: {error}).") from error

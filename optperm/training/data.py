@@ -1,17 +1,29 @@
-"""Data as users bring them: arrays in memory, or an iterable of batches."""
+"""Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import base64
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
-from optperm.training.replicas import Replicas
+from optperm.training import processes
+from optperm.training.layout import Layout
+from optperm.training.terminal import Interrupt
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
+END = object()
+# Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
+_ROWS = 1024
+_GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
+_SOON = 0.05  # seconds
+AHEAD = 4  # batches, or calls, that may wait on the devices for those before them
 
 
 def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
@@ -25,13 +37,6 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
       epoch: From 1.
       num_examples: How many there are.
 
-    Returns:
-      A permutation of 0 to `num_examples` - 1.
-
-    Raises:
-      TypeError: If an argument is not an integer.
-      ValueError: If one is out of range.
-
     Example:
       >>> from optperm.training import shuffled
       >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
@@ -40,71 +45,267 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
     checks.check_seed("seed", seed)
     checks.check_count("epoch", epoch)
     checks.check_static_count("num_examples", num_examples)
-    return order_of(shuffle_key(seed), epoch, num_examples)
-
-
-def shuffle_key(seed: int) -> np.ndarray:
-    """Data of the key from which the shuffles of a seed are drawn."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    return np.asarray(jax.random.key_data(key))
+    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 
-def order_of(key: Any, epoch: int | jax.Array, num_examples: int) -> jax.Array:
-    """`shuffled`, from what `shuffle_key` gave."""
-    typed = jax.random.wrap_key_data(key, impl="threefry2x32")
-    return jax.random.permutation(jax.random.fold_in(typed, epoch), num_examples)
-
-
-def is_arrays(data: Any) -> bool:
-    """Whether data is a tree of arrays in memory, rather than an iterable of batches."""
-    if isinstance(data, jax.Array | np.ndarray | Mapping | tuple):
-        leaves = jax.tree.leaves(data)
-        return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+def is_arrays(name: str, data: Any) -> bool:
+    """Whether data is a tree of arrays, which a ValueError says if they do not agree, or of batches."""
+    kinds = jax.Array | np.ndarray
+    if isinstance(data, kinds | Mapping | tuple) and all(
+        isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
+    ):
+        return num_examples(name, data) > 0
+    _check_stream(name, data, isinstance(data, Iterable) or callable(data))
     return False
 
 
-def num_examples(name: str, data: Any) -> int:
-    """The leading axis on which all leaves agree.
+def _check_stream(name: str, value: Any, is_one: bool) -> None:
+    if not is_one or isinstance(value, str | Mapping):
+        raise TypeError(
+            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
+            f"of batches, or a function of the epoch's number that gives one, got {type(value)}."
+        )
 
-    Raises:
-      ValueError: If they do not, or there are none.
-    """
+
+def num_examples(name: str, data: Any) -> int:
+    """The leading axis on which all leaves agree; raises a ValueError if they do not, or have none."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(
-            f"{name} must be arrays that agree in their leading axis, which counts examples, got "
-            f"shapes {shapes}."
-        )
-    size = sizes.pop()
-    if not size:
+        wanted = "arrays that agree in their leading axis, which counts examples"
+        raise ValueError(f"{name} must be {wanted}, got shapes {shapes}.")
+    if sizes == {0}:
         raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
-    return int(size)
+    return shapes[0][0]
 
 
-def check_divisible(size: int, replicas: Replicas, name: str) -> None:
-    """Raises a ValueError unless all replicas get equally many of so many examples."""
-    if size % replicas.size:
+def pieces(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
+    """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
+    if is_arrays(name, data):
+        total, parts = num_examples(name, data), layout.parts
+        step = max((size or total) // parts * parts, parts)
+        for low in range(0, total, step):
+            part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
+            yield layout.put_batch(part, local=False)
+        return
+    iterator, count = open_stream(name, data, epoch), 0
+    while (batch := pull(name, iterator)) is not END:
+        count += 1
+        yield layout.put_batch(batch, local=True)
+    if not count:
+        raise no_batch(name, epoch)
+
+
+def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
+    """The batches of an epoch, from an iterable or from a function that gives one."""
+    opened = source if hasattr(source, "__iter__") else source(epoch)
+    _check_stream(name, opened, isinstance(opened, Iterable))
+    return iter(opened)
+
+
+def no_batch(name: str, epoch: int) -> ValueError:
+    """What is wrong where an epoch has no batch."""
+    advice = f"pass a function that makes one, {name}=lambda epoch: batches()"
+    says = f"{name} gives no batch in epoch {epoch}. A generator can be gone through only once"
+    return ValueError(f"{says}: {advice}.")
+
+
+def pull(name: str, iterator: Iterator[Any]) -> Any:
+    """The next batch, or `END` where some process has none. All of them have to ask."""
+    batch, size, failure = END, 0, None
+    if jax.process_count() == 1:
+        return batch if (batch := next(iterator, END)) is END else jax.tree.map(_as_array, batch)
+    try:
+        if (batch := next(iterator, END)) is not END:
+            batch = jax.tree.map(_as_array, batch)
+            size = num_examples(f"A batch of {name}", batch)
+    except Exception as error:
+        size, failure = -1, error
+    sizes = processes.gather(np.int32(size))
+    if failure is not None:
+        raise failure
+    if sizes.min() < 0:
+        raise RuntimeError(f"another process could not load a batch of {name}: see what it says.")
+    if sizes.min() and sizes.min() != sizes.max():
         raise ValueError(
-            f"{name} counts the examples of all {replicas.size} replicas together, and must be a "
-            f"multiple of {replicas.size}, got {size}."
+            f"A batch of {name} has {sizes.tolist()} examples in the processes: each must bring equally "
+            "many, or its examples would not count like those of the others."
         )
+    return batch if sizes.min() else END
 
 
-def as_arrays(batch: Any) -> Any:
-    """The batch with leaves that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = (jax.Array, np.ndarray, np.generic, bool, int, float)
-    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(batch)):
-        return batch
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), batch)
+def _as_array(leaf: Any) -> Any:
+    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    known = jax.Array | np.ndarray | np.generic | bool | int | float
+    return leaf if isinstance(leaf, known) else np.asarray(leaf)
 
 
-def check_iterable(name: str, value: Any) -> None:
-    """Raises a TypeError unless `value` is arrays, an iterable of batches, or a callable."""
-    is_stream = isinstance(value, Iterable) or callable(value)
-    if isinstance(value, str | Mapping) or not is_stream:
-        raise TypeError(
-            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            f"of batches, or a function of the epoch's number that gives one, got "
-            f"{type(value).__name__}."
-        )
+class Fed(NamedTuple):
+    """What came of some steps."""
+
+    carry: Any
+    columns: dict[str, Any]  # float32, a row for each step, and perhaps more
+    steps: int
+    is_over: bool  # whether the epoch ends with them
+
+
+class ArrayFeed:
+    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
+
+    def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
+        size, parts = num_examples("train_data", data), layout.parts
+        if batch_size is None:
+            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
+        checks.check_count("batch_size", batch_size)
+        if batch_size > size:
+            says = f"at most the number of examples in train_data, {size}"
+            raise ValueError(f"batch_size must be {says}, got {batch_size}.")
+        if batch_size % parts:
+            says = f"counts the examples of all {parts} devices or replicas, and must be"
+            raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
+        self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
+        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
+        self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+        self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
+        self._began = -math.inf
+
+    def facts(self) -> dict[str, Any]:
+        """Tells the data from others."""
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
+        facts = {"batch_size": self._batch_size, "train_data": str(forms)}
+        return facts | {"the digest of train_data": processes.digest(self._data)}
+
+    def begin(self, epoch: int, offset: int, _: Any = None) -> None:
+        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
+        if epoch != self._epoch:
+            order = np.asarray(shuffled(self._seed, epoch, self._size))
+            order = order[: self.steps_per_epoch * self._batch_size]
+            order = order.reshape(self.steps_per_epoch, -1)
+            self._order = self._layout.put(order, None, *self._layout.batch[:1])
+        self._epoch, self._offset = epoch, offset
+
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
+        shared = self._examples, np.int32(first), np.int32(last)
+        with self._layout.context():
+            carry, columns = steps[0](carry, shared, self._order)
+        self._calls.append((columns, last - first))
+        before, self._began = self._began, time.perf_counter()
+        # Calls that are soon over do not wait for one another.
+        while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
+            done, count = self._calls.pop(0)
+            start = time.perf_counter()
+            while not done["loss"].is_ready():  # Python hears no signal while it waits for an array
+                time.sleep(min(max(0.01 * (time.perf_counter() - start) - 1e-5, 0.0), 0.1))
+            done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
+        return Fed(carry, columns, last - first, last == self.steps_per_epoch)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All examples, placed; those included that no step of an epoch takes."""
+        size = _GRADIENT_CHUNK * self._layout.parts
+        return pieces("train_data", self._data, epoch, size, self._layout)
+
+    def state(self) -> None:
+        """Nothing: the shuffles follow from the seed."""
+
+
+class StreamFeed:
+    """Batches from an iterable, or from a callable that gives one for each epoch.
+
+    None is asked for before the step that takes it: what is left stays in the iterator.
+    """
+
+    steps_per_epoch, rows = None, 1
+
+    def __init__(self, source: Any, batch_size: Any, layout: Layout, earlier: Any) -> None:
+        if batch_size is not None:
+            raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
+        self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
+        self._iterator: Any = None
+        self._error: Exception | None = None
+        if earlier is not None and earlier._source is source:
+            self._iterator, self._at = earlier._iterator, earlier._at
+
+    def facts(self) -> dict[str, Any]:
+        """What will come is not known."""
+        return {"train_data": "an iterable of batches"}
+
+    def _reopened(self) -> Any:
+        if self._iterator is not None and self._iterator is self._source:
+            raise ValueError(
+                "train_data is an iterator that can be gone through only once, and is needed again. "
+                "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
+            )
+        return self._source
+
+    def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
+        """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+        if self._iterator is not None and self._at == (epoch, offset):
+            return
+        self._iterator = open_stream("train_data", self._reopened(), epoch)
+        self._at = epoch, offset
+        if state is not None:
+            kind, content = json.loads(json.loads(state)[jax.process_index()])
+            self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
+            return
+        for index in range(offset):
+            if next(self._iterator, END) is END:
+                raise ValueError(
+                    f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
+                    f"{offset} of them: to go on exactly, it has to give the same batches again."
+                )
+
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        rows: list[dict[str, jax.Array]] = []
+        (epoch, offset), is_over = self._at, False
+        if self._error is not None:
+            raise self._error
+        length = len(self._source) if isinstance(self._source, list | tuple) else None
+        alone = jax.process_count() == 1  # several end together, after a call
+        with self._layout.context():
+            while len(rows) < limit and not is_over and not (alone and interrupt.requested):
+                try:
+                    batch = pull("train_data", self._iterator)
+                    if is_over := batch is END:
+                        break
+                    carry, row = steps[1](carry, (), self._placed(batch))
+                except Exception as error:  # the loader's own, or the loss function's
+                    if not rows:
+                        raise
+                    self._error = error  # once the steps before it are recorded
+                    break
+                rows.append(row)
+                is_over = offset + len(rows) == length
+                if len(rows) > AHEAD:
+                    rows[-1 - AHEAD]["loss"].block_until_ready()
+        if is_over and not offset + len(rows):
+            raise no_batch("train_data", epoch)
+        self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
+        columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
+        return Fed(carry, columns, len(rows), is_over)
+
+    def _placed(self, batch: Any) -> Any:
+        parts = self._layout.parts // jax.process_count()
+        if self._layout.mapped and (size := num_examples("A batch", batch)) % parts:
+            raise ValueError(
+                f"A batch of train_data must be one that {parts} replicas can share, got {size} "
+                "examples. Drop or fill up a last batch that is smaller."
+            )
+        return self._layout.put_batch(batch, local=True)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All batches of an epoch, placed, from the source anew."""
+        return pieces("train_data", self._reopened(), epoch, None, self._layout)
+
+    def state(self) -> str | None:
+        """Where an iterator that can say so has come, in all processes."""
+        if not hasattr(self._iterator, "get_state") or not hasattr(self._iterator, "set_state"):
+            return None
+        state = self._iterator.get_state()
+        is_bytes = isinstance(state, bytes)
+        content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
+        return json.dumps(processes.gather_texts(json.dumps(content, default=int)))

@@ -5,21 +5,9 @@ from types import ModuleType
 
 
 def import_optional(name: str, *, needed_by: str, install: str) -> ModuleType:
-    """Imports a module that is not among the library's own requirements.
-
-    Args:
-      name: The module.
-      needed_by: The argument or method that asks for it, for the message.
-      install: What to hand to pip.
-
-    Raises:
-      ImportError: If it is missing, with what to install.
-    """
+    """A module that few uses need; an ImportError says what asks for it and what to hand to pip."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        package = name.partition(".")[0]
-        raise ImportError(
-            f"{needed_by} needs {package}, which cannot be imported ({error}). Install it with: "
-            f"pip install '{install}'"
-        ) from error
+        missing = f"{needed_by} needs {name.partition('.')[0]}, which cannot be imported ({error})."
+        raise ImportError(f"{missing} Install it with: pip install '{install}'") from error

@@ -2,8 +2,8 @@
 
 import csv
 import os
-from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -12,12 +12,14 @@ from optperm.training.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
-# Columns of the epochs that are no metrics.
-_COUNTS = ("epoch", "step", "seconds")
 
 
 class History:
     """What training recorded, from its first step on.
+
+    Attributes:
+      num_steps: Rows of steps.
+      epoch_rows: The rows of the epochs, as JSON values.
 
     Example:
       >>> import numpy as np
@@ -29,9 +31,13 @@ class History:
       {'epoch': [1], 'step': [2], 'seconds': [0.5], 'loss': [2.0], 'eval_accuracy': [0.75]}
     """
 
-    def __init__(self) -> None:
-        self._steps: list[Columns] = []
-        self._epochs: list[dict[str, float]] = []
+    def __init__(
+        self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        # Columns with how many of their first rows count: they may still be computed on a device.
+        self.num_steps, self._parts = 0, list[tuple[dict[str, Any], int]]()
+        self.epoch_rows = [dict(row) for row in epoch_rows]
+        self.add_steps(steps or {})
 
     @property
     def steps(self) -> Columns:
@@ -40,11 +46,15 @@ class History:
         `loss`, that of each batch before its step; what the loss function returned beside it with
         `has_aux`; and `share_moved` where a method permutes weights.
         """
-        if len(self._steps) > 1:
-            names = self._steps[0]
-            joined = {name: np.concatenate([part[name] for part in self._steps]) for name in names}
-            self._steps = [joined]
-        return dict(self._steps[0]) if self._steps else {}
+        if len(self._parts) > 1:
+            parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
+            joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            self._parts = [(joined, self.num_steps)]
+        return self._rows(0, 0, self.num_steps) if self._parts else {}
+
+    def _rows(self, part: int, low: int, high: int) -> Columns:
+        columns, count = self._parts[part]
+        return {name: np.asarray(c)[low : min(high, count)] for name, c in columns.items()}
 
     @property
     def epochs(self) -> Columns:
@@ -54,67 +64,55 @@ class History:
         each column of `steps` over the steps since the row before; and what the evaluation gave, as
         `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it.
         """
-        names = list(dict.fromkeys(name for row in self._epochs for name in row))
-        kinds = {"epoch": np.int64, "step": np.int64}
+        rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
+        names = dict.fromkeys(name for row in rows for name in row)
         return {
-            name: np.array(
-                [row.get(name, np.nan) for row in self._epochs], kinds.get(name, np.float64)
-            )
+            name: np.array([row.get(name, np.nan) for row in rows], kinds.get(name, np.float64))
             for name in names
         }
 
     @property
-    def num_steps(self) -> int:
-        """Steps recorded."""
-        return sum(len(next(iter(part.values()))) for part in self._steps)
-
-    @property
     def last(self) -> dict[str, float]:
         """The row of the last epoch; empty before."""
-        return dict(self._epochs[-1]) if self._epochs else {}
+        return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
-    def add_steps(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Adds rows of steps."""
+    def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:
+        """Adds rows of steps: all, or the first `count` of them."""
         if columns:
-            self._steps.append(dict(columns))
+            count = len(next(iter(columns.values()))) if count is None else count
+            self._parts.append((columns if isinstance(columns, dict) else dict(columns), count))
+            self.num_steps += count
+
+    def means(self, count: int, end: int | None = None) -> dict[str, float]:
+        """The means of the last rows of the steps, or of those before `end`, as many as there are."""
+        end, last, low = self.num_steps if end is None else end, list[Columns](), self.num_steps
+        for part in reversed(range(len(self._parts))):
+            low -= self._parts[part][1]
+            last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
+            if low <= end - count:
+                break
+        joined = {name: np.concatenate([rows[name] for rows in last]) for name in (last or [{}])[0]}
+        return {name: float(np.mean(column, dtype=np.float64)) for name, column in joined.items()}
 
     def add_epoch(
-        self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
+        self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
         """Adds the row of an epoch; its means are over the steps added since the row before."""
-        since = int(self._epochs[-1]["step"]) if self._epochs else 0
-        # The history of a state that has been trained before begins with its first step here.
-        first = self.num_steps - (step - since)
-        means = {
-            name: float(np.mean(column[max(first, 0) :], dtype=np.float64))
-            for name, column in self.steps.items()
-        }
-        named = {f"eval_{name}": float(value) for name, value in evaluated.items()}
-        self._epochs.append({"epoch": epoch, "step": step, "seconds": seconds, **means, **named})
+        row = {"epoch": epoch, "step": step, "seconds": seconds}
+        row |= self.means(step - int(self.last.get("step", 0)))
+        self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
 
     def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
-        """Writes the rows as a CSV file with a header.
-
-        Args:
-          path: The file; one that exists is overwritten.
-          rows: `"epochs"` or `"steps"`; the latter with a column `step`, from 1.
-
-        Raises:
-          ValueError: If `rows` is something else.
-        """
+        """Writes the rows of the epochs or steps, these numbered from 1, as a CSV file with a header."""
         checks.check_choice("rows", rows, get_args(Rows))
-        columns = self.epochs if rows == "epochs" else self.steps
-        if rows == "steps":
-            columns = {"step": np.arange(1, self.num_steps + 1), **columns}
+        steps = {"step": np.arange(1, self.num_steps + 1), **self.steps}
+        columns = steps if rows == "steps" else self.epochs
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
         with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+            csv.writer(file).writerows([columns, *values])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws each metric over the steps, that of the evaluation beside that of training.
-
-        Needs matplotlib: `pip install 'optperm[training]'`.
 
         Args:
           path: Where to save the picture, in the format that its name says; None for nowhere.
@@ -126,47 +124,26 @@ class History:
           ImportError: If matplotlib is not installed.
           ValueError: If there is nothing to draw.
         """
-        figures = import_optional(
-            "matplotlib.figure", needed_by="History.plot", install="optperm[training]"
-        )
+        extra = "optperm[training]"
+        figures = import_optional("matplotlib.figure", needed_by="History.plot", install=extra)
         steps, epochs = self.steps, self.epochs
-        evaluated = [name for name in epochs if name.startswith("eval_")]
-        names = list(dict.fromkeys([*steps, *(name.removeprefix("eval_") for name in evaluated)]))
+        names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
         if not names:
             raise ValueError("There is nothing to draw: no step has been recorded yet.")
         # No pyplot: it would look for a display and keep the figure in its global state.
         figure = figures.Figure(figsize=(7, 2.4 * len(names) + 0.6), layout="constrained")
         for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
             axes.set(ylabel=name)
+            lines = {"evaluation": f"eval_{name}"}
             if name in steps:
+                lines = {"epochs": name} | lines
                 at = np.arange(1, len(steps[name]) + 1)
                 axes.plot(at, steps[name], color="0.75", linewidth=0.8, label="steps")
-            for column, label in ((name, "epochs"), (f"eval_{name}", "evaluation")):
-                if column in epochs and column not in _COUNTS:
+            for label, column in lines.items():
+                if column in epochs:
                     axes.plot(epochs["step"], epochs[column], marker=".", label=label)
             axes.legend()
         axes.set(xlabel="step")
         if path is not None:
             figure.savefig(path, dpi=120)
         return figure
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        steps = {name: column.tolist() for name, column in self.steps.items()}
-        return {"steps": steps, "epochs": self._epochs}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `as_json` gave, as a history."""
-        history = cls()
-        history.add_steps(
-            {name: np.asarray(column, np.float32) for name, column in values["steps"].items()}
-        )
-        history._epochs = [dict(row) for row in values["epochs"]]
-        return history
-
-    def copy(self) -> Self:
-        """One that goes on by itself."""
-        history = type(self)()
-        history._steps, history._epochs = list(self._steps), list(self._epochs)
-        return history

@@ -1,27 +1,47 @@
 """`fit`: trains a Flax model by any method."""
 
 import dataclasses
+import functools
+import inspect
 import math
-import os
-import pathlib
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
+import jax
+import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from optperm.contract import checks
-from optperm.training import checkpoints, engine
-from optperm.training.callbacks import as_callbacks
-from optperm.training.data import check_iterable, is_arrays
+from optperm.training import processes
+from optperm.training.callbacks import Callback, EarlyStopping, Event, as_callbacks, wants_to_stop
+from optperm.training.checkpoints import CheckpointError, Checkpoints
+from optperm.training.data import ArrayFeed, Fed, StreamFeed, is_arrays
 from optperm.training.evaluations import Evaluator
-from optperm.training.feeds import ArrayFeed
 from optperm.training.history import History
-from optperm.training.interrupt import Interrupt
-from optperm.training.progress import check_progress, progress_bar
-from optperm.training.run import Change, Run
-from optperm.training.streams import StreamFeed
-from optperm.training.subjects import Subject, subject_of
+from optperm.training.layout import Layout, layout_of
+from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
+from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
+from optperm.variance.full_gradient import full_gradient
+
+# Why training ended.
+Ended = Literal["finished", "stopped", "interrupted"]
+_COUNTS = (
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
+    "checkpoint_keep",
+)
+_ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
+
+
+class Position(NamedTuple):
+    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
+
+    step: int = 0
+    epoch: int = 1
+    offset: int = 0
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +49,12 @@ class FitResult:
     """What `fit` came to, and what it goes on from.
 
     Attributes:
-      state: The trained `TrainState`; None for a model of `flax.nnx`. Where replicas train each by
-        itself (`optperm.agn`, `optperm.diloco`), its params are the center's, its model state the mean,
-        and its optimizer's state that of one of them.
+      state: The trained `TrainState`; None for a model of `flax.nnx`. Of replicas that train each by
+        itself (`optperm.agn`, `optperm.diloco`) its params are the center's, its model state the mean.
       model: The trained model of `flax.nnx`, the one that was passed; None for a `TrainState`.
       optimizer: Its optimizer; None for a `TrainState`.
       history: What was recorded.
-      ended: `"finished"` after as many epochs or steps as were asked for, `"stopped"` by a callback, or
-        `"interrupted"` by Ctrl-C.
+      ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
       epoch: Whole epochs done, since the start of the first run.
       step: Steps done, likewise.
     """
@@ -45,13 +63,11 @@ class FitResult:
     model: Any
     optimizer: Any
     history: History
-    ended: engine.Ended
+    ended: Ended
     epoch: int
     step: int
-    _subject: Subject = dataclasses.field(repr=False)
-    _carry: Any = dataclasses.field(repr=False)
-    _position: engine.Position = dataclasses.field(repr=False)
-    _seconds: float = dataclasses.field(repr=False)
+    # Where and what another run goes on with, from where, and its batches, if they are no arrays.
+    _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
 
 
 def fit(
@@ -68,35 +84,41 @@ def fit(
     eval_fn: Callable[..., Any] | None = None,
     eval_data: Any = None,
     eval_batch_size: int | None = None,
-    epoch_start: Callable[[int], Change | None] | None = None,
-    on_batch_end: Any = None,
-    on_epoch_end: Any = None,
-    progress: bool | str = False,
+    mesh: Mesh | NamedSharding | None = None,
     devices: int | None = None,
-    own_state: bool | None = None,
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    replicas: int | None = None,
+    every: Mapping[int, Any] | None = None,
+    epoch_start: Callable[..., Any] | None = None,
+    on_epoch_end: Any = None,
+    checkpoints: Any = None,
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
     resume: bool | int = False,
+    progress: bool | str = False,
     steps_per_call: int = 100,
 ) -> FitResult:
     r"""Trains a linen `TrainState`, or a model of `flax.nnx` with its optimizer.
 
     Every step is `optperm.evaluate` on one batch, the method's update with all extra arguments it may
     ask for, and `optperm.apply_updates`. Line searches and second gradients within a step see the batch
-    statistics and the random key of that step; only the main evaluation's new batch statistics are kept.
+    statistics and the random key of that step; only the main evaluation's new statistics are kept.
+
+    On a mesh one program runs on all devices: batches are sharded, the state lies as it was passed, and
+    BatchNorm and dropout see the whole batch. A method that was built with the name of a mapped axis
+    runs by `jax.shard_map` over that axis instead, each device with its part of a batch; `optperm.agn`
+    and `optperm.diloco` do, each replica with params of its own.
 
     Args:
-      state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, which is trained in
-        place, with its `optimizer`; or what an earlier `fit` returned, to go on from exactly there.
+      state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place; or
+        what an earlier `fit` returned, to go on from exactly there, on the same devices by default.
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
-        and `rng`, a key of each step, drawn from the state's. For a model of `flax.nnx`
-        `loss_fn(model, batch)`, which may change the model's state.
+        and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
       train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
         shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`); a last part that fills no
-        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch.
-        Or a function of the epoch's number, from 1, that gives such an iterable.
+        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
+        or a function of the epoch's number, from 1, that gives one. No batch is asked for before the
+        step that takes it. With several processes an iterable brings in each its part of a batch.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
@@ -104,54 +126,49 @@ def fit(
       seed: Seed of the shuffles.
       has_aux: Whether `loss_fn` returns metrics as well, as the last of a tuple: a dict of scalars, the
         means over the batch.
-      eval_fn: What to evaluate at the end of each epoch, like `loss_fn`: `eval_fn(params, batch)`, which
-        may take `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars.
-      eval_data: What to evaluate on: arrays, an iterable of batches, or a function of the epoch's
-        number. The means are over examples. Every process evaluates all of it, on its first device.
+      eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
+        `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars, means over the batch.
+      eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
-      epoch_start: From the number of an epoch, a function `change(opt_state, params, full_gradient)`
-        that gives the optimizer state to go on with, or None for nothing. The gradient is over all
-        training examples. For SVRG: `lambda epoch: optperm.take_snapshot`.
-      on_batch_end: A function of an `Event`, or a list of such, called after each step. True stops. With
-        it every step is a call of its own.
-      on_epoch_end: Likewise, after each epoch and its evaluation. See `EarlyStopping`.
+      mesh: A `jax.sharding.Mesh`, whose first axis (or that which the method names) shards batches, or
+        the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if it is.
+      devices: Short for a mesh of so many devices of each process, along the axis `"replica"`; of
+        several processes (`jax.distributed`) one each by default.
+      replicas: How many replicas of a method with `axis_name="replica"` to simulate on one device.
+      every: Functions of an `Event`, or lists of such, by the number of steps between their calls:
+        `{100: log, 1000: evaluate}`. True stops. With several processes all of them call them.
+      epoch_start: A function `change(opt_state, params, full_gradient)` that gives the optimizer state
+        with which each epoch begins, such as `optperm.take_snapshot` for SVRG; the gradient is over all
+        training examples. Or a function of the epoch's number that gives such a function, or None.
+      on_epoch_end: A function of an `Event`, or a list of such, called after each epoch and its
+        evaluation. True stops. See `EarlyStopping` and `metrics_writer`.
+      checkpoints: Where to keep checkpoints, named by their steps: a folder (of any file system that
+        `etils.epath` knows, `gs://` too), or an `orbax.checkpoint.CheckpointManager`.
+      checkpoint_every: After how many steps each to write one into a folder. One is written in any case
+        when training ends, by an error of a callback, of the data or of `loss_fn` too.
+      checkpoint_keep: How many of the newest to keep in a folder; None for all.
+      resume: Whether to go on from the newest checkpoint, if there is one, or from that of a step; what
+        was kept after it is overwritten. On the same devices it ends bit for bit as if it had never
+        stopped. What `loss_fn` computes and the method's hyperparameters are not compared.
       progress: Whether to show a bar: True or `"rich"`, or `"tqdm"`.
-      devices: On how many devices of each process to train, each with its part of a batch, along the
-        mapped axis `"replica"`. None for one, without such an axis; over several processes
-        (`jax.distributed`), one of each. In-memory data are the same in all processes; an iterable
-        brings in each its own part of the batches.
-      own_state: Whether each device keeps params and a state of its own, and the method brings together
-        what they learn, instead of the means of all gradients. None: it does for `optperm.agn` and
-        `optperm.diloco`.
-      checkpoint_dir: Where to keep checkpoints, named by their steps.
-      checkpoint_every: After how many steps each to write one, and when training ends. None: then alone.
-      checkpoint_keep: How many of the newest to keep; None for all.
-      resume: Whether to go on from the newest checkpoint in `checkpoint_dir`, if there is one, or from
-        that of a step. It ends bit for bit as if it had never stopped. What `loss_fn` computes and
-        what the method's hyperparameters are is not compared.
-      steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C takes effect
-        after a call.
-
-    Returns:
-      A `FitResult`.
+      steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
+        take effect after a call; a second Ctrl-C at once.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a function returns something else than it must.
-      ValueError: If an argument is out of range or does not fit another one, data hold no examples, or a
-        checkpoint is of another run.
-      CheckpointError: If a checkpoint cannot be written or read.
+      ValueError: If an argument is out of range or does not fit another one, data hold no examples, a
+        checkpoint is of another run, or several processes disagree on params, data or numbers.
+      CheckpointError: If a checkpoint cannot be read, or written, which is tried before the first step.
       ImportError: If what a progress bar or checkpoints need is not installed, with its name.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, optperm
       >>> from optperm.training import TrainState, fit
       >>> x = jax.random.normal(jax.random.key(0), (64, 3))
-      >>> data = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}
-      >>> model = nn.Dense(1)
-      >>> state = TrainState.create(
-      ...     apply_fn=model.apply, params=model.init(jax.random.key(1), x)["params"],
-      ...     tx=optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=5, n_components=4),
-      ... )
+      >>> data, model = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}, nn.Dense(1)
+      >>> tx = optperm.dldr(optax.sgd(0.1), sample_every=2, num_samples=5, n_components=4)
+      >>> params = model.init(jax.random.key(1), x)["params"]
+      >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
       >>> result = fit(state, loss_fn, data, epochs=8, batch_size=32)
@@ -161,148 +178,317 @@ def fit(
       >>> int(result.state.step)
       20
     """
-    _check_numbers(
-        epochs=epochs,
-        steps=steps,
-        devices=devices,
-        checkpoint_every=checkpoint_every,
-        checkpoint_keep=checkpoint_keep,
-        steps_per_call=steps_per_call,
-        eval_batch_size=eval_batch_size,
-    )
-    if epochs is None and steps is None:
-        raise ValueError("Pass epochs or steps: how long to train.")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}.")
-    checks.check_flag("has_aux", has_aux)
-    batch_end = as_callbacks("on_batch_end", on_batch_end)
-    epoch_end = as_callbacks("on_epoch_end", on_epoch_end)
-    bar_name = check_progress(progress)
-    folder = _checkpoint_folder(checkpoint_dir, checkpoint_every, checkpoint_keep, resume)
-
+    given = dict(locals())
+    _check(given)
     earlier = state_or_model if isinstance(state_or_model, FitResult) else None
-    subject = subject_of(
-        state_or_model if earlier is None else earlier._subject.source,
-        loss_fn,
-        optimizer=optimizer if earlier is None else earlier.optimizer,
-        has_aux=has_aux,
-        devices=devices,
-        own_state=own_state,
+    if earlier is not None:
+        state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
+    model, initial = Model.of(state_or_model, optimizer)
+    places = {"mesh": mesh, "devices": devices, "replicas": replicas}
+    if earlier is None or any(place is not None for place in places.values()):
+        layout = layout_of(initial.tx, initial, **places)
+    else:
+        layout = earlier._end[0]
+    if epoch_start is not None and layout.own:
+        raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
+    feed: ArrayFeed | StreamFeed
+    if is_arrays("train_data", train_data):
+        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
+    else:
+        feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
+    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
+    if jax.process_count() > 1:
+        digest = {"the digest of params": processes.digest(plain(initial.params))}
+        counts = {name: given[name] for name in _COUNTS}
+        processes.check_same({**facts, **feed.facts(), **counts, **digest})
+    evaluated = eval_batch_size or batch_size, model, Layout(layout.mesh, layout.batch)
+    old = earlier.history if earlier else History()
+    run = _Run(
+        *((state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux)),
+        evaluator=eval_fn and Evaluator(eval_fn, eval_data, *evaluated),
+        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
+        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
+        epoch_start=epoch_start,
+        steps_per_call=int(steps_per_call),
+        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
+        at=earlier._end[2] if earlier else Position(),
+        history=History(old.steps, old.epoch_rows),
     )
-    replicas = subject.replicas
-    if epoch_start is not None and subject.own:
+    if checkpoints is not None:
+        kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
+        run.keep_in(kept, {**facts, **feed.facts()}, resume)
+    most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
+    total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
+    with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
+        ended = run.train(*most, interrupt)
+    return run.result(ended)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raises what `fit` says about arguments that can be judged by themselves."""
+    for name in _COUNTS:
+        if given[name] is not None:
+            checks.check_count(name, given[name])
+    checks.check_seed("seed", given["seed"])
+    checks.check_flag("has_aux", given["has_aux"])
+    checks.check_function("loss_fn", given["loss_fn"], "(params, batch) or (model, batch)")
+    if given["epochs"] is None and given["steps"] is None:
+        raise ValueError("Pass epochs or steps: how long to train.")
+    for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
+        if given[names[0]] is not None and given[names[1]] is None:
+            raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
+    if not isinstance(given["resume"], bool):
+        checks.check_count("resume", given["resume"], minimum=0)
+    for name in ("resume", "checkpoint_every", "checkpoint_keep"):
+        if given["checkpoints"] is None and not (given[name] is None or given[name] is False):
+            raise ValueError(f"{name} goes with checkpoints: pass those.")
+    if not isinstance(given["every"], Mapping | None):
+        raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
+    for n in given["every"] or {}:
+        checks.check_count("a key of every", n)
+    if given["epoch_start"] is not None:
+        says = "(opt_state, params, full_gradient)"
+        checks.check_function("epoch_start", given["epoch_start"], says)
+
+
+def _placed(state: TrainState, layout: Layout) -> TrainState:
+    """A train state as a run begins with it, with an optimizer state."""
+    placed = typed(layout.place(plain(state)), state)
+    with layout.context():
+        if placed.opt_state is None and not layout.mapped:
+            placed = placed.replace(opt_state=placed.tx.init(placed.params))
+        placed = layout.stack(placed) if layout.own else placed
+        if placed.opt_state is not None:
+            return copied(placed)
+
+        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+            return state.replace(opt_state=state.tx.init(state.params)), ()
+
+        return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
+
+
+def _moved(earlier: FitResult, layout: Layout) -> TrainState:
+    """The carry with which an earlier run ended."""
+    before, carry, *_ = earlier._end
+    if before == layout:
+        return copied(carry)
+    if before.own or layout.own:
         raise ValueError(
-            "epoch_start changes a state that all devices share, but here each has its own "
-            "(optperm.agn, optperm.diloco, or own_state=True)."
+            f"The earlier fit trained {before.parts} replicas, each with a state of its own, and cannot "
+            f"go on with {layout.parts}: pass the same, or begin anew from its state."
         )
-    evaluator = Evaluator.of(subject.program, eval_fn, eval_data, eval_batch_size or batch_size)
-    feed = _feed(subject, train_data, batch_size, seed, steps_per_call)
-    with replicas.local(), Interrupt() as interrupt:
-        length = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call}
-        if not replicas.agree({**feed.facts(), **length, "checkpoint_every": checkpoint_every}):
-            raise ValueError(
-                "The arguments of fit are not the same in all processes: pass everywhere the same data "
-                "in memory (or iterables in all), batch_size, seed, epochs, steps, steps_per_call and "
-                "checkpoint_every."
-            )
-        run = Run(subject, feed, evaluator, epoch_start, batch_end, epoch_end)
-        carry = subject.initial() if earlier is None else subject.taken_over(earlier)
-        at = engine.Position()
-        if earlier is not None:
-            at, run.history = earlier._position, earlier.history.copy()
-            run.seconds = earlier._seconds
-        if folder is not None:
-            run.keep_in(folder, checkpoint_keep, carry)
-            kept = run.find(resume, at, carry)
-            if kept is not None:
-                carry, at = run.restored(kept)
-        total = _total_steps(feed, epochs, steps)
-        with progress_bar(bar_name if replicas.process_id == 0 else None, total) as run.bar:
+    host = jax.tree.map(np.asarray, plain(carry))
+    return copied(typed(layout.place(host), carry))
+
+
+@dataclasses.dataclass
+class _Run:
+    """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
+
+    source: tuple[Any, Any]
+    model: Model
+    layout: Layout
+    feed: ArrayFeed | StreamFeed
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    evaluator: Evaluator | None
+    every: dict[int, tuple[Callback, ...]]
+    epoch_end: tuple[Callback, ...]
+    epoch_start: Callable[..., Any] | None
+    steps_per_call: int
+    carry: TrainState
+    at: Position
+    history: History
+    checkpoints: Checkpoints | None = None
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    show: Any = None
+
+    def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
+        """Says where checkpoints go, and goes to one if that is asked for."""
+        arrays = plain(self.carry)
+        leaves = jax.tree_util.tree_leaves_with_path(arrays)
+        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
+        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
+        own = {"replicas with a state each": self.layout.parts if self.layout.own else None}
+        form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
+        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **own}
+        if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
+            arrays, rows, run = checkpoints.read(chosen, arrays, self.facts)
+            self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
+            self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
+            self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
+
+    def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
+        """Trains until the end of a number of epochs or steps, whichever comes first."""
+        self._since, stop, error, code = time.perf_counter(), False, None, 0
+        early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
+        is_between = self.history.last and not self.at.offset
+        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
+            return "stopped"
+        what = self.model, self.loss_fn, self.layout, self.carry
+        compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
+        while self.at.epoch <= epochs and self.at.step < steps:
+            # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
+            code = 3 if error else 2 if interrupt.requested else int(stop)
+            code = int(processes.gather(np.int32(code)).max())
+            if code:
+                break
             try:
-                subject.explain(lambda: feed.prepare(carry))
-            except BaseException:
-                feed.close()
+                if not self.at.offset:
+                    self._start_epoch()
+                self.feed.begin(self.at.epoch, self.at.offset)
+                fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
+                stop = self._after(fed, steps)
+            except Exception as raised:  # what has been trained is saved first
+                error = raised
+        if code == 3 and error is None:
+            error = RuntimeError("another process has failed: see what it says.")
+        if error is not None:
+            self._rescue(error)
+            raise error
+        return _ENDED[code]
+
+    def _limit(self, steps: float) -> int:
+        """How many steps may be taken until something happens."""
+        at = self.at.step
+        most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
+        return int(most) if self.checkpoints is None else self.checkpoints.until_next(at, int(most))
+
+    def _start_epoch(self) -> None:
+        change, carry, layout = self.epoch_start, self.carry, self.layout
+        if change is not None:
+            try:
+                inspect.signature(change).bind(1)
+            except TypeError:
+                pass  # it takes more than the number of an epoch: it is the change itself
+            else:
+                change = change(self.at.epoch)
+        if change is None:
+            return
+        checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
+        if self.show is not None:
+            self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
+        with layout.context():
+            loss = self.model.loss(self.loss_fn, self.has_aux)
+            bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
+            batches = self.feed.all_batches(self.at.epoch)
+            grad = full_gradient(bound, carry.params, batches, has_aux=True)
+            there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
+            opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
+        says = "The optimizer state that epoch_start's function returned"
+        checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
+        self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
+
+    def _after(self, fed: Fed, steps: float) -> bool:
+        """What happens after some steps; whether a callback wants to stop."""
+        stop, at = False, self.at
+        epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
+        self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
+        self._tick()
+        self.history.add_steps(fed.columns, fed.steps)
+        if fed.columns and self.show is not None:
+            self._say(self.history.means(1))
+        for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
+            event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
+            stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
+        # That an epoch was over may be found only when a batch more is asked for.
+        is_end = fed.is_over or self.at.step >= steps
+        if is_end and self.history.last.get("step") != self.at.step:
+            stop |= self._end_epoch()
+        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
+            self._save(self.checkpoints)
+        return stop
+
+    def _end_epoch(self) -> bool:
+        evaluated, at = self._evaluate() if self.evaluator else {}, self.at
+        self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
+        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
+        self._say(metrics)
+        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
+        self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
+        return stop
+
+    @property
+    def _epoch(self) -> int:
+        """The epoch of the last step."""
+        return self.at.epoch if self.at.offset else self.at.epoch - 1
+
+    def _say(self, metrics: Mapping[str, float]) -> None:
+        if self.show is None:
+            return
+        text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
+        self.show(self.at.step, " ".join(text))
+
+    def _event(self, metrics: Callable[[], Mapping[str, float]]) -> Event:
+        history = self.history
+        return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
+
+    def _evaluate(self) -> dict[str, float]:
+        if self.evaluator is None:
+            raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
+        return self.evaluator.evaluate(self._trained(), self._epoch)
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
+        self._since = now
+
+    def _trained(self) -> TrainState:
+        """The carry, or what has been trained of those of all replicas."""
+        with self.layout.context():
+            return trained(self.carry, self.layout) if self.layout.own else self.carry
+
+    def _shown(self) -> Any:
+        """A new train state, or a new model, of arrays of its own."""
+        return self.model.shown(self.layout.bring_home(copied(self._trained())))
+
+    def _save(self, checkpoints: Checkpoints) -> None:
+        self._tick()
+        # Copies, as they are written while training goes on.
+        run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
+        run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
+        run["iterator"] = self.feed.state()
+        rows = np.array(list(self.history.steps.values()), np.float32)
+        checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
+
+    def _rescue(self, error: Exception) -> None:
+        """Saves what has been trained before an error is raised."""
+        if "is not bound here" in str(error):
+            error.add_note("fit maps over an axis with devices, mesh or replicas.")
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
+            return
+        try:
+            self.result("stopped")
+        except CheckpointError as other:
+            if isinstance(error, CheckpointError):
+                error.result = other.result
+            else:
+                error.add_note(f"What had been trained could not be saved: {other}")
+
+    def result(self, ended: Ended) -> FitResult:
+        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
+        state, (source, optimizer) = self.layout.bring_home(self._trained()), self.source
+        if self.model.graphdef is not None:
+            own = copied(state)
+            nnx.update(source, own.params, own.model_state[1])
+            nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
+            optimizer.step.set_value(own.step)
+        is_linen, at = self.model.graphdef is None, self.at
+        result = FitResult(
+            state if is_linen else None,
+            None if is_linen else source,
+            optimizer,
+            self.history,
+            ended,
+            at.epoch - 1,
+            at.step,
+            (self.layout, self.carry, at, self.feed if isinstance(self.feed, StreamFeed) else None),
+        )
+        if self.checkpoints is not None:
+            try:
+                self._save(self.checkpoints)
+                self.checkpoints.close()
+            except CheckpointError as error:
+                error.result = result
                 raise
-            ended: engine.Ended = "stopped"
-            if not (at.offset == 0 and run.was_stopped()):
-                carry, at, ended = engine.train(
-                    feed,
-                    carry,
-                    at,
-                    run.hooks(),
-                    replicas=replicas,
-                    interrupt=interrupt,
-                    epochs=math.inf if epochs is None else epochs,
-                    steps=math.inf if steps is None else steps,
-                    steps_a_call=1 if batch_end else steps_per_call,
-                    save_every=(checkpoint_every or 2**62) if folder is not None else 0,
-                )
-        trained = subject.trained(carry)
-        subject.bring(trained)
-    return FitResult(
-        state=subject.state(trained),
-        model=subject.model,
-        optimizer=subject.optimizer,
-        history=run.history,
-        ended=ended,
-        epoch=at.epoch - 1,
-        step=at.step,
-        _subject=subject,
-        _carry=carry,
-        _position=at,
-        _seconds=run.seconds,
-    )
-
-
-def _feed(
-    subject: Subject, train_data: Any, batch_size: int | None, seed: int, steps_per_call: int
-) -> ArrayFeed | StreamFeed:
-    program, replicas, own = subject.program, subject.replicas, subject.own
-    if is_arrays(train_data):
-        if batch_size is None:
-            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-        return ArrayFeed(
-            train_data,
-            batch_size=batch_size,
-            seed=seed,
-            program=program,
-            replicas=replicas,
-            own=own,
-            steps_a_call=steps_per_call,
-        )
-    check_iterable("train_data", train_data)
-    if batch_size is not None:
-        raise ValueError(
-            "batch_size is for arrays: train_data gives batches, and their size is theirs."
-        )
-    return StreamFeed(train_data, program=program, replicas=replicas, own=own)
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None:
-            checks.check_count(name, number)
-
-
-def _checkpoint_folder(
-    folder: Any, every: int | None, keep: int | None, resume: bool | int
-) -> pathlib.Path | None:
-    if resume is not True and resume is not False:
-        checks.check_count("resume", resume, minimum=0)
-    if folder is None:
-        given = {"checkpoint_every": every, "checkpoint_keep": keep, "resume": resume or None}
-        for name, value in given.items():
-            if value is not None:
-                raise ValueError(f"{name} goes with checkpoint_dir: pass that as well.")
-        return None
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeError(f"checkpoint_dir must be a path, got {type(folder).__name__}.")
-    checkpoints.require()
-    return pathlib.Path(folder)
-
-
-def _total_steps(feed: ArrayFeed | StreamFeed, epochs: int | None, steps: int | None) -> float:
-    limits = [math.inf if steps is None else float(steps)]
-    if epochs is not None and isinstance(feed, ArrayFeed):
-        limits.append(epochs * feed.steps_per_epoch)
-    return min(limits)
+        return result

@@ -1,7 +1,10 @@
 """Flax's train states, for methods that ask for more than gradients and place weights exactly."""
 
+import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,23 +16,104 @@ from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
-from optperm.training.losses import LinenLoss, NnxLoss, Outputs, split_model
+
+# Columns of the history that are not the loss function's to name.
+RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
+LossFn = Callable[..., Any]
+
+
+class Outputs(NamedTuple):
+    """What an evaluation gives beside the loss: the model state after it, and aux with `has_aux`."""
+
+    model_state: Any
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A loss function, as one of the model state, a random key, the params and the batch.
+
+    Without a `graphdef` it is `loss_fn(params, batch)`, which may take `model_state` and `rng` by these
+    names, and returns the loss, the new model state if it takes one, and aux with `has_aux`. With that
+    of a model of `flax.nnx` it is `loss_fn(model, batch)`, which may change the model.
+    """
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    graphdef: Any = None
+    wrt: Any = None
+
+    def __call__(
+        self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
+    ) -> tuple[jax.Array, Outputs]:
+        """The loss and what else came."""
+        takes: tuple[str, ...] = ()
+        if self.graphdef is not None:
+            model = nnx.merge(self.graphdef, params, *model_state)
+            out = self.loss_fn(model, batch)
+            # The keys stay, as they do in the model: its counts say what is drawn next.
+            new = model_state[0], split_model(model, self.wrt)[2][1]
+        else:
+            takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
+            if "rng" in takes and rng is None:
+                says = "pass rng=jax.random.key(0) to TrainState.create"
+                raise ValueError(f"loss_fn takes rng, but the state holds no key: {says}.")
+            out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
+        names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
+        if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+            raise TypeError(
+                f"loss_fn must return ({', '.join(names)}), got {came}. One that takes model_state "
+                "returns the new one, as apply gives it with mutable=list(model_state); aux goes with "
+                "has_aux=True."
+            )
+        got = dict(zip(names, out if len(names) > 1 else (out,), strict=True))
+        if self.graphdef is None:
+            new = got.get("model_state", model_state)
+        says = "The model_state that loss_fn returned"
+        checks.check_same_tree(says, new, model_state, source="the one before")
+        return got["loss"], Outputs(new, got.get("aux"))
+
+
+def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+    """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
+    graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
+    params, keys, rest = map(nnx.as_pure, states)
+    return graphdef, params, (keys, rest)
+
+
+def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of `model_state` and `rng` a function takes by name."""
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in ("model_state", "rng") if name in parameters)
+
+
+def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The metrics that a function returned, as float32 scalars; an error if they are none."""
+    wanted = f"{source} must be a dict of scalar metrics"
+    if not isinstance(aux, Mapping):
+        raise TypeError(f"{wanted}, such as {{'accuracy': accuracy}}, got {type(aux).__name__}.")
+    for name, value in aux.items():
+        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        if shape or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
+            advice = "Take its mean over the batch, or leave it out"
+            raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
+        if name in reserved or (reserved and name.startswith("eval_")):
+            says = (
+                f"{source} has a metric named {name!r}, which is a column of the history of its own"
+            )
+            raise ValueError(f"{says}: choose another than {', '.join(reserved)} and eval_...")
+    return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
 
 
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for a linen model and any method.
 
     Its `apply_gradients` hands extra arguments on to the transformation and applies updates exactly
-    (`optperm.apply_updates`). Beside the params it holds what a model has that is not trained.
+    (`optperm.apply_updates`).
 
     Attributes:
-      step: Steps taken, int32 ().
-      apply_fn: Usually `model.apply`.
-      params: The params.
-      tx: The transformation.
-      opt_state: Its state.
-      model_state: The non-trained collections by name, such as `{"batch_stats": ...}`; empty for a
-        model without.
+      model_state: The non-trained collections by name, such as `{"batch_stats": ...}`.
       rng: The random key from which `step_rng` draws that of each step; None for a model without.
 
     Example:
@@ -40,26 +124,20 @@ class TrainState(train_state.TrainState):
       ...     def __call__(self, x, train):
       ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
       ...         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
-      >>> model = Model()
-      >>> x = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-      >>> variables = model.init(jax.random.key(0), x, train=False)
+      >>> model, x = Model(), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+      >>> params = model.init(jax.random.key(0), x, train=False)
+      >>> stats = {"batch_stats": params.pop("batch_stats")}
+      >>> tx = optperm.dim_reduce(n_components=2)
       >>> state = TrainState.create(
-      ...     apply_fn=model.apply,
-      ...     params=variables["params"],
-      ...     tx=optperm.dim_reduce(n_components=2),
-      ...     model_state={"batch_stats": variables["batch_stats"]},
-      ...     rng=jax.random.key(1),
+      ...     apply_fn=model.apply, tx=tx, model_state=stats, rng=jax.random.key(1), **params
       ... )
       >>> def loss_fn(params, batch, *, model_state, rng):
-      ...     outputs, model_state = model.apply(
-      ...         {"params": params, **model_state}, batch, train=True,
-      ...         mutable=list(model_state), rngs={"dropout": rng},
-      ...     )
-      ...     return jnp.mean(outputs**2), model_state
+      ...     variables, rngs = {"params": params, **model_state}, {"dropout": rng}
+      ...     y, model_state = model.apply(variables, batch, True, mutable=["batch_stats"], rngs=rngs)
+      ...     return jnp.mean(y**2), model_state
       >>> e = state.evaluate(loss_fn, x)
-      >>> state = state.apply_gradients(
-      ...     grads=e.grad, model_state=e.aux.model_state, **e.extra_args
-      ... )
+      >>> new = e.aux.model_state
+      >>> state = state.apply_gradients(grads=e.grad, model_state=new, **e.extra_args)
       >>> int(state.step)
       1
     """
@@ -71,11 +149,11 @@ class TrainState(train_state.TrainState):
     def create(
         cls,
         *,
-        apply_fn: Callable[..., Any],
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        model_state: Mapping[str, Any] | None = None,
-        rng: jax.Array | None = None,
+        apply_fn: Any,
+        params: Any,
+        tx: Any,
+        model_state: Any = None,
+        rng: Any = None,
         **fields: Any,
     ) -> Self:
         """A state before the first step.
@@ -93,34 +171,28 @@ class TrainState(train_state.TrainState):
           TypeError: If `tx` is no transformation, `model_state` no mapping, or `rng` no key.
         """
         checks.check_transformation("tx", tx)
-        if model_state is not None and not isinstance(model_state, Mapping):
-            raise TypeError(
-                "model_state must be a dict of the model's non-trained collections, such as "
-                f"{{'batch_stats': variables['batch_stats']}}, got {type(model_state).__name__}."
-            )
-        _check_key(rng)
-        opt_state = fields.pop("opt_state") if "opt_state" in fields else tx.init(params)
-        return cls(
-            step=jnp.zeros([], jnp.int32),
-            apply_fn=apply_fn,
-            params=params,
-            tx=tx,
-            opt_state=opt_state,
-            model_state={} if model_state is None else dict(model_state),
-            rng=rng,
-            **fields,
-        )
+        if not isinstance(model_state, Mapping | None):
+            wanted = "a dict of collections, such as {'batch_stats': variables['batch_stats']}"
+            raise TypeError(f"model_state must be {wanted}, got {type(model_state).__name__}.")
+        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if rng is not None and (not is_key or rng.ndim):
+            wanted = "a single random key from jax.random.key (a typed one, not from PRNGKey)"
+            raise TypeError(f"rng must be {wanted}, got {rng!r}.")
+        if "opt_state" not in fields:
+            fields["opt_state"] = tx.init(params)
+        fields |= {"model_state": dict(model_state or {}), "rng": rng}
+        return cls(jnp.zeros([], jnp.int32), apply_fn=apply_fn, params=params, tx=tx, **fields)
 
     def step_rng(self, axis_name: AxisName | None = None) -> jax.Array | None:
         """The key of the next step, of each replica along a mapped axis another one; None without."""
-        if self.rng is None:
-            return None
-        key = jax.random.fold_in(self.rng, self.step)
-        return key if axis_name is None else jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        key = None if self.rng is None else jax.random.fold_in(self.rng, self.step)
+        if key is None or axis_name is None:
+            return key
+        return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
 
     def evaluate(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         batch: Any,
         *,
         has_aux: bool = False,
@@ -142,26 +214,13 @@ class TrainState(train_state.TrainState):
           An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
           evaluation, to pass to `apply_gradients`, and of `aux.aux`.
         """
-        loss, key = LinenLoss(loss_fn, has_aux), self.step_rng(axis_name)
-
-        def bound(params: optax.Params, batch: Any) -> tuple[jax.Array, Outputs]:
-            return loss(self.model_state, key, params, batch)
-
-        return evaluate(bound, self.params, batch, has_aux=True, axis_name=axis_name)
+        loss = functools.partial(Loss(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
+        return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
 
     def apply_gradients(
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
-        """Takes one step.
-
-        Args:
-          grads: The gradient, a tree like params.
-          model_state: The model state to go on with; None for the same.
-          **extra_args: For the transformation's `update`: what `evaluate` gave as `extra_args`.
-
-        Returns:
-          The state after the step.
-        """
+        """The state after one step, by what `evaluate` gave; without a model state it keeps its own."""
         tx = optax.with_extra_args_support(self.tx)
         updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra_args)
         return self.replace(
@@ -173,10 +232,7 @@ class TrainState(train_state.TrainState):
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """`flax.nnx.Optimizer` that applies updates exactly where a method places weights.
-
-    Extra arguments reach the transformation there as well; what this adds is the exact placement
-    (`optperm.apply_updates`), and `evaluate`, which gives the extra arguments.
+    """`flax.nnx.Optimizer` that places weights exactly, and whose `evaluate` gives extra arguments.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -199,36 +255,23 @@ class Optimizer(nnx.Optimizer[Any]):
     def evaluate(
         self,
         model: Any,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         batch: Any,
         *,
         has_aux: bool = False,
-        axis_name: AxisName | None = None,
+        axis_name: Any = None,
     ) -> Evaluation:
         """`optperm.evaluate` of a model, which takes on the state that this evaluation leaves.
 
         What a method evaluates later within the step starts from the model's state of now (batch
-        statistics, counts of random numbers) and leaves no trace in it.
-
-        Args:
-          model: The model.
-          loss_fn: `loss_fn(model, batch)`, the scalar mean loss, or `(loss, aux)` with `has_aux`.
-          batch: As in `optperm.evaluate`.
-          has_aux: Whether `loss_fn` returns something beside the loss.
-          axis_name: As in `optperm.evaluate`.
-
-        Returns:
-          An `optperm.Evaluation`, with `aux` that of `loss_fn`.
+        statistics, counts of random numbers) and leaves no trace in it. `loss_fn(model, batch)` is the
+        scalar mean loss, or `(loss, aux)` with `has_aux`; all else is as in `optperm.evaluate`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
-        loss = NnxLoss(loss_fn, graphdef, self.wrt, has_aux)
-
-        def bound(params: optax.Params, batch: Any) -> tuple[jax.Array, Outputs]:
-            return loss(model_state, None, params, batch)
-
-        e = evaluate(bound, params, batch, has_aux=True, axis_name=axis_name)
+        loss = functools.partial(Loss(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
+        e = evaluate(loss, params, batch, has_aux=True, axis_name=axis_name)
         nnx.update(model, e.aux.model_state[1])
-        return Evaluation(value=e.value, grad=e.grad, aux=e.aux.aux, extra_args=e.extra_args)
+        return dataclasses.replace(e, aux=e.aux.aux)
 
     def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
         """As in `nnx.Optimizer`, but bit for bit where the method places weights."""
@@ -244,15 +287,3 @@ class Optimizer(nnx.Optimizer[Any]):
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1
         return updates
-
-
-def _check_key(rng: Any) -> None:
-    if rng is None:
-        return
-    if not isinstance(rng, jax.Array) or not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        raise TypeError(
-            "rng must be a random key from jax.random.key (a typed one, not from PRNGKey), got "
-            f"{getattr(rng, 'dtype', type(rng).__name__)}."
-        )
-    if rng.ndim:
-        raise TypeError(f"rng must be a single random key, got an array of shape {rng.shape}.")

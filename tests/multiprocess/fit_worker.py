@@ -1,12 +1,16 @@
 """One of several processes that call `fit` together: `fit_worker.py ADDRESS PROCESSES INDEX FOLDER`."""
 
+import itertools
 import pathlib
+import signal
 import sys
 
 import fitting
 import jax
 import numpy as np
 import support
+
+from optperm import training
 
 METHODS = ("svrg", "agn")
 
@@ -22,10 +26,9 @@ def main(address, processes, index, folder):
     jax.distributed.initialize(address, int(processes), int(index))
     folder = pathlib.Path(folder)
     for name in METHODS:
-        where = {"checkpoint_dir": folder / name, "checkpoint_every": 3}
+        where = {"checkpoints": folder / name, "checkpoint_every": 3}
         whole = fitting.fit("linen", name, epochs=2, devices=2)
         fitting.fit("linen", name, steps=4, devices=2, **where)
-        # Process 0 has the checkpoint for all.
         resumed = fitting.fit("linen", name, epochs=2, devices=2, resume=3, **where)
         support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
         np.savez(folder / f"{name}-{index}", loss=whole.history.steps["loss"])
@@ -39,15 +42,70 @@ def main(address, processes, index, folder):
         "agn",
         epochs=2,
         devices=2,
-        on_batch_end=lambda event: event.step == 2 and index == "1",
+        every={1: lambda event: event.step == 2 and index == "1"},
     )
     assert (stopped.ended, stopped.step) == ("stopped", 2)
-    refused = ""
+    mistakes(index, folder)
+
+
+def mistakes(index, folder):
+    """What differs between processes is named in all of them, before the first step."""
+    moved = {name: np.roll(leaf, int(index), axis=0) for name, leaf in fitting.data().items()}
+    state = fitting.linen_state(fitting.method("adam"))
+    other = state.replace(params=jax.tree.map(lambda p: p + 1e-6 * int(index), state.params))
+    cases = {
+        "seed": (state, fitting.data(), {"seed": int(index)}),
+        "the digest of params": (other, fitting.data(), {}),
+        "the digest of train_data": (state, moved, {}),
+        "batch_size": (state, fitting.data(), {"batch_size": 8 + 4 * int(index)}),
+    }
+    usual = {"epochs": 2, "devices": 2, "batch_size": fitting.BATCH}
+    for name, (start, data, options) in cases.items():
+        says = refusal(ValueError, start, data, **{**usual, **options})
+        assert f"not the same in all processes: {name}" in says, says
+
+    def unequal(epoch):
+        for count, batch in enumerate(part(epoch)):
+            few = 2 if count == 3 and index == "1" else 4
+            yield {name: leaf[:few] for name, leaf in batch.items()}
+
+    says = refusal(ValueError, state, unequal, epochs=1, devices=2)
+    assert "[4, 2] examples in the processes" in says, says
+
+    def failing(epoch):
+        yield from itertools.islice(part(epoch), 2)
+        if index == "1":
+            raise OSError("no such file")
+        yield from part(epoch)
+
+    where = {"checkpoints": folder / "failed", "devices": 2, "epochs": 1}
+    kind = OSError if index == "1" else RuntimeError
+    says = refusal(kind, state, failing, **where)
+    assert ("no such file" if index == "1" else "another process") in says, says
+    # What they had trained by then is kept, and gone on with.
+    gone_on = training.fit(state, fitting.linen_loss, part, resume=True, **where)
+    whole = training.fit(state, fitting.linen_loss, part, epochs=1, devices=2)
+    support.assert_same_bits(fitting.arrays(gone_on), fitting.arrays(whole))
+    # A signal to one of them ends all.
+    ended = training.fit(
+        state,
+        fitting.linen_loss,
+        fitting.data(),
+        epochs=2,
+        batch_size=fitting.BATCH,
+        devices=2,
+        every={4: lambda event: signal.raise_signal(signal.SIGTERM) if index == "1" else None},
+    )
+    assert (ended.ended, ended.step) == ("interrupted", 4)
+
+
+def refusal(kind, state, data, **options):
+    """What `fit` says when it refuses."""
     try:
-        fitting.fit("linen", "agn", epochs=2, devices=2, seed=int(index))
-    except ValueError as error:
-        refused = str(error)
-    assert "not the same in all processes" in refused, refused
+        training.fit(state, fitting.linen_loss, data, **options)
+    except kind as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

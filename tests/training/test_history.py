@@ -36,16 +36,21 @@ def test_rows_are_written_as_csv(tmp_path):
         history.write_csv(tmp_path / "no", rows="batches")
 
 
-def test_json_holds_all_of_it():
+def test_arrays_and_json_hold_all_of_it():
     history = recorded()
-    other = History.from_json(json.loads(json.dumps(history.as_json())))
+    rows = json.loads(json.dumps(history.epoch_rows))
+    other = History(history.steps, rows)
     for name in ("steps", "epochs"):
         for column, value in getattr(history, name).items():
             np.testing.assert_array_equal(getattr(other, name)[column], value)
             assert getattr(other, name)[column].dtype == value.dtype
-    copy = history.copy()
+    copy = History(history.steps, history.epoch_rows)
     copy.add_steps({"loss": np.ones(3, np.float32)})
-    assert (history.num_steps, copy.num_steps) == (4, 7)
+    assert (history.num_steps, copy.num_steps, other.num_steps) == (4, 7, 4)
+    # Over parts of unequal length, and over all there are.
+    assert copy.means(2) == {"loss": 1.0}
+    assert copy.means(4) == {"loss": float(np.mean(np.float32([0.1, 1, 1, 1]), dtype=float))}
+    assert copy.means(99)["loss"] == np.mean(copy.steps["loss"], dtype=float)
 
 
 def test_a_plot_has_steps_epochs_and_evaluation(tmp_path):

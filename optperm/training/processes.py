@@ -1,0 +1,59 @@
+"""What the processes of a run tell one another. All of them have to call each of these functions."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+class LostProcessError(RuntimeError):
+    """Another process of the run has ended, and what this one still runs may never come to an end."""
+
+
+def gather(value: Any) -> np.ndarray:
+    """An array of each process, stacked."""
+    if jax.process_count() == 1:
+        return np.asarray(value)[None]
+    try:
+        gathered = np.asarray(multihost_utils.process_allgather(np.asarray(value)))
+    except (ValueError, RuntimeError) as error:  # a collective that fails raises either
+        says = f"another process has ended or cannot be reached ({error})."
+        raise LostProcessError(says) from error
+    return gathered.reshape(jax.process_count(), *np.shape(value))
+
+
+def gather_texts(text: str) -> list[str]:
+    """The text of each process."""
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = gather(np.int32(content.size))
+    rows = gather(np.pad(content, (0, int(sizes.max()) - content.size)))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Raises a ValueError that names the facts, JSON values, that differ between processes."""
+    others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
+    values = {name: [other[name] for other in others] for name in facts}
+    different = {name: all_ for name, all_ in values.items() if any(v != all_[0] for v in all_)}
+    if different:
+        raise ValueError(
+            f"The arguments of fit are not the same in all processes: {', '.join(different)}; "
+            f"{different}. Pass everywhere the same state, data in memory and numbers."
+        )
+
+
+def digest(tree: Any) -> str:
+    """Tells a tree of arrays from others, by bits and names. What no process has all of is left out."""
+    hashed = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        hashed.update(jax.tree_util.keystr(path, simple=True, separator="/").encode())
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            if not leaf.is_fully_replicated:
+                continue
+            leaf = leaf.addressable_data(0)  # noqa: PLW2901
+        hashed.update(np.ascontiguousarray(leaf).tobytes())
+    return hashed.hexdigest()[:16]

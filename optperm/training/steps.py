@@ -1,0 +1,208 @@
+"""What is trained, as one `TrainState`, and the compiled steps of it."""
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.mapped_axes import mark_varying
+from optperm.contract.states import find_states
+from optperm.distributed.local_steps import LocalStepsState, center_params
+from optperm.evaluation import evaluate
+from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.training.layout import Layout, average_varying
+from optperm.training.train_state import (
+    RESERVED,
+    Loss,
+    TrainState,
+    arguments_of,
+    scalar_metrics,
+    split_model,
+)
+
+Metrics = dict[str, jax.Array]
+# What was made of a function, by that function, as long as somebody else holds it.
+_MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What stands behind the train state that a run carries: a linen model, or one of `flax.nnx`.
+
+    Of the latter, put together by its `graphdef`, the state holds the params, by `wrt`, the optimizer's
+    state and step, and as `model_state` its random keys and all else.
+    """
+
+    graphdef: Any = None
+    wrt: Any = None
+
+    @classmethod
+    def of(cls, source: Any, optimizer: Any) -> tuple["Model", TrainState]:
+        """The first argument of `fit` with its optimizer, and the train state to carry."""
+        if isinstance(source, TrainState):
+            if optimizer is not None:
+                raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
+            return cls(), source
+        if not isinstance(source, nnx.Module):
+            raise TypeError(
+                "The first argument of fit must be a state from optperm.training.TrainState.create, a "
+                f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
+            )
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "A model of flax.nnx is trained by its optimizer: pass optimizer=optperm.training."
+                f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer)}."
+            )
+        graphdef, params, model_state = split_model(source, optimizer.wrt)
+        state = TrainState(
+            step=optimizer.step.get_value(),
+            apply_fn=None,  # type: ignore[arg-type]
+            params=params,
+            tx=optimizer.tx,
+            opt_state=nnx.as_pure(optimizer.opt_state),
+            model_state=model_state,
+        )
+        return cls(graphdef, optimizer.wrt), state
+
+    def shown(self, state: TrainState) -> Any:
+        """The state, or a new model of it."""
+        if self.graphdef is None:
+            return state
+        return nnx.merge(self.graphdef, state.params, *state.model_state)
+
+    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
+        """A loss function as one of model state, random key, params and batch."""
+        return Loss(loss_fn, has_aux, self.graphdef, self.wrt)
+
+    def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
+        """The metrics that a function gives on a batch."""
+        if self.graphdef is not None:
+            out = eval_fn(self.shown(state), batch)
+        elif "rng" in (takes := arguments_of(eval_fn)):
+            raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
+        else:
+            out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
+        return scalar_metrics(out, source="What eval_fn returns")
+
+
+def plain(tree: Any) -> Any:
+    """The tree with the data of random keys in their place."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+
+
+def typed(tree: Any, like: Any) -> Any:
+    """Undoes `plain`, by a tree with such keys."""
+
+    def wrap(key: Any, leaf: Any) -> Any:
+        if not _is_key(key):
+            return leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
+
+    return jax.tree.map(wrap, like, tree)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def copied(tree: Any) -> Any:
+    """The tree in memory of its own, where it lies: a loop may give that up."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def trained(carry: TrainState, layout: Layout) -> TrainState:
+    """What has been trained, of the carries of all replicas: the center's params, or the first one's."""
+    first = jax.tree.map(lambda leaf: leaf[0], carry)
+
+    def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
+        return jnp.mean(leaf, axis=0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else one
+
+    first = first.replace(model_state=jax.tree.map(mean, first.model_state, carry.model_state))
+    if find_states(first.opt_state, LocalStepsState):
+        first = first.replace(params=center_params(first.opt_state))
+    whole = layout.sharding()
+    return first if whole is None else jax.lax.with_sharding_constraint(first, whole)
+
+
+def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
+    """What `make` makes of a function, once as long as somebody else holds that.
+
+    `make` is given a function that gives the function, which what it makes must not hold itself: then
+    the programs that `jax.jit` keeps of it go when it goes, with the arrays of its closure.
+    """
+    try:
+        known, weakly = _MADE.setdefault(function, {}), weakref.ref(function)
+    except TypeError:  # nothing can refer to it weakly
+        return make(lambda: function)
+    if key not in known:
+        known[key] = make(weakly)
+    return known[key]
+
+
+def steps_of(
+    model: Model, loss_fn: Any, layout: Layout, carry: TrainState, *, has_aux: bool, rows: int
+) -> tuple[Any, Any]:
+    """The compiled steps of carries that lie where this one does, found again in later calls.
+
+    Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
+    the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
+    """
+    leaves, structure = jax.tree.flatten(carry)
+    shardings = None if layout.mesh is None else tuple(leaf.sharding for leaf in leaves)
+
+    def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
+        def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+            return _step(carry, batch, model.loss(loss(), has_aux), layout)
+
+        def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
+            (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
+            step = jax.jit(one, inline=True)  # traced once, and used twice
+
+            def batch(t: jax.Array) -> Any:
+                return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
+
+            forms = jax.eval_shape(step, carry, (), batch(first))[1]
+            columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
+
+            def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+                carry, row = step(now[0], (), batch(t))
+                return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
+
+            # Bounds that are arguments: however steps are grouped into calls, one program takes them
+            # all, so that a run that was interrupted ends bit for bit like one that was not.
+            start = carry, mark_varying(columns, layout.apart)
+            return jax.lax.fori_loop(first, last, body, start)
+
+        out = None if shardings is None else (jax.tree.unflatten(structure, shardings), None)
+        spread = layout.spread(many, 1), layout.spread(one, 0)
+        first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
+        return first, second
+
+    return made(loss_fn, (model, layout, structure, shardings, has_aux, rows), make)
+
+
+def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[TrainState, Metrics]:
+    """The state after one step, of the same types, and float32 scalars by name."""
+    averaged = None if layout.own else layout.mapped or None
+    bound = functools.partial(loss, state.model_state, state.step_rng(layout.mapped or None))
+    e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
+    new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
+    metrics = {"loss": e.value.astype(jnp.float32)}
+    for each in find_states(new.opt_state, PermuteByCyclesState):
+        metrics["share_moved"] = each.share_moved
+    if e.aux.aux is not None:
+        source = "What loss_fn returns beside the loss (has_aux=True)"
+        metrics |= scalar_metrics(e.aux.aux, source=source, reserved=RESERVED)
+    before, after = plain(state), plain(new)
+    says = "The state after a step"
+    checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
+    after = after if averaged is None else average_varying(after)
+    return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)

@@ -1,0 +1,313 @@
+"""Where a run lies: sharded states, replicas, and each method beside a loop by hand."""
+
+import contextlib
+import re
+
+import fitting
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from fitting import BATCH, EXAMPLES
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+from optperm import training
+from optperm.training import layout, steps
+
+IN, HIDDEN, OUT = 16, 32, 4
+
+
+def dense_data():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(EXAMPLES, IN)).astype(np.float32)
+    return {"x": x, "y": np.argmax(x[:, :OUT], axis=1).astype(np.int32)}
+
+
+def dense_params():
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "in": 0.3 * jax.random.normal(keys[0], (IN, HIDDEN)),
+        "bias": jnp.zeros(HIDDEN),
+        "out": 0.3 * jax.random.normal(keys[1], (HIDDEN, OUT)),
+    }
+
+
+def dense_loss(params, batch):
+    hidden = jax.nn.relu(batch["x"] @ params["in"] + params["bias"])
+    return fitting.cross_entropy(hidden @ params["out"], batch["y"])
+
+
+def sampler(axis_name=None):
+    """Constant SGD that looks at each example, as batch statistics do not allow."""
+    return optperm.constant_sgd(
+        EXAMPLES,
+        BATCH,
+        burn_in=4,
+        burn_in_optimizer=optax.sgd(0.1),
+        max_step=0.03,
+        axis_name=axis_name,
+    )
+
+
+def method(name, axis_name=None):
+    return sampler(axis_name) if name == "constant_sgd" else fitting.method(name, axis_name)
+
+
+def dense_fit(tx, params=None, **options):
+    params = dense_params() if params is None else params
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
+    options = {"epochs": 2, "batch_size": BATCH, **options}
+    return training.fit(state, dense_loss, dense_data(), **options)
+
+
+def close(result, other, rtol=1e-5):
+    for one, two in zip(
+        jax.tree.leaves(result.state.params), jax.tree.leaves(other.state.params), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(two), rtol=rtol, atol=rtol)
+
+
+def lies(leaf, wanted):
+    """Whether an array lies as it should, on the mesh of the user with its types of axes."""
+    return leaf.sharding.mesh == wanted.mesh and leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+
+
+SHARDINGS = {
+    "input": {"in": P("data"), "bias": P(), "out": P("data")},
+    "output": {"in": P(None, "data"), "bias": P("data"), "out": P(None, "data")},
+}
+
+
+@pytest.mark.parametrize(
+    ("sharding", "axis_type"), [("input", AxisType.Explicit), ("output", AxisType.Auto)]
+)
+@pytest.mark.parametrize("name", ["adam", "svrg", "constant_sgd"])
+def test_a_sharded_state_stays_sharded(name, sharding, axis_type, tmp_path):
+    """On four devices as on one: trained, evaluated, kept and gone on with."""
+    options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}
+    options |= {
+        "eval_fn": lambda params, batch: {"loss": dense_loss(params, batch)},
+        "eval_data": dense_data(),
+    }
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    wanted = {key: NamedSharding(mesh, spec) for key, spec in SHARDINGS[sharding].items()}
+    params = jax.device_put(dense_params(), wanted)
+    alone = dense_fit(method(name), **options)
+    is_explicit = axis_type == AxisType.Explicit
+    with jax.set_mesh(mesh) if is_explicit else contextlib.nullcontext():
+        seen = []
+        spread = dense_fit(
+            method(name),
+            params,
+            checkpoints=tmp_path,
+            checkpoint_every=4,
+            every={10: lambda event: seen.append(event.state)},
+            **options,
+        )
+    close(spread, alone)
+    evaluated = [result.history.epochs["eval_loss"] for result in (spread, alone)]
+    np.testing.assert_allclose(*evaluated, rtol=1e-5)
+    for state in (spread.state, seen[0]):
+        assert all(lies(leaf, wanted[key]) for key, leaf in state.params.items())
+        big = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (IN, HIDDEN)]
+        assert big
+        assert all(lies(leaf, wanted["in"]) for leaf in big)
+    resumed = dense_fit(method(name), params, checkpoints=tmp_path, resume=4, **options)
+    support.assert_same_bits(
+        *(jax.tree.map(np.asarray, result.state.params) for result in (resumed, spread))
+    )
+
+
+@pytest.mark.parametrize("name", ["adam", "svrg", "constant_sgd"])
+def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
+    """The gathers of the compiled step are those of the loss and its gradient alone, by their shapes."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    wanted = {key: NamedSharding(mesh, spec) for key, spec in SHARDINGS["output"].items()}
+    params = jax.device_put(dense_params(), wanted)
+    state = training.TrainState.create(apply_fn=None, params=params, tx=method(name))
+    where = layout.layout_of(state.tx, state)
+    with where.context():
+        carry = where.place(state)
+        batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
+        one = steps.steps_of(steps.Model(), dense_loss, where, carry, has_aux=False, rows=1)[1]
+        model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
+        texts = [
+            one.lower(carry, (), batch).compile().as_text(),
+            model.lower(carry.params, batch).compile().as_text(),
+        ]
+    pattern = r"= (\S+) (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
+    moved = [{shape.split("{")[0] for shape in re.findall(pattern, text)} for text in texts]
+    whole = {f"f32[{IN},{HIDDEN}]", f"f32[{HIDDEN},{OUT}]"}
+    assert moved[0] & whole <= moved[1] & whole, moved
+
+
+def test_tensor_parallel_params_beside_a_sharded_batch():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    specs = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
+    params = jax.device_put(
+        dense_params(), {key: NamedSharding(mesh, spec) for key, spec in specs.items()}
+    )
+    with jax.set_mesh(mesh):
+        spread = dense_fit(fitting.method("adam"), params, mesh=mesh)
+    assert spread.state.params["in"].sharding.spec == P(None, "model")
+    close(spread, dense_fit(fitting.method("adam")))
+    # By the sharding of a batch, and replicas each of which is spread over two devices.
+    named = dense_fit(fitting.method("adam"), mesh=NamedSharding(mesh, P("model")))
+    close(named, spread)
+    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="data")
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx, opt_state=None)
+    options = {"epochs": 2, "batch_size": BATCH}
+    both = training.fit(state, dense_loss, dense_data(), mesh=mesh, **options)
+    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
+    close(both, dense_fit(tx, replicas=2))
+    other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
+    with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):
+        dense_fit(fitting.method("adam"), params, mesh=other)
+
+
+def by_hand(name, size, start):
+    """The params after two epochs of a jitted `shard_map` step that a user would write."""
+    mapped = name in ("agn", "diloco", "constant_sgd")
+    tx = method(name, "replica" if mapped else None)
+    is_local = name in ("agn", "diloco")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("replica",))
+
+    def step(params, opt_state, batch):
+        averaged = None if is_local else "replica"
+        if is_local:
+            params, opt_state = jax.tree.map(lambda leaf: leaf[0], (params, opt_state))
+        e = optperm.evaluate(dense_loss, params, batch, axis_name=averaged)
+        update = optax.with_extra_args_support(tx).update
+        updates, opt_state = update(e.grad, opt_state, params, **e.extra_args)
+        params = optperm.apply_updates(params, updates, opt_state)
+        if is_local:
+            params, opt_state = jax.tree.map(lambda leaf: leaf[None], (params, opt_state))
+        return params, opt_state
+
+    spec = P("replica") if is_local else P()
+    jitted = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec, P("replica")), out_specs=(spec, spec))
+    )
+    params, opt_state = start, tx.init(start)
+    if is_local:
+        copies = (params, opt_state)
+        params, opt_state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), copies)
+    for epoch in (1, 2):
+        if name == "svrg":
+            grad = optperm.full_gradient(dense_loss, params, [dense_data()])
+            opt_state = optperm.take_snapshot(opt_state, params, grad)
+        order = np.asarray(training.shuffled(0, epoch, EXAMPLES)).reshape(-1, BATCH)
+        for hand in order:
+            batch = {key: leaf[hand] for key, leaf in dense_data().items()}
+            params, opt_state = jitted(params, opt_state, batch)
+    if is_local:
+        return jax.tree.map(lambda leaf: leaf[0], optperm.center_params(opt_state))
+    return params
+
+
+PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
+
+
+@pytest.mark.parametrize("name", fitting.METHODS)
+def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
+    """Four devices; from weights that can all be permuted."""
+    start = jax.tree.map(
+        lambda leaf: leaf + 0.01 * jnp.arange(leaf.size).reshape(leaf.shape) / 99, dense_params()
+    )
+    mapped = name in ("agn", "diloco", "constant_sgd")
+    options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}
+    result = dense_fit(method(name, "replica" if mapped else None), start, devices=4, **options)
+    np.testing.assert_equal(result.step, 10)
+    hand = by_hand(name, 4, start)
+    for key, leaf in result.state.params.items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(hand[key]), rtol=2e-4, atol=2e-5)
+    for sgd in PLAIN:
+        plain = dense_fit(sgd, start)
+        far = [np.ptp(result.state.params[k] - jax.device_get(plain.state.params[k])) for k in hand]
+        assert max(far) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "kind"), [("agn", "linen"), ("diloco", "nnx")])
+def test_replicas_on_one_device_are_those_of_four(name, kind):
+    tx = fitting.method(name, "replica")
+    results = []
+    for options in ({"devices": 4}, {"replicas": 4}):
+        positional, keywords = fitting.subject(kind, tx)
+        results.append(
+            training.fit(
+                *positional,
+                fitting.LOSS[kind],
+                fitting.data(),
+                epochs=2,
+                batch_size=BATCH,
+                **keywords,
+                **options,
+            )
+        )
+    losses = [result.history.steps["loss"] for result in results]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    assert results[0]._end[0].own
+    assert results[1]._end[0].mesh is None
+
+
+@pytest.mark.parametrize("name", ["agn", "diloco"])
+def test_local_steps_are_found_without_a_state(name):
+    """A state whose optimizer's is still to be initialized trains as the one that has it."""
+    tx = fitting.method(name, "replica")
+    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx, opt_state=None)
+    options = {"epochs": 2, "batch_size": BATCH, "devices": 4}
+    late = training.fit(state, dense_loss, dense_data(), **options)
+    early = dense_fit(tx, devices=4)
+    support.assert_same_bits(
+        *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
+    )
+    assert late._end[0].own
+
+
+def test_batch_statistics_and_dropout_see_the_whole_batch():
+    """Without a mapped axis four devices are one, dropout and BatchNorm included."""
+    results = [fitting.fit("linen", "svrg", epochs=2, devices=n) for n in (None, 4)]
+    losses = [result.history.steps["loss"] for result in results]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    stats = [jax.tree.leaves(result.state.model_state) for result in results]
+    for one, other in zip(*stats, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-6)
+    placed = fitting.fit("linen", "sgperm", epochs=2, devices=4)
+    support.assert_permutes(placed.state.params, fitting.variables()["params"])
+
+
+def test_evaluation_shares_each_batch():
+    """Batches that devices cannot share equally included."""
+    shapes = []
+
+    def metrics(params, batch):
+        shapes.append(batch["x"].shape[0])
+        return {"loss": dense_loss(params, batch)}
+
+    data = {key: leaf[:38] for key, leaf in dense_data().items()}
+    options = {"eval_fn": metrics, "eval_data": data, "eval_batch_size": 10, "epochs": 1}
+    spread = dense_fit(fitting.method("adam"), devices=4, **options)
+    assert set(shapes) == {8, 6}  # the last one on every device
+    exact = dense_loss(jax.device_get(spread.state.params), data)
+    np.testing.assert_allclose(spread.history.last["eval_loss"], exact, rtol=1e-5)
+
+
+def test_an_uneven_batch_of_a_stream_is_not_refused():
+    """It is computed on every device; its mean is over its examples all the same."""
+    data = dense_data()
+    parts = [{k: v[low:high] for k, v in data.items()} for low, high in ((0, 16), (16, 23))]
+    state = training.TrainState.create(
+        apply_fn=None, params=dense_params(), tx=fitting.method("adam")
+    )
+    results = [
+        training.fit(state, dense_loss, parts, epochs=2, devices=devices) for devices in (None, 4)
+    ]
+    close(*results)
+    tx = optperm.agn(optax.sgd(0.1), 2, axis_name="replica")
+    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
+    with pytest.raises(ValueError, match="4 replicas can share, got 7"):
+        training.fit(state, dense_loss, parts, epochs=2, devices=4)
