@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import hashlib
 import math
 import pathlib
 import zipfile
@@ -11,6 +10,7 @@ import zlib
 import numpy as np
 
 from optperm.cli.errors import CliError, import_extra
+from optperm.training import processes
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 _IDX_FILES = {
@@ -45,6 +45,11 @@ class Dataset:
     y_test: np.ndarray
     num_classes: int
 
+    @property
+    def digest(self) -> str:
+        """Tells whether two data sets hold the same examples in the same order."""
+        return processes.digest([getattr(self, key) for key in KEYS])
+
 
 def load(source: str) -> Dataset:
     """Loads a data set.
@@ -72,16 +77,6 @@ def load(source: str) -> Dataset:
     )
 
 
-def digest(data: Dataset) -> str:
-    """Tells whether two data sets hold the same examples in the same order."""
-    hashed = hashlib.sha256()
-    for key in KEYS:
-        array = np.ascontiguousarray(getattr(data, key))
-        hashed.update(f"{array.shape}".encode())
-        hashed.update(array.data)
-    return hashed.hexdigest()
-
-
 def _digits() -> dict[str, np.ndarray]:
     digits = import_extra("sklearn.datasets").load_digits()
     # The split belongs to the data set: runs with different seeds are tested on the same examples.
@@ -95,6 +90,10 @@ def _digits() -> dict[str, np.ndarray]:
 
 
 def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+    says = f"{path} cannot be read as an .npz file of plain arrays"
+    advice = f"Write it with numpy.savez, with {', '.join(KEYS)}."
+    if not zipfile.is_zipfile(path):
+        raise CliError(f"{says}: it is no archive of arrays, or is damaged. {advice}")
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             missing = [key for key in KEYS if key not in file]
@@ -104,12 +103,14 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
                     f"{', '.join(KEYS)}. It holds {', '.join(file) or 'nothing'}."
                 )
             return {key: np.asarray(file[key]) for key in KEYS}
-    # The TypeError is a .npy file's: it gives an array, which is no context manager.
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:
         raise CliError(
-            f"{path} cannot be read as an .npz file of plain arrays ({error}). "
-            "Write it with numpy.savez."
+            f"{says}: its header claims more than fits into memory ({error}). It is damaged, or too "
+            "large for this machine."
         ) from error
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
+        raise CliError(f"{says}: {why}. {advice}") from error
 
 
 def _read_idx_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
@@ -175,7 +176,9 @@ def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
 
 
 def _check_labels(source: str, key: str, labels: np.ndarray) -> None:
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size:
+    if labels.ndim == 1 and not labels.size:
+        raise CliError(f"{source}: {key} holds no labels. There must be one example at least.")
+    if labels.dtype.kind not in "iu" or labels.ndim != 1:
         raise CliError(
             f"{source}: {key} must be a vector of integer labels, one an example, got "
             f"{labels.dtype}{list(labels.shape)}."

@@ -1,16 +1,22 @@
 """The networks to train, drawn so that every parameter can be permuted."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.cli.errors import UsageError
+from optperm.training import TrainState
+from optperm.training.evaluations import Evaluator
 
+CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
 _INIT_STREAM = 0x494E_4954
 
@@ -102,6 +108,46 @@ def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
     outputs = model.apply({"params": params}, x)
     assert isinstance(outputs, jax.Array)
     return outputs
+
+
+class Accuracy:
+    """The share of examples that a network classifies right, on one device; compiled once.
+
+    Args:
+      model: The network.
+      x: Examples.
+      y: Their labels.
+    """
+
+    def __init__(self, model: nn.Module, x: np.ndarray, y: np.ndarray) -> None:
+        self._apply_fn, self._size = model.apply, len(x)
+
+        def eval_fn(params: optax.Params, batch: Any) -> dict[str, jax.Array]:
+            return {"accuracy": _accuracy(logits(model, params, batch["x"]), batch["y"])}
+
+        self._evaluator = Evaluator(eval_fn, {"x": x, "y": y}, CHUNK)
+
+    def __call__(self, params: optax.Params) -> float:
+        """That of a network with these params."""
+        state = TrainState.create(apply_fn=self._apply_fn, params=params, tx=optax.identity())
+        share = self._evaluator.evaluate(state, 0)["accuracy"]
+        return round(share * self._size) / self._size  # a count, which the means have rounded
+
+
+@functools.cache
+def loss_function(model: nn.Module) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """The mean loss over a batch, and the share of its examples that are classified right."""
+
+    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        outputs = logits(model, params, batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
+        return jnp.mean(losses), {"accuracy": _accuracy(outputs, batch["y"])}
+
+    return loss_fn
+
+
+def _accuracy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
 
 
 def _classified(x: jax.Array, hidden: int, num_classes: int) -> jax.Array:

@@ -1,10 +1,11 @@
 """The folder of a run: what is written there, and how a network is rebuilt from it.
 
-- `metrics.jsonl`: a line an epoch (`training.EpochRecord`), written as training goes on;
+- `metrics.jsonl`: a line an epoch (`training.Training.record`), written as training goes on;
 - `summary.json`: the result, every flag and hyperparameter, versions;
 - `steps.npz`: the loss of each step, and the share of weights moved where the method counts them;
 - `curve.png`: accuracies and share moved;
-- `checkpoints/` on request (`optperm.cli.checkpoints`);
+- `checkpoints/` on request: those of `optperm.training.fit`, by their steps, and in `run.json` what
+  another run has to have in common with this one to go on from them;
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
 
 The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for
@@ -17,8 +18,10 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 import zipfile
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,9 +31,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
-from optperm.training.checkpoints import digest
+from optperm.training.processes import digest
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, CHECKPOINTS, IDENTITY_FILE = "metrics.jsonl", "checkpoints", "run.json"
 PERMUTATION_FILE, PARAMS_FILE = "permutation.npz", "params.npz"
 _PREFIX = "params/"
 
@@ -77,6 +80,72 @@ def append_metrics(folder: pathlib.Path, record: dict[str, Any]) -> None:
     """Adds a line to metrics.jsonl."""
     with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(_without_nan(record), allow_nan=False) + "\n")
+
+
+def read_metrics(folder: pathlib.Path, epochs: int) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl up to an epoch."""
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["epoch"] <= epochs]
+
+
+def write_identity(folder: pathlib.Path, identity: Mapping[str, Any]) -> None:
+    """Writes beside the checkpoints what tells their run from others: names and JSON values."""
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    text = json.dumps(identity, indent=2) + "\n"
+    (folder / CHECKPOINTS / IDENTITY_FILE).write_text(text, encoding="utf-8")
+
+
+def find_checkpoint(
+    folder: pathlib.Path, epoch: int | None, steps_per_epoch: int, identity: Mapping[str, Any]
+) -> int:
+    """The step of a checkpoint that a run can go on from.
+
+    Args:
+      folder: A run folder.
+      epoch: After which epoch; None for the newest checkpoint.
+      steps_per_epoch: How many steps make an epoch.
+      identity: What tells the run that is to go on from others.
+
+    Raises:
+      UsageError: If there is no such epoch, or the checkpoint is of another run.
+      CliError: If the folder holds no checkpoints.
+    """
+    if not (folder / METRICS_FILE).is_file():
+        raise CliError(f"--resume {folder}: this is not the folder of a run.")
+    kept = sorted(
+        int(path.name) for path in folder.glob(f"{CHECKPOINTS}/*") if path.name.isdecimal()
+    )
+    if not kept:
+        raise CliError(
+            f"--resume {folder}: this run left no checkpoints. Train with --checkpoint-every."
+        )
+    there = json.loads((folder / CHECKPOINTS / IDENTITY_FILE).read_text(encoding="utf-8"))
+    different = [
+        f"{name} is {there.get(name)} there and {fact} here"
+        for name, fact in identity.items()
+        if there.get(name) != fact
+    ]
+    if different:
+        raise UsageError(
+            f"--resume {folder}: the checkpoint is of another run: {'; '.join(different)}. Pass the "
+            "flags of that run."
+        )
+    if epoch is None:
+        return kept[-1]
+    if epoch * steps_per_epoch not in kept:
+        epochs = ", ".join(
+            str(step // steps_per_epoch) for step in kept if not step % steps_per_epoch
+        )
+        raise UsageError(
+            f"--from-epoch {epoch}: {folder} holds no checkpoint of that epoch, but of "
+            f"{epochs or 'none'}."
+        )
+    return epoch * steps_per_epoch
+
+
+def copy_checkpoint(source: pathlib.Path, folder: pathlib.Path, step: int) -> None:
+    """Copies a checkpoint to another run folder."""
+    shutil.copytree(source / CHECKPOINTS / str(step), folder / CHECKPOINTS / str(step))
 
 
 def write_draws(folder: pathlib.Path, draws: optax.Params) -> None:
