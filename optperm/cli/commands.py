@@ -2,9 +2,8 @@
 
 import inspect
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
@@ -25,11 +24,7 @@ _App = App(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs a command.
-
-    Raises:
-      UsageError: If the command line is at fault; what else a command raises.
-    """
+    """Runs a command; returns the exit code."""
     if list(argv) in ([], ["train"]):
         _App.help_print(list(argv))
         return 2
@@ -49,25 +44,24 @@ def _of_method(method: Method) -> Callable[..., int]:
     def command(*, run: Run = Run(), where: Machines = Machines(), **given: Any) -> int:  # noqa: B008
         return train(method, method.defaults() | given, run, where)
 
-    group = Group(f"What {method.name} takes", sort_key=1)
-    parameters = []
+    kinds: dict[str, Any] = {}
     for name, flag in method.flags.items():
-        check = {"validator": finite} if flag.kind is float else {}
-        about = Parameter(help=flag.help, group=group, **check)
-        parameters.append((name, Annotated[flag.kind, about], flag.default))
-    parameters += [
-        ("run", Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)], Run()),
-        ("where", Annotated[Machines, Parameter(name="*", group=MACHINES)], Machines()),
-    ]
+        check = finite if flag.kind is float else None
+        about = Parameter(
+            help=flag.help, group=Group(f"What {method.name} takes", sort_key=1), validator=check
+        )
+        kinds[name] = Annotated[flag.kind, about]
+    kinds["run"] = Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)]
+    kinds["where"] = Annotated[Machines, Parameter(name="*", group=MACHINES)]
+    defaults: dict[str, Any] = method.defaults() | {"run": Run(), "where": Machines()}
+    only = inspect.Parameter.KEYWORD_ONLY
+    command.__annotations__ = kinds
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
-            )
-            for name, kind, default in parameters
+            inspect.Parameter(name, only, default=defaults[name], annotation=kinds[name])
+            for name in kinds
         ]
     )
-    command.__annotations__ = {name: kind for name, kind, _ in parameters}
     return command
 
 
@@ -92,7 +86,7 @@ def _compare(
     "Example: optperm evaluate runs/sgperm-mlp-digits-s0",
 )
 def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
-    """Rebuilds the network of a run folder, and prints its test accuracy.
+    """Rebuilds it and prints its accuracy.
 
     Args:
       folder: A run folder.

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import pathlib
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,15 +44,8 @@ class Comparison(Network):
 
 
 def compare(names: Sequence[str], flags: Comparison) -> int:
-    """Trains by all methods from all seeds, and writes tables and curves.
-
-    Returns:
-      0, or `INTERRUPTED` if Ctrl-C cut it short.
-
-    Raises:
-      CliError: If data, files or the installation are at fault, or the flags.
-    """
-    compiling(0, 0)  # from here on it is measured
+    """Trains by all methods from all seeds, and writes tables and curves; returns the exit code."""
+    compiling(time.perf_counter())
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     data, reporter = datasets.load(flags.data), report.Reporter(0, quiet=flags.quiet)
@@ -92,7 +86,7 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
 def _outcome(training: Training, epochs: int, *, has_bar: bool) -> Outcome | None:
     """Trains once; None if Ctrl-C came between."""
     trained = training.run(epochs, progress=has_bar)
-    if trained.ended == "interrupted":
+    if trained.interrupted:
         return None
     records = trained.records
     seconds = [record["seconds"] for record in records[1:]]

@@ -79,8 +79,3 @@ class Run(Network):
     resume: pathlib.Path | None = None
     from_epoch: Annotated[int, whole_from(0)] | None = None
     quiet: Switch = False
-
-
-def flag(name: str) -> str:
-    """The flag of a parameter."""
-    return f"--{name.replace('_', '-')}"

@@ -14,14 +14,10 @@ from optperm.training.processes import LostProcessError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line: some arguments, by default those of the process.
 
-    Args:
-      argv: Arguments, without the program's name; those of the process by default.
-
-    Returns:
-      The exit code: 0; 1 if data, files, the installation or a loss that diverged are at fault; 2 if
-      the command line is; 130 if Ctrl-C ended it.
+    The exit code is 0; 1 if data, files, the installation or a loss that diverged are at fault; 2 if the
+    command line is; 130 if Ctrl-C ended it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -18,24 +18,24 @@ _LINES = 10
 class Reporter:
     """Prints what becomes of a run, or nothing at all.
 
-    Args:
-      epochs: Epochs planned.
+    Attributes:
       quiet: Whether to print nothing.
+      has_bar: Whether there is a terminal for a progress bar.
     """
 
     def __init__(self, epochs: int, *, quiet: bool) -> None:
-        self._epochs, self._quiet = epochs, quiet
+        self._epochs, self.quiet = epochs, quiet
         self.has_bar = not quiet and sys.stdout.isatty()
 
     def say(self, line: str) -> None:
         """Prints a line."""
-        if self._quiet:
+        if self.quiet:
             return
         try:
             print(line, flush=True)
         except BrokenPipeError:
             # It goes on without a reader: a closed pipe (`| head`) is no reason to lose a run.
-            self._quiet = True
+            self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def epoch(self, record: Mapping[str, Any]) -> None:

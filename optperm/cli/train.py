@@ -3,6 +3,8 @@
 import importlib.metadata
 import pathlib
 import platform
+import shutil
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +16,8 @@ import optax
 import optperm
 from optperm.cli import datasets, machines, models, report, run_folder
 from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
-from optperm.cli.flags import Run, flag
-from optperm.cli.methods import Hyperparameter, Method, Posterior
+from optperm.cli.flags import Run
+from optperm.cli.methods import Hyperparameter, Method
 from optperm.cli.training import Record, Trained, Training, compiling
 
 
@@ -25,123 +27,101 @@ def train(
     run: Run,
     where: machines.Machines,
 ) -> int:
-    """Trains a network, and writes what came of it.
-
-    Returns:
-      0, or `INTERRUPTED` if Ctrl-C cut the training short.
-
-    Raises:
-      CliError: If data, files or the installation are at fault, the flags, or the loss is not finite.
-    """
-    compiling(0, 0)  # from here on it is measured
+    """Trains a network, and writes what came of it; returns the exit code."""
+    compiling(time.perf_counter())
     # What is missing must come out before the training, not after it.
-    uses_checkpoints = run.checkpoint_every > 0 or run.resume is not None
-    extras = ["matplotlib", *(["rich", "orbax.checkpoint"] if uses_checkpoints else ["rich"])]
-    for extra in extras:
+    keeps = run.checkpoint_every > 0 or run.resume is not None
+    for extra in ("rich", "matplotlib", *(["orbax.checkpoint"] if keeps else [])):
         import_extra(extra)
     if run.from_epoch is not None and run.resume is None:
         raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
-    if run.checkpoint_keep is not None and not uses_checkpoints:
+    if run.checkpoint_keep is not None and not keeps:
         raise UsageError("--checkpoint-keep goes with --checkpoint-every: pass that as well.")
     data = datasets.load(run.data)
     reporter = report.Reporter(run.epochs, quiet=run.quiet)
     where.connect(lambda: reporter.say("Waiting for the other processes."))
     is_main = jax.process_index() == 0
-    if not is_main:
-        reporter = report.Reporter(run.epochs, quiet=True)
+    reporter.quiet |= not is_main
     training = Training(method, hyperparameters, run, data, seed=run.seed, devices=where.devices)
     name = f"{method.name}-{run.model}-{data.name}-s{run.seed}"
-    identity = _identity(training, run)
 
     def prepare() -> tuple[str, int | None]:
-        step = None if run.resume is None else _checkpoint(training, run, identity)
+        identity, step = _identity(training, run), None
+        if run.resume is not None:
+            step = _checkpoint(run.resume, training, run, identity)
         made = run_folder.create(run.out, name)
-        if uses_checkpoints:
-            run_folder.write_identity(made, identity)
-        if step is not None and run.resume is not None:
-            run_folder.copy_checkpoint(run.resume, made, step)
-        return str(made.absolute() if jax.process_count() > 1 else made), step
+        if keeps:
+            run_folder.prepare_checkpoints(made, identity)
+        if run.resume is not None:
+            part = pathlib.Path(run_folder.CHECKPOINTS, str(step))
+            shutil.copytree(run.resume / part, made / part)
+        return str(made), step
 
     chosen, step = machines.decided(prepare)
     folder, records, options = pathlib.Path(chosen), list[Record](), dict[str, Any]()
-    if uses_checkpoints:
-        options = {
-            "checkpoints": folder / run_folder.CHECKPOINTS,
-            "checkpoint_every": run.checkpoint_every * training.steps_per_epoch or None,
-            "checkpoint_keep": run.checkpoint_keep,
-            "resume": False if step is None else step,
-        }
-    if run.resume is not None and step is not None:
-        epoch = step // training.steps_per_epoch
-        records = run_folder.read_metrics(run.resume, epoch)
-        reporter.say(f"Going on after epoch {epoch} of {run.resume}.")
+    if keeps:
+        options["checkpoints"] = folder / run_folder.CHECKPOINTS
+        options["checkpoint_every"] = run.checkpoint_every * training.steps_per_epoch or None
+        options["checkpoint_keep"] = run.checkpoint_keep
+    if run.resume is not None:
+        options["resume"] = step
+        records = run_folder.read_metrics(run.resume, step)
+        reporter.say(f"Going on after epoch {step // training.steps_per_epoch} of {run.resume}.")
 
     def on_record(record: Record) -> None:
         if is_main:
             run_folder.append_metrics(folder, record)
         reporter.epoch(record)
 
-    trained = training.run(
-        run.epochs, on_record=on_record, records=records, progress=reporter.has_bar, **options
-    )
+    options["progress"] = reporter.has_bar
+    trained = training.run(run.epochs, on_record=on_record, records=records, **options)
     if is_main:
-        summary = _summary(training, trained, run, where)
-        summary |= {
-            "resumed_from": None if run.resume is None else str(run.resume),
-            "resumed_after_epoch": None if step is None else step // training.steps_per_epoch,
-        }
-        posterior = method.posterior(trained.opt_state, summary["steps"], **hyperparameters)
-        if posterior is not None:
-            summary |= _write_posterior(folder, name, posterior, training, trained.params)
-        _write(folder, name, training, trained)
-        run_folder.write_summary(folder, summary)
+        summary = _summary(training, trained, run, where, step)
+        summary |= _write(folder, name, training, trained)
+        run_folder.write_json(folder / "summary.json", summary)
         reporter.summary(summary, folder)
-    return _end(trained, run, folder, reporter, goes_on=uses_checkpoints, method=method)
+    return _end(method, trained, folder, reporter, keeps=keeps)
 
 
 def _end(
+    method: Method,
     trained: Trained,
-    run: Run,
     folder: pathlib.Path,
     reporter: report.Reporter,
     *,
-    goes_on: bool,
-    method: Method,
+    keeps: bool,
 ) -> int:
-    """What a run that is over ends with."""
-    is_finite = np.isfinite(trained.history.steps.get("loss", np.zeros(0)))
-    if is_finite.size and not is_finite[-1]:
+    """What a run ends with."""
+    loss = trained.history.steps.get("loss", np.zeros(0))
+    if loss.size and not np.isfinite(loss[-1]):
         raise CliError(
-            f"the loss stopped being finite at step {np.argmin(is_finite) + 1} of {len(is_finite)}: try "
-            f"a smaller --learning-rate. What there is lies in {folder}."
+            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
+            f"try a smaller --learning-rate. What there is lies in {folder}."
         )
-    if trained.ended != "interrupted":
+    if not trained.interrupted:
         return 0
-    reporter.say(
-        f"Stopped. To go on: optperm train {method.name} --resume {folder}, with the same flags."
-        if goes_on
-        else "Stopped, and it cannot go on: for that, train with --checkpoint-every."
-    )
+    again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
+    reporter.say(f"Stopped. {again if keeps else 'To be able to go on: --checkpoint-every.'}")
     return INTERRUPTED
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:
-    """What decides the course of a run, from its first step on, beside what fit compares."""
-    flags = {flag(name): getattr(run, name) for name in ("model", "hidden", "seed")}
-    flags |= {flag(name): value for name, value in training.hyperparameters.items()}
+    """What decides the course of a run, from its first step on."""
+    flags = {"model": run.model, "hidden": run.hidden, "seed": run.seed, **training.hyperparameters}
     return {
         "the method": training.method.name,
-        **flags,
+        **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "the number of examples a step": training.batch_size,
-        "the data": training.data.digest,
+        "the digest of the data": training.data.digest,
     }
 
 
-def _checkpoint(training: Training, run: Run, identity: Mapping[str, Any]) -> int:
+def _checkpoint(
+    folder: pathlib.Path, training: Training, run: Run, identity: Mapping[str, Any]
+) -> int:
     """The step of the checkpoint to go on from."""
-    assert run.resume is not None
     per_epoch = training.steps_per_epoch
-    step = run_folder.find_checkpoint(run.resume, run.from_epoch, per_epoch, identity)
+    step = run_folder.find_checkpoint(folder, run.from_epoch, per_epoch, identity)
     if step > run.epochs * per_epoch:
         raise UsageError(
             f"--epochs {run.epochs}: the checkpoint is after epoch {step // per_epoch} already, and "
@@ -150,33 +130,29 @@ def _checkpoint(training: Training, run: Run, identity: Mapping[str, Any]) -> in
     return step
 
 
-def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> None:
-    """Writes the trained network, the steps and the curve."""
-    spec, params, steps = training.spec, trained.params, trained.history.steps
-    if training.method.permutes:
-        run_folder.write_permutation(folder, spec, training.initial, params, trained.opt_state)
-    else:
-        run_folder.write_params(folder, spec, params)
-    loss, moved = steps.get("loss", np.zeros(0, np.float32)), steps.get("share_moved")
-    run_folder.write_steps(folder, loss=loss, share_moved=moved)
-    report.draw_curve(folder / "curve.png", trained.records, moved, name)
-
-
-def _write_posterior(
-    folder: pathlib.Path, name: str, posterior: Posterior, training: Training, params: optax.Params
-) -> dict[str, Any]:
-    """Writes the draws and their reliability; what the summary says of them and of the last params."""
-    last = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None, None], params)
-    entries, calibrations = {}, {}
-    for whose, draws in (("last_iterate", last), ("posterior", posterior.draws)):
-        entries[whose], calibrations[whose] = _predictive(training, draws)
-    run_folder.write_draws(folder, posterior.draws)
+def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> dict[str, Any]:
+    """Writes the network, the steps, the draws and pictures; what the summary says of the draws."""
+    method, params, steps = training.method, trained.params, trained.history.steps
+    opt_state, last = trained.opt_state, trained.records[-1]
+    kept = opt_state if method.permutes else None
+    run_folder.write_network(folder, training.spec, training.initial, params, kept)
+    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
+    columns.pop("accuracy", None)
+    np.savez_compressed(folder / "steps.npz", **columns)
+    report.draw_curve(folder / "curve.png", trained.records, steps.get("share_moved"), name)
+    found = method.posterior(opt_state, last["step"], **training.hyperparameters)
+    if found is None:
+        return {}
+    draws, share = found
+    arrays: dict[str, Any] = {**optperm.samples_as_dict(draws)}
+    np.savez(folder / "draws.npz", **arrays)
+    alone = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None, None], params)
+    of_last, last_calibration = _predictive(training, alone)
+    of_draws, calibration = _predictive(training, draws)
+    calibrations = {"last_iterate": last_calibration, "posterior": calibration}
     report.draw_reliability(folder / "reliability.png", calibrations, name)
-    entries["posterior"] |= {
-        "draws": jax.tree.leaves(posterior.draws)[0].shape[1],
-        "share_at_max_step": posterior.share_at_max_step,
-    }
-    return entries
+    of_draws |= {"draws": jax.tree.leaves(draws)[0].shape[1], "share_at_max_step": share}
+    return {"last_iterate": of_last, "posterior": of_draws}
 
 
 def _predictive(
@@ -188,9 +164,11 @@ def _predictive(
     def probabilities(params: optax.Params, x: jax.Array) -> jax.Array:
         return jax.nn.softmax(models.logits(training.model, params, x))
 
-    chunks = (x[first : first + models.CHUNK] for first in range(0, len(x), models.CHUNK))
+    parts = (
+        jnp.asarray(x[first : first + models.CHUNK]) for first in range(0, len(x), models.CHUNK)
+    )
     mean = jnp.concatenate(
-        [optperm.posterior_predictive(probabilities, draws, jnp.asarray(part)) for part in chunks]
+        [optperm.posterior_predictive(probabilities, draws, part) for part in parts]
     )
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.log(mean), labels)
     calibration = optperm.calibration(mean, labels)
@@ -203,53 +181,46 @@ def _predictive(
 
 
 def _summary(
-    training: Training, trained: Trained, run: Run, where: machines.Machines
+    training: Training, trained: Trained, run: Run, where: machines.Machines, first: int | None
 ) -> dict[str, Any]:
-    last, method, moved = (
-        trained.records[-1],
-        training.method,
-        trained.history.steps.get("share_moved"),
-    )
-    period = None if method.period is None else int(training.hyperparameters[method.period])
+    last, method = trained.records[-1], training.method
+    period = method.period and int(training.hyperparameters[method.period])
+    moved = trained.history.steps.get("share_moved")
     return {
         "method": method.name,
-        "test_accuracy": last["test_accuracy"],
-        "train_accuracy": last["train_accuracy"],
-        "train_loss": last["train_loss"],
+        **{name: last[name] for name in ("test_accuracy", "train_accuracy", "train_loss")},
         # The mean over all steps.
         "share_moved": None if moved is None else float(np.mean(moved)),
         # Of all steps; compiling and testing come on top.
         "seconds": sum(record["seconds"] for record in trained.records),
         "compile_seconds": trained.compile_seconds,
-        "interrupted": trained.ended == "interrupted",
+        "interrupted": trained.interrupted,
+        "resumed_from": None if run.resume is None else str(run.resume),
+        "resumed_after_epoch": None if first is None else first // training.steps_per_epoch,
         "epochs_done": trained.epoch,
         "steps": last["step"],
         "phase": last["phase"],
         "gradient_evaluations": training.gradient_evaluations(last["step"]),
         # The trained network holds nothing of them.
-        "steps_since_commit": None if period is None else last["step"] % period,
+        "steps_since_commit": last["step"] % period if period else None,
         # How good their predicted probabilities are, where the method draws from a posterior.
         "last_iterate": None,
         "posterior": None,
         "params": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
         "data": training.data.source,
-        "model": run.model,
-        "hidden": run.hidden,
-        "seed": run.seed,
-        "epochs": run.epochs,
-        "batch_size": run.batch_size,
+        **{
+            name: getattr(run, name) for name in ("model", "hidden", "seed", "epochs", "batch_size")
+        },
         "hyperparameters": training.hyperparameters,
         "replicas": training.replicas,
         "devices": where.devices,
         "processes": jax.process_count(),
         "device": jax.devices()[0].device_kind,
-        "versions": _versions(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},
+        },
     }
-
-
-def _versions() -> dict[str, str]:
-    names = ("optperm", "jax", "flax", "optax", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def version(package: str) -> str:
