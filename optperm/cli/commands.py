@@ -20,6 +20,7 @@ _App = App(
     help="Trains networks by optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
     version=lambda: f"optperm {version('optperm')}",
     help_format="markdown",
+    default_parameter=Parameter(allow_repeating=True),
 )
 
 

@@ -57,8 +57,6 @@ class Machines:
         given = {self.coordinator, self.num_processes, self.process_id} - {None}
         if self.num_processes == 1 or not (given or is_launched()):
             return
-        if self.process_id == 0:
-            on_wait()
         host, _, port = (self.coordinator or "").rpartition(":")
         is_local = host in ("localhost", "[::1]") or host.startswith("127.")
         if given and not (host and port.isdecimal() and 0 < int(port) < 2**16):
@@ -66,6 +64,8 @@ class Machines:
                 "--coordinator must be HOST:PORT, with a port from 1 to 65535, and goes with "
                 f"--num-processes and --process-id, got {self.coordinator!r}."
             )
+        if self.process_id == 0:
+            on_wait()
         _silence_native_output()
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         try:
