@@ -1,4 +1,4 @@
-"""Where the command `optperm` begins: what it imports takes seconds, in which Ctrl-C leaves no traceback."""
+"""Where the command `optperm` begins: its imports take seconds, in which Ctrl-C leaves no traceback."""
 
 import os
 import signal

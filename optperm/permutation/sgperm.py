@@ -226,8 +226,8 @@ def sgperm(
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
         weight vector's range. A schedule of the step takes the place of the decay.
       aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step.
-      min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as subsets, small
-        values jam: see `share_moved` in the state.
+      min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as
+        subsets, small values jam: see `share_moved` in the state.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
         schedule of the step takes the place of the growth.
       partition_growth: :math:`\beta_2 \ge 0`, the factor on the partition ratio, each step.
