@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -47,12 +46,10 @@ class Method:
 
     Attributes:
       name: What follows `optperm train`.
-      help: What it does, in a line.
-      example: Flags of a sensible run.
       build: Makes the transformation of hyperparameters, and of what it asks for of `_FACTS`.
+      example: Flags of a sensible run.
       of: The functions that it is made of.
-      own: Hyperparameters that they lack, or whose default is to differ: the default, or that and what
-        to say of it.
+      own: Defaults other than theirs, and hyperparameters that they lack, with what to say of them.
       permutes: Whether the trained weights are the initial ones in another order.
       spreads: Whether several devices share its state, by a mapped axis.
       period: The flag that says after how many local steps the replicas commit to their center,
@@ -68,11 +65,10 @@ class Method:
     """
 
     name: str
-    help: str
-    example: str
     build: Callable[..., Transformation]
+    example: str
     of: tuple[Callable[..., Any], ...]
-    own: Mapping[str, Any] = types.MappingProxyType({})
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     permutes: bool = False
     spreads: bool = False
     period: str | None = None
@@ -80,6 +76,11 @@ class Method:
     gradients_a_step: Callable[..., float] = lambda **_: 1
     phase: Callable[..., str | None] = lambda step, **_: None
     posterior: Callable[..., tuple[optax.Params, float | None] | None] = lambda *_, **__: None
+
+    @property
+    def help(self) -> str:
+        """What it does, in a line."""
+        return (inspect.getdoc(self.of[0]) or "").partition("\n")[0]
 
     @functools.cached_property
     def flags(self) -> dict[str, Flag]:
@@ -96,10 +97,11 @@ class Method:
                 is_plain = isinstance(default, bool | int | float | str)
                 if not is_plain or name in _FACTS:
                     continue
-                kind = type(default)
-                if isinstance(default, str):  # then it has its choices for a type
-                    kind = typing.get_type_hints(function)[name]
-                found[name] = Flag(default, about or described[name], kind)
+                kind: Any = type(default)
+                if kind is str:  # then it has its choices for a type
+                    kind = parameter.annotation
+                    kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
+                found[name] = Flag(default, about or described.get(name, ""), kind)
         return found
 
     def defaults(self) -> dict[str, Hyperparameter]:
@@ -137,13 +139,13 @@ def _plain(text: str) -> str:
     return text
 
 
-def _laperm(sync_every: int, **options: Any) -> Transformation:
-    return optperm.laperm(optax.adam(**options), sync_every)
+def _laperm(sync_every: int, **adam: Any) -> Transformation:
+    return optperm.laperm(optax.adam(**adam), sync_every)
 
 
-def _svrg(update_freq: int, coefficient: float, **options: Any) -> Transformation:
+def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
     checks.check_count("update_freq", update_freq)
-    return optax.chain(optperm.svrg(coefficient), optax.sgd(**options))
+    return optax.chain(optperm.svrg(coefficient), optax.sgd(**sgd))
 
 
 def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
@@ -152,29 +154,33 @@ def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
 
 
 def _agn(
-    *, learning_rate: float, momentum: float, axis_name: str | None = None, **options: Any
+    communication_period: int, *, commit: Any, axis_name: str | None = None, **sgd: Any
 ) -> Transformation:
-    return optperm.agn(optax.sgd(learning_rate, momentum), axis_name=axis_name, **options)
+    return optperm.agn(optax.sgd(**sgd), communication_period, commit=commit, axis_name=axis_name)
 
 
 def _diloco(
+    sync_every: int,
     *,
-    learning_rate: float,
-    weight_decay: float,
     outer_learning_rate: float,
     outer_momentum: float,
-    sync_every: int,
     axis_name: str | None = None,
+    **adamw: Any,
 ) -> Transformation:
-    inner = optax.adamw(learning_rate, weight_decay=weight_decay)
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    return optperm.diloco(inner, outer, sync_every, axis_name=axis_name)
+    return optperm.diloco(optax.adamw(**adamw), outer, sync_every, axis_name=axis_name)
 
 
 def _dldr(
-    *, learning_rate: float, momentum: float, axis_name: str | None = None, **options: Any
+    *,
+    learning_rate: float,
+    momentum: float,
+    nesterov: bool,
+    axis_name: str | None = None,
+    **options: Any,
 ) -> Transformation:
-    return optperm.dldr(optax.sgd(learning_rate, momentum), axis_name=axis_name, **options)
+    sgd = optax.sgd(learning_rate, momentum, nesterov)
+    return optperm.dldr(sgd, axis_name=axis_name, **options)
 
 
 def _dldr_phase(
@@ -233,139 +239,93 @@ def _posterior(
     return draws, float(jnp.mean(sizes >= jnp.float32(max_step)))
 
 
-_STEP, _DECAY = "The step size.", "The decay of the momentum."
-_ADAM, _SGD = {"learning_rate": (1e-3, _STEP)}, {"learning_rate": (0.1, _STEP)}
 _ENTRIES = (
     Method(
         "sgperm",
-        "Train by permuting the initial weights, and nothing else.",
-        "--aggressiveness 0.2 --epochs 20",
         optperm.sgperm,
+        "--aggressiveness 0.2 --epochs 20",
         (optperm.sgperm,),
         permutes=True,
     ),
     Method(
-        *(
-            "laperm",
-            "Train by Adam; now and then put the initial weights in the order of the trained.",
-        ),
-        "--sync-every 25 --epochs 20",
+        "laperm",
         _laperm,
+        "--sync-every 25 --epochs 20",
         (optperm.laperm, optax.adam),
-        {**_ADAM, "sync_every": 58},
+        {"learning_rate": 1e-3, "sync_every": 58},
         permutes=True,
     ),
     Method(
         "sgd",
-        "Train by stochastic gradient descent with momentum.",
-        "--learning-rate 0.05 --momentum 0.5",
         optax.sgd,
+        "--learning-rate 0.05 --momentum 0.5",
         (optax.sgd,),
-        {**_SGD, "momentum": (0.9, _DECAY)},
+        {"learning_rate": 0.1, "momentum": 0.9},
     ),
-    Method(
-        "adam",
-        "Train by Adam.",
-        "--learning-rate 0.003 --model cnn",
-        optax.adam,
-        (optax.adam,),
-        _ADAM,
-    ),
+    Method("adam", optax.adam, "--model cnn --b1 0.8", (optax.adam,), {"learning_rate": 1e-3}),
     Method(
         "muon",
-        "Train by Muon for matrices, and Adam for the rest.",
-        "--learning-rate 0.01 --hidden 512",
         optax.contrib.muon,
-        (),
-        {"learning_rate": (0.02, _STEP), "weight_decay": (0.0, "That of the matrices.")},
+        "--learning-rate 0.01 --hidden 512",
+        (optax.contrib.muon,),
+        {"learning_rate": 0.02},
     ),
     Method(
         "svrg",
-        "Train by SGD whose gradients a snapshot corrects, taken every few epochs.",
-        "--coefficient 0.5 --update-freq 1",
         _svrg,
+        "--coefficient 0.5 --update-freq 1",
         (optperm.svrg, optax.sgd),
         {
             "update_freq": (2, "Epochs from one snapshot to the next."),
-            "coefficient": (
-                1.0,
-                "The weight of the correction: 1 is plain SVRG, which mostly hurts deep networks, less "
-                "is milder, 0 is SGD.",
-            ),
-            **_SGD,
-            "momentum": (0.0, _DECAY),
+            "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks, 0 is SGD."),
+            "learning_rate": 0.1,
+            "momentum": 0.0,
         },
         epoch_start=_snapshot,
         gradients_a_step=lambda coefficient, **_: 2 if coefficient else 1,
     ),
     Method(
-        *(
-            "agn",
-            "Train by local steps of SGD, and rare commits of their normalized gradients' sum.",
-        ),
-        "--communication-period 20 --devices 4",
+        "agn",
         _agn,
-        (optperm.agn,),
-        {
-            "learning_rate": (0.5, "That of the local steps and the center's."),
-            "momentum": (0.5, _DECAY),
-        },
+        "--communication-period 20 --devices 4",
+        (optperm.agn, optax.sgd),
+        {"learning_rate": 0.5, "momentum": 0.5},
         period="communication_period",
     ),
     Method(
-        *(
-            "diloco",
-            "Train by local steps of AdamW, and rare outer steps of SGD on how far they went.",
-        ),
-        "--sync-every 50 --devices 4",
+        "diloco",
         _diloco,
-        (optperm.diloco,),
+        "--sync-every 50 --devices 4",
+        (optperm.diloco, optax.adamw),
         {
-            "learning_rate": (3e-3, "The step size of the local steps."),
-            "weight_decay": (1e-4, "That of the local steps."),
+            "sync_every": 20,
+            "learning_rate": 3e-3,
             "outer_learning_rate": (0.7, "The step size of the outer steps."),
             "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),
-            "sync_every": (20, "Local steps from one outer step to the next."),
         },
         period="sync_every",
     ),
     Method(
-        *(
-            "dldr",
-            "Train by SGD, then by quasi-Newton or SGD steps in the subspace of its trajectory.",
-        ),
-        "--num-samples 31 --n-components 20",
+        "dldr",
         _dldr,
-        (optperm.dldr,),
-        {
-            "learning_rate": (0.1, "The step size of SGD."),
-            "momentum": (0.0, "The decay of the momentum of SGD."),
-            "sample_every": (5, "Steps from one snapshot of the trajectory to the next."),
-            "num_samples": (16, "Snapshots; with the last one the second phase begins."),
-            "n_components": (10, "Dimensions of the subspace, fewer than there are snapshots."),
-            "alpha": (0.01, "The learning rate of the residual; 0 stays in the subspace (P-BFGS)."),
-        },
+        "--num-samples 31 --n-components 20",
+        (optperm.dldr, optax.sgd),
+        {"sample_every": 5, "num_samples": 16, "n_components": 10, "alpha": 0.01}
+        | {"learning_rate": 0.1, "momentum": 0.0},
         spreads=True,
         phase=_dldr_phase,
     ),
     Method(
-        *(
-            "constant-sgd",
-            "Train by SGD to an optimum, then sample the posterior by constant steps.",
-        ),
-        "--burn-in 300 --max-step 0.1 --epochs 30",
+        "constant-sgd",
         _constant_sgd,
+        "--burn-in 300 --max-step 0.1 --epochs 30",
         (optperm.constant_sgd,),
         {
-            "burn_in": (150, "Steps of SGD with momentum .9 before the first one that samples."),
-            "burn_in_learning_rate": (0.1, "The step size of these."),
-            "max_step": (
-                0.5,
-                "The largest step size: where a network fits its data there is too little noise to "
-                "sample by, and all steps are of this size.",
-            ),
+            "burn_in": 150,
+            "burn_in_learning_rate": (0.1, "The step size before, of SGD with momentum .9."),
+            "max_step": 0.5,
+            "momentum": 0.0,
             "prior_precision": (1.0, "That of the normal prior of each parameter; 0 for none."),
-            "momentum": (0.0, "The decay of the momentum of the steps that sample."),
             "draw_every": (5, "Steps from one draw to the next."),
             "max_draws": (50, "Draws to keep, the last ones."),
         },

@@ -332,7 +332,7 @@ def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
         given.update(rate=rate, num_data=num_data, seed=seed, axis_name=axis_name)
         return optperm.svrg()
 
-    method = methods.Method("probe", "", "", build, (), {"rate": (0.5, "A rate.")})
+    method = methods.Method("probe", build, "", (), {"rate": (0.5, "A rate.")})
     facts = {"num_data": 7, "seed": 3, "batch_size": 5, "axis_name": "replica"}
     method.transformation({"rate": 0.25}, facts)
     assert given == {"rate": 0.25, "num_data": 7, "seed": 3, "axis_name": "replica"}
