@@ -21,6 +21,7 @@ _App = App(
     version=lambda: f"optperm {version('optperm')}",
     help_format="markdown",
     default_parameter=Parameter(allow_repeating=True),
+    suppress_keyboard_interrupt=False,
 )
 
 

@@ -65,8 +65,10 @@ def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
 
 def read_metrics(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl up to a step."""
-    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["step"] <= step]
+    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    # A run that was killed may have written a part of its last line.
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if record["step"] <= step]
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
@@ -85,9 +87,13 @@ def _json(values: Mapping[str, Any], **options: Any) -> str:
 
 
 def find_checkpoint(
-    folder: pathlib.Path, epoch: int | None, steps_per_epoch: int, identity: Mapping[str, Any]
+    folder: pathlib.Path,
+    epoch: int | None,
+    epochs: int,
+    steps_per_epoch: int,
+    identity: Mapping[str, Any],
 ) -> int:
-    """The step of the checkpoint after an epoch, or of the newest, if it is of a run like this one."""
+    """The step of the checkpoint after an epoch, or of the newest, if this run can go on from it."""
     if not (folder / METRICS_FILE).is_file():
         raise CliError(f"--resume {folder}: this is not the folder of a run.")
     kept = sorted(int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal())
@@ -106,13 +112,19 @@ def find_checkpoint(
             f"--resume {folder}: the checkpoint is of another run: {'; '.join(differences)}. Pass the "
             "flags of that run."
         )
-    if epoch is not None and epoch * steps_per_epoch not in kept:
-        epochs = [str(step // steps_per_epoch) for step in kept if not step % steps_per_epoch]
+    step = kept[-1] if epoch is None else epoch * steps_per_epoch
+    if step not in kept:
+        others = [str(step // steps_per_epoch) for step in kept if not step % steps_per_epoch]
         raise UsageError(
             f"--from-epoch {epoch}: {folder} holds no checkpoint of that epoch, but of "
-            f"{', '.join(epochs) or 'none'}."
+            f"{', '.join(others) or 'none'}."
         )
-    return kept[-1] if epoch is None else epoch * steps_per_epoch
+    if step > epochs * steps_per_epoch:
+        raise UsageError(
+            f"--epochs {epochs}: the checkpoint is after epoch {step // steps_per_epoch} already, and "
+            "--epochs counts from the start of the first run. Pass more, or an earlier --from-epoch."
+        )
+    return step
 
 
 def prepare_checkpoints(folder: pathlib.Path, identity: Mapping[str, Any]) -> None:

@@ -48,7 +48,8 @@ def train(
     def prepare() -> tuple[str, int | None]:
         identity, step = _identity(training, run), None
         if run.resume is not None:
-            step = _checkpoint(run.resume, training, run, identity)
+            lengths = run.epochs, training.steps_per_epoch
+            step = run_folder.find_checkpoint(run.resume, run.from_epoch, *lengths, identity)
         made = run_folder.create(run.out, name)
         if keeps:
             run_folder.prepare_checkpoints(made, identity)
@@ -114,20 +115,6 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
         "the number of examples a step": training.batch_size,
         "the digest of the data": training.data.digest,
     }
-
-
-def _checkpoint(
-    folder: pathlib.Path, training: Training, run: Run, identity: Mapping[str, Any]
-) -> int:
-    """The step of the checkpoint to go on from."""
-    per_epoch = training.steps_per_epoch
-    step = run_folder.find_checkpoint(folder, run.from_epoch, per_epoch, identity)
-    if step > run.epochs * per_epoch:
-        raise UsageError(
-            f"--epochs {run.epochs}: the checkpoint is after epoch {step // per_epoch} already, and "
-            "--epochs counts from the start of the first run. Pass more, or an earlier --from-epoch."
-        )
-    return step
 
 
 def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> dict[str, Any]:

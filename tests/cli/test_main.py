@@ -41,10 +41,10 @@ def test_a_run_on_the_digits_learns_and_says_so(tmp_path, files, capsys):
 
 
 def test_cnn_learns_digits(tmp_path, files):
-    flags = ["--model", "cnn", "--hidden", "16", "--epochs", "3", "--quiet", "--batch-size", "25"]
+    flags = ["--model", "cnn", "--hidden", "16", "--epochs", "2", "--quiet", "--batch-size", "20"]
     flags += ["--learning-rate", "0.01", "--out", str(tmp_path / "run")]
     assert main(["train", "adam", *flags]) == 0
-    assert files(tmp_path / "run").summary["test_accuracy"] > 0.8
+    assert files(tmp_path / "run").summary["test_accuracy"] > 0.7
 
 
 @pytest.mark.parametrize("method", methods.METHODS)

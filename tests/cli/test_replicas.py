@@ -28,7 +28,7 @@ def assert_same_run(one, other, **tolerance):
     )
 
 
-@pytest.mark.parametrize("flags", [["svrg"], ["dldr", *DLDR], ["sgperm"]], ids=lambda f: f[0])
+@pytest.mark.parametrize("flags", [["svrg"], ["dldr", *DLDR]], ids=lambda f: f[0])
 def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags, capsys):
     """Each of four replicas of dldr holds two of the five rows of the basis, or one, or none."""
     folder = train(*flags, devices=4)
