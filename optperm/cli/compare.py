@@ -57,21 +57,20 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
         method, seed = methods[index // len(seeds)], seeds[index % len(seeds)]
         return Training(method, method.defaults(), flags, data, seed=seed, devices=flags.devices)
 
-    for index in range(0, len(methods) * len(seeds), len(seeds)):
+    runs = len(methods) * len(seeds)
+    for index in range(0, runs, len(seeds)):
         training(index)  # what is wrong must come out before the first training
     name = f"compare-{flags.model}-{data.name}-s{flags.seed}"
     folder, outcomes = run_folder.create(flags.out, name), list[Outcome]()
-    is_cut = False
-    while not is_cut and len(outcomes) < len(methods) * len(seeds):
-        outcome = _outcome(training(len(outcomes)), flags.epochs, has_bar=reporter.has_bar)
-        if is_cut := outcome is None:
+    for index in range(runs):
+        outcome = _outcome(training(index), flags.epochs, has_bar=reporter.has_bar)
+        if outcome is None:
             reporter.say("Stopped by Ctrl-C: the run that was under way is lost.")
             break
         run_folder.append_metrics(folder, outcome)
         outcomes.append(outcome)
-        reporter.say(
-            f"{outcome['method']}, seed {outcome['seed']}: test {outcome['test_accuracy'][-1]:.4f}"
-        )
+        last = outcome["test_accuracy"][-1]
+        reporter.say(f"{outcome['method']}, seed {outcome['seed']}: test {last:.4f}")
     about = (
         f"{data.name}, {flags.model} with {flags.hidden} hidden units, {flags.epochs} "
         f"epochs, batches of {flags.batch_size}, {flags.devices} device(s), "
@@ -80,7 +79,7 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
     _write(folder, outcomes, about)
     reporter.table([_COLUMNS, *_rows(outcomes)])
     reporter.files(folder)
-    return INTERRUPTED if is_cut else 0
+    return INTERRUPTED if len(outcomes) < runs else 0
 
 
 def _outcome(training: Training, epochs: int, *, has_bar: bool) -> Outcome | None:

@@ -58,7 +58,8 @@ def _fail(message: str, code: int) -> int:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    if jax.process_index() == 0:
+    # Asked for its index before it is connected, a process could not be connected any more.
+    if not jax.distributed.is_initialized() or jax.process_index() == 0:
         print(f"optperm: warning: {message}", file=sys.stderr)
 
 
