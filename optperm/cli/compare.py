@@ -1,111 +1,167 @@
 """Several methods on the same network, data and epochs, from several seeds: what each of them buys."""
 
-import argparse
+import csv
+import dataclasses
+import pathlib
 import statistics
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from optperm.cli import compare_report, datasets, models, replicas, run_folder
-from optperm.cli.assembly import Assembly
+from optperm.cli import datasets, report, run_folder
 from optperm.cli.errors import INTERRUPTED, import_extra
+from optperm.cli.flags import Network, Switch, Whole
+from optperm.cli.machines import Machines
 from optperm.cli.methods import METHODS
-from optperm.training.interrupt import Interrupt
-from optperm.training.replicas import Replicas
+from optperm.cli.training import Training, compiling
+
+CSV_FILE, MARKDOWN_FILE, PNG_FILE = "compare.csv", "compare.md", "compare.png"
+_COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
+# What one method came to from one seed, as a line of metrics.jsonl.
+Outcome = dict[str, Any]
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Trains by all methods from all seeds, and writes tables and curves.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison(Network):
+    """How often and how long to train.
 
-    Args:
-      arguments: The parsed flags of `compare`.
-
-    Returns:
-      0, or `INTERRUPTED` if Ctrl-C cut it short.
-
-    Raises:
-      CliError: If data, files or the installation are at fault, or the flags.
+    Attributes:
+      seeds: From how many seeds each.
+      epochs: Passes through the data.
+      devices: Devices to train on.
+      out: Folder for the results, which must be new or empty. Without it runs/compare-...
+      quiet: Print nothing but errors.
     """
+
+    seeds: Whole = 3
+    epochs: Whole = 20
+    devices: Whole = 1
+    out: str | None = None
+    quiet: Switch = False
+
+
+def compare(names: Sequence[str], flags: Comparison) -> int:
+    """Trains by all methods from all seeds, and writes tables and curves; returns the exit code."""
+    compiling(time.perf_counter())
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
-    data = datasets.load(arguments.data)
-    methods = [METHODS[name] for name in dict.fromkeys(arguments.methods or METHODS)]
-    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
-    planned = Replicas(arguments.devices)
-    for method in methods:  # what is wrong must come out before the first training
-        assembly = Assembly.of(method, method.defaults(), arguments, data, seed=arguments.seed)
-        assembly.transformation(planned)
-    name = f"compare-{arguments.model}-{data.name}-s{arguments.seed}"
-    reporter = compare_report.Reporter(len(methods) * len(seeds), quiet=arguments.quiet)
-    outcomes: list[compare_report.Outcome] = []
-    with (
-        replicas.start(planned, {}, on_wait=lambda: None, coordinator=None) as group,
-        Interrupt() as interrupt,
-    ):
-        folder = run_folder.create(getattr(arguments, "out", None), name)
-        with reporter:
-            for method in methods:
-                for seed in seeds:
-                    if interrupt.requested:
-                        break
-                    reporter.training(method.name, seed)
-                    assembly = Assembly.of(method, method.defaults(), arguments, data, seed=seed)
-                    outcome = _outcome(assembly, arguments.epochs, group, interrupt)
-                    if outcome is None:
-                        break
-                    run_folder.append_metrics(folder, _line(outcome))
-                    outcomes.append(outcome)
-                    reporter.outcome(outcome)
-            is_cut = len(outcomes) < len(methods) * len(seeds)
-            if is_cut:
-                reporter.comparison_interrupted()
+    data, reporter = datasets.load(flags.data), report.Reporter(0, quiet=flags.quiet)
+    Machines(devices=flags.devices).connect(lambda: None)
+    methods = [METHODS[name] for name in dict.fromkeys(names or METHODS)]
+    seeds = range(flags.seed, flags.seed + flags.seeds)
+
+    def training(index: int) -> Training:
+        method, seed = methods[index // len(seeds)], seeds[index % len(seeds)]
+        return Training(method, method.defaults(), flags, data, seed=seed, devices=flags.devices)
+
+    runs = len(methods) * len(seeds)
+    for index in range(0, runs, len(seeds)):
+        training(index)  # what is wrong must come out before the first training
+    name = f"compare-{flags.model}-{data.name}-s{flags.seed}"
+    folder, outcomes = run_folder.create(flags.out, name), list[Outcome]()
+    for index in range(runs):
+        outcome = _outcome(training(index), flags.epochs, has_bar=reporter.has_bar)
+        if outcome is None:
+            reporter.say("Stopped by Ctrl-C: the run that was under way is lost.")
+            break
+        run_folder.append_metrics(folder, outcome)
+        outcomes.append(outcome)
+        last = outcome["test_accuracy"][-1]
+        reporter.say(f"{outcome['method']}, seed {outcome['seed']}: test {last:.4f}")
     about = (
-        f"{data.name}, {arguments.model} with {arguments.hidden} hidden units, {arguments.epochs} "
-        f"epochs, batches of {arguments.batch_size}, {arguments.devices} device(s), "
+        f"{data.name}, {flags.model} with {flags.hidden} hidden units, {flags.epochs} "
+        f"epochs, batches of {flags.batch_size}, {flags.devices} device(s), "
         f"{len(seeds)} seed(s), {jax.devices()[0].device_kind}"
     )
-    compare_report.write(folder, outcomes, about)
-    reporter.table(outcomes, folder)
-    return INTERRUPTED if is_cut else 0
+    _write(folder, outcomes, about)
+    reporter.table([_COLUMNS, *_rows(outcomes)])
+    reporter.files(folder)
+    return INTERRUPTED if len(outcomes) < runs else 0
 
 
-def _outcome(
-    assembly: Assembly, epochs: int, group: Replicas, interrupt: Interrupt
-) -> compare_report.Outcome | None:
+def _outcome(training: Training, epochs: int, *, has_bar: bool) -> Outcome | None:
     """Trains once; None if Ctrl-C came between."""
-    tx = assembly.transformation(group)
-    trainer = assembly.trainer(tx, models.initial_params(assembly.spec), group)
-    run = trainer.run(
-        epochs,
-        trainer.initial,
-        interrupt=interrupt,
-        on_epoch=lambda record: None,
-        on_start=lambda says: None,
-        on_interrupt=lambda: None,
-        keep_every=0,
-        on_keep=lambda progress: None,
-    )
-    if run.interrupted:
+    trained = training.run(epochs, progress=has_bar)
+    if trained.interrupted:
         return None
-    before, *trained = run.records
-    steps = trained[0].step - before.step
-    return compare_report.Outcome(
-        method=assembly.method.name,
-        seed=assembly.spec.seed,
-        records=run.records,
-        seconds_a_step=statistics.median(record.seconds for record in trained) / steps,
-        state_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(run.opt_state)),
-        gradient_evaluations=assembly.gradient_evaluations(run.records[-1], group),
-    )
-
-
-def _line(outcome: compare_report.Outcome) -> dict[str, Any]:
+    records = trained.records
+    seconds = [record["seconds"] for record in records[1:]]
     return {
-        "method": outcome.method,
-        "seed": outcome.seed,
-        "seconds_a_step": outcome.seconds_a_step,
-        "state_bytes": outcome.state_bytes,
-        "gradient_evaluations": outcome.gradient_evaluations,
-        "test_accuracy": [record.test_accuracy for record in outcome.records],
-        "train_loss": [record.train_loss for record in outcome.records],
+        "method": training.method.name,
+        "seed": training.spec.seed,
+        # The median over the epochs, compiling and testing apart.
+        "seconds_a_step": statistics.median(seconds) / training.steps_per_epoch,
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(trained.opt_state)),
+        "gradient_evaluations": training.gradient_evaluations(records[-1]["step"]),
+        **{
+            column: [record[column] for record in records]
+            for column in ("step", "test_accuracy", "train_loss")
+        },
     }
+
+
+def _by_method(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault(outcome["method"], []).append(outcome)
+    return groups
+
+
+def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+    """The lines of the table: means over the seeds, for the accuracy with the standard deviation."""
+    return [
+        (
+            method,
+            _mean_and_deviation([outcome["test_accuracy"][-1] for outcome in group]),
+            f"{1e3 * statistics.median(outcome['seconds_a_step'] for outcome in group):.3f}",
+            f"{group[0]['state_bytes'] / 1024:,.1f} KiB",
+            f"{group[0]['gradient_evaluations']:,}",
+        )
+        for method, group in _by_method(outcomes).items()
+    ]
+
+
+def _mean_and_deviation(values: Sequence[float]) -> str:
+    mean = f"{statistics.mean(values):.4f}"
+    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.4f}"
+
+
+def _write(folder: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> None:
+    """Writes the table as Markdown, every epoch of every run as CSV, and the curves."""
+    lines = [_COLUMNS, ("---", *["---:"] * (len(_COLUMNS) - 1)), *_rows(outcomes)]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    (folder / MARKDOWN_FILE).write_text(f"{about}\n\n{table}", encoding="utf-8")
+    with (folder / CSV_FILE).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["method", "seed", "epoch", "step", "train_loss", "test_accuracy"])
+        for outcome in outcomes:
+            columns = (outcome[name] for name in ("step", "train_loss", "test_accuracy"))
+            for epoch, (step, loss, accuracy) in enumerate(zip(*columns, strict=True)):
+                shown = "" if loss is None else f"{loss:.6g}", f"{accuracy:.6g}"
+                writer.writerow([outcome["method"], outcome["seed"], epoch, step, *shown])
+    if outcomes:
+        _draw(folder / PNG_FILE, outcomes, about)
+
+
+def _draw(path: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> None:
+    """Draws mean training loss and test accuracy over the epochs, from the least to the greatest."""
+    picture = report.figure(figsize=(11, 4.8))
+    picture.suptitle(about, fontsize="small")
+    left, right = picture.subplots(1, 2)
+    # Ten colors come around again: from then on lines are dashed.
+    for index, (method, group) in enumerate(_by_method(outcomes).items()):
+        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
+        losses = np.array([outcome["train_loss"][1:] for outcome in group], float)
+        accuracies = np.array([outcome["test_accuracy"] for outcome in group])
+        for axes, first, values in ((left, 1, losses), (right, 0, accuracies)):
+            epochs = np.arange(values.shape[1]) + first
+            axes.plot(epochs, values.mean(axis=0), label=method, **style)
+            low, high = values.min(axis=0), values.max(axis=0)
+            axes.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
+    left.set(xlabel="epoch", ylabel="training loss", yscale="log")
+    right.set(xlabel="epoch", ylabel="test accuracy", ylim=(0.85, 1.0))
+    right.legend(loc="lower right", ncols=2, fontsize="small")
+    picture.savefig(path, dpi=120)

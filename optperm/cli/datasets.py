@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import hashlib
 import math
 import pathlib
 import zipfile
@@ -11,75 +10,51 @@ import zlib
 import numpy as np
 
 from optperm.cli.errors import CliError, import_extra
+from optperm.training import processes
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
-_IDX_FILES = {
-    "x_train": ("train-images", 3),
-    "y_train": ("train-labels", 1),
-    "x_test": ("t10k-images", 3),
-    "y_test": ("t10k-labels", 1),
-}
+_IDX_PARTS = {"x_train": "train", "y_train": "train", "x_test": "t10k", "y_test": "t10k"}
+_IDX_KINDS = {"x": ("images", 3), "y": ("labels", 1)}
 # A label far out of range is an error in the data, not a wish for so wide an output layer.
 _MAX_CLASSES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A labeled data set, split into training and test examples.
+    """A labeled data set, split into training and test examples."""
 
-    Attributes:
-      name: A short name, for the run folder.
-      source: What `--data` has to say to get this data set from any working directory.
-      x_train: float32 (examples, *shape).
-      y_train: int32 (examples,), in [0, num_classes).
-      x_test: float32 (examples, *shape).
-      y_test: int32 (examples,), in [0, num_classes).
-      num_classes: One more than the largest label.
-    """
-
-    name: str
-    source: str
-    x_train: np.ndarray
-    y_train: np.ndarray
+    name: str  # for the run folder
+    source: str  # what `--data` has to say to get this data set from any working directory
+    x_train: np.ndarray  # float32 (examples, *shape)
+    y_train: np.ndarray  # int32 (examples,), in [0, num_classes)
     x_test: np.ndarray
     y_test: np.ndarray
     num_classes: int
 
+    @property
+    def digest(self) -> str:
+        """Tells whether two data sets hold the same examples in the same order."""
+        return processes.digest([getattr(self, key) for key in KEYS])
+
 
 def load(source: str) -> Dataset:
-    """Loads a data set.
+    """Loads `"digits"`, a folder of IDX files, or an npz file; a CliError if that is not possible.
 
     The digits are 1257 images to train on and 540 to test on, each pixel standardized by its mean and
     deviation in training. Of other data, inputs of uint8 are scaled to [0, 1] and floating ones are
     taken as they are.
-
-    Args:
-      source: `"digits"`, a folder of IDX files, or an npz file with the arrays of `KEYS`.
-
-    Raises:
-      CliError: If there is no such data, or it cannot be used.
     """
     if source == "digits":
         return _checked("digits", source, _digits())
     path = pathlib.Path(source).resolve()
     if path.is_dir():
-        return _checked(path.name, str(path), _read_idx_folder(path))
+        return _checked(path.name, str(path), {key: _read_idx(path, key) for key in KEYS})
     if path.is_file():
         return _checked(path.stem, str(path), _read_npz(path))
     raise CliError(
         f"--data {source}: there is no such file or folder. Pass 'digits', a folder of "
         f"MNIST-format IDX files, or an .npz file with {', '.join(KEYS)}."
     )
-
-
-def digest(data: Dataset) -> str:
-    """Tells whether two data sets hold the same examples in the same order."""
-    hashed = hashlib.sha256()
-    for key in KEYS:
-        array = np.ascontiguousarray(getattr(data, key))
-        hashed.update(f"{array.shape}".encode())
-        hashed.update(array.data)
-    return hashed.hexdigest()
 
 
 def _digits() -> dict[str, np.ndarray]:
@@ -95,49 +70,46 @@ def _digits() -> dict[str, np.ndarray]:
 
 
 def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
+    says = f"{path} cannot be read as an .npz file of plain arrays"
+    advice = f"Write it with numpy.savez, with {', '.join(KEYS)}."
+    if not zipfile.is_zipfile(path):
+        raise CliError(f"{says}: it is no archive of arrays, or is damaged. {advice}")
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            missing = [key for key in KEYS if key not in file]
-            if missing:
-                raise CliError(
-                    f"{path} lacks {', '.join(missing)}: an npz file of data must hold "
-                    f"{', '.join(KEYS)}. It holds {', '.join(file) or 'nothing'}."
-                )
+        with np.load(path, allow_pickle=False) as file:
+            if missing := [key for key in KEYS if key not in file]:
+                held = ", ".join(file) or "nothing"
+                raise CliError(f"{path} lacks {', '.join(missing)}. It holds {held}. {advice}")
             return {key: np.asarray(file[key]) for key in KEYS}
-    # The TypeError is a .npy file's: it gives an array, which is no context manager.
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:
         raise CliError(
-            f"{path} cannot be read as an .npz file of plain arrays ({error}). "
-            "Write it with numpy.savez."
+            f"{says}: a header claims more than fits into memory ({error}). It is damaged, or too "
+            "large for this machine."
         ) from error
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
+        raise CliError(f"{says}: {why}. {advice}") from error
 
 
-def _read_idx_folder(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    for key, (stem, rank) in _IDX_FILES.items():
-        names = [f"{stem}{dot}idx{rank}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
-        found = [folder / name for name in names if (folder / name).is_file()]
-        if not found:
-            raise CliError(f"{folder} holds no {stem} file: looked for {', '.join(names)}.")
-        arrays[key] = _read_idx(found[0], rank)
-    return arrays
-
-
-def _read_idx(path: pathlib.Path, rank: int) -> np.ndarray:
+def _read_idx(folder: pathlib.Path, key: str) -> np.ndarray:
     """Reads 0, 0, 8 (for uint8), the rank, the sizes as big-endian uint32, and then the data."""
+    kind, rank = _IDX_KINDS[key[0]]
+    stem = f"{_IDX_PARTS[key]}-{kind}"
+    names = [f"{stem}{dot}idx{rank}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise CliError(f"{folder} holds no {stem} file: looked for {', '.join(names)}.")
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
             raise CliError(f"{path} cannot be decompressed ({error}).") from error
-    magic = bytes([0, 0, 8, rank])
+    magic, start = bytes([0, 0, 8, rank]), 4 + 4 * rank
     if content[:4] != magic:
         raise CliError(
             f"{path} is not an IDX file of uint8 with {rank} axes: it begins with "
             f"{content[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')}."
         )
-    start = 4 + 4 * rank
     if len(content) < start:
         raise CliError(f"{path} is truncated: it ends within its header of {start} bytes.")
     shape = [int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4)]
@@ -156,35 +128,22 @@ def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
             f"{source}: x_train and x_test must hold examples of one shape and dtype, got "
             f"{x_train.dtype}{list(x_train.shape)} and {x_test.dtype}{list(x_test.shape)}."
         )
-    for inputs, labels in (("x_train", "y_train"), ("x_test", "y_test")):
-        _check_labels(source, labels, arrays[labels])
-        if len(arrays[inputs]) != len(arrays[labels]):
+    for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if 0 in (*x.shape[:1], y.size):
+            raise CliError(f"{source}: x_{part} and y_{part} must hold one example at least.")
+        if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
             raise CliError(
-                f"{source}: {inputs} holds {len(arrays[inputs])} examples, but {labels} holds "
-                f"{len(arrays[labels])} labels. Each example needs one label."
+                f"{source}: y_{part} must be a vector of integer labels, one for each of the "
+                f"{len(x)} examples in x_{part}, got {y.dtype}{list(y.shape)}."
             )
-    return Dataset(
-        name=name,
-        source=source,
-        x_train=_scaled(source, "x_train", x_train),
-        y_train=y_train.astype(np.int32),
-        x_test=_scaled(source, "x_test", x_test),
-        y_test=y_test.astype(np.int32),
-        num_classes=1 + int(max(y_train.max(), y_test.max())),
-    )
-
-
-def _check_labels(source: str, key: str, labels: np.ndarray) -> None:
-    if labels.dtype.kind not in "iu" or labels.ndim != 1 or not labels.size:
-        raise CliError(
-            f"{source}: {key} must be a vector of integer labels, one an example, got "
-            f"{labels.dtype}{list(labels.shape)}."
-        )
-    if labels.min() < 0 or labels.max() >= _MAX_CLASSES:
-        raise CliError(
-            f"{source}: {key} must hold labels from 0 to {_MAX_CLASSES - 1}, got labels from "
-            f"{labels.min()} to {labels.max()}. Number the classes from 0."
-        )
+        if y.min() < 0 or y.max() >= _MAX_CLASSES:
+            raise CliError(
+                f"{source}: y_{part} must hold labels from 0 to {_MAX_CLASSES - 1}, got labels from "
+                f"{y.min()} to {y.max()}. Number the classes from 0."
+            )
+    train = _scaled(source, "x_train", x_train), y_train.astype(np.int32)
+    test = _scaled(source, "x_test", x_test), y_test.astype(np.int32)
+    return Dataset(name, source, *train, *test, 1 + int(max(y_train.max(), y_test.max())))
 
 
 def _scaled(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
@@ -196,8 +155,7 @@ def _scaled(source: str, key: str, inputs: np.ndarray) -> np.ndarray:
         )
     with np.errstate(over="ignore"):  # what overflows is counted below
         values = inputs.astype(np.float32)
-    bad = np.count_nonzero(~np.isfinite(values))
-    if bad:
+    if bad := np.count_nonzero(~np.isfinite(values)):
         raise CliError(
             f"{source}: {key} holds {bad} values that are NaN, infinite or beyond float32. "
             "Replace them, or drop their examples."

@@ -1,10 +1,16 @@
-"""The training methods that the command line offers: one table entry each."""
+"""The training methods that the command line offers: one table entry each.
+
+The flags of a method are the parameters of the public functions that it is made of, with their types and
+defaults, and what their docstrings say; beside them what the command line adds or knows better.
+"""
 
 import dataclasses
+import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +19,25 @@ import optax.contrib
 from jax.flatten_util import ravel_pytree
 
 import optperm
-from optperm.bayes.noise_estimates import Preconditioner
-from optperm.cli.training import EpochStart
 from optperm.contract import checks
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import Commit
-from optperm.subspace.dldr import SecondPhase
 
 Hyperparameter = bool | int | float | str
+Transformation: TypeAlias = optax.GradientTransformation
+# What a run knows by itself, and hands to the functions that ask for it.
+_FACTS = ("seed", "num_data", "batch_size", "axis_name")
+# What Optax itself does not check.
+_FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision")
+_BOUNDS = dict.fromkeys((*_FROM_ZERO, "outer_learning_rate", "burn_in_learning_rate"), float("inf"))
+_BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2"), 1.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Posterior:
-    """Draws from a posterior.
+class Flag(NamedTuple):
+    """A hyperparameter on the command line: its default, what it is, and its type."""
 
-    Attributes:
-      draws: A tree like params whose leaves have two leading axes, a single chain and its draws.
-      share_at_max_step: Of the params, those whose steps have the largest size allowed; None where a
-        step mixes them.
-    """
-
-    draws: optax.Params
-    share_at_max_step: float | None
+    default: Hyperparameter
+    help: str
+    kind: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,176 +46,141 @@ class Method:
 
     Attributes:
       name: What follows `optperm train`.
-      help: What it does, in a line.
-      build: Makes the transformation. Beside its hyperparameters it may have parameters named
-        like what the run knows (`seed`, `num_data`, `batch_size`, `axis_name`), which are filled in.
-      flags: The parameters of `build` that become flags, each with its help. Their types and
-        defaults are those of the signature; a string has a `Literal` of its choices for a type.
-      permutes: Whether the trained weights are the initial ones in another order, and are saved
-        as a permutation.
-      epoch_start: From the number of an epoch (from 1) and the hyperparameters, what the method does
-        before it, if anything; also on resume, like without an interruption.
-      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
-        trials of a line search are evaluations of the loss alone, and do not count.
+      build: Makes the transformation of hyperparameters, and of what it asks for of `_FACTS`.
+      example: Flags of a sensible run.
+      of: The functions that it is made of.
+      own: Defaults other than theirs, and hyperparameters that they lack, with what to say of them.
+      permutes: Whether the trained weights are the initial ones in another order.
+      spreads: Whether several devices share its state, by a mapped axis.
       period: The flag that says after how many local steps the replicas commit to their center,
         which is then what is trained. None where all replicas take each step together.
-      spreads: Whether each replica keeps a part of the state, so that the method averages the
-        gradients of the replicas itself.
+      epoch_start: From the number of an epoch (from 1) and the hyperparameters, how the optimizer state
+        changes before it, if at all.
+      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
+        trials of a line search are evaluations of the loss alone, and do not count.
       phase: From the steps done and the hyperparameters, what the method is doing, if it changes.
-      posterior: From the optimizer state, the steps done and the hyperparameters, the draws from a
-        posterior, if the method makes any.
+      posterior: From the optimizer state, the steps done and the hyperparameters, draws from a posterior
+        if there are any, (1, draws, *shape), and the share of the params whose steps have the largest
+        size allowed; None where a step mixes them.
     """
 
     name: str
-    help: str
-    build: Callable[..., optax.GradientTransformation]
-    flags: Mapping[str, str]
+    build: Callable[..., Transformation]
+    example: str
+    of: tuple[Callable[..., Any], ...]
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     permutes: bool = False
-    period: str | None = None
     spreads: bool = False
-    phase: Callable[..., str | None] = lambda step, **_: None
-    epoch_start: Callable[..., EpochStart | None] = lambda epoch, **_: None
-    posterior: Callable[..., Posterior | None] = lambda opt_state, step, **_: None
+    period: str | None = None
+    epoch_start: Callable[..., Any] | None = None
     gradients_a_step: Callable[..., float] = lambda **_: 1
+    phase: Callable[..., str | None] = lambda step, **_: None
+    posterior: Callable[..., tuple[optax.Params, float | None] | None] = lambda *_, **__: None
+
+    @property
+    def help(self) -> str:
+        """What it does, in a line."""
+        return (inspect.getdoc(self.of[0]) or "").partition("\n")[0]
+
+    @functools.cached_property
+    def flags(self) -> dict[str, Flag]:
+        """Its hyperparameters by name."""
+        found: dict[str, Flag] = {}
+        for name, entry in self.own.items():
+            default, about = entry if isinstance(entry, tuple) else (entry, "")
+            found[name] = Flag(default, about, type(default))
+        for function in self.of:
+            described = _descriptions(function)
+            for name, parameter in inspect.signature(function).parameters.items():
+                default, about, _ = found.get(name, (parameter.default, "", None))
+                # A flag is a number, where a function may take a schedule.
+                is_plain = isinstance(default, bool | int | float | str)
+                if not is_plain or name in _FACTS:
+                    continue
+                kind: Any = type(default)
+                if kind is str:  # then it has its choices for a type
+                    kind = parameter.annotation
+                    kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
+                found[name] = Flag(default, about or described.get(name, ""), kind)
+        return found
 
     def defaults(self) -> dict[str, Hyperparameter]:
         """The default of each flag."""
-        parameters = inspect.signature(self.build).parameters
-        return {name: parameters[name].default for name in self.flags}
-
-    def choices(self, name: str) -> tuple[str, ...]:
-        """What a flag that is a string may be."""
-        return typing.get_args(inspect.signature(self.build).parameters[name].annotation)
+        return {name: flag.default for name, flag in self.flags.items()}
 
     def transformation(
         self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int | str | None]
     ) -> optax.GradientTransformationExtraArgs:
-        """Builds the transformation from its flags and what the run knows.
-
-        Raises:
-          TypeError: If a hyperparameter is of the wrong type.
-          ValueError: If one is out of range.
-        """
+        """Builds it; a TypeError or ValueError if a hyperparameter is wrong."""
+        for name in _BOUNDS.keys() & hyperparameters.keys():
+            checks.check_in_range(name, hyperparameters[name], 0.0, _BOUNDS[name])
         wanted = inspect.signature(self.build).parameters
         known = {name: fact for name, fact in run.items() if name in wanted}
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
 
 
-def _sgd(learning_rate: float = 0.1, momentum: float = 0.9) -> optax.GradientTransformation:
-    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    checks.check_in_range("momentum", momentum, 0.0, 1.0)
-    return optax.sgd(learning_rate, momentum)
+def _descriptions(function: Callable[..., Any]) -> dict[str, str]:
+    """What the docstring says of each parameter, its mathematics as plain text."""
+    section = re.split(r"^\w+:\n", inspect.getdoc(function) or "", flags=re.MULTILINE)[1]
+    entries = re.findall(r"^  (\w+): (.*?)(?=^  \w|\Z)", section, flags=re.MULTILINE | re.DOTALL)
+    return {name: _plain(text) for name, text in entries}
 
 
-def _adam(
-    learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
-) -> optax.GradientTransformation:
-    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    checks.check_in_range("b1", b1, 0.0, 1.0)
-    checks.check_in_range("b2", b2, 0.0, 1.0)
-    checks.check_in_range("eps", eps, 0.0, float("inf"))
-    return optax.adam(learning_rate, b1, b2, eps)
+def _plain(text: str) -> str:
+    text = " ".join(text.split())
+    for written, read in (
+        (r",? (a number or a schedule|either fixed or evolving)[^;]*?(?=;|\.?$)", ""),
+        (r" A schedule [^.]*\.", ""),
+        (r"\\ge\b", ">="),
+        (r"\\in\b", "in"),
+        (r":\w+:(?=`)|[`\\{}]", ""),
+    ):
+        text = re.sub(written, read, text)
+    return text
 
 
-def _laperm(
-    learning_rate: float = 1e-3, b1: float = 0.9, b2: float = 0.999, sync_every: int = 58
-) -> optax.GradientTransformation:
-    return optperm.laperm(_adam(learning_rate, b1, b2), sync_every)
+def _laperm(sync_every: int, **adam: Any) -> Transformation:
+    return optperm.laperm(optax.adam(**adam), sync_every)
 
 
-def _muon(learning_rate: float = 0.02, weight_decay: float = 0.0) -> optax.GradientTransformation:
-    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    checks.check_in_range("weight_decay", weight_decay, 0.0, float("inf"))
-    return optax.contrib.muon(learning_rate, weight_decay=weight_decay)
-
-
-def _svrg(
-    update_freq: int = 2,
-    coefficient: float = 1.0,
-    learning_rate: float = 0.1,
-    momentum: float = 0.0,
-) -> optax.GradientTransformation:
+def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
     checks.check_count("update_freq", update_freq)
-    return optax.chain(optperm.svrg(coefficient), _sgd(learning_rate, momentum))
+    return optax.chain(optperm.svrg(coefficient), optax.sgd(**sgd))
 
 
-def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> EpochStart | None:
-    """The snapshot of epochs 1, 1 + update_freq, ...
-
-    The one that is in force is part of the optimizer state, and so of a checkpoint. A run that is
-    resumed before an epoch of the schedule takes a new one, at the params of the checkpoint, as the run
-    that went on did; before any other epoch it has that of the checkpoint, and a new one would part it
-    from the run that went on. It never goes without: the schedule begins with the first epoch.
-    """
-    is_due = (epoch - 1) % update_freq == 0
-    return EpochStart("full gradient", optperm.take_snapshot) if is_due else None
+def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
+    """Takes the snapshot of epochs 1, 1 + update_freq, ..."""
+    return optperm.take_snapshot if (epoch - 1) % update_freq == 0 else None
 
 
 def _agn(
-    learning_rate: float = 0.5,
-    momentum: float = 0.5,
-    communication_period: int = 10,
-    commit: Commit = "mean",
-    *,
-    axis_name: str | None = None,
-) -> optax.GradientTransformation:
-    return optperm.agn(
-        _sgd(learning_rate, momentum), communication_period, axis_name=axis_name, commit=commit
-    )
+    communication_period: int, *, commit: Any, axis_name: str | None = None, **sgd: Any
+) -> Transformation:
+    return optperm.agn(optax.sgd(**sgd), communication_period, commit=commit, axis_name=axis_name)
 
 
 def _diloco(
-    learning_rate: float = 3e-3,
-    weight_decay: float = 1e-4,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
-    sync_every: int = 20,
+    sync_every: int,
     *,
+    outer_learning_rate: float,
+    outer_momentum: float,
     axis_name: str | None = None,
-) -> optax.GradientTransformation:
-    infinity = float("inf")
-    checks.check_in_range("learning_rate", learning_rate, 0.0, infinity)
-    checks.check_in_range("weight_decay", weight_decay, 0.0, infinity)
-    checks.check_in_range("outer_learning_rate", outer_learning_rate, 0.0, infinity)
-    checks.check_in_range("outer_momentum", outer_momentum, 0.0, 1.0)
-    return optperm.diloco(
-        optax.adamw(learning_rate, weight_decay=weight_decay),
-        optax.sgd(outer_learning_rate, outer_momentum, nesterov=True),
-        sync_every,
-        axis_name=axis_name,
-    )
+    **adamw: Any,
+) -> Transformation:
+    outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
+    return optperm.diloco(optax.adamw(**adamw), outer, sync_every, axis_name=axis_name)
 
 
 def _dldr(
-    learning_rate: float = 0.1,
-    momentum: float = 0.0,
-    sample_every: int = 5,
-    num_samples: int = 16,
-    n_components: int = 10,
-    start: int = 0,
-    second_phase: SecondPhase = "bfgs",
-    rho: float = 0.55,
-    gamma: float = 0.9,
-    alpha: float = 0.01,
-    sigma: float = 0.4,
-    max_search_steps: int = 2,
     *,
+    learning_rate: float,
+    momentum: float,
+    nesterov: bool,
     axis_name: str | None = None,
-) -> optax.GradientTransformation:
-    return optperm.dldr(
-        _sgd(learning_rate, momentum),
-        sample_every=sample_every,
-        num_samples=num_samples,
-        n_components=n_components,
-        start=start,
-        second_phase=second_phase,
-        rho=rho,
-        gamma=gamma,
-        alpha=alpha,
-        sigma=sigma,
-        max_search_steps=max_search_steps,
-        axis_name=axis_name,
-    )
+    **options: Any,
+) -> Transformation:
+    sgd = optax.sgd(learning_rate, momentum, nesterov)
+    return optperm.dldr(sgd, axis_name=axis_name, **options)
 
 
 def _dldr_phase(
@@ -224,56 +192,38 @@ def _dldr_phase(
 
 
 def _constant_sgd(
-    learning_rate: float = 1.0,
-    preconditioner: Preconditioner = "diagonal",
-    estimator: Literal["per_example", "two_batches"] = "per_example",
-    momentum: float = 0.0,
-    temperature: float = 1.0,
-    prior_precision: float = 1.0,
-    max_step: float = 0.5,
-    burn_in: int = 150,
-    burn_in_learning_rate: float = 0.1,
-    draw_every: int = 5,
-    max_draws: int = 50,
     *,
+    burn_in_learning_rate: float,
+    prior_precision: float,
+    momentum: float,
+    draw_every: int,
+    max_draws: int,
     num_data: int,
     batch_size: int,
-    axis_name: str | None = None,
-) -> optax.GradientTransformation:
-    checks.check_in_range("prior_precision", prior_precision, 0.0, float("inf"))
+    **options: Any,
+) -> Transformation:
+    if options["estimator"] == "single_example":
+        raise ValueError(
+            "estimator must be per_example or two_batches: a batch has no example apart."
+        )
+    options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
     return optax.chain(
         optperm.record_trajectory(draw_every, max_draws),
         optax.add_decayed_weights(prior_precision / num_data),
-        optperm.constant_sgd(
-            num_data,
-            batch_size,
-            learning_rate=learning_rate,
-            preconditioner=preconditioner,
-            estimator=estimator,
-            momentum=momentum or None,
-            temperature=temperature,
-            burn_in=burn_in,
-            burn_in_optimizer=_sgd(burn_in_learning_rate),
-            max_step=max_step,
-            axis_name=axis_name,
-        ),
+        optperm.constant_sgd(num_data, batch_size, momentum=momentum or None, **options),
     )
 
 
-def _constant_sgd_phase(step: int, *, burn_in: int, **_: Hyperparameter) -> str:
-    return "sampling" if step >= burn_in else "burn-in"
-
-
-def _constant_sgd_posterior(
+def _posterior(
     opt_state: Any,
     step: int,
     *,
-    preconditioner: Preconditioner,
+    preconditioner: str,
     max_step: float,
     burn_in: int,
     draw_every: int,
     **_: Hyperparameter,
-) -> Posterior | None:
+) -> tuple[optax.Params, float | None] | None:
     """The snapshots that were taken after a step that sampled."""
     snapshots, count = optperm.trajectory(opt_state)
     taken = -(-step // draw_every) - (burn_in // draw_every + 1)
@@ -281,153 +231,107 @@ def _constant_sgd_posterior(
     if valid < 1:
         return None
     draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
-    (noise,) = find_states(opt_state, optperm.GradientNoiseState)
     if preconditioner == "full":
-        return Posterior(draws, None)
-    sizes = ravel_pytree(
-        noise.preconditioned(jax.tree.map(lambda row: jnp.ones_like(row[0, 0]), draws))
-    )[0]
-    return Posterior(draws, float(jnp.mean(sizes >= jnp.float32(max_step))))
+        return draws, None
+    (noise,) = find_states(opt_state, optperm.GradientNoiseState)
+    ones = jax.tree.map(lambda row: jnp.ones_like(row[0, 0]), draws)
+    sizes = ravel_pytree(noise.preconditioned(ones))[0]
+    return draws, float(jnp.mean(sizes >= jnp.float32(max_step)))
 
 
 _ENTRIES = (
     Method(
         "sgperm",
-        "train only by permuting the initial weights",
         optperm.sgperm,
-        {
-            "aggressiveness": "how far a weight moves at first, as a share of its vector's range",
-            "aggressiveness_decay": "factor on the aggressiveness, each step",
-            "min_aggressiveness": "the least aggressiveness",
-            "partition_ratio": "share of a weight vector permuted within itself at first",
-            "partition_growth": "factor on the partition ratio, each step",
-            "max_partition_ratio": "the greatest partition ratio",
-            "learning_rate": "weight of the newest gradient in the recommendation",
-            "momentum": "weight of the last recommendation in the next",
-            "min_partition_size": "least weights permuted within themselves",
-            "include_remainder": "permute a smaller last part of a weight vector as well",
-        },
+        "--aggressiveness 0.2 --epochs 20",
+        (optperm.sgperm,),
         permutes=True,
     ),
     Method(
         "laperm",
-        "Adam, with the initial weights put in the order of the trained ones now and then",
         _laperm,
-        {
-            "learning_rate": "step size of Adam",
-            "b1": "decay of the first moment",
-            "b2": "decay of the second moment",
-            "sync_every": "steps from one synchronization to the next; what is tested and kept is "
-            "always synchronized",
-        },
+        "--sync-every 25 --epochs 20",
+        (optperm.laperm, optax.adam),
+        {"learning_rate": 1e-3, "sync_every": 58},
         permutes=True,
     ),
     Method(
         "sgd",
-        "stochastic gradient descent with momentum",
-        _sgd,
-        {"learning_rate": "step size", "momentum": "decay of the momentum"},
+        optax.sgd,
+        "--learning-rate 0.05 --momentum 0.5",
+        (optax.sgd,),
+        {"learning_rate": 0.1, "momentum": 0.9},
     ),
-    Method(
-        "adam",
-        "Adam",
-        _adam,
-        {
-            "learning_rate": "step size",
-            "b1": "decay of the first moment",
-            "b2": "decay of the second moment",
-            "eps": "added to the root of the second moment",
-        },
-    ),
+    Method("adam", optax.adam, "--model cnn --b1 0.8", (optax.adam,), {"learning_rate": 1e-3}),
     Method(
         "muon",
-        "Muon for matrices, Adam for the rest",
-        _muon,
-        {"learning_rate": "step size", "weight_decay": "of the matrices"},
+        optax.contrib.muon,
+        "--learning-rate 0.01 --hidden 512",
+        (optax.contrib.muon,),
+        {"learning_rate": 0.02},
     ),
     Method(
         "svrg",
-        "SGD whose gradients are corrected by a snapshot, taken every few epochs",
         _svrg,
+        "--coefficient 0.5 --update-freq 1",
+        (optperm.svrg, optax.sgd),
         {
-            "update_freq": "epochs from one snapshot to the next",
-            "coefficient": "weight of the correction: 1 is plain SVRG, which mostly hurts deep "
-            "networks, less is milder, 0 is SGD",
-            "learning_rate": "step size",
-            "momentum": "decay of the momentum",
+            "update_freq": (2, "Epochs from one snapshot to the next."),
+            "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks, 0 is SGD."),
+            "learning_rate": 0.1,
+            "momentum": 0.0,
         },
         epoch_start=_snapshot,
         gradients_a_step=lambda coefficient, **_: 2 if coefficient else 1,
     ),
     Method(
         "agn",
-        "local steps of SGD, rare commits of the normalized sum of their gradients",
         _agn,
-        {
-            "learning_rate": "step size, of the local steps and the center's",
-            "momentum": "decay of the momentum, likewise",
-            "communication_period": "local steps from one commit to the next",
-            "commit": "how the replicas' contributions to a commit are combined",
-        },
+        "--communication-period 20 --devices 4",
+        (optperm.agn, optax.sgd),
+        {"learning_rate": 0.5, "momentum": 0.5},
         period="communication_period",
     ),
     Method(
         "diloco",
-        "local steps of AdamW, rare outer steps of SGD on how far they went",
         _diloco,
+        "--sync-every 50 --devices 4",
+        (optperm.diloco, optax.adamw),
         {
-            "learning_rate": "step size of the local steps",
-            "weight_decay": "of the local steps",
-            "outer_learning_rate": "step size of the outer steps",
-            "outer_momentum": "decay of the Nesterov momentum of the outer steps",
-            "sync_every": "local steps from one outer step to the next",
+            "sync_every": 20,
+            "learning_rate": 3e-3,
+            "outer_learning_rate": (0.7, "The step size of the outer steps."),
+            "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),
         },
         period="sync_every",
     ),
     Method(
         "dldr",
-        "SGD, then quasi-Newton or SGD steps in the subspace that its trajectory spans",
         _dldr,
-        {
-            "learning_rate": "step size of SGD",
-            "momentum": "decay of the momentum of SGD",
-            "sample_every": "steps from one snapshot of the trajectory to the next",
-            "num_samples": "snapshots; with the last one the second phase begins",
-            "n_components": "dimensions of the subspace, fewer than there are snapshots",
-            "start": "steps before the first snapshot",
-            "second_phase": "how to train in the subspace: quasi-Newton steps with a line search, or "
-            "SGD that sees the projected gradient",
-            "rho": "factor on a step that the line search rejected (this and what follows: bfgs)",
-            "gamma": "decay of the momentum of the residual, the gradient outside of the subspace",
-            "alpha": "step size of the residual; 0 is P-BFGS, which stays in the subspace",
-            "sigma": "share of the predicted decrease that the line search asks for",
-            "max_search_steps": "step lengths that the line search tries, at a loss evaluation each",
-        },
+        "--num-samples 31 --n-components 20",
+        (optperm.dldr, optax.sgd),
+        {"sample_every": 5, "num_samples": 16, "n_components": 10, "alpha": 0.01}
+        | {"learning_rate": 0.1, "momentum": 0.0},
         spreads=True,
         phase=_dldr_phase,
     ),
     Method(
         "constant-sgd",
-        "SGD to an optimum, then steps of a constant size whose iterates sample the posterior",
         _constant_sgd,
+        "--burn-in 300 --max-step 0.1 --epochs 30",
+        (optperm.constant_sgd,),
         {
-            "learning_rate": "factor on the steps that sample; 1 for the posterior",
-            "preconditioner": "what the steps are divided by: the mean noise of the gradients, that of "
-            "each parameter, or their whole covariance",
-            "estimator": "of the noise: gradients of single examples, or of halves of the batch",
-            "momentum": "decay of the momentum of the steps that sample",
-            "temperature": "factor on the covariance of the posterior",
-            "prior_precision": "of the normal prior of each parameter; 0 for none",
-            "max_step": "the largest step size: where a network fits its data there is too little noise "
-            "to sample by, and all steps are of this size",
-            "burn_in": "steps of SGD with momentum .9 before the first one that samples",
-            "burn_in_learning_rate": "step size of these",
-            "draw_every": "steps from one draw to the next",
-            "max_draws": "draws to keep, the last ones",
+            "burn_in": 150,
+            "burn_in_learning_rate": (0.1, "The step size before, of SGD with momentum .9."),
+            "max_step": 0.5,
+            "momentum": 0.0,
+            "prior_precision": (1.0, "That of the normal prior of each parameter; 0 for none."),
+            "draw_every": (5, "Steps from one draw to the next."),
+            "max_draws": (50, "Draws to keep, the last ones."),
         },
-        phase=_constant_sgd_phase,
         gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
-        posterior=_constant_sgd_posterior,
+        phase=lambda step, burn_in, **_: "sampling" if step >= burn_in else "burn-in",
+        posterior=_posterior,
     ),
 )
 METHODS = {method.name: method for method in _ENTRIES}

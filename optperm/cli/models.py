@@ -1,16 +1,22 @@
-"""The networks to train, drawn so that every parameter can be permuted."""
+"""The networks to train, drawn so that every parameter can be permuted, their loss and their test."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.cli.errors import UsageError
+from optperm.training import TrainState
+from optperm.training.evaluations import Evaluator
 
+CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
 _INIT_STREAM = 0x494E_4954
 
@@ -20,7 +26,7 @@ class NetworkSpec:
     """All it takes to build a network and draw its initial params again.
 
     Attributes:
-      model: A name in `MODELS`.
+      model: `"mlp"` or `"cnn"`.
       hidden: Units of the hidden layer.
       input_shape: Shape of one example.
       num_classes: Units of the output layer.
@@ -34,59 +40,44 @@ class NetworkSpec:
     seed: int
 
 
-class MLP(nn.Module):
-    """One hidden layer with ReLU.
+class Network(nn.Module):
+    """One hidden layer with ReLU; of a CNN, after two convolutions with pooling. See `NetworkSpec`."""
 
-    Attributes:
-      hidden: Units of the hidden layer.
-      num_classes: Units of the output layer.
-    """
-
+    model: str
     hidden: int
     num_classes: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, *shape) to logits (batch, num_classes)."""
-        return _classified(x, self.hidden, self.num_classes)
+        """Maps (batch, *shape), for a CNN images with or without channels, to logits."""
+        if self.model == "cnn":
+            x = x[..., None] if x.ndim == 3 else x
+            for features in (16, 32):
+                x = nn.relu(nn.Conv(features, (3, 3), **_he_uniform(9 * x.shape[-1]))(x))
+                x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
+        x = x.reshape(len(x), -1)
+        x = nn.relu(nn.Dense(self.hidden, **_he_uniform(x.shape[-1]))(x))
+        return nn.Dense(self.num_classes, **_he_uniform(self.hidden))(x)
 
 
-class CNN(nn.Module):
-    """Two convolutions with pooling, then one hidden layer.
+def _he_uniform(fan_in: int) -> dict[str, Any]:
+    """The kernel's distribution for its bias too: equal biases could not be trained by permuting."""
+    bound = math.sqrt(6 / fan_in)
 
-    Attributes:
-      hidden: Units of the hidden layer.
-      num_classes: Units of the output layer.
-    """
+    def of_bias(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    hidden: int
-    num_classes: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, height, width) or (batch, height, width, channels) to logits."""
-        x = x[..., None] if x.ndim == 3 else x
-        for features in (16, 32):
-            x = nn.relu(_conv(x, features))
-            x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
-        return _classified(x, self.hidden, self.num_classes)
+    return {"kernel_init": nn.initializers.he_uniform(), "bias_init": of_bias}
 
 
-MODELS: dict[str, type[MLP] | type[CNN]] = {"mlp": MLP, "cnn": CNN}
-
-
-def build(spec: NetworkSpec) -> MLP | CNN:
-    """The network that a spec describes.
-
-    Raises:
-      UsageError: If the model cannot take such examples.
-    """
+def build(spec: NetworkSpec) -> Network:
+    """The network that a spec describes; a UsageError if it cannot take such examples."""
     if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
         raise UsageError(
             "--model cnn needs images, height x width or height x width x channels, and these "
             f"examples are of shape {list(spec.input_shape)}. Use --model mlp."
         )
-    return MODELS[spec.model](hidden=spec.hidden, num_classes=spec.num_classes)
+    return Network(spec.model, spec.hidden, spec.num_classes)
 
 
 def initial_params(spec: NetworkSpec) -> optax.Params:
@@ -97,41 +88,41 @@ def initial_params(spec: NetworkSpec) -> optax.Params:
     return params
 
 
-def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
+def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
     """The network's outputs (batch, num_classes) for (batch, *input_shape)."""
-    outputs = model.apply({"params": params}, x)
-    assert isinstance(outputs, jax.Array)
+    outputs: jax.Array = model.apply({"params": params}, x)  # type: ignore[assignment]
     return outputs
 
 
-def _classified(x: jax.Array, hidden: int, num_classes: int) -> jax.Array:
-    x = x.reshape(len(x), -1)
-    x = nn.relu(_dense(x, hidden))
-    return _dense(x, num_classes)
+@functools.cache
+def loss_function(model: Network) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """The mean loss over a batch, and the share of its examples that are classified right."""
+
+    def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        outputs = logits(model, params, batch["x"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
+        return jnp.mean(losses), {"accuracy": _accuracy(outputs, batch["y"])}
+
+    return loss_fn
 
 
-def _dense(x: jax.Array, features: int) -> jax.Array:
-    return nn.Dense(
-        features, kernel_init=nn.initializers.he_uniform(), bias_init=_he_uniform(x.shape[-1])
-    )(x)
+class Accuracy:
+    """The share of examples (x, y) that a network classifies right, on one device."""
+
+    def __init__(self, model: Network, x: np.ndarray, y: np.ndarray) -> None:
+        self._apply_fn, self._size = model.apply, len(x)
+
+        def eval_fn(params: optax.Params, batch: Any) -> dict[str, jax.Array]:
+            return {"accuracy": _accuracy(logits(model, params, batch["x"]), batch["y"])}
+
+        self._evaluator = Evaluator(eval_fn, {"x": x, "y": y}, CHUNK)
+
+    def __call__(self, params: optax.Params) -> float:
+        """That of a network with these params."""
+        state = TrainState.create(apply_fn=self._apply_fn, params=params, tx=optax.identity())
+        share = self._evaluator.evaluate(state, 0)["accuracy"]
+        return round(share * self._size) / self._size  # a count, which the means have rounded
 
 
-def _conv(x: jax.Array, features: int) -> jax.Array:
-    return nn.Conv(
-        features,
-        (3, 3),
-        kernel_init=nn.initializers.he_uniform(),
-        bias_init=_he_uniform(9 * x.shape[-1]),
-    )(x)
-
-
-def _he_uniform(fan_in: int) -> nn.initializers.Initializer:
-    """The kernel's distribution, for its bias: equal biases could not be trained by permuting."""
-    bound = math.sqrt(6 / fan_in)
-
-    def init(
-        key: jax.Array, shape: Sequence[int], dtype: jnp.dtype | type = jnp.float32, **_: object
-    ) -> jax.Array:
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return init
+def _accuracy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)

@@ -82,7 +82,7 @@ def agn(
 
     Args:
       optimizer: Any optimizer. It makes both the local steps and those of the center.
-      communication_period: :math:`T \ge 1`, in steps.
+      communication_period: :math:`T \ge 1`, the local steps from one commit to the next.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
       commit: `"mean"`, the mean of the replicas' contributions; `"sum"`, with which the step grows with

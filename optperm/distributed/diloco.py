@@ -66,7 +66,7 @@ def diloco(
       inner: The optimizer of the local steps; AdamW in the paper.
       outer: The optimizer of the synchronized params. None for the paper's,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      sync_every: :math:`H \ge 1`, in steps.
+      sync_every: :math:`H \ge 1`, the local steps from one outer step to the next.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
 

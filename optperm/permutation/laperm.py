@@ -105,7 +105,8 @@ def laperm(
     Args:
       optimizer: The optimizer that moves the weights. Not one that places params, such as
         `optperm.sgperm`, or holds some, such as `optperm.mask_elements`.
-      sync_every: :math:`k \ge 1`, in steps: an integer, or a schedule from t to one.
+      sync_every: :math:`k \ge 1`, the steps from one synchronization to the next: an integer, or a
+        schedule from t to one.
       output_axes: As in `optperm.permute_by_cycles`.
 
     Returns:

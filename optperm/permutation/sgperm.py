@@ -225,15 +225,15 @@ def sgperm(
     Args:
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
         weight vector's range. A schedule of the step takes the place of the decay.
-      aggressiveness_decay: :math:`\beta_1 \ge 0`, a step.
-      min_aggressiveness: :math:`\alpha_{\min} \ge 0`. With whole weight vectors as subsets, small
-        values jam: see `share_moved` in the state.
+      aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step.
+      min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as
+        subsets, small values jam: see `share_moved` in the state.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
         schedule of the step takes the place of the growth.
-      partition_growth: :math:`\beta_2 \ge 0`, a step.
-      max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`.
-      learning_rate: :math:`\eta`, a number or a schedule of the step.
-      momentum: :math:`\mu \in [0, 1]`.
+      partition_growth: :math:`\beta_2 \ge 0`, the factor on the partition ratio, each step.
+      max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, to which it grows.
+      learning_rate: :math:`\eta`, the weight of the newest gradient, a number or a schedule of the step.
+      momentum: :math:`\mu \in [0, 1]`, the weight of the last recommendation in the next one.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
       seed: Seed of the random partitions.

@@ -1,4 +1,4 @@
 """Pruning and freezing.
 
-A mask for each single weight. See ``examples/prune_freeze_digits.py``.
+A mask for each single weight. See ``examples/prune_freeze_sweep.py``.
 """

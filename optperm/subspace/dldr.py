@@ -91,9 +91,10 @@ def dldr(
     Args:
       optimizer: The optimizer of the first phase. Not one that places params, such as
         `optperm.sgperm`.
-      sample_every: :math:`T \ge 1`, in steps.
-      num_samples: m, at least `n_components + 1`.
-      n_components: k.
+      sample_every: :math:`T \ge 1`, the steps from one snapshot to the next.
+      num_samples: m, the snapshots with whose last one the second phase begins, at least
+        `n_components + 1`.
+      n_components: k, the dimensions of the subspace.
       start: :math:`t_0 \ge 0`, the step at which the first snapshot is taken.
       second_phase: `"bfgs"` or `"sgd"`.
       second_optimizer: For `"bfgs"` the optimizer within `optperm.dim_reduce`, None for
@@ -102,7 +103,7 @@ def dldr(
       rho: As in `optperm.dim_reduce`, like all that follow; of use for `"bfgs"` alone. Schedules begin
         with the second phase.
       gamma: The momentum of the residual.
-      alpha: The learning rate of the residual.
+      alpha: The learning rate of the residual; 0 stays in the subspace (P-BFGS).
       sigma: The share of the predicted decrease that a trial has to reach.
       max_search_steps: The trials of one line search.
       axis_name: The axis over which the rows of the basis and the batch are spread.

@@ -1,7 +1,9 @@
 """Reading data: what comes out is what went in, and what cannot be used is refused by name."""
 
 import gzip
+import io
 import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -116,7 +118,7 @@ def test_damaged_idx_files_are_refused(tmp_path, kind, says):
 def test_idx_counts_must_agree(tmp_path):
     write_idx_folder(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(np.zeros(6, np.uint8)))
-    with pytest.raises(CliError, match="x_test holds 7 examples, but y_test holds 6 labels"):
+    with pytest.raises(CliError, match=r"the 7 examples in x_test, got uint8\[6\]"):
         datasets.load(str(tmp_path))
 
 
@@ -148,15 +150,22 @@ def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
         ({"x_test": np.full((5, 6), 1e60)}, "x_test holds 30 values that are NaN, infinite or bey"),
         ({"x_train": np.zeros((20, 6), int), "x_test": np.zeros((5, 6), int)}, "uint8 .* or float"),
         ({"x_train": np.zeros(20), "x_test": np.zeros(5)}, "at least one more, got float64.20."),
-        ({"x_train": np.zeros((0, 6)), "y_train": np.zeros(0, int)}, "y_train must be a vector"),
+        (
+            {"x_train": np.zeros((0, 6)), "y_train": np.zeros(0, int)},
+            "x_train and y_train must hold one",
+        ),
+        (
+            {"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)},
+            "x_test and y_test must hold one ex",
+        ),
         ({"x_test": np.zeros((5, 7))}, "one shape and dtype"),
         ({"x_test": np.zeros((5, 6), np.uint8)}, "one shape and dtype"),
         ({"y_train": np.zeros(20)}, "y_train must be a vector of integer labels, .*float64"),
         ({"y_train": np.zeros((20, 1), int)}, "y_train must be a vector of integer labels"),
         ({"y_train": np.full(20, -1)}, "labels from -1 to -1"),
         ({"y_test": np.full(5, 10**9)}, "labels from 1000000000"),
-        ({"y_train": np.zeros(19, int)}, "x_train holds 20 examples, but y_train holds 19"),
-        ({"y_train": np.array([None] * 20)}, "cannot be read as an .npz file of plain arrays"),
+        ({"y_train": np.zeros(19, int)}, r"for each of the 20 examples in x_train, got int64.19."),
+        ({"y_train": np.array([None] * 20)}, "of plain arrays: it holds Python objects"),
     ],
 )
 def test_unusable_npz_arrays_are_refused(tmp_path, changes, says):
@@ -173,8 +182,27 @@ def test_files_that_are_no_npz_are_refused(tmp_path):
     contents = (b"", b"x,y\n1,2\n", whole[: len(whole) // 2], (tmp_path / "array.npy").read_bytes())
     for content in contents:
         path.write_bytes(content)
-        with pytest.raises(CliError, match=r"cannot be read as an \.npz file"):
+        with pytest.raises(CliError, match=r"cannot be read as an \.npz file") as caught:
             datasets.load(str(path))
+        assert "allow_pickle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("examples", [10**9, 10**13])
+def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path, examples):
+    """Whether or not the memory for it can be had."""
+    path = tmp_path / "data.npz"
+    arrays = write_npz(path)
+    header = io.BytesIO()
+    claim = {"descr": "<f8", "fortran_order": False, "shape": (examples, 50)}
+    np.lib.format.write_array_header_1_0(header, claim)
+    with zipfile.ZipFile(path, "w") as archive:
+        for key, array in arrays.items():
+            content = io.BytesIO()
+            np.save(content, array)
+            is_false = key == "x_train"
+            archive.writestr(f"{key}.npy", header.getvalue() if is_false else content.getvalue())
+    with pytest.raises(CliError, match=r"cannot be read as an \.npz file"):
+        datasets.load(str(path))
 
 
 def test_missing_data_says_what_is_possible(tmp_path):

@@ -89,10 +89,10 @@ def test_dldr_digits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
-def test_prune_freeze_digits(tmp_path):
+def test_prune_freeze_sweep(tmp_path, capsys):
     """Nine tenths of the network can be frozen at no great cost, and not be pruned."""
     flags = ["--fractions", 11, "--repeats", 2, "--steps", 50, 200]
-    found = run("prune_freeze_digits.py", tmp_path, *flags)
+    found = run("prune_freeze_sweep.py", tmp_path, *flags)
     assert found.shape == (2, 5, 11, 2)
     magnitude, random, *frozen = np.moveaxis(found, 1, 0)[..., 1]
     for curve in (random, *frozen):
@@ -104,6 +104,22 @@ def test_prune_freeze_digits(tmp_path):
     assert np.all(magnitude[:, -1] < 0.2)
     assert np.mean(magnitude[:, 8:10]) > np.mean(random[:, 8:10])
     assert np.mean(frozen[1][:, 9]) > np.mean(magnitude[:, 9]) + 0.1
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.rsplit(maxsplit=6)[0] for line in shown[1:]] == [
+        *("prune magnitude", "prune random", "freeze preconditioned_gradient", "freeze gradient"),
+        "freeze random",
+    ]
+    assert shown[3].split()[-6] == f"{np.mean(frozen[0][:, 0]):.3f}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_prune_freeze_sweep_as_it_was_first_made(tmp_path):
+    """Each network goes on to estimate a preconditioner of its own, so that H and gradient part."""
+    flags = ["--fractions", 3, "--repeats", 1, "--legacy", "--steps", 20, 60]
+    _, _, by_h, by_gradient, _ = run("prune_freeze_sweep.py", tmp_path, *flags)[0, ..., 0]
+    assert by_h[0] == by_gradient[0] != by_h[-1] == by_gradient[-1]
+    assert by_h[1] != by_gradient[1]
 
 
 @pytest.mark.slow

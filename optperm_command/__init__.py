@@ -1,0 +1,20 @@
+"""Where the command `optperm` begins: its imports take seconds, in which Ctrl-C leaves no traceback."""
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> int:
+    """Runs the command line."""
+    signal.signal(signal.SIGINT, _leave)
+    from optperm.cli.main import main as run  # noqa: PLC0415 - all of JAX
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    # An exception would go through whatever is being imported, which might catch it.
+    os.write(2, b"optperm: stopped by Ctrl-C.\n")
+    os._exit(130)
