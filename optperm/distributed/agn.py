@@ -15,14 +15,14 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.local_steps import Commit, local_steps
+from optperm.distributed.commits import Commit, Replicas
+from optperm.distributed.local_steps import Period, check_period, local_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class _AccumulatedGradient:
     """n = a / T: the mean of the raw gradients along the local steps, each taken before its step."""
 
-    period: int | jax.Array
     reads_local_params: bool = False
 
     def init(self, params: optax.Params) -> optax.Updates:
@@ -38,18 +38,24 @@ class _AccumulatedGradient:
         return jax.tree.map(add, accumulator, grads)
 
     def total(
-        self, accumulator: optax.Updates, center: optax.Params, moved: Callable[[], optax.Params]
+        self,
+        accumulator: optax.Updates,
+        steps: jax.Array,
+        center: optax.Params,
+        moved: Callable[[], optax.Params],
     ) -> optax.Updates:
         del center, moved
-        return jax.tree.map(lambda a: a / jnp.asarray(self.period, a.dtype), accumulator)
+        return jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
 
 
 def agn(
     optimizer: optax.GradientTransformation,
-    communication_period: int | jax.Array = 10,
+    communication_period: Period = 10,
     *,
     axis_name: AxisName | None = None,
     commit: Commit = "mean",
+    center_optimizer: optax.GradientTransformation | None = None,
+    shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local steps on every replica, and one commit a period of the accumulated, normalized gradient.
 
@@ -124,15 +130,18 @@ def agn(
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
     """
     checks.check_transformation("optimizer", optimizer)
-    checks.check_count("communication_period", communication_period)
+    check_period("communication_period", communication_period)
     checks.check_axis_name("axis_name", axis_name)
     checks.check_choice("commit", commit, get_args(Commit))
+    if center_optimizer is not None:
+        checks.check_transformation("center_optimizer", center_optimizer)
     return local_steps(
         optimizer,
-        optimizer,
+        optimizer if center_optimizer is None else center_optimizer,
         communication_period,
-        _AccumulatedGradient(communication_period),
-        axis_name=axis_name,
+        _AccumulatedGradient(),
+        replicas=Replicas(axis_name, shard_axes),
         commit=commit,
+        counts_local_steps=center_optimizer is None,
         method="agn",
     )

@@ -7,13 +7,13 @@ arXiv 2311.08105, 2023.
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.local_steps import local_steps
+from optperm.distributed.commits import Replicas
+from optperm.distributed.local_steps import Period, check_period, local_steps
 
 
 class _Drift:
@@ -21,22 +21,28 @@ class _Drift:
 
     reads_local_params = True
 
-    def init(self, params: optax.Params) -> jax.Array:
+    def init(self, params: optax.Params) -> tuple[()]:
         del params
-        return jnp.ones([], jnp.bool_)
+        return ()
 
     def accumulate(
-        self, accumulator: jax.Array, grads: optax.Updates, restart: jax.Array
-    ) -> jax.Array:
-        # The params stay finite whatever the gradients are: that one was not has to be remembered.
-        return (accumulator | restart) & all_finite(grads)
+        self, accumulator: tuple[()], grads: optax.Updates, restart: jax.Array
+    ) -> tuple[()]:
+        del grads, restart
+        return accumulator
 
     def total(
-        self, accumulator: jax.Array, center: optax.Params, moved: Callable[[], optax.Params]
+        self,
+        accumulator: tuple[()],
+        steps: jax.Array,
+        center: optax.Params,
+        moved: Callable[[], optax.Params],
     ) -> optax.Updates:
+        del accumulator, steps
+
         def drift(c: jax.Array, p: jax.Array) -> jax.Array:
             dtype = accumulation_dtype(c)
-            return jnp.where(accumulator, c.astype(dtype) - p.astype(dtype), jnp.nan)
+            return c.astype(dtype) - p.astype(dtype)
 
         return jax.tree.map(drift, center, moved())
 
@@ -44,9 +50,10 @@ class _Drift:
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
-    sync_every: int | jax.Array = 500,
+    sync_every: Period = 500,
     *,
     axis_name: AxisName | None = None,
+    shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Many local steps on every replica, then one outer step on their mean displacement.
 
@@ -99,8 +106,15 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
-    checks.check_count("sync_every", sync_every)
+    check_period("sync_every", sync_every)
     checks.check_axis_name("axis_name", axis_name)
     return local_steps(
-        inner, outer, sync_every, _Drift(), axis_name=axis_name, commit="mean", method="diloco"
+        inner,
+        outer,
+        sync_every,
+        _Drift(),
+        replicas=Replicas(axis_name, shard_axes),
+        commit="mean",
+        counts_local_steps=False,
+        method="diloco",
     )
