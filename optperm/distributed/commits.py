@@ -111,19 +111,28 @@ def _in_turn(
     """
     gradient, is_finite = replicas.as_gradient(n, grads)
     given = optax.tree.where(is_finite, gradient, optax.tree.zeros_like(gradient))
-    packed: Any = given, is_finite.astype(accumulation_dtype(given))
-    unpack: Callable[[Any], Any] = lambda row: row  # noqa: E731
-    if set(jax.sharding.get_abstract_mesh().axis_names) <= _names(replicas.axis_name):
-        # Whole leaves travel as one vector. Those that are cut would have to be gathered for it.
-        packed, unpack = ravel_pytree(packed)
 
-    def turn(at: Center, row: Any) -> tuple[Center, None]:
-        gradient, took_part = unpack(row)
-        return step(at, gradient, took_part > 0), None
+    def turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
+        return step(at, row[0], row[1] > 0), None
 
-    return jax.lax.scan(turn, at, all_gather(packed, replicas.axis_name or (), tiled=False))[
-        0
-    ], is_finite
+    rows = _rows((given, is_finite.astype(accumulation_dtype(given))), replicas.axis_name or ())
+    return jax.lax.scan(turn, at, rows)[0], is_finite
+
+
+def _rows(tree: Any, axis_name: AxisName) -> Any:
+    """The trees of all replicas, along a leading axis, in one collective."""
+    if set(jax.sharding.get_abstract_mesh().axis_names) <= _names(axis_name):
+        packed, unpack = ravel_pytree(tree)
+        return jax.vmap(unpack)(all_gather(packed, axis_name, tiled=False))
+    # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they
+    # travel as they lie.
+    is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
+
+    def row(leaf: jax.Array) -> jax.Array:
+        mine = jnp.expand_dims(is_own, range(1, leaf.ndim + 1))
+        return jnp.where(mine, leaf[None], jnp.zeros_like(leaf)[None])
+
+    return jax.lax.psum(jax.tree.map(row, tree), axis_name)
 
 
 _RULES: dict[Commit, Rule] = {
