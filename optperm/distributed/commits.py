@@ -121,7 +121,7 @@ def _in_turn(
 
 def _rows(tree: Any, axis_name: AxisName) -> Any:
     """The trees of all replicas, along a leading axis, in one collective."""
-    if set(jax.sharding.get_abstract_mesh().axis_names) <= _names(axis_name):
+    if set(jax.sharding.get_abstract_mesh().axis_names) in (set(), _names(axis_name)):
         packed, unpack = ravel_pytree(tree)
         return jax.vmap(unpack)(all_gather(packed, axis_name, tiled=False))
     # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they

@@ -189,11 +189,9 @@ def local_steps(
         is_commit = _is_commit(commit, steps, period, state.commits, method)
         at = state.center, state.center_state
 
-        # The local step: theta <- theta + u(g; s), a <- a + g. Raw, a gradient that is not finite would
-        # leave NaN in s for ever.
-        moves, local_state = inner.update(
-            zero_if_not_finite(grads), _after_pull(state), params, **_with_finite_grad(extra_args)
-        )
+        # The local step: theta <- theta + u(g; s), a <- a + g.
+        g, extras = _finite(grads, extra_args, state.local_state)
+        moves, local_state = inner.update(g, _after_pull(state), params, **extras)
         moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
         a = contribution.accumulate(state.accumulator, grads, state.since_commit == 0)
 
@@ -263,11 +261,19 @@ def _counted(
     )
 
 
-def _with_finite_grad(extra_args: dict[str, Any]) -> dict[str, Any]:
-    """The extra arguments with zero in the place of what is not finite in the gradient."""
-    if extra_args.get("grad") is None:
-        return extra_args
-    return extra_args | {"grad": zero_if_not_finite(extra_args["grad"])}
+def _finite(
+    grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
+) -> tuple[optax.Updates, dict[str, Any]]:
+    """Gradient and extra arguments of a local step: zero in the place of what is not finite.
+
+    Raw, they would leave NaN in the local state for ever. Only `optax.apply_if_finite` gets them as they
+    came: it skips the step.
+    """
+    if isinstance(local_state, optax.ApplyIfFiniteState):
+        return grads, extra_args
+    if extra_args.get("grad") is not None:
+        extra_args = extra_args | {"grad": zero_if_not_finite(extra_args["grad"])}
+    return zero_if_not_finite(grads), extra_args
 
 
 def _advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
