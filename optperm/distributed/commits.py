@@ -57,12 +57,16 @@ class Replicas:
         counted = mark_varying(flag.astype(jnp.int32), tracked & axes)
         return jax.lax.pmin(counted, tuple(sorted(axes))) > 0
 
+    def are_finite(self, tree: optax.Updates) -> jax.Array:
+        """Whether every entry of one replica's tree is finite, on all of its shards."""
+        return self.agree(all_finite(tree), tree)
+
     def as_gradient(
         self, n: optax.Updates, grads: optax.Updates
     ) -> tuple[optax.Updates, jax.Array]:
         """A contribution in the dtypes of gradients, and whether it is finite there."""
         gradient = optax.tree.cast_like(n, grads)
-        return gradient, self.agree(all_finite(gradient), gradient)
+        return gradient, self.are_finite(gradient)
 
 
 # (center, contribution, gradients like which it becomes one, step, replicas) -> center, took part

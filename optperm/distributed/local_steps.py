@@ -25,7 +25,7 @@ from optperm.contract.mapped_axes import (
     shared,
     varying_like,
 )
-from optperm.contract.states import find_state, find_states
+from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
 from optperm.distributed.commits import Center, Commit, Replicas, rule_of
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
@@ -190,7 +190,7 @@ def local_steps(
         at = state.center, state.center_state
 
         # The local step: theta <- theta + u(g; s), a <- a + g.
-        g, extras = _finite(grads, extra_args, state.local_state)
+        g, extras = finite_local(grads, extra_args, state.local_state)
         moves, local_state = inner.update(g, _after_pull(state), params, **extras)
         moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
         a = contribution.accumulate(state.accumulator, grads, state.since_commit == 0)
@@ -261,7 +261,7 @@ def _counted(
     )
 
 
-def _finite(
+def finite_local(
     grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
 ) -> tuple[optax.Updates, dict[str, Any]]:
     """Gradient and extra arguments of a local step: zero in the place of what is not finite.
@@ -293,36 +293,6 @@ def _advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
         return within._replace(count=jnp.where(new.count > old.count, later, new.count))
 
     return jax.tree.map(advance, new_state, old_state, is_leaf=is_read)
-
-
-def center_params(opt_state: Any) -> optax.Params:
-    """The center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
-
-    Between two commits the local params have moved on from it. It is what to test and to keep when
-    training ends; end on a multiple of the period, or the last local steps are not in it.
-
-    Args:
-      opt_state: The optimizer state, in any nesting. One with a leading axis of replicas gives a center
-        with that axis, all of its entries the same.
-
-    Returns:
-      A tree of the structure, shapes and dtypes of the params.
-
-    Raises:
-      ValueError: If there is no such state in `opt_state`, or more than one.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optax.chain(optax.clip(1.0), optperm.agn(optax.sgd(0.5), communication_period=2))
-      >>> params = jnp.array([1.0, 2.0])
-      >>> opt_state = tx.init(params)
-      >>> updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
-      >>> optax.apply_updates(params, updates).tolist()  # one local step
-      [0.5, 1.5]
-      >>> optperm.center_params(opt_state).tolist()  # no commit yet
-      [1.0, 2.0]
-    """
-    return find_state(opt_state, LocalStepsState, method="agn or optperm.diloco").center
 
 
 def _common_extras(
@@ -375,13 +345,18 @@ def _after_pull(state: LocalStepsState) -> Any:
     )
 
 
-def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
+def check_no_multi_steps(center_state: Any, method: str) -> None:
+    """Raises if the center's optimizer accumulates, when it only sees one gradient a commit."""
     if find_states(center_state, optax.MultiStepsState):
         raise ValueError(
             f"The center's optimizer of {method} takes one step a commit, so optax.MultiSteps would "
             f"throw commits away: write optax.MultiSteps({method}(optimizer, ...), k) to accumulate "
             "gradients before each local step."
         )
+
+
+def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
+    check_no_multi_steps(center_state, method)
     local, center = (
         [type(state) for state in placing_states(tree)] for tree in (local_state, center_state)
     )
