@@ -82,8 +82,8 @@ def agn(
     :math:`T` is always the number of steps that were made.
 
     `optimizer` is kept twice, with a state for the local params, which lives on across pulls, and one
-    for the center. Schedules of both count local steps, so a rate decays for both; bias correction counts
-    what its moments have seen. Both get the extra arguments. For a step of the center `value_fn`,
+    for the center. Schedules of both count local steps, so a rate decays for both; bias correction
+    counts what its moments have seen. Both get the extra arguments. For a step of the center `value_fn`,
     `grad_fn` and `per_example_grad_fn` speak for the batches of all replicas, `value` is that of the
     center and `grad` the committed gradient.
 
@@ -91,8 +91,8 @@ def agn(
     sits out the commit: it contributes nothing, is pulled like the others, and counts it (`skipped` in
     its state). With no replica left, or where contributions overflow together, the center stays. An
     optimizer that divides by the size of its gradient may make NaN of zeros and keep it: within
-    `optax.apply_if_finite` it skips such steps, and goes on. All replicas must count the same steps: what
-    may skip one belongs around `optimizer`, not around `agn`.
+    `optax.apply_if_finite` it skips such steps, and goes on. All replicas must count the same steps:
+    what may skip one belongs around `optimizer`, not around `agn`.
 
     Args:
       optimizer: Any optimizer. It makes both the local steps and those of the center.
@@ -102,8 +102,8 @@ def agn(
       commit: `"mean"`, the mean of the replicas' contributions; `"sum"`, with which the step grows with
         the number of replicas; or `"sequential"`, a whole center step for each replica in the order of
         their indices, as if they had arrived at a parameter server one after another (for plain SGD the
-        same as `"sum"`). The first two are one all-reduce of float32 (float64 where a parameter is), of the
-        shards where a replica's params are cut; the last is an all-gather, then an all-reduce of rows.
+        same as `"sum"`). The first two are one all-reduce of float32 (float64 where a parameter is); the
+        last is an all-gather, or an all-reduce of rows where a replica's params are cut.
       center_optimizer: An optimizer for the center instead, whose schedules count commits.
       shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
         `check_vma=False`. Elsewhere they are told from the types.

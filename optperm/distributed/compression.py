@@ -180,8 +180,8 @@ def compress_quantized(bits: int, decay: float = 1.0) -> Compression:
     r"""Sends every entry in a few bits, for `compress=` of `optperm.diloco`.
 
     What rounding leaves out is added to the next contribution, :math:`e \leftarrow \beta e + \Delta`,
-    :math:`s = Q(e)`, :math:`e \leftarrow e - s`. Runs of 256 entries of a leaf share a scale, its largest
-    magnitude, and :math:`Q` rounds to the nearest of evenly spaced levels from minus to plus that.
+    :math:`s = Q(e)`, :math:`e \leftarrow e - s`. Runs of 256 entries of a leaf share a scale, their
+    largest magnitude, and :math:`Q` rounds to evenly spaced levels between minus and plus that.
 
     Args:
       bits: 1, 2, 4 or 8, of each entry.

@@ -87,8 +87,8 @@ def diloco(
     `commit=plan.at(step)` says while tracing what a step exchanges. Streaming, mixed and compressed
     exchanges give the outer optimizer no extra arguments.
 
-    The outer momentum of the paper needs many commits: with twenty or fewer, `optax.sgd(1.0)` does better.
-    MuLoCo is `diloco(optax.contrib.muon(...))`, with an outer rate of 0.7 to 1.
+    The outer momentum of the paper needs many commits: with twenty or fewer, averaging by
+    `optax.sgd(1.0)` does better. MuLoCo is `diloco(optax.contrib.muon(...))`.
 
     Args:
       inner: The optimizer of the local steps; AdamW in the paper.
@@ -165,7 +165,7 @@ def diloco(
         plan = sync_every
     else:
         checks.check_static_count("sync_every", sync_every)
-        plan = Every(sync_every)
+        plan = Every(int(sync_every))  # type: ignore[arg-type]
     return streaming_steps(
         inner,
         outer,

@@ -102,7 +102,7 @@ class Exchanger:
         return isinstance(self.mixing, int | float) and self.mixing == 0
 
     def send(self, part: Part, theta: Any) -> tuple[Any, jax.Array, Any, jax.Array]:
-        """Delta = c - theta: its mean over the replicas, of how many, the new e, and whether this is one."""
+        """Delta = c - theta: its mean, of how many replicas, what is held back, whether this is one."""
 
         def drift(c: jax.Array, p: jax.Array) -> jax.Array:
             dtype = accumulation_dtype(p)
@@ -127,7 +127,7 @@ class Exchanger:
     def receive(
         self, part: Part, n: Any, number: jax.Array, theta: Any, params: Any
     ) -> tuple[Any, Any, Any]:
-        """The center step c <- c + u(n; s_c), and the updates that make theta <- mixing theta + (1 - mixing) c."""
+        """The step c <- c + u(n; s_c), and updates to theta <- mixing theta + (1 - mixing) c."""
         gradient = optax.tree.cast_like(n, part.center)
 
         def move() -> tuple[Any, Any]:
@@ -224,7 +224,7 @@ def streaming_steps(
             center_state=center_state,
             center=center,
             in_flight=parts if plan.delay else (),
-            taking_part=tuple(jnp.zeros([]) for _ in parts) if plan.delay else (),
+            taking_part=tuple(jnp.zeros([], jnp.float32) for _ in parts) if plan.delay else (),
             residual=wide if compress is not None else (),
             pulled=jnp.zeros([plan.fragments], jnp.bool_),
             skipped=jnp.zeros([], jnp.int32),
