@@ -153,6 +153,16 @@ TRANSFORMATIONS = (
         "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
     ),
     Transformation(
+        "diloco-streaming",
+        optperm.diloco,
+        {
+            "inner": optax.sgd(1e-3),
+            "sync_every": optperm.Every(2, delay=1),
+            "mixing": 0.5,
+        },
+        lenient=True,
+    ),
+    Transformation(
         "record_trajectory",
         optperm.record_trajectory,
         {"every": 2, "capacity": 3},

@@ -17,7 +17,7 @@ from optperm.bayes.noise_estimates import Preconditioner
 from optperm.cli.training import EpochStart
 from optperm.contract import checks
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import Commit
+from optperm.distributed.commits import Commit
 from optperm.subspace.dldr import SecondPhase
 
 Hyperparameter = bool | int | float | str

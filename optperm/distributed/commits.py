@@ -69,6 +69,22 @@ class Replicas:
         return gradient, self.are_finite(gradient)
 
 
+def pull(mixing: float | jax.Array, center: Any, theta: Any, params: Any) -> Any:
+    """The updates that make theta <- mixing theta + (1 - mixing) c of params."""
+
+    def to(c: jax.Array, local: jax.Array, p: jax.Array) -> jax.Array:
+        # Where a local entry is not finite, nothing of it is kept.
+        mixed = jnp.where(jnp.isfinite(local), mixing * local + (1 - mixing) * c, c)
+        return (c if is_whole(mixing) else mixed).astype(p.dtype) - p
+
+    return jax.tree.map(to, center, theta, params)
+
+
+def is_whole(mixing: float | jax.Array) -> bool:
+    """Whether a pull is known to keep nothing of the local params; a traced number may still say so."""
+    return isinstance(mixing, int | float) and mixing == 0
+
+
 # (center, contribution, gradients like which it becomes one, step, replicas) -> center, took part
 Rule = Callable[
     [Center, optax.Updates, optax.Updates, CenterStep, Replicas], tuple[Center, jax.Array]

@@ -107,7 +107,7 @@ def diloco(
         `check_vma=False`. Elsewhere they are told from the types.
 
     Returns:
-      A transformation whose state is a `LocalStepsState`, or a `StreamingState` with a plan, `mixing`,
+      A transformation whose state is a `LocalStepsState`, or a `StreamingState` with a plan,
       `compress` or `center_dtype`. Its `update` needs `params`, the local ones.
 
     Raises:
@@ -148,8 +148,7 @@ def diloco(
             f"{compress!r}."
         )
     replicas = Replicas(axis_name, shard_axes)
-    is_plain = isinstance(mixing, int | float) and mixing == 0
-    if is_plain and compress is None and center_dtype is None and not isinstance(sync_every, Every):
+    if compress is None and center_dtype is None and not isinstance(sync_every, Every):
         check_period("sync_every", sync_every)
         return local_steps(
             inner,
@@ -157,8 +156,7 @@ def diloco(
             sync_every,
             _Drift(),
             replicas=replicas,
-            commit="mean",
-            counts_local_steps=False,
+            mixing=mixing,
             method="diloco",
         )
     if isinstance(sync_every, Every):

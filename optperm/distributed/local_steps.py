@@ -27,7 +27,7 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
-from optperm.distributed.commits import Center, Commit, Replicas, rule_of
+from optperm.distributed.commits import Center, Commit, Replicas, is_whole, pull, rule_of
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
@@ -124,8 +124,9 @@ def local_steps(
     contribution: Contribution,
     *,
     replicas: Replicas,
-    commit: Commit,
-    counts_local_steps: bool,
+    commit: Commit = "mean",
+    mixing: float | jax.Array = 0.0,
+    counts_local_steps: bool = False,
     method: str,
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps by one optimizer, and once a period a step of the center by another.
@@ -137,6 +138,7 @@ def local_steps(
       contribution: What each replica contributes.
       replicas: The axes over which the replicas are spread.
       commit: How contributions are combined.
+      mixing: How much of the local params a pull keeps.
       counts_local_steps: Whether schedules of the center's optimizer count local steps, not commits.
       method: The public name of the method, for messages.
 
@@ -208,9 +210,10 @@ def local_steps(
         def keep() -> tuple[Center, jax.Array, optax.Updates]:
             return at, jnp.ones([], jnp.bool_), moves if moves_leave_by_cond else ()
 
-        # The pull: theta <- c.
+        # The pull: theta <- mixing theta + (1 - mixing) c.
         def pull_to(center: optax.Params) -> optax.Updates:
-            return optax.tree.sub(center, params)
+            theta = params if is_whole(mixing) else optax.apply_updates(params, moves)
+            return pull(mixing, center, theta, params)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
         # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
@@ -219,8 +222,13 @@ def local_steps(
         if not moves_leave_by_cond:
             chosen = optax.tree.where(is_commit, pull_to(center), moves)
         counted = _counted(state, steps, is_commit, took_part)
+        is_placed = counted.pulled & (mixing == 0)
         return chosen, counted._replace(
-            local_state=local_state, center_state=center_state, center=center, accumulator=a
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            accumulator=a,
+            pulled=is_placed,
         )
 
     return transformation(

@@ -16,14 +16,14 @@ import optax
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.transformation import transformation
-from optperm.distributed.commits import Replicas
+from optperm.distributed.commits import Replicas, pull
 from optperm.distributed.compression import Compression, sum_compressed
 from optperm.distributed.local_steps import check_no_multi_steps, finite_local
 from optperm.distributed.plans import Due, Every, Exchange, Fragments, due_at
 from optperm.placement import Placement, placing_states
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
+    from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 
 class StreamingState(NamedTuple):
@@ -34,8 +34,8 @@ class StreamingState(NamedTuple):
       local_state: State of the optimizer of the local params.
       center_state: For each fragment the state of the optimizer of the center.
       center: The params that all replicas agree on.
-      in_flight: For each fragment what the replicas contributed, combined; nothing without a delay.
-      taking_part: How many replicas contributed to that; nothing without a delay.
+      in_flight: What the replicas contributed last, combined; nothing without a delay.
+      taking_part: For each fragment how many replicas contributed last.
       residual: What compression has held back so far; nothing without compression.
       pulled: For each fragment whether the last step put the params on the center.
       skipped: Exchanges that went without this replica, because its params were not finite.
@@ -43,10 +43,10 @@ class StreamingState(NamedTuple):
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     local_state: Any
-    center_state: tuple[Any, ...]
+    center_state: Any
     center: PyTree[Float[Array, "..."]]
     in_flight: PyTree[Float[Array, "..."]]
-    taking_part: PyTree[Float[Array, ""]]
+    taking_part: Float32[Array, " fragments"]
     residual: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, " fragments"]
     skipped: Int32[Array, ""]
@@ -80,8 +80,8 @@ class Part(NamedTuple):
         return cls(
             center=cut.only(state.center, p),
             center_state=state.center_state[p],
-            in_flight=state.in_flight[p] if state.in_flight else (),
-            taking_part=state.taking_part[p] if state.in_flight else (),
+            in_flight=cut.only(state.in_flight, p) if jax.tree.leaves(state.in_flight) else (),
+            taking_part=state.taking_part[p],
             residual=cut.only(state.residual, p) if jax.tree.leaves(state.residual) else (),
         )
 
@@ -95,11 +95,6 @@ class Exchanger:
     mixing: float | jax.Array
     compress: Compression | None
     replicas: Replicas
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a pull puts the params on the center."""
-        return isinstance(self.mixing, int | float) and self.mixing == 0
 
     def send(self, part: Part, theta: Any) -> tuple[Any, jax.Array, Any, jax.Array]:
         """Delta = c - theta: its mean, of how many replicas, what is held back, whether this is one."""
@@ -137,13 +132,7 @@ class Exchanger:
 
         is_valid = (number > 0) & self.replicas.are_finite(gradient)
         center, center_state = cond(is_valid, move, lambda: (part.center, part.center_state))
-
-        def pull(c: jax.Array, local: jax.Array, p: jax.Array) -> jax.Array:
-            # Where a local entry is not finite, nothing of it is kept.
-            mixed = jnp.where(jnp.isfinite(local), self.mixing * local + (1 - self.mixing) * c, c)
-            return (c if self.is_exact else mixed).astype(p.dtype) - p
-
-        return center, center_state, jax.tree.map(pull, center, theta, params)
+        return center, center_state, pull(self.mixing, center, theta, params)
 
     def exchange(
         self, part: Part, due: Due, theta: Any, params: Any, moves: Any
@@ -155,7 +144,7 @@ class Exchanger:
         def send_and_receive() -> tuple[Part, jax.Array, Any]:
             n, number, e, took_part = self.send(part, theta)
             center, center_state, updates = self.receive(part, n, number, theta, params)
-            return Part(center, center_state, (), (), e), took_part, updates
+            return Part(center, center_state, (), number, e), took_part, updates
 
         if not self.plan.delay:
             return cond(is_sent, send_and_receive, lambda: (part, whole, moves))
@@ -217,14 +206,13 @@ def streaming_steps(
         center_state = tuple(outer.init(cut.only(center, p)) for p in range(cut.number))
         check_no_multi_steps(center_state, "diloco")
         wide = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
-        parts = tuple(cut.only(wide, p) for p in range(cut.number))
         return StreamingState(
             count=jnp.zeros([], jnp.int32),
             local_state=local_state,
             center_state=center_state,
             center=center,
-            in_flight=parts if plan.delay else (),
-            taking_part=tuple(jnp.zeros([], jnp.float32) for _ in parts) if plan.delay else (),
+            in_flight=wide if plan.delay else (),
+            taking_part=jnp.zeros([plan.fragments], jnp.float32),
             residual=wide if compress is not None else (),
             pulled=jnp.zeros([plan.fragments], jnp.bool_),
             skipped=jnp.zeros([], jnp.int32),
@@ -257,14 +245,14 @@ def streaming_steps(
         ]
         parts, took_part, chosen = zip(*results, strict=True)
         skipped = sum((~each).astype(jnp.int32) for each in took_part)
-        is_pulled = [jnp.asarray(is_received) & exchanger.is_exact for _, is_received in due]
+        is_pulled = [jnp.asarray(is_received) & (mixing == 0) for _, is_received in due]
         return cut.merge(chosen), StreamingState(
             count=optax.safe_increment(state.count),
             local_state=local_state,
             center_state=tuple(part.center_state for part in parts),
             center=cut.merge([part.center for part in parts]),
-            in_flight=tuple(part.in_flight for part in parts) if plan.delay else (),
-            taking_part=tuple(part.taking_part for part in parts) if plan.delay else (),
+            in_flight=cut.merge([part.in_flight for part in parts]) if plan.delay else (),
+            taking_part=jnp.stack([part.taking_part for part in parts]),
             residual=cut.merge([part.residual for part in parts]) if compress is not None else (),
             pulled=jnp.stack(is_pulled),
             skipped=state.skipped + skipped,

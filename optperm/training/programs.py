@@ -12,7 +12,8 @@ from flax import nnx
 
 from optperm.contract.mapped_axes import varying_axes
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import LocalStepsState, center_params
+from optperm.distributed.center import center_params
+from optperm.distributed.local_steps import LocalStepsState
 from optperm.evaluation import Evaluation, evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.placement import apply_updates
