@@ -30,7 +30,7 @@ class Every:
     :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and what the replicas sent of it arrives `delay`
     steps later.
 
-    Args:
+    Attributes:
       period: :math:`H`, steps from one exchange of a fragment to its next.
       fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order.
       delay: Steps between sending and arrival, below `period`.
@@ -62,12 +62,28 @@ class Every:
             )
 
     def is_sent(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
-        """Whether a fragment leaves at the end of a step, the first of which is step 1."""
+        """Whether a fragment leaves at the end of a step.
+
+        Args:
+          step: Its number; the first step is step 1.
+          fragment: The fragment's number, from 0.
+
+        Returns:
+          A bool, traced where `step` is.
+        """
         offset = fragment * self.period // self.fragments
         return (step > 0) & ((step - offset) % self.period == 0)
 
     def is_received(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
-        """Whether what was sent of a fragment arrives at the end of a step."""
+        """Whether what was sent of a fragment arrives at the end of a step.
+
+        Args:
+          step: Its number; the first step is step 1.
+          fragment: The fragment's number, from 0.
+
+        Returns:
+          A bool, traced where `step` is.
+        """
         return self.is_sent(step - self.delay, fragment)
 
     def at(self, step: int) -> Exchange:

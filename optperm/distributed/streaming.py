@@ -80,9 +80,9 @@ class Part(NamedTuple):
         return cls(
             center=cut.only(state.center, p),
             center_state=state.center_state[p],
-            in_flight=cut.only(state.in_flight, p) if jax.tree.leaves(state.in_flight) else (),
+            in_flight=() if state.in_flight == () else cut.only(state.in_flight, p),
             taking_part=state.taking_part[p],
-            residual=cut.only(state.residual, p) if jax.tree.leaves(state.residual) else (),
+            residual=() if state.residual == () else cut.only(state.residual, p),
         )
 
 

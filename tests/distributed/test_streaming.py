@@ -10,7 +10,7 @@ import replicas
 import support
 
 import optperm
-from optperm.distributed import compression
+from optperm.distributed import compression, plans
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -270,9 +270,9 @@ def test_plans_say_what_is_wrong():
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     opt_state = tx.init(params)
     with pytest.raises(ValueError, match="fragment 3, and the plan has 2"):
-        tx.update(params, opt_state, params, commit=optperm.Exchange((3,), (3,)))
+        tx.update(params, opt_state, params, commit=plans.Exchange((3,), (3,)))
     with pytest.raises(ValueError, match="Without a delay what is sent arrives at the same step"):
-        tx.update(params, opt_state, params, commit=optperm.Exchange((1,), ()))
+        tx.update(params, opt_state, params, commit=plans.Exchange((1,), ()))
     with pytest.raises(TypeError, match=r"what plan\.at\(step\) gives"):
         tx.update(params, opt_state, params, commit=3)
     with pytest.raises(ValueError, match="places params where its own state says"):
