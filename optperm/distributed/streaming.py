@@ -77,12 +77,16 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, state: StreamingState, cut: Fragments, p: int) -> Part:
         """That of fragment p."""
+
+        def is_kept(tree: Any) -> bool:
+            return not isinstance(tree, tuple) or bool(tree)
+
         return cls(
             center=cut.only(state.center, p),
             center_state=state.center_state[p],
-            in_flight=() if state.in_flight == () else cut.only(state.in_flight, p),
+            in_flight=cut.only(state.in_flight, p) if is_kept(state.in_flight) else (),
             taking_part=state.taking_part[p],
-            residual=() if state.residual == () else cut.only(state.residual, p),
+            residual=cut.only(state.residual, p) if is_kept(state.residual) else (),
         )
 
 
