@@ -142,7 +142,8 @@ class Exchanger:
         self, part: Part, due: Due, theta: Any, params: Any, moves: Any
     ) -> tuple[Part, jax.Array, Any]:
         """A fragment after a step: what leaves and arrives, whether that is whole, and its updates."""
-        is_sent, is_received = due
+        # A fragment without leaves has nothing to send.
+        is_sent, is_received = due if jax.tree.leaves(params) else (False, False)
         whole = jnp.ones([], jnp.bool_)
 
         def send_and_receive() -> tuple[Part, jax.Array, Any]:
