@@ -1,20 +1,23 @@
 """Every public function: arguments it works with, what kind each is of, and what is refused.
 
-The tables are data; `test_fuzz.py` reads them. A new function joins `CASES`, its numbers, flags and
-choices `ARGUMENTS`, and what else it refuses, with its message, `REFUSED`.
+The tables are data; `test_fuzz.py` reads them. What a number, a flag or a choice may be is told by its
+annotation and by its limits. A new function joins `FUNCTIONS`, a new transformation has its entry in
+`transformations.py`; what else either refuses, with its message, joins `REFUSED`.
 """
 
+import collections.abc
 import dataclasses
 import inspect
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from transformations import INF, SHARE, TRANSFORMATIONS
 
 import optperm
 
-INF = float("inf")
 PARAMS = {"w": jnp.array([[0.1, 0.5], [0.2, -0.3], [0.7, 0.4]]), "b": jnp.array([0.3, -0.2])}
 GRADS = jax.tree.map(lambda p: 0.5 * p + 0.1, PARAMS)
 BATCH = jnp.array([1.0, 2.0])
@@ -48,13 +51,11 @@ MASKED = optperm.mask_elements().init(PARAMS)
 # Arguments with which each public function works, of which one at a time is spoiled.
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
-    "apply_updates": {
-        "params": PARAMS,
-        "updates": GRADS,
-        "opt_state": state(optperm.sgperm()),
-    },
+    "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
+    "compress_quantized": {"bits": 4},
+    "compress_top_k": {"fraction": 0.5},
     "draw_samples": {
         "step": lambda params, opt_state, key: (params, opt_state),
         "params": PARAMS,
@@ -85,30 +86,13 @@ FUNCTIONS = {
     "reset_masks": {"opt_state": MASKED},
     "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
-    "stationary_covariance": {
-        "preconditioner": 0.1,
-        "hessian": jnp.eye(2),
-        "noise": jnp.eye(2),
-    },
+    "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
 }
-FACTORIES = {
-    "agn": {"optimizer": sgd()},
-    "constant_sgd": {"num_data": 10, "batch_size": 2, "burn_in": 1, "max_step": 0.1},
-    "diloco": {"inner": sgd()},
-    "dim_reduce": {"n_components": 2},
-    "dldr": {"optimizer": sgd(), "sample_every": 1, "num_samples": 2, "n_components": 1},
-    "laperm": {"optimizer": sgd(), "sync_every": 2},
-    "mask_elements": {},
-    "permute_by_cycles": {"aggressiveness": 0.3, "partition_ratio": 1.0},
-    "record_trajectory": {"every": 1, "capacity": 2},
-    "scale_by_gradient_noise": {"num_data": 10, "batch_size": 2, "burn_in": 1},
-    "sgperm": {},
-    "svrg": {},
-    "switch_after": {"num_steps": 1, "first": sgd(), "then": sgd()},
+CASES = FUNCTIONS | {
+    ours.name: ours.required for ours in TRANSFORMATIONS if hasattr(optperm, ours.name)
 }
-CASES = FUNCTIONS | FACTORIES
 PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
 
 
@@ -125,7 +109,7 @@ class Kind:
     allowed: tuple = ()
 
 
-def number(low=0.0, high=INF, *, is_open=False, is_optional=False):
+def number(*, low=0.0, high=INF, is_open=False, is_optional=False):
     """A single number from `low` to `high`, or above `low` where the limit itself is too small."""
     outside = [low if is_open else low - 0.1, float("nan"), *([high + 0.1] if high < INF else [])]
     strange = [True, "0.1", 1j, *([] if is_optional else [None])]
@@ -134,11 +118,12 @@ def number(low=0.0, high=INF, *, is_open=False, is_optional=False):
         ([jnp.array([0.1, 0.2])], ValueError, "must be a single number"),
         (strange, TypeError, "must be a number"),
     )
-    limits = (low, min(high, 5.0), np.float64(low), jnp.bfloat16(min(high, 1.0)), int(low))
+    least = max(low, -1.0)
+    limits = (least, min(high, 5.0), np.float64(least), jnp.bfloat16(min(high, 1.0)), int(least))
     return Kind(refused, () if is_open else limits)
 
 
-def count(minimum=1, *, is_optional=False):
+def count(*, minimum, is_optional=False):
     """An integer of at least `minimum`."""
     strange = [2.5, True, "2", jnp.float32(2.0), *([] if is_optional else [None])]
     refused = (
@@ -154,124 +139,58 @@ def choice(*names):
     return Kind(((["none", 3], ValueError, message),))
 
 
-FLAG = Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),))
-# Not the factory of an optimizer, and not a learning rate.
-OPTIMIZER = Kind((([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),))
-AXIS = Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),))
-SUBSPACE = {
-    "n_components": count(),
-    "rho": number(0.0, 1.0),
-    "gamma": number(0.0, 1.0),
-    "alpha": number(),
-    "sigma": number(0.0, 1.0),
-    "max_search_steps": count(),
-    "curvature": choice("absolute", "relative"),
-    "axis_name": AXIS,
+# Of other annotations. An optimizer is not its factory, and not a learning rate.
+KINDS = {
+    bool: Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),)),
+    optax.GradientTransformation: Kind(
+        (([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),)
+    ),
+    tuple[str, ...]: Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),)),
 }
-NOISE = {
-    "num_data": count(),
-    "batch_size": count(),
-    "preconditioner": choice("scalar", "diagonal", "full"),
-    "estimator": choice("per_example", "single_example", "two_batches"),
-    "temperature": number(),
-    "k_coef": number(is_open=True),
-    "t0": number(),
-    "burn_in": count(0),
-    "freeze_after": count(is_optional=True),
-    "max_step": number(is_open=True, is_optional=True),
-    "damping": number(),
-    "chunk_size": count(is_optional=True),
-    "max_full_size": count(is_optional=True),
-    "axis_name": AXIS,
-}
-CYCLES = {
-    "aggressiveness": number(),
-    "partition_ratio": number(0.0, 1.0),
-    "min_partition_size": count(),
-    "include_remainder": FLAG,
-    "seed": count(0),
-}
-ARGUMENTS = {
-    "agn": {
-        "optimizer": OPTIMIZER,
-        "communication_period": count(),
-        "axis_name": AXIS,
-        "commit": choice("mean", "sum", "sequential"),
-    },
-    "calibration": {"num_bins": count()},
-    "constant_sgd": {
-        **NOISE,
-        "learning_rate": number(),
-        "momentum": number(0.0, 1.0, is_optional=True),
-        "burn_in_optimizer": OPTIMIZER,
-    },
-    "diloco": {"inner": OPTIMIZER, "outer": OPTIMIZER, "sync_every": count(), "axis_name": AXIS},
-    "dim_reduce": {**SUBSPACE, "optimizer": OPTIMIZER},
-    "dldr": {
-        **SUBSPACE,
-        "optimizer": OPTIMIZER,
-        "second_optimizer": OPTIMIZER,
-        "sample_every": count(),
-        "num_samples": count(),
-        "start": count(0),
-        "second_phase": choice("bfgs", "sgd"),
-    },
-    "draw_samples": {
-        "num_chains": count(),
-        "num_draws": count(),
-        "thinning": count(),
-        "warmup": count(0),
-        "first_step": count(0),
-        "average": FLAG,
-        "stacked": FLAG,
-    },
-    "freeze": {
-        "fraction": number(0.0, 1.0),
-        "criterion": choice("gradient", "preconditioned_gradient", "random"),
-        "scope": choice("leaf", "global"),
-    },
-    "laperm": {"optimizer": OPTIMIZER, "sync_every": count()},
-    "pca_basis": {"n_components": count()},
-    "permute_by_cycles": CYCLES,
-    "prune": {
-        "fraction": number(0.0, 1.0),
-        "criterion": choice("magnitude", "random"),
-        "scope": choice("leaf", "global"),
-    },
-    "record_trajectory": {"every": count(), "capacity": count()},
-    "scale_by_gradient_noise": NOISE,
-    "sgperm": {
-        **CYCLES,
-        "aggressiveness_decay": number(),
-        "min_aggressiveness": number(),
-        "partition_growth": number(),
-        "max_partition_ratio": number(0.0, 1.0),
-        "learning_rate": number(),
-        "momentum": number(0.0, 1.0),
-    },
-    "stationary_covariance": {"continuous": FLAG},
-    "svrg": {
-        "coefficient": number(),
-        "refresh_every": count(is_optional=True),
-        "refresh_probability": number(0.0, 1.0, is_optional=True),
-        "seed": count(0),
-    },
-    "switch_after": {
-        "num_steps": count(0),
-        "first": OPTIMIZER,
-        "then": OPTIMIZER,
-        "track": FLAG,
-    },
-}
-# Trees, states, functions, arrays and data, of which each function asks something else.
-OTHERS = {
-    *("params", "updates", "opt_state", "initial_params", "permutation", "basis", "full_grad"),
-    *("scores", "include", "key", "snapshots", "num_snapshots", "samples_params", "inputs"),
-    *("batch", "batches", "weights", "example", "probabilities", "labels", "separator", "dtype"),
-    *("mean", "covariance", "other_mean", "other_covariance", "preconditioner", "hessian"),
-    *("noise", "momentum", "step", "loss_fn", "predict_fn", "output_axes"),
-    *("axis_name", "has_aux", "progress"),  # of `evaluate` and `full_gradient`
-}
+# What tells trees, and axes of their leaves, from single numbers.
+_NO_NUMBERS = (complex, collections.abc.Sequence[int])
+# What the annotation and the default of a function's argument do not tell: its limits, or None where it
+# is of no kind, and what it refuses, if anything, stands in `REFUSED`. Those of a transformation's
+# arguments stand in its entry in `transformations.py`.
+LIMITS = {
+    "compress_quantized": {"decay": SHARE},
+    "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
+    "evaluate": {"has_aux": None, "axis_name": None},
+    "freeze": {"fraction": SHARE},
+    "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
+    "pca_basis": {"num_snapshots": None},
+    "prune": {"fraction": SHARE},
+    "stationary_covariance": {"preconditioner": None, "momentum": None},
+} | {ours.name: ours.limits for ours in TRANSFORMATIONS}
+
+
+def kind_of(parameter, limits):
+    """What an argument takes, by its annotation, its default and its limits; or None."""
+    options = typing.get_args(parameter.annotation) or (parameter.annotation,)
+    is_optional = type(None) in options
+    if limits is None or any(each in options for each in _NO_NUMBERS):
+        return None
+    if all(isinstance(option, str) for option in options):
+        return choice(*options)
+    if int in options:
+        minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
+        return count(minimum=minimum, is_optional=is_optional)
+    if float in options:
+        return number(**limits, is_optional=is_optional)
+    return next((kind for hint, kind in KINDS.items() if hint in options), None)
+
+
+def kinds_of(name):
+    """Each argument of a function that is a number, a flag or a choice, and what it takes."""
+    parameters = inspect.signature(getattr(optperm, name), eval_str=True).parameters
+    limits = LIMITS.get(name, {})
+    kinds = {
+        argument: kind_of(each, limits.get(argument, {})) for argument, each in parameters.items()
+    }
+    return {argument: kind for argument, kind in kinds.items() if kind}
+
+
+ARGUMENTS = {name: kinds_of(name) for name in CASES}
 
 
 def one_leaf(**leaf):
@@ -280,11 +199,9 @@ def one_leaf(**leaf):
 
 
 TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
-MATRIX = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
-ONE, TWO, THREE = np.zeros(1), np.eye(2), np.eye(3)
+TWO, THREE = np.eye(2), np.eye(3)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
 FOUR_AND_TWO = [EXAMPLES, EXAMPLES, jax.tree.map(lambda x: x[:2], EXAMPLES)]
-PERMUTATION = {"w": jnp.arange(6).reshape(3, 2), "b": jnp.array([1, 0])}
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
 
@@ -312,7 +229,7 @@ def type_error(message, **change):
 
 # Functions that look for a state, and what they call it.
 STATES = {
-    "center_params": "LocalStepsState .*optperm.agn or optperm.diloco",
+    "center_params": "LocalStepsState or StreamingState .*optperm.agn or optperm.diloco",
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",
@@ -339,10 +256,10 @@ REFUSED = {
         value_error(
             "put switch_after around agn",
             optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
-        ),
+        )
     ],
     "agn.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
     ],
     "apply_permutation": [
         *(
@@ -382,20 +299,16 @@ REFUSED = {
         value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
     ],
     "constant_sgd": [
-        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
     ],
     "diloco.init": [
-        value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm()),
+        value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm())
     ],
     "diloco.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica"),
+        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
     ],
-    "dim_reduce": [
-        type_error("static_args", n_components=jnp.array(2)),
-    ],
-    "dim_reduce.init": [
-        value_error("axis_name 'replica' is not bound", axis_name="replica"),
-    ],
+    "dim_reduce": [type_error("static_args", n_components=jnp.array(2))],
+    "dim_reduce.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
     "dim_reduce.update": [
         value_error("extra argument value, .*optperm.evaluate", value_fn=loss_fn),
         value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
@@ -410,12 +323,8 @@ REFUSED = {
         type_error("static_args", num_samples=jnp.array(2)),
         type_error("static_args", n_components=jnp.array(1)),
     ],
-    "dldr.init": [
-        value_error("places params", optimizer=optperm.sgperm()),
-    ],
-    "dldr.update": [
-        value_error("dldr needs the extra argument value, .*optperm.evaluate"),
-    ],
+    "dldr.init": [value_error("places params", optimizer=optperm.sgperm())],
+    "dldr.update": [value_error("dldr needs the extra argument value, .*optperm.evaluate")],
     "draw_samples": [
         value_error(
             r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
@@ -462,10 +371,6 @@ REFUSED = {
         value_error(r"initial_params\['w'\].*output_axes", output_axes=0),
     ],
     "freeze": [
-        value_error(r"fraction must be in \[0, 1\], got 2.0", fraction=jnp.float32(2.0)),
-        value_error(
-            r"criterion must be one of 'gradient', .*got 'magnitude'", criterion="magnitude"
-        ),
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         *(
             value_error(
@@ -498,10 +403,7 @@ REFUSED = {
                     [np.ones(4), np.ones(4), np.ones(2), np.ones(4)],
                     "batches ended, but weights go on",
                 ),
-                (
-                    [np.ones(4), np.ones(3), np.ones(2)],
-                    r"batch 1 has 4 examples.* of shape \(3,\)",
-                ),
+                ([np.ones(4), np.ones(3), np.ones(2)], r"batch 1 has 4 examples.* of shape \(3,\)"),
                 (
                     [np.ones(4), np.ones((4, 1)), np.ones(2)],
                     r"batch 1 has 4 examples.* of shape \(4, 1\)",
@@ -553,15 +455,6 @@ REFUSED = {
             snapshots={"a": TABLE, "b": np.zeros(3, np.float32)},
         ),
         value_error("no leaves", snapshots={}),
-        value_error(
-            "span 1 directions.*n_components=3",
-            snapshots=TABLE[:2][[0, 1, 0, 1, 1, 0]],
-            n_components=3,
-        ),
-        value_error(
-            "span 0 directions.*not finite",
-            snapshots=np.where(TABLE > 20, np.float32(np.nan), TABLE),
-        ),
         type_error("dtype int32", snapshots=np.zeros((4, 7), np.int32)),
     ],
     "posterior_predictive": [
@@ -576,7 +469,6 @@ REFUSED = {
         ),
     ],
     "prune": [
-        value_error(r"fraction must be in \[0, 1\], got 2.0", fraction=jnp.float32(2.0)),
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
     ],
@@ -596,12 +488,12 @@ REFUSED = {
         ),
     ],
     "scale_by_gradient_noise": [
-        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10),
+        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
     ],
     "scale_by_gradient_noise.init": [
         value_error(
             "8 params .* 8 x 8.*max_full_size=7.*'diagonal'", preconditioner="full", max_full_size=7
-        ),
+        )
     ],
     "scale_by_gradient_noise.update": [
         value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),
@@ -628,10 +520,7 @@ REFUSED = {
         ),
         value_error(
             r"per_example_grad_fn\(params\)",
-            per_example_grad_fn=lambda p: {
-                "w": jnp.ones((2, 3, 1)),
-                "b": jnp.ones((2, 2)),
-            },
+            per_example_grad_fn=lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))},
         ),
     ],
     "set_basis": [
@@ -646,7 +535,7 @@ REFUSED = {
         *(
             value_error("output_axes .*kernel", output_axes=axes, params=KERNEL)
             for axes in (3, -4, (0, 3), (0, 0), (0, -3))
-        ),
+        )
     ],
     "stationary_covariance": [
         value_error(r"hessian must be a square matrix.*jnp\.diag", hessian=np.ones(2)),
@@ -659,9 +548,7 @@ REFUSED = {
         value_error("momentum must be in", momentum=-0.1),
         type_error("noise must be of real numbers", noise=TWO * 1j),
     ],
-    "svrg": [
-        value_error("not both", refresh_every=2, refresh_probability=0.5),
-    ],
+    "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
     "svrg.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate"),
         *(
@@ -677,7 +564,7 @@ REFUSED = {
             first=optax.identity(),
             then=optax.sgd(0.1, 0.9),
             params=one_leaf(b=PARAMS["b"].astype("bfloat16")),
-        ),
+        )
     ],
     "take_snapshot": [
         value_error(

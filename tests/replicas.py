@@ -119,11 +119,9 @@ def simulate_agn(update, start, grads_of, steps, *, size, period, commit):
             worker.params = worker.params + move
         if step % period == 0:
             parts = [worker.total / period for worker in workers]
-            combined = {
-                "mean": [sum(parts) / size],
-                "sum": [sum(parts)],
-                "sequential": parts,
-            }[commit]
+            combined = {"mean": [sum(parts) / size], "sum": [sum(parts)], "sequential": parts}[
+                commit
+            ]
             for n in combined:
                 move, center_state = update(center_state, n)
                 center = center + move

@@ -25,6 +25,13 @@ METHODS = {
 }
 
 
+TRAINING = {
+    name: value
+    for name, value in vars(optperm.training).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
+}
+
+
 def sections(documented):
     """The sections of a docstring by title, after its first line under "summary"."""
     parts = re.split(r"^(\w+):\n", inspect.getdoc(documented) or "", flags=re.MULTILINE)
@@ -45,10 +52,12 @@ def test_all_public_names_are_functions_or_classes():
     assert FUNCTIONS.keys() | CLASSES.keys() == PUBLIC.keys()
 
 
-@pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
-def test_the_first_line_is_a_sentence(name):
+@pytest.mark.parametrize(
+    "documented", (PUBLIC | METHODS | TRAINING).values(), ids=lambda value: value.__name__
+)
+def test_the_first_line_is_a_sentence(documented):
     """One line, and nothing else beside it."""
-    first, *rest = inspect.getdoc(PUBLIC.get(name) or METHODS[name]).splitlines()
+    first, *rest = inspect.getdoc(documented).splitlines()
     assert re.search(r"\S.*\.$", first)
     assert not rest or not rest[0]
 
@@ -78,19 +87,9 @@ def test_classes_explain_their_fields_in_order(name):
     assert entries(sections(CLASSES[name])["Attributes"]) == [*CLASSES[name].__annotations__]
 
 
-TRAINING = {
-    name: value
-    for name, value in vars(optperm.training).items()
-    if not name.startswith("_") and not inspect.ismodule(value)
-}
-
-
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_is_documented(name):
-    """A sentence first, an example for what users make or call, and a place in the README."""
-    first, *rest = inspect.getdoc(TRAINING[name]).splitlines()
-    assert re.search(r"\S.*\.$", first)
-    assert not rest or not rest[0]
+    """An example for what users make or call, and a place in the README."""
     if name not in ("Event", "FitResult", "CheckpointError"):  # what one is given
         assert ">>> " in sections(TRAINING[name])["Example"]
     text = README.read_text(encoding="utf-8")

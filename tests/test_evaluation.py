@@ -13,6 +13,7 @@ import support
 import optperm
 
 
+@jax.jit
 def loss_fn(params, batch):
     """Mean squared error of a linear model with a bias."""
     prediction = batch["x"] @ params["kernel"] + params["bias"][None]

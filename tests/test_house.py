@@ -20,6 +20,7 @@ FLOORS = (
     {"training"},
     {"cli"},
 )
+FILES = [PACKAGE / "switching.py", *(p for m in METHODS for p in (PACKAGE / m).glob("*.py"))]
 LONGEST_UPDATE = 45
 _NO_CODE = (
     tokenize.COMMENT,
@@ -48,10 +49,7 @@ def code_lines(source, node):
 
 def updates():
     """Every function of a method's package that is an update."""
-    for path in [
-        PACKAGE / "switching.py",
-        *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
-    ]:
+    for path in FILES:
         source = path.read_text()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and node.name in ("update", "update_fn"):
@@ -93,10 +91,7 @@ def test_imports_point_downwards(path):
 
 def test_transformations_are_made_by_one_door():
     """Nothing else builds an Optax transformation, and no method repeats the door's checks."""
-    for path in [
-        PACKAGE / "switching.py",
-        *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
-    ]:
+    for path in FILES:
         text = path.read_text()
         assert "GradientTransformationExtraArgs(" not in text, path
         assert 'check_real_floating("params"' not in text or path.stem in (

@@ -1,5 +1,7 @@
 """`switch_after`: the two optimizers run by hand, one after the other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import loops
@@ -19,6 +21,7 @@ def params():
     return support.random_params()
 
 
+@functools.cache
 def grads(step):
     """Quarters: with the rates below, sums and products of them are exact however they are fused."""
     return jax.tree.map(lambda g: jnp.round(4 * g) / 4, support.random_like(params(), step))
@@ -34,9 +37,9 @@ def sgd(rate=0.25):
 
 
 OPTIMIZERS = {
-    "sgd": lambda: sgd(0.5),
-    "sgperm": lambda: optperm.sgperm(0.4, learning_rate=0.25, momentum=0.5),
-    "agn": lambda: optperm.agn(sgd(0.5), communication_period=2),
+    "sgd": sgd(0.5),
+    "sgperm": optperm.sgperm(0.4, learning_rate=0.25, momentum=0.5),
+    "agn": optperm.agn(sgd(0.5), communication_period=2),
 }
 
 
@@ -71,7 +74,7 @@ def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="scan"):
 def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
     """Each step's params are theirs bit for bit, through the switch in one scan, and from a state
     that went to the host before, at and after it."""
-    first, then = OPTIMIZERS[first](), OPTIMIZERS[then]()
+    first, then = OPTIMIZERS[first], OPTIMIZERS[then]
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
     trail = trained(tx)
@@ -94,7 +97,7 @@ def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
 @pytest.mark.parametrize("track", [False, True])
 def test_the_number_of_steps_may_be_traced_zero_or_never_reached(track):
     """Under `inject_hyperparams`; 0 leaves only the second, a number too large only the first."""
-    first, then = sgd(), OPTIMIZERS["sgperm"]()
+    first, then = sgd(), OPTIMIZERS["sgperm"]
     make = optax.inject_hyperparams(optperm.switch_after, static_args=("track",))
     tx = make(SWITCH, first, then, track=track)
     trail = trained(tx)
@@ -211,7 +214,7 @@ def test_extra_arguments_reach_line_searches_in_both_phases():
 @pytest.mark.parametrize("mapping", replicas.MAPPINGS)
 def test_replicas_of_their_own_switch_as_one_does(mapping):
     """Each of four replicas, with other gradients, holds the bits of its run alone."""
-    tx = optperm.switch_after(SWITCH, sgd(), OPTIMIZERS["agn"]())
+    tx = optperm.switch_after(SWITCH, sgd(), OPTIMIZERS["agn"])
     batches = [
         replicas.stack([grads(STEPS * r + index) for r in range(4)]) for index in range(STEPS)
     ]

@@ -1,13 +1,14 @@
-"""Every transformation of this library, one entry each; the contract and Optax's cases run on all.
+"""Every transformation of this library, one entry each.
 
-A new one joins with one line here, and with what it must leave out of Optax's cases in
-`conformance/test_optax.py`.
+An entry puts a method into all suites that methods share: the contract, the states' types, `flax.nnx`,
+checkpoints, meshes, Optax's own cases, bad and hostile arguments, and gradients that are not finite.
 """
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.flatten_util
@@ -23,37 +24,52 @@ class Transformation:
     """One transformation and how to build it.
 
     Attributes:
-      name: Its public name.
-      factory: What builds it.
+      factory: What builds it, by its public name.
       arguments: The numbers to build it with.
+      limits: What the annotations and defaults of its arguments do not tell: their limits, as
+        `calls.number` and `calls.count` take them.
+      static: The arguments that decide shapes, which no program can change.
       permutes: Whether it keeps the values of the params, in another order.
       lenient: Whether it wraps optimizers of Optax, which promote dtypes freely.
       is_identity: Whether it hands on the updates as they came.
-      knows_dtypes: Whether its state tells the dtypes of the params that it was made for.
+      knows: What of the params that it was made for its state tells: their "dtypes", which are compared
+        with those that come, their "shapes" alone, or "nothing".
       rows: For params of state entries with a leading axis, the lengths that occur.
       needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
+      no_minimum: Why it does not minimize the losses of Optax's cases, if it does not.
+      hands_on: Whether it hands on what is not finite, to what follows or to the optimizer in it.
       sums_over_params: Whether an update sums over params, so that it rounds by where they lie.
       may_gather: For how a kernel is cut, the largest parameter that the update has to gather then.
       prepared: From a fresh state and params, the state with what training would put into it.
+      other_name: What tells it from another one that the same factory builds.
     """
 
-    name: str
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     arguments: Mapping[str, Any]
+    limits: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    static: tuple[str, ...] = ()
     permutes: bool = False
     lenient: bool = False
     is_identity: bool = False
-    knows_dtypes: bool = True
+    knows: Literal["dtypes", "shapes", "nothing"] = "dtypes"
     rows: tuple[int, ...] = ()
     needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    no_minimum: str = ""
+    hands_on: bool = False
     sums_over_params: bool = False
     may_gather: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prepared: Callable[[Any, Any], Any] = lambda opt_state, params: opt_state
+    other_name: str = ""
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def name(self) -> str:
+        """The public name of its factory, or its own."""
+        return self.other_name or self.factory.__name__
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
@@ -77,6 +93,13 @@ class Transformation:
             return optax.GradientTransformationExtraArgs(tx.init, update)
 
         return build
+
+    @property
+    def required(self) -> dict[str, Any]:
+        """The arguments without which it cannot be built."""
+        parameters = inspect.signature(self.factory).parameters.values()
+        wanted = [each.name for each in parameters if each.default is each.empty]
+        return {name: self.arguments[name] for name in wanted}
 
     def __str__(self) -> str:
         return self.name
@@ -107,6 +130,14 @@ def two_examples(params: optax.Params, **part: int) -> optax.Updates:
     return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
 
 
+INF = float("inf")
+# What numbers may be, where it is not anything from 0, and integers, where it is not anything from 1.
+SHARE = {"high": 1.0}
+ABOVE_ZERO = {"is_open": True}
+FROM_ZERO = {"minimum": 0}
+SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
+NOISE_LIMITS = {"k_coef": ABOVE_ZERO, "burn_in": FROM_ZERO, "max_step": ABOVE_ZERO}
+REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
 CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
 
@@ -122,57 +153,60 @@ def with_basis(opt_state: Any, params: Any) -> Any:
 
 TRANSFORMATIONS = (
     Transformation(
-        "sgperm",
         optperm.sgperm,
         {"aggressiveness": 0.3},
+        limits={"partition_ratio": SHARE, "max_partition_ratio": SHARE, "momentum": SHARE},
         permutes=True,
+        no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "permute_by_cycles",
         optperm.permute_by_cycles,
         {"aggressiveness": 0.3, "partition_ratio": 0.5},
+        limits={"partition_ratio": SHARE},
         permutes=True,
+        no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "laperm",
         optperm.laperm,
         {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
         permutes=True,
         lenient=True,
+        no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
     ),
     Transformation(
-        "agn",
         optperm.agn,
         {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
         lenient=True,
     ),
     Transformation(
-        "diloco", optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True
-    ),
-    Transformation(
-        "diloco-streaming",
         optperm.diloco,
-        {
-            "inner": optax.sgd(1e-3),
-            "sync_every": optperm.Every(2, delay=1),
-            "mixing": 0.5,
-        },
+        {"inner": optax.sgd(1e-3), "sync_every": 2},
+        limits={"mixing": SHARE},
         lenient=True,
     ),
     Transformation(
-        "record_trajectory",
-        optperm.record_trajectory,
-        {"every": 2, "capacity": 3},
-        is_identity=True,
-        rows=(3,),
+        optperm.diloco,
+        {"inner": optax.sgd(1e-3), "sync_every": optperm.Every(2, delay=1), "mixing": 0.5},
+        other_name="diloco-streaming",
+        lenient=True,
     ),
     Transformation(
-        "dim_reduce",
+        optperm.record_trajectory,
+        {"every": 2, "capacity": 3},
+        static=("capacity",),
+        is_identity=True,
+        rows=(3,),
+        no_minimum="hands on the updates as they came",
+        hands_on=True,
+    ),
+    Transformation(
         optperm.dim_reduce,
         {"n_components": 2, "alpha": 2e-3},
+        limits=SEARCH_LIMITS,
+        static=("n_components",),
         lenient=True,
         rows=(2,),
         extra_args=LOSS,
@@ -180,53 +214,57 @@ TRANSFORMATIONS = (
         prepared=with_basis,
     ),
     Transformation(
-        "dldr",
         optperm.dldr,
-        {
-            "optimizer": optax.sgd(1e-3, 0.9),
-            "sample_every": 1,
-            "num_samples": 2,
-            "n_components": 1,
-        },
+        {"optimizer": optax.sgd(1e-3, 0.9), "sample_every": 1, "num_samples": 2, "n_components": 1},
+        limits=SEARCH_LIMITS,
+        static=("num_samples", "n_components"),
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
+        no_minimum="goes on in a line with a loss that the case does not pass",
         sums_over_params=True,
     ),
     Transformation(
-        "mask_elements", optperm.mask_elements, {}, is_identity=True, needs_params=False
+        optperm.mask_elements,
+        {},
+        is_identity=True,
+        needs_params=False,
+        no_minimum="hands on the updates as they came",
+        hands_on=True,
     ),
     Transformation(
-        "svrg",
         optperm.svrg,
         {"coefficient": 0.5, "refresh_every": 2},
+        limits={"refresh_probability": SHARE},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+        no_minimum="corrects gradients for an optimizer after it; svrg_and_sgd has one",
+        hands_on=True,
     ),
     Transformation(
-        "svrg_and_sgd",
         svrg_and_sgd,
         {"learning_rate": 2e-3, "refresh_probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+        hands_on=True,
     ),
     Transformation(
-        "switch_after",
         optperm.switch_after,
         {
             "num_steps": 2,
             "first": optperm.agn(optax.sgd(2e-3, 0.9), communication_period=2),
             "then": optax.sgd(2e-3, 0.9),
         },
+        limits={"num_steps": FROM_ZERO},
         lenient=True,
     ),
     Transformation(
-        "scale_by_gradient_noise",
         optperm.scale_by_gradient_noise,
         {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
-        knows_dtypes=False,
+        limits=NOISE_LIMITS,
+        knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
+        no_minimum="makes no steps downhill by itself; constant_sgd does",
     ),
     Transformation(
-        "constant_sgd",
         optperm.constant_sgd,
         {
             "num_data": 1000,
@@ -236,8 +274,10 @@ TRANSFORMATIONS = (
             "burn_in_optimizer": optax.sgd(2e-3),
             "max_step": 2e-3,
         },
+        limits={**NOISE_LIMITS, "momentum": SHARE},
         lenient=True,
-        knows_dtypes=False,
+        knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
+        hands_on=True,
     ),
 )

@@ -8,6 +8,7 @@ import numpy as np
 SCALES = np.float32([1.0, 3.0, 10.0, 30.0, 100.0, 300.0])
 
 
+@jax.jit
 def loss_fn(params, batch):
     """Half the scaled squared distance from each example, averaged."""
     x = jnp.concatenate([params["a"].ravel(), params["b"][None]])

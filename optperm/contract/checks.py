@@ -42,7 +42,7 @@ def check_in_range(
     Args:
       name: The argument's name, for the message.
       value: A number, a schedule (not checked) or a traced value (not checked).
-      low: The smallest value allowed.
+      low: The smallest value allowed; `-float("inf")` for all that float32 holds.
       high: The largest value allowed; `float("inf")` for all that float32 holds.
       may_be_schedule: Whether a schedule is allowed.
       advice: What to do about it, a sentence that ends the message.
@@ -54,7 +54,7 @@ def check_in_range(
     if isinstance(value, jax.core.Tracer) or (may_be_schedule and callable(value)):
         return
     number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
-    if not low <= number <= min(high, _LARGEST_FLOAT32):
+    if not max(low, -_LARGEST_FLOAT32) <= number <= min(high, _LARGEST_FLOAT32):
         limits = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
         if low <= number <= high:
             limits = "finite in float32"

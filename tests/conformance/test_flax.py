@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import loops
+import numpy as np
 import optax
 import pytest
 import support
@@ -11,12 +12,13 @@ from flax.training.train_state import TrainState
 from transformations import TRANSFORMATIONS, Transformation
 
 import optperm
+from optperm.contract.states import find_states
 
 TO_SGPERM = Transformation(
-    "switch to sgperm",
     optperm.switch_after,
     {"num_steps": 1, "first": optax.sgd(0.05), "then": optperm.sgperm(0.4)},
     lenient=True,
+    other_name="switch to sgperm",
 )
 pytestmark = [
     pytest.mark.parametrize("ours", [*TRANSFORMATIONS, TO_SGPERM], ids=str),
@@ -94,6 +96,7 @@ def test_nnx_optimizer(ours):
         if index in (1, 3):
             (prepare if index == 1 else nnx.jit(prepare))(model, optimizer)
             params, opt_state = between(params, ours.prepared(opt_state, params))
+            held = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         step(model, optimizer, batch)
         params, opt_state = loops.compiled(tx, evaluate, loops.by_addition)(
             params, opt_state, batch
@@ -102,9 +105,19 @@ def test_nnx_optimizer(ours):
     state = nnx.state(model, nnx.Param)
     support.assert_close(nnx.to_pure_dict(state), params, rtol=1e-5, atol=1e-6)
     assert_close_leaves(optimizer.opt_state, opt_state)
+    for masked in find_states(opt_state, optperm.MaskElementsState):
+        for name, moves in masked.trainable_masks()[0].items():
+            assert 0 < np.sum(~moves) < moves.size
+            support.assert_same_bits(state[name][~moves], held[name][~moves])
+            support.assert_same_bits(state[name][~moves], params[name][~moves])
     if ours.name in READ:
         read = READ[ours.name]
-        assert_close_leaves(read(optimizer.opt_state, state), read(opt_state, params))
+        found = read(optimizer.opt_state, state)
+        assert_close_leaves(found, read(opt_state, params))
+    if ours.permutes:
+        nnx.update(model, found)
+        support.assert_permutes(nnx.to_pure_dict(found), support.random_params())
+        support.assert_same_bits(model.kernel.get_value(), nnx.to_pure_dict(found)["kernel"])
 
 
 def test_linen_train_state(ours):
@@ -112,7 +125,8 @@ def test_linen_train_state(ours):
     tx, params = ours.make(), support.random_params()
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = [support.random_like(params, seed) for seed in range(3)]
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for each in grads:
-        state = jax.jit(lambda state, g: state.apply_gradients(grads=g))(state, each)
+        state = step(state, each)
     expected = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
     support.assert_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-6)

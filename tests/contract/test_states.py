@@ -129,12 +129,3 @@ def test_nnx_optimizer_states_come_out_as_plain_arrays():
     leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable))
     assert len(leaves) == 7
     assert all(isinstance(leaf, jax.Array) for leaf in leaves)
-
-
-def test_what_takes_a_place_is_strongly_typed():
-    """A weak type would change the form of a state that a scan carries."""
-    opt_state = optperm.svrg().init(jnp.zeros(2))
-    weak = opt_state._replace(count=jnp.asarray(2))
-    assert jax.typeof(weak.count).weak_type
-    replaced = replace_state(opt_state, optperm.SvrgState, weak, method="svrg")
-    assert not jax.typeof(replaced.count).weak_type

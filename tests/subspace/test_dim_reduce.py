@@ -88,7 +88,7 @@ def test_golden_sequences_with_the_basis_spread_over_devices(size, mapping):
             np.testing.assert_allclose(lengths[:, index], data["step"], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("k", "sizes"), [(5, (1, 2, 3, 4)), (2, (1, 4)), (1, (4,))])
+@pytest.mark.parametrize(("k", "sizes"), [(5, (2, 4)), (2, (4,)), (1, (4,))])
 def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
     """Each has its share of one batch and of the rows; the params agree with one device's to 1e-5."""
     data = batches(8, 12)
@@ -238,26 +238,18 @@ def test_optax_line_search_stays_at_zero_after_one_nan_and_this_does_not():
 
 
 def test_before_a_basis_is_set_only_the_residual_moves():
-    """It is gradient descent with momentum, and evaluates nothing."""
+    """It is gradient descent with momentum bit for bit, and evaluates nothing."""
     tx = optperm.dim_reduce(n_components=2, gamma=0.5, alpha=0.1)
     extras = {"value": 1.0, "value_fn": lambda p: jnp.float32(-1e9)}
 
     def evaluate(params, batch):
         return jax.grad(valley.loss_fn)(params, batch), extras
 
-    data = batches(3)[:, 0]
-    trail = train(tx, data, evaluate=evaluate, opt_state=tx.init(start()), how="eager")
-    params, m = start(), jax.tree.map(np.zeros_like, start())
-    for batch, (got, opt_state) in zip(data, trail, strict=True):
-        m = jax.tree.map(lambda m, g: 0.5 * m + g, m, jax.grad(valley.loss_fn)(params, batch))
-        support.assert_close(
-            jax.tree.map(jnp.subtract, got, params),
-            jax.tree.map(lambda m: -0.1 * m, m),
-            rtol=1e-5,
-            atol=1e-6,
-        )
-        params = got
-        assert opt_state.step_length == 0
+    options = {"evaluate": evaluate, "how": "eager"}
+    trail = train(tx, batches(3)[:, 0], opt_state=tx.init(start()), **options)
+    assert all(opt_state.step_length == 0 for _, opt_state in trail)
+    wanted = loops.train(optax.sgd(0.1, 0.5), start(), batches(3)[:, 0], **options)
+    support.assert_same_bits([p for p, _ in trail], [p for p, _ in wanted])
 
 
 def test_without_the_residual_params_stay_in_the_subspace():

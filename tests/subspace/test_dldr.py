@@ -82,11 +82,7 @@ def test_a_quadratic_in_ten_dimensions():
             return int(jax.jit(lambda c: jax.lax.while_loop(is_far, go, c))((x, tx.init(x), 0))[2])
 
         tx = optperm.dldr(
-            optax.sgd(rate),
-            sample_every=1,
-            num_samples=k + 1,
-            n_components=k,
-            max_search_steps=30,
+            optax.sgd(rate), sample_every=1, num_samples=k + 1, n_components=k, max_search_steps=30
         )
         ours = steps_to_optimum(tx, 10_000)
         plain = steps_to_optimum(optax.sgd(rate), 100_000)
@@ -116,8 +112,10 @@ def test_resumed_on_either_side_of_the_switch_and_at_it():
         support.assert_same_bits(resumed, trail[taken:])
 
 
-@pytest.mark.parametrize("phase", ["bfgs", "sgd"])
-@pytest.mark.parametrize(("size", "mapping"), [(2, "pmap"), (4, "shard_map")])
+@pytest.mark.parametrize(
+    ("phase", "size", "mapping"),
+    [("bfgs", 2, "pmap"), ("bfgs", 4, "shard_map"), ("sgd", 4, "shard_map")],
+)
 def test_on_many_devices_as_on_one(phase, size, mapping):
     """Each has its share of the batch and of the rows, in both phases and through the switch."""
     data = valley.batches(12, 4)
