@@ -17,7 +17,7 @@ _TESTS = pathlib.Path(__file__).parent
 _SHOWN = 6000
 
 
-def run_workers(script, *arguments, processes=2, devices=2, timeout=180, environment=None):
+def run_workers(script, *arguments, processes=2, devices=2, timeout=180):
     """Runs `script ADDRESS PROCESSES INDEX *arguments` in several processes at a time.
 
     The workers meet by `jax.distributed.initialize(ADDRESS, PROCESSES, INDEX)`, over loopback. They find
@@ -29,7 +29,6 @@ def run_workers(script, *arguments, processes=2, devices=2, timeout=180, environ
       processes: How many.
       devices: CPU devices of each.
       timeout: Seconds until the workers count as hanging.
-      environment: Environment variables to add.
 
     Returns:
       What each worker wrote, standard output and standard error together.
@@ -49,7 +48,6 @@ def run_workers(script, *arguments, processes=2, devices=2, timeout=180, environ
         ),
         "PYTHONUNBUFFERED": "1",
         "XLA_FLAGS": xla_flags(),
-        **(environment or {}),
     }
     workers = []
     with tempfile.TemporaryDirectory() as folder:

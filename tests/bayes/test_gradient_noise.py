@@ -1,5 +1,7 @@
 """Step sizes against their formulas, and the life of the estimate; the chains are in test_chains.py."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +22,39 @@ def batch_gradients(seed, scale=1.0):
     return rows.astype(np.float32)
 
 
+def by_noise(**options):
+    """The transformation, burning in for one step."""
+    return optperm.scale_by_gradient_noise(N, S, **{"burn_in": 1} | options)
+
+
+@functools.cache
+def compiled(tx):
+    """Its update, from the gradients of examples."""
+    zeros = jnp.zeros(D)
+    return jax.jit(
+        lambda grad, state, rows: tx.update(
+            grad, state, zeros, per_example_grad_fn=lambda params: rows
+        )
+    )
+
+
 def update(tx, state, rows, grad=None):
     """One step on the gradients of examples; the updates and the next state."""
-    grad = jnp.asarray(rows.mean(axis=0) if grad is None else grad)
-    extras = {"per_example_grad_fn": lambda params: jnp.asarray(rows)}
-    return jax.jit(lambda state: tx.update(grad, state, jnp.zeros(D), **extras))(state)
+    return compiled(tx)(rows.mean(axis=0) if grad is None else grad, state, rows)
+
+
+def run(tx, *batches, grad=None):
+    """The updates and the states of steps on batches, from the start."""
+    state, trail = tx.init(jnp.zeros(D)), []
+    for rows in batches:
+        updates, state = update(tx, state, rows, grad)
+        trail.append((updates, state))
+    return trail
+
+
+def matrix(state):
+    """H, from what it makes of unit vectors."""
+    return np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
 
 
 def expected_matrix(covariance, preconditioner):
@@ -38,29 +68,26 @@ def expected_matrix(covariance, preconditioner):
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_updates_are_the_preconditioned_gradient(preconditioner):
-    tx = optperm.scale_by_gradient_noise(N, S, preconditioner=preconditioner, burn_in=2)
-    state = tx.init(jnp.zeros(D))
-    covariances = []
-    for step in range(4):
-        rows = batch_gradients(step)
-        updates, state = update(tx, state, rows)
+    batches = [batch_gradients(step) for step in range(4)]
+    trail = run(by_noise(preconditioner=preconditioner, burn_in=2), *batches)
+    covariances = [np.cov(rows.T) for rows in batches]
+    for step, (rows, (updates, _)) in enumerate(zip(batches, trail, strict=True)):
         if step < 2:
             support.assert_same_bits(updates, jnp.zeros(D))
         else:  # by the plain mean of the estimates of the steps before
-            h = expected_matrix(np.mean(covariances, axis=0), preconditioner)
+            h = expected_matrix(np.mean(covariances[:step], axis=0), preconditioner)
             np.testing.assert_allclose(updates, h @ rows.mean(axis=0), rtol=2e-4)
-        covariances.append(np.cov(rows.T))
-    assert abs(float(state.weight) - (1 - np.prod([1 - 1 / (10 + t) for t in range(4)]))) < 1e-6
+    weight = float(trail[-1][1].weight)
+    assert abs(weight - (1 - np.prod([1 - 1 / (10 + t) for t in range(4)]))) < 1e-6
 
 
 @pytest.mark.parametrize(("k_coef", "t0"), [(1.0, 10.0), (2.5, 10.0), (10.0, 10.0), (3.0, 1.0)])
 def test_estimates_are_weighted_by_the_recurrence(k_coef, t0):
     """The recurrence from zero, over the total weight: nothing of the start is left."""
-    tx = optperm.scale_by_gradient_noise(N, S, k_coef=k_coef, t0=t0)
-    state, plain, weight = tx.init(jnp.zeros(D)), np.zeros(D), 0.0
-    for step in range(6):
-        rows = batch_gradients(step, scale=1.0 + step)
-        _, state = update(tx, state, rows)
+    batches = [batch_gradients(step, scale=1.0 + step) for step in range(6)]
+    trail = run(optperm.scale_by_gradient_noise(N, S, k_coef=k_coef, t0=t0), *batches)
+    plain, weight = np.zeros(D), 0.0
+    for step, (rows, (_, state)) in enumerate(zip(batches, trail, strict=True)):
         kappa = min(1.0, k_coef / (t0 + step))
         plain = (1 - kappa) * plain + kappa * rows.var(axis=0, ddof=1)
         weight = (1 - kappa) * weight + kappa
@@ -68,28 +95,22 @@ def test_estimates_are_weighted_by_the_recurrence(k_coef, t0):
 
 
 def test_the_very_first_step_only_estimates():
-    tx = optperm.scale_by_gradient_noise(N, S, burn_in=0)
-    updates, state = update(tx, tx.init(jnp.zeros(D)), batch_gradients(0))
-    support.assert_same_bits(updates, jnp.zeros(D))
-    assert np.all(update(tx, state, batch_gradients(1))[0] != 0)
+    first, second = run(by_noise(burn_in=0), batch_gradients(0), batch_gradients(1))
+    support.assert_same_bits(first[0], jnp.zeros(D))
+    assert np.all(second[0] != 0)
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_a_frozen_estimate_stays(preconditioner):
-    tx = optperm.scale_by_gradient_noise(
-        N, S, preconditioner=preconditioner, burn_in=1, freeze_after=3
-    )
-    state, history = tx.init(jnp.zeros(D)), []
-    for step in range(6):
-        updates, state = update(tx, state, batch_gradients(step), grad=np.ones(D, np.float32))
-        history.append((state.covariance, state.factor))
+    tx = by_noise(preconditioner=preconditioner, freeze_after=3)
+    batches = [batch_gradients(step) for step in range(6)]
+    trail = run(tx, *batches, grad=np.ones(D, np.float32))
+    history = [(state.covariance, state.factor) for _, state in trail]
     for frozen in history[3:]:
         support.assert_same_bits(frozen, history[2])
     assert not np.array_equal(history[1][0], history[2][0])
-    mean = np.mean([np.cov(batch_gradients(step).T) for step in range(3)], axis=0)
-    np.testing.assert_allclose(
-        updates, expected_matrix(mean, preconditioner) @ np.ones(D), rtol=2e-4
-    )
+    h = expected_matrix(np.mean([np.cov(r.T) for r in batches[:3]], axis=0), preconditioner)
+    np.testing.assert_allclose(trail[-1][0], h @ np.ones(D), rtol=2e-4)
 
 
 def test_a_frozen_estimate_is_not_computed():
@@ -116,11 +137,8 @@ def test_a_frozen_estimate_is_not_computed():
 @pytest.mark.parametrize("max_step", [0.01, 0.05, 10.0])
 def test_no_eigenvalue_exceeds_the_largest_step(preconditioner, max_step):
     rows = batch_gradients(0)
-    tx = optperm.scale_by_gradient_noise(
-        N, S, preconditioner=preconditioner, burn_in=1, max_step=max_step
-    )
-    _, state = update(tx, tx.init(jnp.zeros(D)), rows)
-    h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    ((_, state),) = run(by_noise(preconditioner=preconditioner, max_step=max_step), rows)
+    h = matrix(state)
     free = expected_matrix(np.cov(rows.T), preconditioner)
     assert np.linalg.eigvalsh(free).max() > 0.01  # so the smallest limit binds
     assert np.linalg.eigvalsh(h).max() <= max_step * (1 + 1e-5)
@@ -138,52 +156,37 @@ def test_damping_is_the_least_noise():
         ("diagonal", np.diag(2 * S / (N * np.maximum(np.diag(covariance), damping)))),
         ("full", 2 * S / N * np.linalg.inv(covariance + damping * np.eye(D))),
     ]:
-        tx = optperm.scale_by_gradient_noise(
-            N, S, preconditioner=preconditioner, burn_in=1, damping=damping
-        )
-        _, state = update(tx, tx.init(jnp.zeros(D)), rows)
-        h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
-        np.testing.assert_allclose(h, expected, rtol=2e-4, atol=1e-6)
+        ((_, state),) = run(by_noise(preconditioner=preconditioner, damping=damping), rows)
+        np.testing.assert_allclose(matrix(state), expected, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("max_step", "expected"), [(None, 0.0), (0.25, 0.25)])
 def test_an_entry_without_noise_takes_the_largest_step_or_none(max_step, expected):
     rows = batch_gradients(0)
     rows[:, 1] = 0.5
-    tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, max_step=max_step)
-    _, state = update(tx, tx.init(jnp.zeros(D)), rows)
-    updates, _ = update(tx, state, rows, grad=np.ones(D, np.float32))
+    _, (updates, _) = run(by_noise(max_step=max_step), rows, rows, grad=np.ones(D, np.float32))
     assert float(updates[1]) == expected
     assert np.all(np.isfinite(updates))
     assert updates[0] > 0
 
 
 def test_a_full_preconditioner_waits_until_it_can_be_inverted():
-    rows = batch_gradients(0)
-    rows[:, 2] = rows[:, 0]
-    tx = optperm.scale_by_gradient_noise(N, S, preconditioner="full", burn_in=0)
-    _, state = update(tx, tx.init(jnp.zeros(D)), np.zeros((S, D), np.float32))
-    updates, state = update(tx, state, batch_gradients(1))
-    support.assert_same_bits(updates, jnp.zeros(D))
-    updates, _ = update(tx, state, batch_gradients(2))
+    batches = np.zeros((S, D), np.float32), batch_gradients(1), batch_gradients(2)
+    _, (waiting, _), (updates, _) = run(by_noise(preconditioner="full", burn_in=0), *batches)
+    support.assert_same_bits(waiting, jnp.zeros(D))
     assert np.all(updates != 0)
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
 def test_what_is_not_finite_is_left_out(preconditioner):
-    tx = optperm.scale_by_gradient_noise(N, S, preconditioner=preconditioner, burn_in=1)
-    state = tx.init(jnp.zeros(D))
     bad = batch_gradients(7)
     bad[3, 1] = np.nan
-    _, state = update(tx, state, bad)  # not even as the first estimate
-    updates, state = update(tx, state, batch_gradients(0))
-    support.assert_same_bits(updates, jnp.zeros(D))
-    before = state
-    updates, state = update(tx, state, bad)
-    support.assert_same_bits(
-        (state.covariance, state.weight, state.factor),
-        (before.covariance, before.weight, before.factor),
-    )
+    # Not even as the first estimate.
+    trail = run(by_noise(preconditioner=preconditioner), bad, batch_gradients(0), bad)
+    support.assert_same_bits(trail[1][0], jnp.zeros(D))
+    before, after = ((s.covariance, s.weight, s.factor) for _, s in trail[1:])
+    support.assert_same_bits(after, before)
+    updates = trail[2][0]
     # The entries whose gradient is finite move on, where each has a step of its own.
     assert np.all(np.isfinite(updates))
     assert updates[1] == 0
@@ -194,9 +197,7 @@ def test_temperature_multiplies_the_steps():
     rows = batch_gradients(0)
     warm = {}
     for name, temperature in [("one", 1.0), ("four", 4.0), ("later", lambda t: jnp.where(t, 4, 1))]:
-        tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, temperature=temperature)
-        _, state = update(tx, tx.init(jnp.zeros(D)), rows)
-        warm[name], _ = update(tx, state, rows)
+        _, (warm[name], _) = run(by_noise(temperature=temperature), rows, rows)
     np.testing.assert_allclose(warm["four"], 4 * warm["one"], rtol=1e-6)
     support.assert_same_bits(warm["later"], warm["four"])
 
@@ -204,27 +205,21 @@ def test_temperature_multiplies_the_steps():
 def test_momentum_is_that_of_optax_with_shorter_steps():
     rows = [batch_gradients(seed) for seed in range(5)]
     tx = optperm.constant_sgd(N, S, momentum=0.8, burn_in=1, learning_rate=0.5)
-    plain = optperm.scale_by_gradient_noise(N, S, burn_in=1)
-    state, plain_state, velocity = tx.init(jnp.zeros(D)), plain.init(jnp.zeros(D)), np.zeros(D)
-    for each in rows:
-        updates, state = update(tx, state, each)
-        h_g, plain_state = update(plain, plain_state, each)
+    velocity = np.zeros(D)
+    for (updates, _), (h_g, _) in zip(run(tx, *rows), run(by_noise(), *rows), strict=True):
         velocity = 0.8 * velocity + h_g
         np.testing.assert_allclose(updates, -0.5 * (1 - 0.8) * velocity, rtol=1e-5)
 
 
 def test_an_optimizer_may_burn_in():
     """It moves the params, and the noise is estimated along its way."""
-    tx = optperm.constant_sgd(N, S, burn_in=3, burn_in_optimizer=optax.sgd(0.1))
-    alone, adam = optperm.constant_sgd(N, S, burn_in=3), optax.sgd(0.1)
-    state, alone_state, adam_state = (t.init(jnp.zeros(D)) for t in (tx, alone, adam))
-    for step in range(5):
-        rows = batch_gradients(step)
-        updates, state = update(tx, state, rows)
-        sampled, alone_state = update(alone, alone_state, rows)
-        moved, adam_state = adam.update(jnp.asarray(rows.mean(axis=0)), adam_state)
-        np.testing.assert_allclose(updates, moved if step < 3 else sampled, rtol=1e-6)
-    support.assert_same_bits(optperm.noise_covariance(state), optperm.noise_covariance(alone_state))
+    batches = [batch_gradients(step) for step in range(5)]
+    trail = run(optperm.constant_sgd(N, S, burn_in=3, burn_in_optimizer=optax.sgd(0.1)), *batches)
+    alone = run(optperm.constant_sgd(N, S, burn_in=3), *batches)
+    for step, rows in enumerate(batches):
+        expected = -0.1 * rows.mean(axis=0) if step < 3 else alone[step][0]
+        np.testing.assert_allclose(trail[step][0], expected, rtol=1e-6)
+    support.assert_same_bits(*(optperm.noise_covariance(each[-1][1]) for each in (trail, alone)))
 
 
 def test_trees_of_several_dtypes_keep_them():
@@ -232,33 +227,21 @@ def test_trees_of_several_dtypes_keep_them():
     rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((S, *p.shape), p.dtype), 1), params)
     grads = jax.tree.map(lambda r: jnp.mean(r, axis=0), rows)
     for preconditioner in PRECONDITIONERS:
-        tx = optperm.scale_by_gradient_noise(
-            N, S, preconditioner=preconditioner, burn_in=1, damping=0.1
+        tx = by_noise(preconditioner=preconditioner, damping=0.1)
+        step = jax.jit(
+            lambda s, tx=tx: tx.update(grads, s, params, per_example_grad_fn=lambda p: rows)
         )
-        state = tx.init(params)
-        for _ in range(2):
-            updates, state = tx.update(
-                grads, state, params, per_example_grad_fn=lambda params: rows
-            )
+        _, state = step(tx.init(params))
+        updates, _ = step(state)
         assert jax.tree.map(lambda u: u.dtype, updates) == jax.tree.map(lambda p: p.dtype, params)
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.covariance))
         assert all(np.all(np.asarray(leaf, np.float32) != 0) for leaf in jax.tree.leaves(updates))
-
-
-def test_the_state_is_found():
-    tx = optax.chain(optax.clip(1.0), optperm.constant_sgd(N, S))
-    support.assert_same_bits(optperm.noise_covariance(tx.init(jnp.ones(D))), jnp.zeros(D))
 
 
 def test_the_batch_size_may_be_an_array():
     """A concrete one that meets the trace is still compared as the number it is."""
     rows = batch_gradients(0)
     tx = optperm.scale_by_gradient_noise(jnp.array(N), jnp.array(S), burn_in=1)
-    plain = optperm.scale_by_gradient_noise(N, S, burn_in=1)
-    params = jnp.zeros(D)
-    support.assert_same_bits(
-        update(tx, tx.init(params), rows), update(plain, plain.init(params), rows)
-    )
-    wrong = optperm.scale_by_gradient_noise(N, jnp.array(9))
+    support.assert_same_bits(run(tx, rows), run(by_noise(), rows))
     with pytest.raises(ValueError, match="batch_size is 9"):
-        update(wrong, wrong.init(params), rows)
+        run(optperm.scale_by_gradient_noise(N, jnp.array(9)), rows)

@@ -25,27 +25,31 @@ def loss_fn(params, batch):
 @functools.cache
 def problem():
     rng = np.random.default_rng(3)
-    data = {
-        "x": rng.normal(size=(SIZE, 3)).astype(np.float32) * np.float32([1.0, 0.3, 2.0]),
-        "y": rng.normal(size=(SIZE,)).astype(np.float32),
-    }
+    x = rng.normal(size=(SIZE, 3)).astype(np.float32) * np.float32([1.0, 0.3, 2.0])
+    data = {"x": x, "y": rng.normal(size=(SIZE,)).astype(np.float32)}
     return data, {"w": jnp.array([0.5, -1.0, 0.2]), "b": jnp.array(0.3)}
+
+
+def some(data, *index):
+    """A part of the examples."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[slice(*index)], data)
+
+
+def in_parts(batch, size):
+    """A batch as those of four replicas."""
+    return jax.tree.map(lambda leaf: leaf.reshape(4, size, *leaf.shape[1:]), batch)
 
 
 def example_gradients(params, batch):
     """The gradients of a batch's examples as rows, one call each."""
-    count = len(batch["x"])
-    single = [jax.tree.map(lambda leaf, n=n: leaf[n : n + 1], batch) for n in range(count)]
+    single = [some(batch, n, n + 1) for n in range(len(batch["x"]))]
     return np.stack([ravel_pytree(jax.grad(loss_fn)(params, one))[0] for one in single])
 
 
 def kept(matrix, preconditioner):
     """What is kept of a covariance, as one vector or matrix in the order of the flattened params."""
-    return {
-        "scalar": np.trace(matrix) / len(matrix),
-        "diagonal": np.diag(matrix),
-        "full": matrix,
-    }[preconditioner]
+    forms = {"scalar": np.trace(matrix) / len(matrix), "diagonal": np.diag(matrix), "full": matrix}
+    return forms[preconditioner]
 
 
 def estimate(params, batch, preconditioner, estimator, **options):
@@ -67,7 +71,7 @@ def estimate(params, batch, preconditioner, estimator, **options):
 )
 def test_per_example_is_the_unbiased_covariance_of_the_batch(preconditioner, chunk_size):
     data, params = problem()
-    batch = jax.tree.map(lambda leaf: leaf[:12], data)
+    batch = some(data, 12)
     expected = kept(np.cov(example_gradients(params, batch).T, ddof=1), preconditioner)
     found = estimate(params, batch, preconditioner, "per_example", chunk_size=chunk_size)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
@@ -100,53 +104,45 @@ def test_the_mean_of_many_estimates_is_the_exact_covariance(preconditioner, esti
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
-def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner):
+@pytest.mark.parametrize(
+    ("preconditioner", "estimator"),
+    [(preconditioner, "per_example") for preconditioner in PRECONDITIONERS]
+    + [("diagonal", "single_example"), ("diagonal", "two_batches")],
+)
+def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner, estimator):
+    """From the examples of all; of the other estimators each replica's estimate, averaged."""
     data, params = problem()
-    batch = jax.tree.map(lambda leaf: leaf[:12], data)
-    whole = estimate(params, batch, preconditioner, "per_example")
+    batch, examples = some(data, 12), some(data, 20, 24)
     tx = optperm.scale_by_gradient_noise(
-        1000, 12, preconditioner=preconditioner, axis_name=replicas.AXIS, chunk_size=2
+        1000,
+        12,
+        preconditioner=preconditioner,
+        estimator=estimator,
+        axis_name=replicas.AXIS,
+        chunk_size=2,
     )
     state = tx.init(params)
 
-    def step(part):
-        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS)
+    def step(part, example):
+        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
         _, new = tx.update(e.grad, state, params, **e.extra_args)
         return optperm.noise_covariance(new)
 
-    parts = jax.tree.map(lambda leaf: leaf.reshape(4, 3, *leaf.shape[1:]), batch)
-    found = replicas.MAPPINGS[mapping](step, 4)(parts)
-    for index in range(4):
-        mine = replicas.take(found, index)
-        support.assert_same_bits(mine, replicas.take(found, 0))
-        flat = ravel_pytree(mine)[0] if preconditioner == "diagonal" else mine
-        np.testing.assert_allclose(flat, whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
-def test_replicas_average_the_other_estimates(estimator):
-    data, params = problem()
-    parts = jax.tree.map(lambda leaf: leaf[:12].reshape(4, 3, *leaf.shape[1:]), data)
-    examples = jax.tree.map(lambda leaf: leaf[20:24].reshape(4, 1, *leaf.shape[1:]), data)
-    tx = optperm.scale_by_gradient_noise(1000, 12, estimator=estimator, axis_name=replicas.AXIS)
-
-    def step(part, example):
-        e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
-        _, new = tx.update(e.grad, tx.init(params), params, **e.extra_args)
-        return optperm.noise_covariance(new)
-
-    found = replicas.MAPPINGS["shard_map"](step, 4)(parts, examples)
-    rows = example_gradients(params, jax.tree.map(lambda leaf: leaf[:12], data))
+    found = replicas.MAPPINGS[mapping](step, 4)(in_parts(batch, 3), in_parts(examples, 1))
+    rows = example_gradients(params, batch)
     mean = rows.mean(axis=0)
-    if estimator == "single_example":
-        apart = example_gradients(params, jax.tree.map(lambda leaf: leaf[20:24], data))
+    if estimator == "per_example":
+        expected = kept(np.cov(rows.T), preconditioner)
+    elif estimator == "single_example":
+        apart = example_gradients(params, examples)
         expected = ((apart - mean) ** 2).mean(axis=0) / (1 + 1 / 12)
     else:  # the first example of each three
         expected = (rows[::3].mean(axis=0) - mean) ** 2 * 12 * 4 / 8
     for index in range(4):
-        flat = ravel_pytree(replicas.take(found, index))[0]
-        np.testing.assert_allclose(flat, expected, rtol=2e-5)
+        mine = replicas.take(found, index)
+        support.assert_same_bits(mine, replicas.take(found, 0))
+        flat = ravel_pytree(mine)[0] if preconditioner == "diagonal" else mine
+        np.testing.assert_allclose(flat, expected, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
@@ -154,10 +150,7 @@ def test_replicas_average_the_other_estimates(estimator):
 def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
     """As alone on that part of the params; without any part it hands on what comes."""
     data, params = problem()
-    batch, example = (
-        jax.tree.map(lambda leaf, part=part: leaf[part], data)
-        for part in (slice(12), slice(20, 21))
-    )
+    batch, example = some(data, 12), some(data, 20, 21)
     e = optperm.evaluate(loss_fn, params, batch, example=example)
     tx = optperm.scale_by_gradient_noise(
         1000, 12, preconditioner=preconditioner, estimator=estimator

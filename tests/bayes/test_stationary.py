@@ -2,7 +2,6 @@
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -49,30 +48,20 @@ def iterated(h, a, r, momentum, steps=4000):
     return covariance[:d, :d]
 
 
-@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-6), ("float32", 2e-6)])
 @pytest.mark.parametrize("name", PRECONDITIONERS)
-def test_divergences_from_the_posterior(name):
+def test_divergences_from_the_posterior(name, dtype, tolerance):
     """The specification's figures, for Hessian M and covariance C1 of the gradients."""
-    zero, posterior = np.zeros(D), np.linalg.inv(N * M)
-    for continuous, wanted in zip((True, False), DIVERGENCES[name], strict=True):
-        found = optperm.stationary_covariance(
-            PRECONDITIONERS[name], M, C1 / S, continuous=continuous
-        )
-        divergence = optperm.gaussian_kl(zero, found, zero, posterior)
-        assert divergence.dtype == jnp.float64
-        assert float(divergence) == pytest.approx(wanted, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", PRECONDITIONERS)
-def test_divergences_in_float32(name):
-    """The same figures without float64."""
-    zero, posterior = np.zeros(D, np.float32), np.linalg.inv(N * M).astype(np.float32)
-    found = optperm.stationary_covariance(
-        np.float32(PRECONDITIONERS[name]), M.astype(np.float32), (C1 / S).astype(np.float32)
+    h, hessian, noise, posterior, zero = (
+        np.asarray(x, dtype)
+        for x in (PRECONDITIONERS[name], M, C1 / S, np.linalg.inv(N * M), np.zeros(D))
     )
-    assert found.dtype == jnp.float32
-    divergence = optperm.gaussian_kl(zero, found, zero, posterior)
-    assert float(divergence) == pytest.approx(DIVERGENCES[name][1], abs=2e-6)
+    with jax.enable_x64(dtype == "float64"):
+        for continuous, wanted in zip((True, False), DIVERGENCES[name], strict=True):
+            found = optperm.stationary_covariance(h, hessian, noise, continuous=continuous)
+            divergence = optperm.gaussian_kl(zero, found, zero, posterior)
+            assert found.dtype == divergence.dtype == dtype
+            assert float(divergence) == pytest.approx(wanted, abs=tolerance)
 
 
 @pytest.mark.usefixtures("x64")

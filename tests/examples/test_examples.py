@@ -26,9 +26,12 @@ def load(name):
     return runpy.run_path(str(EXAMPLES / name))
 
 
-def run(name, *arguments):
-    """What the example's `main` returns, run in this process."""
-    return load(name)["main"]([str(a) for a in arguments])
+def run(name, folder, *flags):
+    """What the example's `main` returns, run in this process; its picture is not blank."""
+    out = folder / "curves.png"
+    found = load(name)["main"](["--out", str(out), *map(str, flags)])
+    assert_is_picture(out)
+    return found
 
 
 def assert_is_picture(path):
@@ -38,8 +41,7 @@ def assert_is_picture(path):
 
 def test_svrg_regression(tmp_path):
     """On the diabetes data SVRG ends a hundred times nearer to the optimum than SGD at any rate."""
-    curves = run("svrg_regression.py", "--out", tmp_path / "curves.png")
-    assert_is_picture(tmp_path / "curves.png")
+    curves = run("svrg_regression.py", tmp_path)
     assert len(curves) == 5
     last = {name: curve[-1] for name, curve in curves.items()}
     assert 100 * last.pop("SVRG, 0.025") < min(last.values())
@@ -51,17 +53,14 @@ def test_svrg_regression_on_a_file(tmp_path):
     x = rng.normal(size=(503, 4))
     y = 2000 + x @ np.arange(4.0) + rng.normal(size=503)
     np.savetxt(tmp_path / "data.csv", np.column_stack([y, x]), delimiter=",")
-    arguments = ["--csv", tmp_path / "data.csv", "--out", tmp_path / "curves.png", "--epochs", 40]
-    last = {name: c[-1] for name, c in run("svrg_regression.py", *arguments).items()}
-    assert_is_picture(tmp_path / "curves.png")
+    curves = run("svrg_regression.py", tmp_path, "--csv", tmp_path / "data.csv", "--epochs", 40)
+    last = {name: curve[-1] for name, curve in curves.items()}
     assert 1e4 * last.pop("SVRG, 0.025") < min(last.values())
 
 
 def test_svrg_logistic(tmp_path):
     """At 4/L both forms come nearer to the optimum than SAGA with as many gradient evaluations."""
-    out = tmp_path / "curves.png"
-    curves = run("svrg_logistic.py", "--out", out, "--passes", 60)
-    assert_is_picture(out)
+    curves = run("svrg_logistic.py", tmp_path, "--passes", 60)
     saga_count, of_saga = curves.pop("SAGA (scikit-learn)")[-1]
     for name, curve in curves.items():
         assert curve[-1][0] == pytest.approx(saga_count, rel=0.15)
@@ -70,9 +69,7 @@ def test_svrg_logistic(tmp_path):
 
 def test_constant_sgd_posterior(tmp_path):
     """The full preconditioner samples the posterior; the diagonal one what it must, which is far off."""
-    arguments = ["--draws", 250, "--out", tmp_path / "posterior.png"]
-    found = run("constant_sgd_posterior.py", *arguments)
-    assert_is_picture(tmp_path / "posterior.png")
+    found = run("constant_sgd_posterior.py", tmp_path, "--draws", 250)
     # Of 2,000 draws of 10 coefficients the divergence is 0.02 above what it is of very many.
     assert found["full"][0] < 0.05
     sampled, computed = found["diagonal"]
@@ -84,8 +81,7 @@ def test_constant_sgd_posterior(tmp_path):
 @pytest.mark.usefixtures("lenient")
 def test_dldr_digits(tmp_path):
     """In the subspace of its trajectory P-BFGS ends at half the loss of SGD, and P-SGD beside it."""
-    curves = run("dldr_digits.py", "--out", tmp_path / "curves.png")
-    assert_is_picture(tmp_path / "curves.png")
+    curves = run("dldr_digits.py", tmp_path)
     sgd, p_sgd, p_bfgs = (curve[-1, 0] for curve in curves.values())
     assert p_bfgs < 0.5 * sgd
     assert p_sgd < 1.2 * sgd
@@ -95,9 +91,8 @@ def test_dldr_digits(tmp_path):
 @pytest.mark.usefixtures("lenient")
 def test_prune_freeze_digits(tmp_path):
     """Nine tenths of the network can be frozen at no great cost, and not be pruned."""
-    flags = ["--out", tmp_path / "curves.png", "--fractions", 11, "--repeats", 2]
-    found = run("prune_freeze_digits.py", *flags, "--steps", 50, 200)
-    assert_is_picture(tmp_path / "curves.png")
+    flags = ["--fractions", 11, "--repeats", 2, "--steps", 50, 200]
+    found = run("prune_freeze_digits.py", tmp_path, *flags)
     assert found.shape == (2, 5, 11, 2)
     magnitude, random, *frozen = np.moveaxis(found, 1, 0)[..., 1]
     for curve in (random, *frozen):
@@ -114,14 +109,12 @@ def test_prune_freeze_digits(tmp_path):
 @pytest.mark.slow
 def test_sgperm_digits(tmp_path):
     """It learns without a new value, and the seed and the permutation are all of what it learned."""
-    example = load("sgperm_digits.py")
-    found = example["main"](["--out", str(tmp_path / "curves.png"), "--steps", "128"])
-    assert_is_picture(tmp_path / "curves.png")
+    found = run("sgperm_digits.py", tmp_path, "--steps", 128)
     step, accuracy, at_home = found["curves"].T
     assert step.tolist() == [1, 2, 4, 8, 16, 32, 64, 128]
     assert accuracy[-1] > 0.9 > accuracy[0]
     assert at_home[0] > 2 * at_home[-1] > 0
-    support.assert_permutes(found["trained"], example["draw_weights"]())
+    support.assert_permutes(found["trained"], load("sgperm_digits.py")["draw_weights"]())
     support.assert_same_bits(found["rebuilt"], found["trained"])
 
 
@@ -129,8 +122,7 @@ def test_sgperm_digits(tmp_path):
 @pytest.mark.usefixtures("lenient")
 def test_laperm_digits(tmp_path):
     """Seldom put in order, the initial weights classify; after every step they learn nothing."""
-    found = run("laperm_digits.py", "--out", tmp_path / "curves.png", "--epochs", 3)
-    assert_is_picture(tmp_path / "curves.png")
+    found = run("laperm_digits.py", tmp_path, "--epochs", 3)
     assert found[1].accuracy < 0.3
     for period, trained in found.items():
         assert period == 1 or trained.accuracy > 0.85

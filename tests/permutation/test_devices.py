@@ -103,61 +103,47 @@ def test_shard_map_trains_a_model_per_device(mapping):
         support.assert_same_bits(replicas.take(got, index), loops.train(tx, p, [g])[0][0])
 
 
-def run_with_seed(p, seed):
-    """The weights after a few steps from `p`, under a seed that may be traced."""
-    tx, drawn = make(seed=seed), [grads(step) for step in range(3)]
-    return loops.train(tx, p, drawn, how="eager")[-1][0]
-
-
 def test_vmap_over_networks_and_seeds_is_the_loop():
     """A batch of networks with seeds of their own gives what each gives by itself, bit for bit."""
-    starts = [support.random_params(seed) for seed in range(4)]
-    got = jax.jit(jax.vmap(run_with_seed))(replicas.stack(starts), jnp.arange(4))
-    by_hand = jax.jit(run_with_seed, static_argnums=1)
-    for seed, start in enumerate(starts[:2]):
-        support.assert_same_bits(replicas.take(got, seed), by_hand(start, seed))
+    drawn = replicas.stack([grads(step) for step in range(3)])
+
+    def run(p, seed):
+        tx = make(seed=seed)
+        return loops.carry(loops.make_step(tx), p, tx.init(p), drawn)[0]
+
+    starts = [support.random_params(seed) for seed in (0, 1, 0)]
+    got = jax.jit(jax.vmap(run))(replicas.stack(starts), jnp.array([0, 1, 1]))
+    by_hand = jax.jit(run, static_argnums=1)
+    for seed in range(2):
+        support.assert_same_bits(replicas.take(got, seed), by_hand(starts[seed], seed))
     # The seed alone makes a difference.
-    same = jax.jit(jax.vmap(run_with_seed, in_axes=(None, 0)))(starts[0], jnp.arange(2))
-    assert not np.array_equal(same["kernel"][0], same["kernel"][1])
+    assert not np.array_equal(got["kernel"][0], got["kernel"][2])
 
 
-def sharded_step():
-    """A step on weight vectors spread over eight devices, its arguments and its outcome."""
+def test_params_sharded_over_outputs_are_permuted_where_they_are(kernel):
+    """Weight vectors spread over eight devices give the bits of one; with XLA's direct call each device
+    permutes its own, and no matrix travels."""
     mesh = Mesh(np.array(jax.devices()), ("model",))
-    kernel = jax.random.normal(jax.random.key(0), (30, 16))
-    pull = jax.random.normal(jax.random.key(1), (30, 16))
+    start, pull = (jax.random.normal(jax.random.key(seed), (30, 16)) for seed in range(2))
     tx = make()
-    sharded, sharded_pull = jax.device_put((kernel, pull), NamedSharding(mesh, P(None, "model")))
-    ((expected, _),) = loops.train(tx, kernel, [pull])
-    return loops.compiled(tx), (sharded, jax.jit(tx.init)(sharded), sharded_pull), expected
-
-
-@pytest.mark.usefixtures("kernel")
-def test_params_sharded_over_outputs_keep_their_bits():
-    """Weight vectors spread over eight devices are permuted as on one."""
-    step, arguments, expected = sharded_step()
-    got, _ = step(*arguments)
+    ((expected, _),) = loops.train(tx, start, [pull])
+    start, pull = jax.device_put((start, pull), NamedSharding(mesh, P(None, "model")))
+    arguments = start, jax.jit(tx.init)(start), pull
+    got, opt_state = loops.compiled(tx)(*arguments)
     support.assert_same_bits(got, expected)
-
-
-def test_params_sharded_over_outputs_are_not_gathered(monkeypatch):
-    """With XLA's direct call each device permutes its own weight vectors; no matrix travels."""
-    support.require_kernel("ffi")
-    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
-    step, arguments, _ = sharded_step()
-    program = step.lower(*arguments).compile().as_text()
+    if kernel != "ffi":
+        return
+    program = loops.compiled(tx).lower(*arguments).compile().as_text()
     (call,) = (line for line in program.splitlines() if '="optperm_permute_rows_f32"' in line)
     # Two of the sixteen weight vectors each; only the counts of moved entries may be gathered.
     assert re.search(r"\[(1,30,2|2,30)\]", call)
     assert "16" not in call.split("custom-call")[0]
     assert not re.search(r"\[\d+,\d+\S*\]\S* (all-gather|all-to-all|all-reduce)", program)
-    got, opt_state = step(*arguments)
     for array in (got, opt_state[1].weights, opt_state[1].ranks):
-        assert array.sharding.is_equivalent_to(arguments[0].sharding, 2)
+        assert array.sharding.is_equivalent_to(start.sharding, 2)
 
 
 OUTPUTS_CUT = {
-    "matrix": ((30, 16), -1, P(None, "x")),
     "convolution": ((3, 3, 4, 8), -1, P(None, None, None, ("x", "y"))),
     "first of two outputs": ((6, 4, 8), (1, 2), P(None, "x")),
     "both outputs": ((6, 4, 8), (1, 2), P(None, "x", "y")),
@@ -223,7 +209,11 @@ def test_in_replicas_whose_params_are_sharded(spec, axis_type):
 
 @pytest.mark.slow
 def test_large_leaves_on_eight_devices_do_not_hang():
-    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock."""
+    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock.
+
+    Whether it could depends on who waits for whose threads, not on how long the search for cycles takes:
+    a twentieth of the entries has a gradient.
+    """
     support.require_kernel("ffi")
     program = """
         import functools, os
@@ -232,7 +222,8 @@ def test_large_leaves_on_eight_devices_do_not_hang():
         import jax, jax.numpy as jnp, optperm
         params = jax.random.normal(jax.random.key(0), (1000, 1000))
         pulls = jax.random.normal(jax.random.key(1), (1000, 1000))
-        tx = optperm.sgperm(partition_ratio=0.1)
+        pulls = jnp.where(jnp.arange(1000)[:, None] % 100 < 5, pulls, 0.0)
+        tx = optperm.sgperm(partition_ratio=1.0)
 
         @functools.partial(jax.pmap, axis_name="batch")
         def train(params, seed):
@@ -247,6 +238,7 @@ def test_large_leaves_on_eight_devices_do_not_hang():
 
         out = train(jnp.stack([params] * 8), jnp.arange(8))
         assert bool(jnp.all(out == out[0]))
+        assert bool(jnp.any(out[0] != params))
         assert bool(jnp.all(jnp.sort(out[0], axis=0) == jnp.sort(params, axis=0)))
         print("done")
     """
@@ -273,37 +265,22 @@ WRAPPERS = {
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("how", ["jit", "scan"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_by_optax_it_gives_the_same_bits(wrapper, how):
+def test_wrapped_by_optax_it_gives_the_same_bits(wrapper):
     """Wrappers that change nothing change nothing, and the exact weights are found inside them."""
-    support.assert_same_bits(trained(WRAPPERS[wrapper](make()), how=how), alone())
+    support.assert_same_bits(trained(WRAPPERS[wrapper](make()), how="scan"), alone())
 
 
 @pytest.mark.usefixtures("lenient")
 def test_clipping_before_it_keeps_signs_and_order():
     """Without momentum a clip by the global norm, which keeps signs and order, changes nothing."""
     plain = make(momentum=0.0)
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), plain)
-    p = {"bias": support.bias(20)}
-    signs = jnp.sign(support.bias(20, 1))
-    g = {"bias": signs * 2.0 ** jax.random.permutation(jax.random.key(2), jnp.arange(20.0))}
-    _, expected = plain.update(g, plain.init(p), p)
-    _, got = clipped.update(g, clipped.init(p), p)
-    support.assert_same_bits(optperm.permuted_params(got), optperm.permuted_params(expected))
-    assert not np.array_equal(optperm.permuted_params(got)["bias"], p["bias"])
-
-
-@pytest.mark.usefixtures("lenient")
-def test_partition_with_adam_on_biases():
-    """Kernels are permuted, biases move by Adam: each as it would alone."""
-    p, g, adam = params(), grads(0), optax.adam(0.1)
-    tx = optax.partition({"permute": make(), "adam": adam}, {"kernel": "permute", "bias": "adam"})
-    ((after, _),) = loops.train(tx, p, [g])
-    support.assert_permutes(after["kernel"], p["kernel"])
-    assert not np.array_equal(after["kernel"], p["kernel"])
-    ((bias, _),) = loops.train(adam, p["bias"], [g["bias"]])
-    support.assert_same_bits(after["bias"], bias)
+    p, signs = support.bias(20), jnp.sign(support.bias(20, 1))
+    g = signs * 2.0 ** jax.random.permutation(jax.random.key(2), jnp.arange(20.0))
+    ((expected, _),) = loops.train(plain, p, [g])
+    ((got, _),) = loops.train(optax.chain(optax.clip_by_global_norm(1.0), plain), p, [g])
+    support.assert_same_bits(got, expected)
+    assert not np.array_equal(got, p)
 
 
 @pytest.mark.usefixtures("lenient")

@@ -18,17 +18,17 @@ def warm(preconditioner, wrap=lambda tx: tx):
     rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((12, *p.shape)), p.size), PARAMS)
     scales = {"w": jnp.geomspace(0.1, 10.0, 6).reshape(1, 3, 2), "b": jnp.array([[5.0, 0.2]])}
     rows = jax.tree.map(jnp.multiply, rows, scales)
-    tx = wrap(optperm.constant_sgd(100, 12, preconditioner=preconditioner, burn_in=1))
-    tx = optax.chain(tx, optperm.mask_elements())
+    noise = wrap(optperm.constant_sgd(100, 12, preconditioner=preconditioner, burn_in=1))
+    tx = optax.chain(noise, wrap(optperm.mask_elements()))
     grads = jax.tree.map(lambda r: r.mean(axis=0), rows)
     _, state = tx.update(grads, tx.init(PARAMS), PARAMS, per_example_grad_fn=lambda params: rows)
     flat = np.stack([ravel_pytree(jax.tree.map(lambda r, i=i: r[i], rows))[0] for i in range(12)])
-    return tx, state, np.cov(flat.T)
+    return state, np.cov(flat.T)
 
 
 @pytest.mark.parametrize("preconditioner", ["scalar", "diagonal", "full"])
 def test_those_with_the_smallest_preconditioned_gradient_are_frozen(preconditioner):
-    _, state, covariance = warm(preconditioner)
+    state, covariance = warm(preconditioner)
     scores = support.random_like(PARAMS, 3)
     flat = np.asarray(ravel_pytree(scores)[0])
     moved = {
@@ -43,15 +43,31 @@ def test_those_with_the_smallest_preconditioned_gradient_are_frozen(precondition
     np.testing.assert_array_equal(np.flatnonzero(mask == 0), np.sort(np.argsort(abs(moved))[:4]))
 
 
-def test_scores_may_be_whole_where_both_are_masked():
-    def under_a_mask(tx):
-        return optax.masked(tx, {"w": True, "b": False})
+def kernel_alone(tx):
+    return optax.masked(tx, {"w": True, "b": False})
 
-    _, state, covariance = warm("diagonal", under_a_mask)
-    tx = under_a_mask(optperm.mask_elements())
-    state = (state[0], tx.init(PARAMS))
+
+def test_scores_may_be_whole_where_both_are_masked():
+    state, covariance = warm("diagonal", kernel_alone)
     scores = support.random_like(PARAMS, 3)
     state = optperm.freeze(state, 0.5, scores=scores, criterion="preconditioned_gradient")
     moved = np.asarray(scores["w"]).ravel() / np.diag(covariance)[2:]
     mask = np.asarray(state[1].inner_state.mask["w"]).ravel()
     np.testing.assert_array_equal(np.flatnonzero(~mask), np.sort(np.argsort(abs(moved))[:3]))
+
+
+def test_exactly_one_preconditioner_is_needed():
+    """None and two are named, with what to build; so is one that does not see all that is masked."""
+    noise = optperm.scale_by_gradient_noise(100, 12)
+
+    def freeze(*transformations):
+        state = optax.chain(*transformations, optperm.mask_elements()).init(PARAMS)
+        optperm.freeze(state, 0.5, scores=PARAMS, criterion="preconditioned_gradient")
+
+    wanted = r"PreconditioningState .*optperm.scale_by_gradient_noise or optperm.constant_sgd.*"
+    with pytest.raises(ValueError, match=wanted + "found none"):
+        freeze(optax.sgd(0.1))
+    with pytest.raises(ValueError, match=wanted + "found 2"):
+        freeze(noise, optax.chain(noise))
+    with pytest.raises(ValueError, match="the preconditioned scores has another tree structure"):
+        freeze(kernel_alone(noise))

@@ -1,4 +1,4 @@
-"""AGN: the known figures, an independent simulation of workers and a center, and its collectives."""
+"""AGN and DiLoCo: the known figures, and an independent simulation of workers and a center."""
 
 import functools
 
@@ -25,6 +25,26 @@ OPTIMIZERS = {
 }
 START = {"a": np.float32([[0.3, -0.2, 0.1], [1.0, 0.0, -1.0]]), "b": np.float32(0.5)}
 PERIOD, STEPS = 3, 7
+# What makes a method, and what simulates it.
+SIMULATED = {
+    f"agn {rule} {name}": (
+        functools.partial(optperm.agn, optimizer, PERIOD, commit=rule),
+        functools.partial(replicas.simulate_agn, simulated, period=PERIOD, commit=rule),
+    )
+    for rule in RULES
+    for name, (optimizer, simulated) in OPTIMIZERS.items()
+} | {
+    f"diloco {name}": (
+        functools.partial(optperm.diloco, optax.adam(0.05), outer, PERIOD),
+        functools.partial(
+            replicas.simulate_diloco, replicas.adam(0.05), simulated, sync_every=PERIOD
+        ),
+    )
+    for name, outer, simulated in (
+        ("by default", None, replicas.sgd(0.7, 0.9, nesterov=True)),
+        ("adam", optax.adam(0.2), replicas.adam(0.2)),
+    )
+}
 
 
 def flat(tree):
@@ -82,30 +102,49 @@ def test_known_params_of_adam_without_betas():
     np.testing.assert_allclose([params for params, _ in trail], known, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("method", SIMULATED)
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_equals_simulated_workers_and_center(rule, name, size):
+def test_equals_simulated_workers_and_center(method, size):
     """Every step of every replica, and the center, are those of a simulation in NumPy."""
-    optimizer, simulated = OPTIMIZERS[name]
+    make, simulate = SIMULATED[method]
     rows = [flat(target).astype(np.float64) for target in targets()]
     start = flat(replicas.stack([START]))[0].astype(np.float64)
-    expected = replicas.simulate_agn(
-        simulated,
-        start,
-        lambda p, step, index: 2 * (p - rows[step][index]),
-        STEPS,
-        size=size,
-        period=PERIOD,
-        commit=rule,
-    )
+    expected = simulate(start, lambda p, step, index: 2 * (p - rows[step][index]), STEPS, size=size)
     with jax.enable_x64(True):
-        tx = optperm.agn(optimizer, PERIOD, axis_name=replicas.AXIS, commit=rule)
-        steps = run(tx, size, start=jax.tree.map(np.float64, START))
+        steps = run(make(axis_name=replicas.AXIS), size, start=jax.tree.map(np.float64, START))
         for (params, opt_state), (wanted, center) in zip(steps, expected, strict=True):
             np.testing.assert_allclose(flat(params), wanted, rtol=0, atol=1e-12)
             got = flat(optperm.center_params(opt_state))
             np.testing.assert_allclose(got, np.stack([center] * size), rtol=0, atol=1e-12)
+
+
+LINEAR = {"w": np.float32([2.0, 1.0]), "b": np.float32(1.0)}
+KNOWN_BATCH = (
+    np.float32([[[0, 1], [1, 0]], [[1, 0], [0, 1]]]),
+    np.float32([[1, 2], [2, 3]]),
+)
+
+
+def squared_error(params, batch):
+    x, y = batch
+    return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+
+@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+def test_known_trace(mapping):
+    """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
+    tx = optperm.diloco(
+        optax.sgd(0.1), optax.sgd(1.0, momentum=0.9, nesterov=True), 3, axis_name=replicas.AXIS
+    )
+    evaluate = loops.gradient(squared_error)
+    trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how=mapping, size=2)
+    of_first = [LINEAR, *(replicas.take(jax.device_get(params), 0) for params, _ in trail)]
+    losses = [squared_error(params, replicas.take(KNOWN_BATCH, 0)) for params in of_first]
+    np.testing.assert_allclose(losses, [1, 0.49, 0.2401, 0.207544], rtol=0, atol=1e-6)
+    params, opt_state = trail[-1]
+    np.testing.assert_allclose(params["w"], [[1.5345, 1.0494]] * 2, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(params["b"], [0.5839] * 2, rtol=0, atol=1e-4)
+    support.assert_same_bits(params, optperm.center_params(opt_state))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -135,6 +174,7 @@ def test_several_axes_are_one_set_of_replicas():
         step = loops.make_step(tx, loops.gradient(loss_fn))
         return step(*step(START, tx.init(START), target), target)[0]
 
+    @jax.jit
     @functools.partial(
         jax.shard_map,
         mesh=Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes),
@@ -147,7 +187,7 @@ def test_several_axes_are_one_set_of_replicas():
         return jax.tree.map(lambda leaf: leaf[None], params)
 
     target = targets()[0]
-    one = jax.vmap(functools.partial(two_steps, single), axis_name=replicas.AXIS)(target)
+    one = jax.jit(jax.vmap(functools.partial(two_steps, single), axis_name=replicas.AXIS))(target)
     np.testing.assert_allclose(flat(two(target)), flat(one), rtol=0, atol=1e-7)
 
 
@@ -183,3 +223,31 @@ def test_period_may_be_traced():
     trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
     centers = [float(optperm.center_params(opt_state)) for _, opt_state in trail]
     assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_entries_that_are_not_finite_count_as_zero(bad):
+    """The replica goes on by its other entries, and takes part: its params are finite."""
+    tx = optperm.diloco(optax.adam(0.1), optax.sgd(1.0), 2, axis_name=replicas.AXIS)
+    grads = np.float32([[[1, 2], [3, 4]], [[5, bad], [7, 8]], [[1, 1], [1, 1]]])
+    both = [
+        loops.train(tx, np.zeros(2, np.float32), list(data), how="vmap", size=2)
+        for data in (grads, np.where(np.isfinite(grads), grads, 0))
+    ]
+    for one, other in zip(*both, strict=True):
+        support.assert_same_bits(one, other)
+    assert one[1].skipped.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_a_replica_whose_params_are_not_finite_sits_out_one_commit(lost):
+    """The center moves by the others, or stays; all are pulled to it."""
+    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), 1, axis_name=replicas.AXIS)
+    params = np.float32([[1, 2], [1, 2]])
+    opt_state = jax.vmap(tx.init)(params)
+    params[lost, 0] = np.nan
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    params, opt_state = step(params, opt_state, np.ones((2, 2), np.float32))
+    center = [1.0, 2.0] if len(lost) == 2 else [0.9, 1.9]
+    np.testing.assert_allclose(params, [center] * 2, rtol=1e-6)
+    assert opt_state.skipped.tolist() == [int(index in lost) for index in range(2)]

@@ -1,0 +1,99 @@
+"""Training in two processes of two devices, beside one process: SVRG, AGN, DiLoCo, DimReduce, `fit`."""
+
+import pathlib
+import runpy
+import types
+
+import dim_reduce_reference as golden
+import fitting
+import jax
+import numpy as np
+import processes
+import pytest
+import support
+
+import optperm
+
+pytestmark = pytest.mark.slow
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def test_two_processes_are_one(tmp_path):
+    """One pair of processes trains by all methods: each is what it is in one process."""
+    processes.run_workers(FOLDER / "worker.py", tmp_path)
+    worker = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "worker.py")))
+    for name, check in CHECKS.items():
+        held = (np.load(tmp_path / f"{name}-{index}.npz") for index in range(2))
+        check(worker, *map(dict, held))
+
+
+def check_svrg(worker, first, second):
+    """With parts of unequal size: one device's numbers, to rounding."""
+
+    def full_gradient(params):
+        return optperm.full_gradient(worker.loss_fn, params, [worker.make_data()])
+
+    def batch_of(t):
+        parts = [worker.step_batch(index, t) for index in range(2)]
+        return {k: np.concatenate([part[k] for part in parts]) for k in parts[0]}
+
+    support.assert_same_bits(first, second)
+    with jax.enable_x64(True):
+        params, full_grad = worker.train_svrg(worker.start(), full_gradient, batch_of)
+        initial_grad = full_gradient(worker.start())
+    for kind, tree in (("trained", params), ("full_grad", full_grad), ("pmap", initial_grad)):
+        for name, expected in tree.items():
+            got = np.ravel(first[f"{kind}_{name}"])
+            np.testing.assert_allclose(got, np.ravel(expected), rtol=1e-12)
+    assert np.abs(params["kernel"]).max() > 0.1
+
+
+def check_local_steps(worker, first, second):
+    """After each step params and center are those of `vmap`; the center is the same bits everywhere."""
+    expected = dict(worker.trajectories("vmap", np.asarray))
+    assert first.keys() == second.keys() == expected.keys()
+    held = {name: np.concatenate([first[name], second[name]]) for name in first}
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(held[name], wanted, rtol=0, atol=1e-6, err_msg=name)
+        if "/center/" in name:
+            assert {row.tobytes() for row in held[name]} == {held[name][0].tobytes()}, name
+    for method in worker.METHODS:
+        for t in range(worker.STEPS):
+            params, center = (held[f"{method}/{t}/{kind}/kernel"] for kind in ("params", "center"))
+            if t % 2:  # a commit
+                np.testing.assert_array_equal(params, center)
+            else:
+                assert len(np.unique(params, axis=0)) == 4
+        # The replica whose gradient was NaN sat out the second commit.
+        np.testing.assert_array_equal(held[f"{method}/2/skipped"], [0, 0, 0, 0])
+        np.testing.assert_array_equal(held[f"{method}/5/skipped"], [0, 0, 0, 1])
+    # Else the numbers would not tell one rule from another.
+    ends = {held[f"agn {rule}/5/center/kernel"].tobytes() for rule in ("mean", "sum", "sequential")}
+    assert len(ends) == 3
+
+
+def check_dim_reduce(worker, *both):
+    """The golden sequence: every replica's params and step lengths to 1e-9, half of the rows each."""
+    data = golden.load("stiff")
+    rows = golden.split(data["P"])["v"]
+    for index, own in enumerate(both):
+        assert own["params"].shape == (len(data["noise"]), 2, len(data["x0"]))
+        for device in range(2):
+            np.testing.assert_allclose(own["params"][:, device], data["params"], rtol=0, atol=1e-9)
+            np.testing.assert_allclose(own["lengths"][:, device], data["step"], rtol=0, atol=1e-9)
+        own_rows = own["rows"].reshape(-1, rows.shape[1])
+        np.testing.assert_array_equal(own_rows, rows[4 * index : 4 * index + 4])
+
+
+CHECKS = {"svrg": check_svrg, "local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
+
+
+def test_fit_in_two_processes_is_that_in_one(lenient, tmp_path):
+    """From arrays and from an iterable; stopped and resumed; a callback and a mistake in one of them."""
+    processes.run_workers(FOLDER / "fit_worker.py", tmp_path)
+    for name in ("svrg", "agn"):
+        alone = fitting.fit("linen", name, epochs=2, devices=4).history.steps["loss"]
+        for index in range(2):
+            with np.load(tmp_path / f"{name}-{index}.npz") as file:
+                np.testing.assert_allclose(file["loss"], alone, rtol=2e-4)
