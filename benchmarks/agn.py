@@ -1,11 +1,17 @@
-"""Cost of AGN and DiLoCo: of their local steps, of what they send, and of their commits.
+"""Cost of AGN and DiLoCo: of local steps, of whole periods, of replicas in one program, of commits.
 
-Local steps: for several optimizers, the time of one jitted update with gradients and state donated, and
-of a whole step (update and applied updates, with params and state donated), beside the bare optimizer
-and beside the bare optimizer with one accumulate, `total + grads`, in its state. The period is so long
-that no commit falls in.
+Local steps: for several optimizers, the time of a whole step (update and applied updates, with params
+and state donated), told to be local (`commit=False`) and counted, beside the bare optimizer and beside
+the bare optimizer with one float32 accumulate, `total + grads`, in its state, as one would write it by
+hand. The period is so long that no commit falls in.
 
-Traffic: the collectives of the compiled step on four virtual devices, beside synchronous SGD.
+Periods: ten steps in one scan, nine of them local and one with a commit, told, beside ten bare steps.
+
+Stacked replicas: local steps of four replicas on four virtual devices by `jax.shard_map` of `jax.vmap`,
+beside the bare optimizer laid out in the same way.
+
+Traffic: the collectives of the compiled step on four virtual devices, beside synchronous SGD, and what
+streaming and compressed contributions send.
 
 Commits: the time of a whole step that commits and of one that does not, in one program of period 2, on
 four virtual devices.
@@ -72,46 +78,111 @@ def with_accumulate(tx: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
+def make_step(tx: Any, **extra_args: Any) -> Callable[..., Any]:
+    """A whole step: update and applied updates."""
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optperm.apply_updates(params, updates, state), state
+
+    return step
+
+
+def medians(
+    steps: dict[str, Callable[..., Any]], held: dict[str, Any], grads: Any, repetitions: int
+) -> dict[str, float]:
+    """The median milliseconds of each donating step, taken in turn."""
+    times: dict[str, list[float]] = {peer: [] for peer in steps}
+    for _ in range(repetitions + 3):
+        for peer, step in steps.items():
+            took, held[peer] = milliseconds(step, *held[peer], grads)
+            times[peer].append(took)
+    return {peer: statistics.median(taken[3:]) for peer, taken in times.items()}
+
+
 def measure_local_steps(name: str, leaves: int, size: int, repetitions: int) -> None:
-    """Prints the times of one optimizer, of its update alone and of a whole step."""
+    """Prints the times of one optimizer's steps."""
+    params, grads = random_tree(leaves, size, 0), random_tree(leaves, size, 1)
+    bare, local = OPTIMIZERS[name], {"commit": False}
+    peers = {
+        "bare": (bare, {}),
+        "by hand": (with_accumulate(bare), {}),
+        "agn": (optperm.agn(bare, NEVER), local),
+        "diloco": (optperm.diloco(bare, sync_every=NEVER), local),
+        "agn counted": (optperm.agn(bare, NEVER), {}),
+        "diloco counted": (optperm.diloco(bare, sync_every=NEVER), {}),
+    }
+    steps = {
+        peer: jax.jit(make_step(tx, **extras), donate_argnums=(0, 1))
+        for peer, (tx, extras) in peers.items()
+    }
+    held = {peer: (copied(params), copied(tx.init(params))) for peer, (tx, _) in peers.items()}
+    of = medians(steps, held, grads, repetitions)
+    ratios = "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in peers if peer != "bare")
+    print(f"  {name:9} {of['bare']:9.2f} ms{ratios}  agn/by hand {of['agn'] / of['by hand']:.2f}")
+
+
+def measure_periods(name: str, leaves: int, size: int, repetitions: int) -> None:
+    """Prints the times of ten steps in one scan, the last of which commits."""
     params, grads = random_tree(leaves, size, 0), random_tree(leaves, size, 1)
     bare = OPTIMIZERS[name]
-    peers = {
-        "bare": bare,
-        "accumulate": with_accumulate(bare),
-        "agn": optperm.agn(bare, NEVER),
-        "diloco": optperm.diloco(bare, sync_every=NEVER),
+
+    def period(tx: Any, **ends: Any) -> Callable[..., Any]:
+        local = {"commit": False} if ends else {}
+
+        def run(params: Any, state: Any, grads: Any) -> Any:
+            def body(carried: Any, _: None) -> Any:
+                return make_step(tx, **local)(*carried, grads), None
+
+            carried, _ = jax.lax.scan(body, (params, state), length=PERIOD - 1)
+            return make_step(tx, **ends)(*carried, grads)
+
+        return jax.jit(run, donate_argnums=(0, 1))
+
+    peers = {"bare": bare, "agn": optperm.agn(bare), "diloco": optperm.diloco(bare)}
+    steps = {
+        peer: period(tx, **({} if peer == "bare" else {"commit": True}))
+        for peer, tx in peers.items()
     }
-    updates, steps, states = {}, {}, {}
-    for peer, tx in peers.items():
+    held = {peer: (copied(params), copied(tx.init(params))) for peer, tx in peers.items()}
+    of = medians(steps, held, grads, max(3, repetitions // 3))
+    print(
+        f"  {name:9} {of['bare']:9.2f} ms"
+        + "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in ("agn", "diloco"))
+    )
 
-        def step(params: Any, state: Any, grads: Any, tx: Any = tx) -> Any:
-            updates, state = tx.update(grads, state, params)
-            return optperm.apply_updates(params, updates, state), state
 
-        updates[peer] = jax.jit(tx.update, donate_argnums=(0, 1))
-        steps[peer] = jax.jit(step, donate_argnums=(0, 1))
-        states[peer] = copied(tx.init(params)), copied(tx.init(params)), copied(params)
-    times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(repetitions + 3):
-        for peer in peers:
-            of_update, of_step, moved = states[peer]
-            donated = copied(grads)
-            took, (_, of_update) = milliseconds(updates[peer], donated, of_update, params)
-            times.setdefault(("update", peer), []).append(took)
-            took, (moved, of_step) = milliseconds(steps[peer], moved, of_step, grads)
-            times.setdefault(("step", peer), []).append(took)
-            states[peer] = of_update, of_step, moved
-    median = {key: statistics.median(taken[3:]) for key, taken in times.items()}
-    for kind in ("update", "step"):
-        of = {peer: median[kind, peer] for peer in peers}
-        print(
-            f"{name:9} {kind:6} {of['bare']:9.2f} ms"
-            + "".join(
-                f"  {peer} {of[peer]:7.2f} ms ({of[peer] / of['bare']:.2f})"
-                for peer in ("accumulate", "agn", "diloco")
-            )
+def measure_stacked(name: str, leaves: int, size: int, repetitions: int) -> None:
+    """Prints the times of local steps of replicas that one program holds."""
+    mesh = jax.make_mesh((REPLICAS,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    bare, spec = OPTIMIZERS[name], jax.sharding.PartitionSpec(AXIS)
+    place = jax.sharding.NamedSharding(mesh, spec)
+
+    def stacked(tree: Any) -> Any:
+        rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (REPLICAS, *x.shape)), tree)
+        return copied(jax.device_put(rows, place))
+
+    peers = {
+        "bare": (bare, {}),
+        "agn": (optperm.agn(bare, axis_name=AXIS), {"commit": False}),
+        "diloco": (optperm.diloco(bare, axis_name=AXIS), {"commit": False}),
+    }
+    params, grads = random_tree(leaves, size, 0), stacked(random_tree(leaves, size, 1))
+    steps = {
+        peer: jax.jit(
+            jax.shard_map(
+                jax.vmap(make_step(tx, **extras)), mesh=mesh, in_specs=spec, out_specs=spec
+            ),
+            donate_argnums=(0, 1),
         )
+        for peer, (tx, extras) in peers.items()
+    }
+    held = {peer: (stacked(params), stacked(tx.init(params))) for peer, (tx, _) in peers.items()}
+    of = medians(steps, held, grads, repetitions)
+    print(
+        f"  {name:9} {of['bare']:9.2f} ms"
+        + "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in ("agn", "diloco"))
+    )
 
 
 def on_replicas(tx: optax.GradientTransformation, *, synchronous: bool = False) -> Any:
@@ -120,8 +191,7 @@ def on_replicas(tx: optax.GradientTransformation, *, synchronous: bool = False) 
     def step(params: Any, state: Any, grads: Any) -> Any:
         if synchronous:
             grads = jax.lax.pmean(grads, AXIS)
-        updates, state = tx.update(grads, state, params)
-        return optperm.apply_updates(params, updates, state), state
+        return make_step(tx)(params, state, grads)
 
     return jax.pmap(
         step, axis_name=AXIS, devices=jax.devices("cpu")[:REPLICAS], donate_argnums=(0, 1)
@@ -151,6 +221,16 @@ def print_traffic() -> None:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"Traffic of each device: {count} float32 params in 4 leaves, period {PERIOD}")
     peers = {"synchronous": OPTIMIZERS["SGD"]} | methods(OPTIMIZERS["SGD"], PERIOD)
+    exchanges: dict[str, dict[str, Any]] = {
+        "4 fragments": {"sync_every": optperm.Every(PERIOD, fragments=4)},
+        "4 bits": {"sync_every": PERIOD, "compress": optperm.compress_quantized(4)},
+        "top 3 %, 2 bits": {
+            "sync_every": PERIOD,
+            "compress": optperm.compress_top_k(1 / 32, bits=2),
+        },
+    }
+    for peer, options in exchanges.items():
+        peers[peer] = optperm.diloco(OPTIMIZERS["SGD"], axis_name=AXIS, **options)
     synchronous = 0.0
     for name, tx in peers.items():
         step = on_replicas(tx, synchronous=name == "synchronous")
@@ -198,16 +278,21 @@ def main() -> None:
     chosen = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     leaves, size, repetitions = chosen.leaves, chosen.leaf_size, chosen.repetitions
-    print(f"Local steps: {leaves} leaves of {size} float32; in brackets, as a multiple of the bare")
+    print(f"Local steps: {leaves} leaves of {size} float32; as multiples of the bare optimizer")
     for name in OPTIMIZERS:
         measure_local_steps(name, leaves, size, repetitions)
+    print(f"Periods: {PERIOD} steps in a scan, one of them with a commit; as multiples of the bare")
+    for name in OPTIMIZERS:
+        measure_periods(name, leaves, size, repetitions)
+    few = max(1, leaves // REPLICAS)
+    print(f"Stacked: local steps of {few} such leaves on each of {REPLICAS} replicas; as multiples")
+    for name in OPTIMIZERS:
+        measure_stacked(name, few, size, repetitions)
     print_traffic()
     # Four replicas share this machine, so each has a quarter of the leaves.
-    print(
-        f"Commits: {max(1, leaves // REPLICAS)} leaves of {size} float32 on each of {REPLICAS} replicas"
-    )
+    print(f"Commits: {few} leaves of {size} float32 on each of {REPLICAS} replicas")
     for name in ("SGD", "Adam"):
-        measure_commits(name, max(1, leaves // REPLICAS), size, repetitions)
+        measure_commits(name, few, size, repetitions)
 
 
 if __name__ == "__main__":

@@ -55,33 +55,39 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
         key = jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index(AXIS))
         return params, tx.init(params), key
 
-    def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, ...]:
+    def step(params: Any, opt_state: Any, key: jax.Array, *, commit: bool) -> tuple[Any, ...]:
         key, draw = jax.random.split(key)
         indices = jax.random.randint(draw, (BATCH,), 0, len(x_train) // REPLICAS)
         own = REPLICAS * indices + jax.lax.axis_index(AXIS)
         grads = jax.grad(loss_fn)(params, x_train[own], y_train[own])
         grads = jax.lax.pmean(grads, AXIS) if method == "synchronous" else grads
-        updates, opt_state = tx.update(grads, opt_state, params)
+        # A step that is told to be local compiles to the optimizer alone.
+        extras = {} if method == "synchronous" else {"commit": commit}
+        updates, opt_state = tx.update(grads, opt_state, params, **extras)
         return optperm.apply_updates(params, updates, opt_state), opt_state, key
 
     @jax.jit
     def evaluate(params: Any) -> tuple[jax.Array, jax.Array]:
         return loss_fn(params, x_train, y_train), accuracy(MLP().apply(params, x_test), y_test)
 
-    start, mapped = on_replicas(init), on_replicas(step, donate_argnums=(0, 1, 2))
-    compiled = mapped.lower(*start(np.zeros(REPLICAS, int))).compile()
+    start, programs = on_replicas(init), {}
+    for commit in (False, True):
+        mapped = on_replicas(functools.partial(step, commit=commit), donate_argnums=(0, 1, 2))
+        programs[commit] = mapped.lower(*start(np.zeros(REPLICAS, int))).compile()
     curves, seconds = [], 0.0
     for seed in range(seeds):
         carry = start(np.full(REPLICAS, seed))
         for _ in range(STEPS // PERIOD):
             began = time.perf_counter()
-            for _ in range(PERIOD):
-                carry = jax.block_until_ready(compiled(*carry))
+            for index in range(1, PERIOD + 1):
+                carry = jax.block_until_ready(programs[index == PERIOD](*carry))
             seconds += time.perf_counter() - began
             params = carry[0] if method == "synchronous" else optperm.center_params(carry[1])
             curves.append(evaluate(jax.tree.map(lambda x: x.addressable_data(0)[0], params)))
     means = np.array(curves).reshape(seeds, -1, 2).mean(axis=0)
-    return Result(means, traffic(compiled.as_text(), PERIOD), seconds / seeds)
+    local, last = (traffic(programs[commit].as_text(), 1) for commit in (False, True))
+    a_step = Traffic(*(((PERIOD - 1) * x + y) / PERIOD for x, y in zip(local, last, strict=True)))
+    return Result(means, a_step, seconds / seeds)
 
 
 def report(results: dict[str, Result], seeds: int, out: str) -> None:

@@ -156,6 +156,7 @@ def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
     """The target, if the params were put on it; a masked node leaves all below it as it is."""
     if is_masked(target):
         return moved
+    target = jnp.asarray(target, jnp.result_type(moved))
     return target if is_placed is True else jnp.where(is_placed, target, moved)
 
 

@@ -54,6 +54,8 @@ FUNCTIONS = {
     "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
+    "compress_quantized": {"bits": 4},
+    "compress_top_k": {"fraction": 0.5},
     "draw_samples": {
         "step": lambda params, opt_state, key: (params, opt_state),
         "params": PARAMS,
@@ -151,6 +153,8 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 # is of no kind, and what it refuses, if anything, stands in `REFUSED`. Those of a transformation's
 # arguments stand in its entry in `transformations.py`.
 LIMITS = {
+    "compress_quantized": {"decay": SHARE},
+    "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
     "evaluate": {"has_aux": None, "axis_name": None},
     "freeze": {"fraction": SHARE},
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
@@ -225,7 +229,7 @@ def type_error(message, **change):
 
 # Functions that look for a state, and what they call it.
 STATES = {
-    "center_params": "LocalStepsState .*optperm.agn or optperm.diloco",
+    "center_params": "LocalStepsState or StreamingState .*optperm.agn or optperm.diloco",
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",

@@ -33,6 +33,14 @@ def test_the_page_on_sharding_prints_what_it_says(capsys):
     assert capsys.readouterr().out == "float32[8,16@model]\n"
 
 
+@pytest.mark.usefixtures("lenient")
+def test_the_page_on_rare_commits_ends_with_a_commit(capsys):
+    (block,) = code_blocks("rare_commits.md")
+    block = block.replace('jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight")
+    exec(compile(block, "rare_commits.md", "exec"), {})
+    assert capsys.readouterr().out == "True (4, 3)\n"
+
+
 def test_the_method_on_the_page_works():
     """The invented method of add_a_method.md takes Polyak's step, and the door checks for it."""
     namespace = {"__name__": "polyak"}

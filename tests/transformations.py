@@ -181,7 +181,18 @@ TRANSFORMATIONS = (
         {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
         lenient=True,
     ),
-    Transformation(optperm.diloco, {"inner": optax.sgd(1e-3), "sync_every": 2}, lenient=True),
+    Transformation(
+        optperm.diloco,
+        {"inner": optax.sgd(1e-3), "sync_every": 2},
+        limits={"mixing": SHARE},
+        lenient=True,
+    ),
+    Transformation(
+        optperm.diloco,
+        {"inner": optax.sgd(1e-3), "sync_every": optperm.Every(2, delay=1), "mixing": 0.5},
+        other_name="diloco-streaming",
+        lenient=True,
+    ),
     Transformation(
         optperm.record_trajectory,
         {"every": 2, "capacity": 3},

@@ -44,7 +44,7 @@ def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
 
 
 def cond(
-    predicate: jax.Array,
+    predicate: jax.Array | bool,
     true_fn: Callable[..., Any],
     false_fn: Callable[..., Any],
     *operands: Any,
@@ -53,8 +53,10 @@ def cond(
 
     Both vary over the axes over which either does: so a state's leaf that varies in neither keeps its
     type, beside others that do vary. On an explicit mesh both are sharded as the one that is: zeros that
-    are made of an array outside of `jax.jit` are not.
+    are made of an array outside of `jax.jit` are not. A Python bool decides while tracing.
     """
+    if isinstance(predicate, bool):
+        return (true_fn if predicate else false_fn)(*operands)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
         return jax.lax.cond(predicate, true_fn, false_fn, *operands)

@@ -15,14 +15,14 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.local_steps import Commit, local_steps
+from optperm.distributed.commits import Commit, Replicas
+from optperm.distributed.local_steps import Period, check_period, local_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class _AccumulatedGradient:
     """n = a / T: the mean of the raw gradients along the local steps, each taken before its step."""
 
-    period: int | jax.Array
     reads_local_params: bool = False
 
     def init(self, params: optax.Params) -> optax.Updates:
@@ -38,18 +38,24 @@ class _AccumulatedGradient:
         return jax.tree.map(add, accumulator, grads)
 
     def total(
-        self, accumulator: optax.Updates, center: optax.Params, moved: Callable[[], optax.Params]
+        self,
+        accumulator: optax.Updates,
+        steps: jax.Array,
+        center: optax.Params,
+        moved: Callable[[], optax.Params],
     ) -> optax.Updates:
         del center, moved
-        return jax.tree.map(lambda a: a / jnp.asarray(self.period, a.dtype), accumulator)
+        return jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
 
 
 def agn(
     optimizer: optax.GradientTransformation,
-    communication_period: int | jax.Array = 10,
+    communication_period: Period = 10,
     *,
     axis_name: AxisName | None = None,
     commit: Commit = "mean",
+    center_optimizer: optax.GradientTransformation | None = None,
+    shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Local steps on every replica, and one commit a period of the accumulated, normalized gradient.
 
@@ -59,7 +65,7 @@ def agn(
     .. math::
       a^i \leftarrow a^i + g^i(\theta^i), \qquad \theta^i \leftarrow \theta^i + u(g^i; s^i)
 
-    and when the number of steps is a multiple of the period :math:`T`, a commit and a pull:
+    and :math:`T` steps after the last one, a commit and a pull:
 
     .. math::
       n^i = a^i / T, \qquad c \leftarrow c + u(n; s_c), \qquad
@@ -70,26 +76,38 @@ def agn(
     gradient of its own batch: do not average gradients over the axis. Within `jax.shard_map` that takes
     params that vary over the axis (`jax.lax.pcast(params, axis_name, to='varying')` where they do not).
 
+    `update(..., commit=False)` makes the local step alone, and `commit=True` the commit after it,
+    whatever the period says: a Python bool that is known while the step is traced, so the first compiles
+    to no more than the optimizer and one accumulate. `commit=None` counts the steps on the device.
+    :math:`T` is always the number of steps that were made.
+
     `optimizer` is kept twice, with a state for the local params, which lives on across pulls, and one
-    for the center. Both get the extra arguments. For a step of the center `value_fn`, `grad_fn` and
-    `per_example_grad_fn` speak for the batches of all replicas, `value` is that of the center and `grad`
-    the committed gradient.
+    for the center. Schedules of both count local steps, so a rate decays for both; bias correction
+    counts what its moments have seen. Both get the extra arguments. For a step of the center `value_fn`,
+    `grad_fn` and `per_example_grad_fn` speak for the batches of all replicas, `value` is that of the
+    center and `grad` the committed gradient.
 
     Entries of a gradient that are not finite count as zero in the local step, and a replica that had one
     sits out the commit: it contributes nothing, is pulled like the others, and counts it (`skipped` in
-    its state). With no replica left the center stays. All replicas must count the same steps: what may
-    skip one, such as `optax.apply_if_finite`, belongs around `optimizer`, not around `agn`.
+    its state). With no replica left, or where contributions overflow together, the center stays. An
+    optimizer that divides by the size of its gradient may make NaN of zeros and keep it: within
+    `optax.apply_if_finite` it skips such steps, and goes on. All replicas must count the same steps:
+    what may skip one belongs around `optimizer`, not around `agn`.
 
     Args:
       optimizer: Any optimizer. It makes both the local steps and those of the center.
-      communication_period: :math:`T \ge 1`, the local steps from one commit to the next.
+      communication_period: :math:`T \ge 1`, the local steps from one commit to the next; a schedule is
+        one of the number of commits made.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
       commit: `"mean"`, the mean of the replicas' contributions; `"sum"`, with which the step grows with
         the number of replicas; or `"sequential"`, a whole center step for each replica in the order of
         their indices, as if they had arrived at a parameter server one after another (for plain SGD the
-        same as `"sum"`). The first two are an all-reduce of one float32 vector of the size of all params
-        (float64 if a parameter is), the last is an all-gather of it.
+        same as `"sum"`). The first two are one all-reduce of float32 (float64 where a parameter is); the
+        last is an all-gather, or an all-reduce of rows where a replica's params are cut.
+      center_optimizer: An optimizer for the center instead, whose schedules count commits.
+      shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
+        `check_vma=False`. Elsewhere they are told from the types.
 
     Returns:
       A transformation whose state is a `LocalStepsState`. Its `update` needs `params`, the local ones.
@@ -98,8 +116,8 @@ def agn(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called, or
-        the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
+        gradients arrive there already summed over it, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -124,15 +142,19 @@ def agn(
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
     """
     checks.check_transformation("optimizer", optimizer)
-    checks.check_count("communication_period", communication_period)
+    check_period("communication_period", communication_period)
     checks.check_axis_name("axis_name", axis_name)
+    checks.check_axis_name("shard_axes", shard_axes)
     checks.check_choice("commit", commit, get_args(Commit))
+    if center_optimizer is not None:
+        checks.check_transformation("center_optimizer", center_optimizer)
     return local_steps(
         optimizer,
-        optimizer,
+        optimizer if center_optimizer is None else center_optimizer,
         communication_period,
-        _AccumulatedGradient(communication_period),
-        axis_name=axis_name,
+        _AccumulatedGradient(),
+        replicas=Replicas(axis_name, shard_axes),
         commit=commit,
+        counts_local_steps=center_optimizer is None,
         method="agn",
     )

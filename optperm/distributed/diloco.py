@@ -5,15 +5,19 @@ arXiv 2311.08105, 2023.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.local_steps import local_steps
+from optperm.distributed.commits import Replicas
+from optperm.distributed.compression import Compression
+from optperm.distributed.local_steps import Period, check_period, local_steps
+from optperm.distributed.plans import Every
+from optperm.distributed.streaming import streaming_steps
 
 
 class _Drift:
@@ -21,22 +25,28 @@ class _Drift:
 
     reads_local_params = True
 
-    def init(self, params: optax.Params) -> jax.Array:
+    def init(self, params: optax.Params) -> tuple[()]:
         del params
-        return jnp.ones([], jnp.bool_)
+        return ()
 
     def accumulate(
-        self, accumulator: jax.Array, grads: optax.Updates, restart: jax.Array
-    ) -> jax.Array:
-        # The params stay finite whatever the gradients are: that one was not has to be remembered.
-        return (accumulator | restart) & all_finite(grads)
+        self, accumulator: tuple[()], grads: optax.Updates, restart: jax.Array
+    ) -> tuple[()]:
+        del grads, restart
+        return accumulator
 
     def total(
-        self, accumulator: jax.Array, center: optax.Params, moved: Callable[[], optax.Params]
+        self,
+        accumulator: tuple[()],
+        steps: jax.Array,
+        center: optax.Params,
+        moved: Callable[[], optax.Params],
     ) -> optax.Updates:
+        del accumulator, steps
+
         def drift(c: jax.Array, p: jax.Array) -> jax.Array:
             dtype = accumulation_dtype(c)
-            return jnp.where(accumulator, c.astype(dtype) - p.astype(dtype), jnp.nan)
+            return c.astype(dtype) - p.astype(dtype)
 
         return jax.tree.map(drift, center, moved())
 
@@ -44,9 +54,13 @@ class _Drift:
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
-    sync_every: int | jax.Array = 500,
+    sync_every: Period | Every = 500,
     *,
     axis_name: AxisName | None = None,
+    mixing: float | jax.Array = 0.0,
+    compress: Compression | None = None,
+    center_dtype: Any = None,
+    shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Many local steps on every replica, then one outer step on their mean displacement.
 
@@ -59,24 +73,47 @@ def diloco(
       c \leftarrow c + u_{\text{outer}}(\Delta), \qquad \theta^i \leftarrow c
 
     so an outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
-    Everything else is as in `optperm.agn`: local gradients, extra arguments, replicas that are not
-    finite, wrappers around `inner` rather than around `diloco`, exact params by `optperm.apply_updates`.
+    Everything else is as in `optperm.agn`: local gradients, `commit=`, extra arguments, wrappers around
+    `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a replica whose
+    params are not finite sits out a commit: entries of a gradient that are not count as zero.
+
+    With a plan, `sync_every=optperm.Every(period, fragments, delay)`, the params are exchanged in
+    fragments, one after another, and what was sent arrives `delay` steps later (streaming DiLoCo):
+
+    .. math::
+      c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
+      \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
+
+    `commit=plan.at(step)` says while tracing what a step exchanges. Streaming, mixed and compressed
+    exchanges give the outer optimizer no extra arguments.
+
+    The outer momentum of the paper needs many commits: with twenty or fewer, averaging by
+    `optax.sgd(1.0)` does better. MuLoCo is `diloco(optax.contrib.muon(...))`.
 
     Args:
       inner: The optimizer of the local steps; AdamW in the paper.
       outer: The optimizer of the synchronized params. None for the paper's,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      sync_every: :math:`H \ge 1`, the local steps from one outer step to the next.
+      sync_every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the
+        number of commits made; or an `optperm.Every`.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
+      mixing: :math:`\alpha` in [0, 1], how much of its own params a replica keeps where others arrive.
+      compress: What of a displacement is sent, `optperm.compress_top_k(...)` or
+        `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
+      center_dtype: The dtype of :math:`c` and of the outer state, such as float32 for bfloat16 params.
+        None for that of the params.
+      shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
+        `check_vma=False`. Elsewhere they are told from the types.
 
     Returns:
-      A transformation whose state is a `LocalStepsState`. Its `update` needs `params`, the local ones.
+      A transformation whose state is a `LocalStepsState`, or a `StreamingState` with a plan,
+      `compress` or `center_dtype`. Its `update` needs `params`, the local ones.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called, or
-        the trees passed to `update` do not match.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
+        gradients arrive there already summed over it, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -95,12 +132,44 @@ def diloco(
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
       <https://arxiv.org/abs/2311.08105>`_, 2023
+
+      Douillard et al., `Streaming DiLoCo with overlapping communication
+      <https://arxiv.org/abs/2501.18512>`_, 2025
     """
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
-    checks.check_count("sync_every", sync_every)
     checks.check_axis_name("axis_name", axis_name)
-    return local_steps(
-        inner, outer, sync_every, _Drift(), axis_name=axis_name, commit="mean", method="diloco"
+    checks.check_axis_name("shard_axes", shard_axes)
+    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
+    if compress is not None and not isinstance(compress, Compression):
+        raise TypeError(
+            "compress must be what optperm.compress_quantized or optperm.compress_top_k returns, got "
+            f"{compress!r}."
+        )
+    replicas = Replicas(axis_name, shard_axes)
+    if compress is None and center_dtype is None and not isinstance(sync_every, Every):
+        check_period("sync_every", sync_every)
+        return local_steps(
+            inner,
+            outer,
+            sync_every,
+            _Drift(),
+            replicas=replicas,
+            mixing=mixing,
+            method="diloco",
+        )
+    if isinstance(sync_every, Every):
+        plan = sync_every
+    else:
+        checks.check_static_count("sync_every", sync_every)
+        plan = Every(int(sync_every))  # type: ignore[arg-type]
+    return streaming_steps(
+        inner,
+        outer,
+        plan,
+        mixing=mixing,
+        compress=compress,
+        center_dtype=center_dtype,
+        replicas=replicas,
     )

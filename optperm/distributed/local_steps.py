@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.flatten_util import ravel_pytree
 
-from optperm.contract.dtypes import (
-    accumulation_dtype,
-    all_finite,
-    cast_like,
-    zero_if_not_finite,
-)
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import (
     AxisName,
     all_gather,
@@ -29,19 +25,23 @@ from optperm.contract.mapped_axes import (
     shared,
     varying_like,
 )
-from optperm.contract.states import find_state
+from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
+from optperm.distributed.commits import Center, Commit, Replicas, is_whole, pull, rule_of
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
-Commit = Literal["mean", "sum", "sequential"]
-# (center, state of its optimizer)
-Center = tuple[optax.Params, Any]
-# (center, gradient, whether there is one) -> center
-CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
+# Steps from one commit to the next: a number, or a schedule of the number of commits made.
+Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
+# The states of Optax whose count a schedule reads, by name: one of the types is not public.
+_READ_BY_SCHEDULES = (
+    "ScaleByScheduleState",
+    "InjectStatefulHyperparamsState",
+    "WrappedScheduleState",
+)
 
 
 class LocalStepsState(NamedTuple):
@@ -49,20 +49,25 @@ class LocalStepsState(NamedTuple):
 
     Attributes:
       count: Steps taken.
+      since_commit: Steps since the last commit.
+      commits: Commits made.
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica.
-      accumulator: Of the period; the step after a commit starts it anew. AGN: the sum of the raw local
-        gradients, in float32 or wider. DiLoCo: whether all of them were finite.
+      accumulator: AGN: the sum of the raw local gradients since the last commit, in float32 or wider;
+        the step after a commit starts it anew. DiLoCo: nothing.
       pulled: Whether the last step ended in a commit, which put the params on the center.
-      skipped: Commits that this replica sat out because its contribution was not finite.
+      skipped: Commits without this replica's contribution, because that was not finite, or because
+        all contributions together were not.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
+    since_commit: Int32[Array, ""]
+    commits: Int32[Array, ""]
     local_state: Any
     center_state: Any
     center: PyTree[Float[Array, "?*shape"], "Params"]
-    accumulator: PyTree[Float[Array, "?*shape"], "Params"] | Bool[Array, ""]
+    accumulator: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, ""]
     skipped: Int32[Array, ""]
 
@@ -102,20 +107,26 @@ class Contribution(Protocol):
         ...
 
     def total(
-        self, accumulator: Any, center: optax.Params, moved: Callable[[], optax.Params]
+        self,
+        accumulator: Any,
+        steps: jax.Array,
+        center: optax.Params,
+        moved: Callable[[], optax.Params],
     ) -> optax.Updates:
-        """The contribution of a whole period, in float32 or wider; `moved()` is the local params."""
+        """That of a period of so many steps, in float32 or wider; `moved()` is the local params."""
         ...
 
 
 def local_steps(
     local_optimizer: optax.GradientTransformation,
     center_optimizer: optax.GradientTransformation,
-    period: int | jax.Array,
+    period: Period,
     contribution: Contribution,
     *,
-    axis_name: AxisName | None,
-    commit: Commit,
+    replicas: Replicas,
+    commit: Commit = "mean",
+    mixing: float | jax.Array = 0.0,
+    counts_local_steps: bool = False,
     method: str,
 ) -> optax.GradientTransformationExtraArgs:
     """Local steps by one optimizer, and once a period a step of the center by another.
@@ -123,10 +134,12 @@ def local_steps(
     Args:
       local_optimizer: Moves the params of each replica.
       center_optimizer: Moves the center, with the contributions for a gradient.
-      period: Steps from one commit to the next.
+      period: Steps from one commit to the next; a schedule is one of the number of commits made.
       contribution: What each replica contributes.
-      axis_name: The mapped axis, or several, over which the replicas are spread; None for one replica.
+      replicas: The axes over which the replicas are spread.
       commit: How contributions are combined.
+      mixing: How much of the local params a pull keeps.
+      counts_local_steps: Whether schedules of the center's optimizer count local steps, not commits.
       method: The public name of the method, for messages.
 
     Returns:
@@ -134,13 +147,16 @@ def local_steps(
     """
     inner = optax.with_extra_args_support(local_optimizer)
     outer = optax.with_extra_args_support(center_optimizer)
-    combine = _RULES[commit] if axis_name is not None else _alone
+    axis_name = replicas.axis_name
+    combine = rule_of(commit, axis_name)
 
     def init(params: optax.Params) -> LocalStepsState:
         local_state, center_state = inner.init(params), outer.init(params)
         _check_can_be_pulled(local_state, center_state, method)
         return LocalStepsState(
             count=jnp.zeros([], jnp.int32),
+            since_commit=jnp.zeros([], jnp.int32),
+            commits=jnp.zeros([], jnp.int32),
             local_state=local_state,
             center_state=center_state,
             center=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
@@ -149,54 +165,70 @@ def local_steps(
             skipped=jnp.zeros([], jnp.int32),
         )
 
+    def step_center(
+        extra_args: dict[str, Any], params: optax.Params, at: Center, n: Any, is_valid: jax.Array
+    ) -> Center:
+        """One step of the center with a gradient: c <- c + u(n; s_c)."""
+
+        def move() -> Center:
+            extras = _common_extras(extra_args, n, at[0], params, axis_name)
+            moves, new_state = outer.update(n, at[1], at[0], **extras)
+            new_state = cast_like(new_state, at[1])
+            return apply_updates(at[0], cast_like(moves, at[0]), new_state), new_state
+
+        return cond(is_valid, move, lambda: at)
+
     def update(
-        grads: optax.Updates, state: LocalStepsState, params: optax.Params, **extra_args: Any
+        grads: optax.Updates,
+        state: LocalStepsState,
+        params: optax.Params,
+        *,
+        commit: bool | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, LocalStepsState]:
-        count = optax.safe_increment(state.count)
-        is_commit = count % period == 0
+        replicas.check_are_local(grads, params, method)
+        steps = optax.safe_increment(state.since_commit)
+        is_commit = _is_commit(commit, steps, period, state.commits, method)
+        at = state.center, state.center_state
 
-        # The local step: theta <- theta + u(g; s), a <- a + g. Raw, a gradient that is not finite would
-        # leave NaN in s for ever.
-        moves, local_state = inner.update(
-            zero_if_not_finite(grads), _after_pull(state), params, **extra_args
-        )
+        # The local step: theta <- theta + u(g; s), a <- a + g.
+        g, extras = finite_local(grads, extra_args, state.local_state)
+        moves, local_state = inner.update(g, _after_pull(state), params, **extras)
         moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
-        a = contribution.accumulate(state.accumulator, grads, state.pulled)
+        a = contribution.accumulate(state.accumulator, grads, state.since_commit == 0)
 
-        def step_center(at: Center, n: optax.Updates, is_valid: jax.Array) -> Center:
-            # c <- c + u(n; s_c)
-            def move() -> Center:
-                gradient = optax.tree.cast_like(n, grads)
-                extras = _common_extras(extra_args, gradient, at[0], params, axis_name)
-                steps, new_state = outer.update(gradient, at[1], at[0], **extras)
-                new_state = cast_like(new_state, at[1])
-                return apply_updates(at[0], cast_like(steps, at[0]), new_state), new_state
-
-            return cond(is_valid, move, lambda: at)
-
+        # The commit: c <- c + u(n; s_c) with the n of all replicas.
         def commit_and_pull() -> tuple[Center, jax.Array, optax.Updates]:
             theta = functools.partial(apply_updates, params, moves, local_state)
-            n = contribution.total(a, state.center, theta)
-            at, took_part = combine((state.center, state.center_state), n, step_center, axis_name)
-            return at, took_part, pull_to(at[0]) if moves_leave_by_cond else ()
+            n = contribution.total(a, steps, state.center, theta)
+            step = functools.partial(step_center, extra_args, params)
+            (c, s_c), took_part = combine(at, n, grads, step, replicas)
+            if counts_local_steps:
+                s_c = _advance_schedules(s_c, state.center_state, steps)
+            return (c, s_c), took_part, pull_to(c) if moves_leave_by_cond else ()
 
         def keep() -> tuple[Center, jax.Array, optax.Updates]:
-            at = state.center, state.center_state
             return at, jnp.ones([], jnp.bool_), moves if moves_leave_by_cond else ()
 
-        # theta <- c
+        # The pull: theta <- mixing theta + (1 - mixing) c.
         def pull_to(center: optax.Params) -> optax.Updates:
-            return optax.tree.sub(center, params)
+            theta = params if is_whole(mixing) else optax.apply_updates(params, moves)
+            return pull(mixing, center, theta, params)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
         # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
-        moves_leave_by_cond = contribution.reads_local_params
+        moves_leave_by_cond = contribution.reads_local_params or isinstance(is_commit, bool)
         (center, center_state), took_part, chosen = cond(is_commit, commit_and_pull, keep)
         if not moves_leave_by_cond:
             chosen = optax.tree.where(is_commit, pull_to(center), moves)
-        skipped = jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped))
-        return chosen, LocalStepsState(
-            count, local_state, center_state, center, a, is_commit, skipped
+        counted = _counted(state, steps, is_commit, took_part)
+        is_placed = counted.pulled & (mixing == 0)
+        return chosen, counted._replace(
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            accumulator=a,
+            pulled=is_placed,
         )
 
     return transformation(
@@ -204,89 +236,71 @@ def local_steps(
     )
 
 
-def _alone(
-    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName | None
-) -> tuple[Center, jax.Array]:
-    """One replica: a step by its own contribution, if that is finite."""
-    del axis_name
-    is_finite = all_finite(n)
-    return step(at, n, is_finite), is_finite
+def check_period(name: str, value: object) -> None:
+    """Raises unless `value` is an integer of at least 1, traced or not, or a schedule."""
+    if not callable(value):
+        checks.check_count(name, value)
 
 
-def _summed(
-    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName, *, divide: bool
-) -> tuple[Center, jax.Array]:
-    """One step by the sum or the mean of all finite contributions, in one all-reduce."""
-    packed, is_finite, unpack = _pack(n)
-    total = jax.lax.psum(packed, axis_name)
-    taking_part = total[-1]
-    combined = total[:-1] / jnp.maximum(taking_part, 1) if divide else total[:-1]
-    return step(at, unpack(combined), taking_part > 0), is_finite
+def _is_commit(
+    commit: object, steps: jax.Array, period: Period, commits: jax.Array, method: str
+) -> bool | jax.Array:
+    """Whether this step ends a period: as the caller says while tracing, or by the steps counted."""
+    if isinstance(commit, bool | np.bool_):
+        return bool(commit)
+    if commit is not None:
+        raise TypeError(
+            f"commit of {method} must be True, False or None, got {commit!r}: it decides what is "
+            "compiled. Name it in static_argnames of jax.jit, or leave it out and steps are counted."
+        )
+    return steps >= (period(commits) if callable(period) else period)
 
 
-def _in_turn(
-    at: Center, n: optax.Updates, step: CenterStep, axis_name: AxisName
-) -> tuple[Center, jax.Array]:
-    """A step by each finite contribution, in one all-gather.
+def _counted(
+    state: LocalStepsState, steps: jax.Array, is_commit: bool | jax.Array, took_part: jax.Array
+) -> LocalStepsState:
+    """The state after one more step, which is the so-manieth since the last commit."""
+    return state._replace(
+        count=optax.safe_increment(state.count),
+        since_commit=jnp.where(is_commit, 0, steps),
+        commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
+        pulled=jnp.asarray(is_commit),
+        skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+    )
 
-    Every replica makes the same steps in the same order, so they need not agree on the result.
+
+def finite_local(
+    grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
+) -> tuple[optax.Updates, dict[str, Any]]:
+    """Gradient and extra arguments of a local step: zero in the place of what is not finite.
+
+    Raw, they would leave NaN in the local state for ever. Only `optax.apply_if_finite` gets them as they
+    came: it skips the step.
     """
-    packed, is_finite, unpack = _pack(n)
-
-    def turn(at: Center, row: jax.Array) -> tuple[Center, None]:
-        return step(at, unpack(row[:-1]), row[-1] > 0), None
-
-    return jax.lax.scan(turn, at, all_gather(packed, axis_name, tiled=False))[0], is_finite
-
-
-_RULES: dict[Commit, Callable[..., tuple[Center, jax.Array]]] = {
-    "mean": functools.partial(_summed, divide=True),
-    "sum": functools.partial(_summed, divide=False),
-    "sequential": _in_turn,
-}
+    if isinstance(local_state, optax.ApplyIfFiniteState):
+        return grads, extra_args
+    if extra_args.get("grad") is not None:
+        extra_args = extra_args | {"grad": zero_if_not_finite(extra_args["grad"])}
+    return zero_if_not_finite(grads), extra_args
 
 
-def _pack(n: optax.Updates) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], optax.Updates]]:
-    """A contribution as one vector, of zeros where it is not finite.
+def _advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
+    """A state after a commit in which the counts that schedules read went on by so many steps."""
 
-    Returns:
-      The vector, whose last entry counts who takes part; whether this replica does; and what makes a
-      tree of the vector without that entry.
-    """
-    is_finite = all_finite(n)
-    flat, unpack = ravel_pytree(optax.tree.cast(n, accumulation_dtype(n)))
-    flat = jnp.where(is_finite, flat, jnp.zeros_like(flat))
-    return jnp.append(flat, is_finite.astype(flat.dtype)), is_finite, unpack
+    def is_read(node: Any) -> bool:
+        return type(node).__name__ in _READ_BY_SCHEDULES
 
+    def advance(new: Any, old: Any) -> Any:
+        if not is_read(new):
+            return new
+        within = type(new)(
+            *(_advance_schedules(*pair, steps) for pair in zip(new, old, strict=True))
+        )
+        largest = jnp.iinfo(jnp.int32).max
+        later = jnp.where(old.count > largest - steps, largest, old.count + steps)
+        return within._replace(count=jnp.where(new.count > old.count, later, new.count))
 
-def center_params(opt_state: Any) -> optax.Params:
-    """The center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
-
-    Between two commits the local params have moved on from it. It is what to test and to keep when
-    training ends; end on a multiple of the period, or the last local steps are not in it.
-
-    Args:
-      opt_state: The optimizer state, in any nesting. One with a leading axis of replicas gives a center
-        with that axis, all of its entries the same.
-
-    Returns:
-      A tree of the structure, shapes and dtypes of the params.
-
-    Raises:
-      ValueError: If there is no such state in `opt_state`, or more than one.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optax.chain(optax.clip(1.0), optperm.agn(optax.sgd(0.5), communication_period=2))
-      >>> params = jnp.array([1.0, 2.0])
-      >>> opt_state = tx.init(params)
-      >>> updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
-      >>> optax.apply_updates(params, updates).tolist()  # one local step
-      [0.5, 1.5]
-      >>> optperm.center_params(opt_state).tolist()  # no commit yet
-      [1.0, 2.0]
-    """
-    return find_state(opt_state, LocalStepsState, method="agn or optperm.diloco").center
+    return jax.tree.map(advance, new_state, old_state, is_leaf=is_read)
 
 
 def _common_extras(
@@ -339,7 +353,18 @@ def _after_pull(state: LocalStepsState) -> Any:
     )
 
 
+def check_no_multi_steps(center_state: Any, method: str) -> None:
+    """Raises if the center's optimizer accumulates, when it only sees one gradient a commit."""
+    if find_states(center_state, optax.MultiStepsState):
+        raise ValueError(
+            f"The center's optimizer of {method} takes one step a commit, so optax.MultiSteps would "
+            f"throw commits away: write optax.MultiSteps({method}(optimizer, ...), k) to accumulate "
+            "gradients before each local step."
+        )
+
+
 def _check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
+    check_no_multi_steps(center_state, method)
     local, center = (
         [type(state) for state in placing_states(tree)] for tree in (local_state, center_state)
     )

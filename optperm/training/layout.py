@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from optperm.contract import checks
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import LocalStepsState
+from optperm.distributed.center import LOCAL_STATES
 from optperm.evaluation import evaluate
 
 AXIS = "replica"
@@ -243,7 +243,7 @@ def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
 
     def step(_: Any, params: Any, batch: jax.Array) -> tuple[Any, Any]:
         nonlocal is_local, varies
-        is_local = bool(find_states(tx.init(params), LocalStepsState))
+        is_local = bool(find_states(tx.init(params), LOCAL_STATES))
         own = layout.mapped if is_local and layout.mesh is not None else ()
         params = mark_varying(params, own)
         state, update = tx.init(params), optax.with_extra_args_support(tx).update

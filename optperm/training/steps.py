@@ -14,7 +14,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import mark_varying
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import LocalStepsState, center_params
+from optperm.distributed.center import LOCAL_STATES, center_params
 from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.training.layout import Layout, average_varying
@@ -126,7 +126,7 @@ def trained(carry: TrainState, layout: Layout) -> TrainState:
         return jnp.mean(leaf, axis=0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else one
 
     first = first.replace(model_state=jax.tree.map(mean, first.model_state, carry.model_state))
-    if find_states(first.opt_state, LocalStepsState):
+    if find_states(first.opt_state, LOCAL_STATES):
         first = first.replace(params=center_params(first.opt_state))
     whole = layout.sharding()
     return first if whole is None else jax.lax.with_sharding_constraint(first, whole)

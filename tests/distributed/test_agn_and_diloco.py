@@ -223,3 +223,31 @@ def test_period_may_be_traced():
     trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
     centers = [float(optperm.center_params(opt_state)) for _, opt_state in trail]
     assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_entries_that_are_not_finite_count_as_zero(bad):
+    """The replica goes on by its other entries, and takes part: its params are finite."""
+    tx = optperm.diloco(optax.adam(0.1), optax.sgd(1.0), 2, axis_name=replicas.AXIS)
+    grads = np.float32([[[1, 2], [3, 4]], [[5, bad], [7, 8]], [[1, 1], [1, 1]]])
+    both = [
+        loops.train(tx, np.zeros(2, np.float32), list(data), how="vmap", size=2)
+        for data in (grads, np.where(np.isfinite(grads), grads, 0))
+    ]
+    for one, other in zip(*both, strict=True):
+        support.assert_same_bits(one, other)
+    assert one[1].skipped.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lost", [[1], [0, 1]])
+def test_a_replica_whose_params_are_not_finite_sits_out_one_commit(lost):
+    """The center moves by the others, or stays; all are pulled to it."""
+    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), 1, axis_name=replicas.AXIS)
+    params = np.float32([[1, 2], [1, 2]])
+    opt_state = jax.vmap(tx.init)(params)
+    params[lost, 0] = np.nan
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    params, opt_state = step(params, opt_state, np.ones((2, 2), np.float32))
+    center = [1.0, 2.0] if len(lost) == 2 else [0.9, 1.9]
+    np.testing.assert_allclose(params, [center] * 2, rtol=1e-6)
+    assert opt_state.skipped.tolist() == [int(index in lost) for index in range(2)]

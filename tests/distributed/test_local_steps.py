@@ -75,7 +75,7 @@ def test_one_collective_and_that_in_the_conditional(method):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "diloco"])
 def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     """The center moves as if the others were alone; the replica is pulled, counted, and goes on."""
     data = batches()
@@ -97,7 +97,7 @@ def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     assert opt_state.skipped.tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "diloco"])
 def test_without_any_finite_gradient_the_center_stays(method):
     """Params go back to where they were; its optimizer has not seen the commit."""
     data = batches(2 * PERIOD)

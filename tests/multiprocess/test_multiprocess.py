@@ -67,7 +67,9 @@ def check_local_steps(worker, first, second):
                 assert len(np.unique(params, axis=0)) == 4
         # The replica whose gradient was NaN sat out the second commit.
         np.testing.assert_array_equal(held[f"{method}/2/skipped"], [0, 0, 0, 0])
-        np.testing.assert_array_equal(held[f"{method}/5/skipped"], [0, 0, 0, 1])
+        # A bad gradient counts as zero in DiLoCo, whose params it leaves finite.
+        sat_out = [0, 0, 0, int(method != "diloco")]
+        np.testing.assert_array_equal(held[f"{method}/5/skipped"], sat_out)
     # Else the numbers would not tell one rule from another.
     ends = {held[f"agn {rule}/5/center/kernel"].tobytes() for rule in ("mean", "sum", "sequential")}
     assert len(ends) == 3

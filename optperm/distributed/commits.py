@@ -1,0 +1,167 @@
+"""How the contributions of all replicas become one step of the center: in one collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
+
+Commit = Literal["mean", "sum", "sequential"]
+# (center, state of its optimizer)
+Center = tuple[optax.Params, Any]
+# (center, gradient, whether there is one) -> center
+CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
+
+
+def _names(axis_name: AxisName | None) -> frozenset[str]:
+    return frozenset({axis_name} if isinstance(axis_name, str) else axis_name or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The mapped axes over which replicas are spread, and over which the params of one are cut."""
+
+    axis_name: AxisName | None
+    shard_axes: AxisName
+
+    def check_are_local(self, grads: optax.Updates, params: optax.Params, method: str) -> None:
+        """Raises where `jax.shard_map` has summed the gradients over the replicas, as types tell."""
+        if self.axis_name is None:
+            return
+        tracked = _names(self.axis_name) & varying_axes(jax.lax.axis_index(self.axis_name))
+        is_summed = jax.tree.map(lambda g, p: bool(tracked - varying_axes(g, p)), grads, params)
+        if tracked - varying_axes(grads) or any(jax.tree.leaves(is_summed)):
+            raise ValueError(
+                f"The updates given to {method} do not vary over the axis {self.axis_name!r}. In "
+                "jax.shard_map, gradients of params that are the same on all replicas arrive summed "
+                "over it, and the local steps would not be local: give every replica params of its "
+                f"own, jax.lax.pcast(params, {self.axis_name!r}, to='varying'), and its own gradients."
+            )
+
+    def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:
+        """Whether a flag of the shards of one replica's tree is True on all of them."""
+        axes = (varying_axes(tree) | _names(self.shard_axes)) - _names(self.axis_name)
+        if not axes:
+            return flag
+        # Only what varies can be reduced, where that is tracked.
+        tracked = varying_axes(jax.lax.axis_index(tuple(sorted(axes))))
+        counted = mark_varying(flag.astype(jnp.int32), tracked & axes)
+        return jax.lax.pmin(counted, tuple(sorted(axes))) > 0
+
+    def are_finite(self, tree: optax.Updates) -> jax.Array:
+        """Whether every entry of one replica's tree is finite, on all of its shards."""
+        return self.agree(all_finite(tree), tree)
+
+    def as_gradient(
+        self, n: optax.Updates, grads: optax.Updates
+    ) -> tuple[optax.Updates, jax.Array]:
+        """A contribution in the dtypes of gradients, and whether it is finite there."""
+        gradient = optax.tree.cast_like(n, grads)
+        return gradient, self.are_finite(gradient)
+
+
+def pull(mixing: float | jax.Array, center: Any, theta: Any, params: Any) -> Any:
+    """The updates that make theta <- mixing theta + (1 - mixing) c of params."""
+
+    def to(c: jax.Array, local: jax.Array, p: jax.Array) -> jax.Array:
+        # Where a local entry is not finite, nothing of it is kept.
+        mixed = jnp.where(jnp.isfinite(local), mixing * local + (1 - mixing) * c, c)
+        return (c if is_whole(mixing) else mixed).astype(p.dtype) - p
+
+    return jax.tree.map(to, center, theta, params)
+
+
+def is_whole(mixing: float | jax.Array) -> bool:
+    """Whether a pull is known to keep nothing of the local params; a traced number may still say so."""
+    return isinstance(mixing, int | float) and mixing == 0
+
+
+# (center, contribution, gradients like which it becomes one, step, replicas) -> center, took part
+Rule = Callable[
+    [Center, optax.Updates, optax.Updates, CenterStep, Replicas], tuple[Center, jax.Array]
+]
+
+
+def _alone(
+    at: Center, n: optax.Updates, grads: optax.Updates, step: CenterStep, replicas: Replicas
+) -> tuple[Center, jax.Array]:
+    """One replica: a step by its own contribution, if that is finite."""
+    gradient, is_finite = replicas.as_gradient(n, grads)
+    return step(at, gradient, is_finite), is_finite
+
+
+def _summed(
+    at: Center,
+    n: optax.Updates,
+    grads: optax.Updates,
+    step: CenterStep,
+    replicas: Replicas,
+    *,
+    divide: bool,
+) -> tuple[Center, jax.Array]:
+    """One step by the sum or the mean of all finite contributions, in one all-reduce."""
+    _, is_finite = replicas.as_gradient(n, grads)
+    given = optax.tree.where(is_finite, n, optax.tree.zeros_like(n))
+    taking_part = is_finite.astype(accumulation_dtype(n))
+    # Tree and flag in one call are one collective for each dtype, on the shards as they lie.
+    total, taking_part = jax.lax.psum((given, taking_part), replicas.axis_name)
+    if divide:
+        total = jax.tree.map(lambda x: x / jnp.maximum(taking_part, 1).astype(x.dtype), total)
+    # Finite numbers may overflow in their sum.
+    gradient, is_valid = replicas.as_gradient(total, grads)
+    is_valid &= taking_part > 0
+    return step(at, gradient, is_valid), is_finite & is_valid
+
+
+def _in_turn(
+    at: Center, n: optax.Updates, grads: optax.Updates, step: CenterStep, replicas: Replicas
+) -> tuple[Center, jax.Array]:
+    """A step by each finite contribution, in one all-gather.
+
+    Every replica makes the same steps in the same order, so they need not agree on the result.
+    """
+    gradient, is_finite = replicas.as_gradient(n, grads)
+    given = optax.tree.where(is_finite, gradient, optax.tree.zeros_like(gradient))
+
+    def turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
+        return step(at, row[0], row[1] > 0), None
+
+    rows = _rows((given, is_finite.astype(accumulation_dtype(given))), replicas.axis_name or ())
+    return jax.lax.scan(turn, at, rows)[0], is_finite
+
+
+def _rows(tree: Any, axis_name: AxisName) -> Any:
+    """The trees of all replicas, along a leading axis, in one collective."""
+    if set(jax.sharding.get_abstract_mesh().axis_names) in (set(), _names(axis_name)):
+        packed, unpack = ravel_pytree(tree)
+        return jax.vmap(unpack)(all_gather(packed, axis_name, tiled=False))
+    # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they
+    # travel as they lie.
+    is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
+
+    def row(leaf: jax.Array) -> jax.Array:
+        mine = jnp.expand_dims(is_own, range(1, leaf.ndim + 1))
+        return jnp.where(mine, leaf[None], jnp.zeros_like(leaf)[None])
+
+    return jax.lax.psum(jax.tree.map(row, tree), axis_name)
+
+
+_RULES: dict[Commit, Rule] = {
+    "mean": functools.partial(_summed, divide=True),
+    "sum": functools.partial(_summed, divide=False),
+    "sequential": _in_turn,
+}
+
+
+def rule_of(commit: Commit, axis_name: AxisName | None) -> Rule:
+    """How contributions are combined, by name; a single replica has nothing to combine."""
+    return _alone if axis_name is None else _RULES[commit]

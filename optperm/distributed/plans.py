@@ -1,0 +1,163 @@
+"""When which part of the params is exchanged: fragments in turn, arriving some steps after they left."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optperm.contract import checks
+
+# Whether a fragment leaves, and whether it arrives.
+Due = tuple[bool | jax.Array, bool | jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What one step exchanges: fragments whose contributions leave, and those whose steps arrive."""
+
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    r"""A plan of exchanges: every fragment once a period, one after another.
+
+    Fragment :math:`p` of :math:`P` leaves at the end of the steps :math:`s` with
+    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and what the replicas sent of it arrives `delay`
+    steps later.
+
+    Attributes:
+      period: :math:`H`, steps from one exchange of a fragment to its next.
+      fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order.
+      delay: Steps between sending and arrival, below `period`.
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If an argument is out of range.
+
+    Example:
+      >>> import optperm
+      >>> plan = optperm.Every(period=4, fragments=2, delay=1)
+      >>> [(plan.at(step).send, plan.at(step).receive) for step in (1, 2, 3, 4, 5)]
+      [((), ()), ((1,), ()), ((), (1,)), ((0,), ()), ((), (0,))]
+    """
+
+    period: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        checks.check_static_count("period", self.period)
+        checks.check_static_count("fragments", self.fragments)
+        checks.check_count("delay", self.delay, minimum=0)
+        if self.fragments > self.period or self.delay >= self.period:
+            raise ValueError(
+                "fragments must be at most period and delay below it, got period "
+                f"{self.period}, fragments {self.fragments} and delay {self.delay}."
+            )
+
+    def is_sent(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
+        """Whether a fragment leaves at the end of a step.
+
+        Args:
+          step: Its number; the first step is step 1.
+          fragment: The fragment's number, from 0.
+
+        Returns:
+          A bool, traced where `step` is.
+        """
+        offset = fragment * self.period // self.fragments
+        return (step > 0) & ((step - offset) % self.period == 0)
+
+    def is_received(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
+        """Whether what was sent of a fragment arrives at the end of a step.
+
+        Args:
+          step: Its number; the first step is step 1.
+          fragment: The fragment's number, from 0.
+
+        Returns:
+          A bool, traced where `step` is.
+        """
+        return self.is_sent(step - self.delay, fragment)
+
+    def at(self, step: int) -> Exchange:
+        """What the step exchanges, for `commit=` of the step that is about to be taken.
+
+        Args:
+          step: Its number; the first step is step 1.
+
+        Returns:
+          A hashable value, for a static argument of `jax.jit`.
+        """
+        checks.check_count("step", step)
+        fragments = range(self.fragments)
+        return Exchange(
+            tuple(p for p in fragments if self.is_sent(step, p)),
+            tuple(p for p in fragments if self.is_received(step, p)),
+        )
+
+
+def due_at(commit: object, plan: Every, count: jax.Array) -> list[Due]:
+    """For each fragment whether it leaves and whether it arrives at the end of this step."""
+    fragments = range(plan.fragments)
+    if commit is None:
+        step = count + 1
+        return [(plan.is_sent(step, p), plan.is_received(step, p)) for p in fragments]
+    if isinstance(commit, bool | np.bool_):
+        return [(bool(commit), bool(commit))] * plan.fragments
+    if not isinstance(commit, Exchange):
+        raise TypeError(
+            "commit of diloco must be what plan.at(step) gives, True, False or None, got "
+            f"{commit!r}: it decides what is compiled. Name it in static_argnames of jax.jit, or leave "
+            "it out and steps are counted."
+        )
+    named = {*commit.send, *commit.receive}
+    if not named <= set(fragments):
+        raise ValueError(
+            f"commit names fragment {max(named)}, and the plan has {plan.fragments}, from 0: {commit}."
+        )
+    if not plan.delay and set(commit.send) != set(commit.receive):
+        raise ValueError(
+            "Without a delay what is sent arrives at the same step. Is this of another plan? Got "
+            f"{commit}."
+        )
+    return [(p in commit.send, p in commit.receive) for p in fragments]
+
+
+class Fragments:
+    """The leaves of a tree in so many runs of about equal size."""
+
+    def __init__(self, tree: Any, number: int) -> None:
+        """Divides the leaves.
+
+        Args:
+          tree: The tree whose leaves are divided, by their sizes alone.
+          number: How many runs, some of which are empty where there are fewer leaves.
+        """
+        sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
+        middles = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1)
+        self.number = number
+        self._structure: Any = jax.tree.structure(tree)
+        self._of_leaf = np.minimum((middles * number).astype(int), number - 1).tolist()
+
+    def only(self, tree: Any, fragment: int) -> Any:
+        """The tree with `optax.MaskedNode` in the place of the leaves of other fragments."""
+        leaves = self._structure.flatten_up_to(tree)
+        masked = optax.MaskedNode()
+        chosen = [
+            leaf if p == fragment else masked for leaf, p in zip(leaves, self._of_leaf, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, chosen)
+
+    def merge(self, parts: Sequence[Any]) -> Any:
+        """The whole tree again, from all parts that `only` gives."""
+        rows = [self._structure.flatten_up_to(part) for part in parts]
+        return jax.tree.unflatten(
+            self._structure, [rows[p][leaf] for leaf, p in enumerate(self._of_leaf)]
+        )

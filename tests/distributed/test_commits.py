@@ -1,0 +1,398 @@
+"""When a period ends, and what a commit does: flags, schedules, shards of a replica, bad numbers."""
+
+import functools
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
+PERIOD = 3
+METHODS = {
+    "agn mean": functools.partial(optperm.agn, communication_period=PERIOD),
+    "agn sum": functools.partial(optperm.agn, communication_period=PERIOD, commit="sum"),
+    "agn sequential": functools.partial(
+        optperm.agn, communication_period=PERIOD, commit="sequential"
+    ),
+    "diloco": functools.partial(optperm.diloco, sync_every=PERIOD),
+}
+
+
+def collectives(text):
+    """The collectives of a compiled program, with the bytes of their results."""
+    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](text)
+    return [(each.operation, each.bytes) for each in found]
+
+
+def grads_of(steps, size=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        jax.tree.map(lambda p: rng.normal(size=(size, *p.shape)).astype(np.float32), START)
+        for _ in range(steps)
+    ]
+
+
+def run_flagged(tx, grads, flags, how="vmap"):
+    """Trains with a flag for each step, one compiled program for each kind of flag."""
+    size = len(grads[0]["b"])
+    params, opt_state = (replicas.stack([tree] * size) for tree in (START, tx.init(START)))
+
+    def make(flag):
+        def step(params, opt_state, grads):
+            updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
+            return optperm.apply_updates(params, updates, opt_state), opt_state
+
+        return replicas.MAPPINGS[how](step, size)
+
+    steps = {flag: make(flag) for flag in set(flags)}
+    trail = []
+    for flag, each in zip(flags, grads, strict=True):
+        params, opt_state = steps[flag](params, opt_state, each)
+        trail.append((params, opt_state))
+    return trail
+
+
+@pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize("method", METHODS)
+def test_told_and_counted_commits_agree(method, how):
+    """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
+    tx = METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
+    grads = grads_of(7)
+    counted = run_flagged(tx, grads, [None] * 7, how)
+    told = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
+    mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None], how)
+    again = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
+    for wanted, one, other, same in zip(counted, told, mixed, again, strict=True):
+        support.assert_close(one[0], wanted[0], atol=1e-6)
+        support.assert_close(other[0], wanted[0], atol=1e-6)
+        support.assert_same_bits(jax.device_get(same), jax.device_get(one))
+        for field in ("count", "since_commit", "commits", "pulled", "skipped"):
+            np.testing.assert_array_equal(getattr(one[1], field), getattr(wanted[1], field))
+
+
+def test_a_told_commit_divides_by_the_steps_that_were_made():
+    """A flag is followed whatever the period says: gradients of 1 give a mean of 1 after two steps."""
+    tx = optperm.agn(optax.sgd(0.1), communication_period=100)
+    params, ones = jnp.zeros(2), jnp.ones(2)
+    opt_state = tx.init(params)
+    for commit in (False, True, True):
+        updates, opt_state = tx.update(ones, opt_state, params, commit=commit)
+        params = optperm.apply_updates(params, updates, opt_state)
+    np.testing.assert_allclose(params, [-0.2, -0.2], rtol=1e-6)
+    assert (int(opt_state.commits), int(opt_state.count)) == (2, 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_that_is_told_to_be_local_is_the_optimizer_alone(method):
+    """No conditional, no collective, nothing of the center but its own buffers handed on."""
+    tx = METHODS[method](optax.sgd(0.1, 0.9), axis_name=replicas.AXIS)
+    params, opt_state = (replicas.stack([tree] * 4) for tree in (START, tx.init(START)))
+    (grads,) = grads_of(1)
+    texts = {
+        flag: replicas.MAPPINGS["pmap"](
+            lambda p, s, g, flag=flag: tx.update(g, s, p, commit=flag), 4
+        )
+        .lower(params, opt_state, grads)
+        .compile()
+        .as_text()
+        for flag in (False, True, None)
+    }
+    assert not collectives(texts[False])
+    assert "conditional" not in texts[False]
+    assert len(collectives(texts[True])) == 1
+    assert "conditional" in texts[None]
+
+
+def test_flags_travel_through_chain_and_multi_steps():
+    """Under jit, and by `functools.partial` where an optimizer's update takes no flag."""
+    inner = optperm.agn(optax.sgd(0.1), communication_period=1000)
+    for wrap, every in ((lambda tx: optax.chain(optax.clip(1.0), tx), 1), (None, 2)):
+        tx = wrap(inner) if wrap else optax.MultiSteps(inner, 2)
+        params = jnp.zeros(2)
+        opt_state = tx.init(params)
+        update = jax.jit(tx.update, static_argnames="commit")
+        for commit in (False, False, False, True):
+            updates, opt_state = update(jnp.ones(2), opt_state, params, commit=commit)
+            params = optperm.apply_updates(params, updates, opt_state)
+        support.assert_same_bits(optperm.center_params(opt_state), params)
+        np.testing.assert_allclose(params, -0.1 * np.ones(2), rtol=1e-6)
+        assert every
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_flag_that_is_traced_or_no_flag_is_refused(method):
+    tx = METHODS[method](optax.sgd(0.1))
+    opt_state = tx.init(START)
+    with pytest.raises(TypeError, match=r"static_argnames of jax\.jit"):
+        jax.jit(lambda c: tx.update(START, opt_state, START, commit=c))(True)
+    for wrong in (1, "yes", jnp.bool_(True)):
+        with pytest.raises(TypeError, match=r"commit of .* must be True, False or None"):
+            tx.update(START, opt_state, START, commit=wrong)
+
+
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_a_schedule_of_periods(factory):
+    """Of the number of commits made: periods of 1, 2, 3 end after steps 1, 3 and 6."""
+    tx = factory(optax.sgd(0.1), **{_period_of(factory): lambda commits: commits + 1})
+    trail = loops.train(tx, START, [START] * 6)
+    assert [bool(s.pulled) for _, s in trail] == [True, False, True, False, False, True]
+    told = run_flagged(
+        factory(optax.sgd(0.1), axis_name=replicas.AXIS),
+        [replicas.stack([START])] * 6,
+        [bool(s.pulled) for _, s in trail],
+    )
+    for (params, _), (wanted, _) in zip(trail, told, strict=True):
+        support.assert_close(params, replicas.take(wanted, 0), atol=1e-6)
+
+
+def _period_of(factory):
+    return "communication_period" if factory is optperm.agn else "sync_every"
+
+
+def test_a_period_that_is_made_longer_divides_by_its_own_steps():
+    """Changed from 2 to 4 in the middle of a period, the commit is the mean of four gradients."""
+    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(1.0), communication_period=2)
+    params = jnp.zeros(())
+    opt_state = tx.init(params)
+    for step, grad in enumerate([1.0, 2.0, 3.0, 6.0]):
+        if step == 1:
+            opt_state.hyperparams["communication_period"] = jnp.int32(4)
+        updates, opt_state = tx.update(jnp.float32(grad), opt_state, params)
+        params = optperm.apply_updates(params, updates, opt_state)
+    assert float(params) == -3.0
+
+
+def test_gradients_that_were_summed_over_the_replicas_are_refused():
+    """In shard_map's checked mode params of all replicas alike have summed gradients."""
+    mesh = jax.make_mesh((4,), (replicas.AXIS,), axis_types=(AxisType.Auto,))
+    targets = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+
+    def local(tx, own):
+        def run(target):
+            p = jnp.zeros(3)
+            p = jax.lax.pcast(p, replicas.AXIS, to="varying") if own else p
+            g = jax.grad(lambda p: jnp.sum((p - target[0]) ** 2) / 2)(p)
+            updates, _ = tx.update(g, tx.init(p), p)
+            return updates[None]
+
+        return jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=P(replicas.AXIS), out_specs=P(replicas.AXIS))
+        )
+
+    for method in METHODS.values():
+        tx = method(optax.sgd(1.0), axis_name=replicas.AXIS)
+        with pytest.raises(ValueError, match=r"jax\.lax\.pcast\(params, 'replica', to='varying'\)"):
+            local(tx, own=False)(targets)
+        np.testing.assert_array_equal(local(tx, own=True)(targets), targets)
+
+
+SHARDED = {
+    "kernel": P(replicas.AXIS, None, "model"),
+    "bias": P(replicas.AXIS, "model"),
+    "scale": P(replicas.AXIS),
+}
+
+
+def _on_two_by_four(tx, types, *, manual, checked, flag):
+    """A step of two replicas whose params are cut in four, and its params, state and gradients."""
+    mesh = jax.make_mesh((2, 4), (replicas.AXIS, "model"), axis_types=(types,) * 2)
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (2, 16, 8), "bias": (2, 8), "scale": (2, 8)}
+    params, grads = (
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        for _ in range(2)
+    )
+    params = jax.tree.map(lambda leaf: np.stack([leaf[0]] * 2), params)
+
+    def step(params, opt_state, grads):
+        params, opt_state, grads = replicas.take((params, opt_state, grads), 0)
+        updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
+        params = optperm.apply_updates(params, updates, opt_state)
+        return jax.tree.map(lambda leaf: leaf[None], (params, opt_state))
+
+    opt_state = jax.vmap(tx.init)(params)
+
+    def spec(path, leaf):
+        name = getattr(path[-1], "key", None)
+        return SHARDED[name] if leaf.ndim > 1 else P(replicas.AXIS)
+
+    specs = jax.tree_util.tree_map_with_path(spec, opt_state)
+    outer = (SHARDED, specs, SHARDED)
+    place = lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec))  # noqa: E731
+    placed = jax.tree.map(place, (params, opt_state, grads), outer)
+    within = outer if manual else jax.tree.map(lambda _: P(replicas.AXIS), outer)
+    options = {} if manual else {"axis_names": {replicas.AXIS}}
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=within, out_specs=within[:2], check_vma=checked, **options
+    )
+    return mesh, jax.jit(mapped), placed
+
+
+@pytest.mark.parametrize("flag", [True, None])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("manual", [True, False], ids=["manual", "partial"])
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("method", ["agn mean", "agn sequential", "diloco"])
+def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manual, checked, flag):
+    """One collective over the replicas, numbers alone over the shards, which agree on who takes part."""
+    period = "sync_every" if method == "diloco" else "communication_period"
+    options = {"shard_axes": "model"} if manual and not checked else {}
+    tx = METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
+    mesh, step, (params, opt_state, grads) = _on_two_by_four(
+        tx, types, manual=manual, checked=checked, flag=flag
+    )
+    with jax.set_mesh(mesh):
+        compiled = step.lower(params, opt_state, grads).compile()
+        shards = sum(
+            leaf.size // (8 if "model" in SHARDED[name] else 2) for name, leaf in params.items()
+        )
+        copies = 2 if method == "agn sequential" else 1
+        wanted = [("all-reduce", copies * 4 * (shards + 1))]
+        # In a partially manual shard_map jax 0.10 itself gathers what is summed on explicit axes.
+        if manual or types == AxisType.Auto or jax.__version_info__ >= (0, 11):
+            assert [each for each in collectives(compiled.as_text()) if each[1] > 8] == wanted
+        # NaN lies on one shard of the second replica alone.
+        bad = np.array(params["kernel"] if method == "diloco" else grads["kernel"])
+        bad[1, 3, 5] = np.nan
+        bad = jax.device_put(bad, NamedSharding(mesh, SHARDED["kernel"]))
+        if method == "diloco":
+            after, opt_state = step(params | {"kernel": bad}, opt_state, grads)
+        else:
+            after, opt_state = step(params, opt_state, grads | {"kernel": bad})
+    assert opt_state.skipped.tolist() == [0, 1]
+    rule = {"agn mean": "agn sequential"}.get(method, method)
+    alone = METHODS[rule](optax.sgd(0.1), **{period: 1})
+    one = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[0])
+    updates, state = alone.update(one(grads), alone.init(one(params)), one(params))
+    wanted = optperm.apply_updates(one(params), updates, state)
+    for index in range(2):
+        support.assert_close(replicas.take(jax.device_get(after), index), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_contributions_that_overflow_together_leave_the_center(dtype):
+    """Each is finite, their sum is not: the center stays, and all replicas count it."""
+    largest = float(jnp.finfo(dtype).max)
+    tx = optperm.agn(optax.sgd(1e-8), 1, axis_name=replicas.AXIS, commit="sum")
+    params = jnp.ones((4, 2), dtype)
+    opt_state = jax.vmap(tx.init)(params)
+    step = replicas.MAPPINGS["vmap"](lambda p, s, g: tx.update(g, s, p)[1], 4)
+    opt_state = step(params, opt_state, jnp.full((4, 2), 0.4 * largest, dtype))
+    support.assert_same_bits(optperm.center_params(opt_state), params)
+    assert opt_state.skipped.tolist() == [1] * 4
+    opt_state = step(params, opt_state, jnp.full((4, 2), 0.2 * largest, dtype))
+    assert opt_state.skipped.tolist() == [1] * 4
+
+
+def test_a_bad_batch_does_not_lose_a_replica():
+    """Optimizers that read the raw gradient get a finite one; others recover with apply_if_finite."""
+
+    def update(updates, norm, params=None, *, grad=None, **extra_args):
+        """Keeps the running norm of the raw gradient, and divides by it: 0/0 for a gradient of zeros."""
+        norm = 0.5 * norm + 0.5 * optax.tree.norm(updates if grad is None else grad)
+        return jax.tree.map(lambda g: -0.1 * g / norm, updates), norm
+
+    momo = optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0.0), update)
+    batches = [jnp.full(3, value) for value in (np.nan, 1.0, 1.0)]
+    wrapped = optax.apply_if_finite(momo, max_consecutive_errors=10)
+    for optimizer, recovers in ((momo, False), (wrapped, True)):
+        tx = optperm.agn(optimizer, 10, center_optimizer=optax.sgd(0.1))
+        params = jnp.zeros(3)
+        opt_state = tx.init(params)
+        for batch in batches:
+            updates, opt_state = tx.update(batch, opt_state, params, grad=batch)
+            params = optax.apply_updates(params, updates)
+        assert bool(jnp.isfinite(params).all()) == recovers
+        # The state was never poisoned: what is lost without the wrapper is one step of 0/0.
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(opt_state.local_state))
+
+
+def _counts(tx, *, steps, period):
+    params = jnp.zeros(2)
+    opt_state = tx.init(params)
+    trail = loops.train(tx, params, [jnp.ones(2)] * steps, opt_state=opt_state)
+    return [s.center[0] for _, s in trail][period - 1 :: period], trail[-1][1]
+
+
+def test_schedules_of_the_center_count_local_steps():
+    """A rate that falls to zero in six steps has fallen to zero for the center, too."""
+    fall = optax.linear_schedule(1.0, 0.0, 6)
+    centers, opt_state = _counts(optperm.agn(optax.sgd(fall), 2), steps=8, period=2)
+    # Commits after 2, 4, 6 and 8 steps make steps of the rates at 0, 2, 4 and 6.
+    np.testing.assert_allclose(centers, np.cumsum([-1.0, -2 / 3, -1 / 3, 0.0]), atol=1e-6)
+    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=fall)
+    again, _ = _counts(optperm.agn(injected, 2), steps=8, period=2)
+    np.testing.assert_allclose(again, centers, atol=1e-6)
+    # Bias correction counts what its moments have seen.
+    _, opt_state = _counts(optperm.agn(optax.adam(fall), 2), steps=8, period=2)
+    adam, schedule = opt_state.center_state[0], opt_state.center_state[-1]
+    assert (int(adam.count), int(schedule.count)) == (4, 8)
+    # An optimizer of the center's own counts its own steps.
+    own = optperm.agn(optax.sgd(0.1), 2, center_optimizer=optax.sgd(fall))
+    centers, _ = _counts(own, steps=8, period=2)
+    np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)
+
+
+def test_in_turn_all_replicas_together_advance_a_schedule_by_one_period():
+    tx = optperm.agn(optax.sgd(lambda count: 0.1), 2, axis_name=replicas.AXIS, commit="sequential")
+    _, opt_state = run_flagged(tx, grads_of(4), [None] * 4)[-1]
+    assert optax.tree.get_all_with_path(opt_state.center_state, "count")[0][1].tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_multi_steps_of_the_center_are_refused(factory):
+    accumulating = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
+    tx = (
+        optperm.agn(accumulating)
+        if factory is optperm.agn
+        else optperm.diloco(optax.sgd(0.1), accumulating)
+    )
+    with pytest.raises(ValueError, match=r"write optax\.MultiSteps\((agn|diloco)\("):
+        tx.init(START)
+    optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
+
+
+@pytest.mark.parametrize(("on_each", "checked"), [(1, True), (1, False), (2, False)])
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
+    """One or two replicas on each of four devices give what as many under vmap give."""
+    size, axes = 4 * on_each, ("device", "each") if on_each > 1 else "device"
+    mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
+    tx = METHODS[method](optax.adam(0.1), axis_name=axes)
+    single = METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
+    grads, flags = grads_of(4, size=size), [False, False, True, False]
+
+    def make(flag):
+        def step(params, opt_state, grads):
+            updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
+            return optperm.apply_updates(params, updates, opt_state), opt_state
+
+        block = jax.vmap(step, axis_name="each")
+        spec = P("device")
+        return jax.jit(
+            jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+        )
+
+    steps = {flag: make(flag) for flag in (False, True)}
+    params, opt_state = (replicas.stack([tree] * size) for tree in (START, tx.init(START)))
+    expected = run_flagged(single, grads, flags)
+    for flag, each, (wanted, _) in zip(flags, grads, expected, strict=True):
+        params, opt_state = steps[flag](params, opt_state, each)
+        support.assert_close(params, wanted, atol=1e-6)
+    text = steps[False].lower(params, opt_state, grads[0]).compile().as_text()
+    assert "conditional" not in text
+    assert not collectives(text)

@@ -1,0 +1,279 @@
+"""Streaming DiLoCo and compressed contributions, against simulations in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+
+import optperm
+from optperm.distributed import compression, plans
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+SIZE, STEPS = 4, 14
+SHAPES = {"a": (3, 5), "b": (4,), "c": (6, 2), "d": ()}
+
+
+def start_and_targets(seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *lead: {k: rng.normal(size=(*lead, *v)) for k, v in SHAPES.items()}  # noqa: E731
+    return draw(), [draw(SIZE) for _ in range(STEPS)]
+
+
+def fragments_of(number):
+    """The names of each fragment: leaves in order, cut where the middles of their sizes fall."""
+    sizes = np.array([np.prod(shape, dtype=int) for shape in SHAPES.values()], float)
+    middles = (np.cumsum(sizes) - sizes / 2) / sizes.sum()
+    places = np.minimum((middles * number).astype(int), number - 1)
+    return [[k for k, p in zip(SHAPES, places, strict=True) if p == i] for i in range(number)]
+
+
+def simulate(plan, mixing, targets, start, *, rate=0.1, outer_rate=0.7, momentum=0.9, sent=None):
+    """Every step's params of all replicas, and the center, by plain SGD within and Nesterov without.
+
+    `sent(index, name, e)` is what of e travels; None for all of it.
+    """
+    params = [dict(start) for _ in range(SIZE)]
+    center, speed = dict(start), {k: 0.0 for k in start}
+    held = [{k: np.zeros_like(v) for k, v in start.items()} for _ in range(SIZE)]
+    flight = {}
+    for step, target in enumerate(targets, start=1):
+        for index, own in enumerate(params):
+            for k in own:
+                own[k] = own[k] - rate * (own[k] - target[k][index])
+        for p, names in enumerate(fragments_of(plan.fragments)):
+            offset = p * plan.period // plan.fragments
+            due = lambda s, offset=offset: s > 0 and (s - offset) % plan.period == 0  # noqa: E731
+            if due(step):
+                flight[p] = {}
+                for k in names:
+                    parts = [center[k] - own[k] for own in params]
+                    if sent is not None:
+                        for index, part in enumerate(parts):
+                            e = sent.decay * held[index][k] + part
+                            parts[index] = sent(e)
+                            held[index][k] = e - parts[index]
+                    flight[p][k] = sum(parts) / SIZE
+            if due(step - plan.delay):
+                for k in names:
+                    delta = flight[p][k]
+                    speed[k] = delta + momentum * speed[k]
+                    center[k] = center[k] - outer_rate * (delta + momentum * speed[k])
+                    for own in params:
+                        own[k] = mixing * own[k] + (1 - mixing) * center[k]
+        yield [dict(own) for own in params], dict(center)
+
+
+def run(plan, *, flagged=False, targets, start, how="vmap", **options):
+    """The same by the library."""
+    tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=replicas.AXIS, **options)
+    step_of = {}
+
+    def make(commit):
+        def step(params, opt_state, target):
+            grads = jax.tree.map(jnp.subtract, params, target)
+            updates, opt_state = tx.update(grads, opt_state, params, commit=commit)
+            return optperm.apply_updates(params, updates, opt_state), opt_state
+
+        return replicas.MAPPINGS[how](step, SIZE)
+
+    params, opt_state = (replicas.stack([tree] * SIZE) for tree in (start, tx.init(start)))
+    for step, target in enumerate(targets, start=1):
+        commit = plan.at(step) if flagged else None
+        if commit not in step_of:
+            step_of[commit] = make(commit)
+        params, opt_state = step_of[commit](params, opt_state, target)
+        yield params, opt_state
+
+
+@pytest.mark.parametrize("flagged", [True, False])
+@pytest.mark.parametrize(
+    ("plan", "mixing"),
+    [
+        (optperm.Every(4), 0.0),
+        (optperm.Every(4), 0.5),
+        (optperm.Every(4, fragments=3), 0.0),
+        (optperm.Every(4, fragments=2, delay=1), 0.25),
+        (optperm.Every(5, fragments=4, delay=3), 0.5),
+        (optperm.Every(3, delay=2), 0.0),
+    ],
+)
+def test_equals_a_simulation(plan, mixing, flagged):
+    """Every step of every replica and the center, told or counted, to 1e-12 in float64."""
+    with jax.enable_x64(True):
+        start, targets = start_and_targets()
+        ours = run(plan, flagged=flagged, targets=targets, start=start, mixing=mixing)
+        for (params, opt_state), (wanted, center) in zip(
+            ours, simulate(plan, mixing, targets, start), strict=True
+        ):
+            support.assert_close(params, replicas.stack(wanted), atol=1e-12)
+            for index in range(SIZE):
+                got = replicas.take(optperm.center_params(opt_state), index)
+                support.assert_close(got, center, atol=1e-12)
+
+
+def test_one_fragment_without_delay_is_plain_diloco():
+    start, targets = start_and_targets()
+    start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
+    plain = optperm.diloco(optax.sgd(0.1), None, 4, axis_name=replicas.AXIS)
+    evaluate = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
+    expected = loops.train(plain, start, targets, evaluate=evaluate, how="vmap", size=SIZE)
+    ours = run(optperm.Every(4), targets=targets, start=start)
+    for (params, opt_state), (wanted, of_plain) in zip(ours, expected, strict=True):
+        support.assert_close(params, wanted, atol=1e-6)
+        centers = (optperm.center_params(each) for each in (opt_state, of_plain))
+        support.assert_close(*centers, atol=1e-6)
+
+
+class _TopK:
+    """The largest quarter of a leaf in NumPy, at least 8 of them, not rounded."""
+
+    decay = 0.95
+
+    def __call__(self, e):
+        flat = e.reshape(-1)
+        number = min(-(-flat.size // 8) * 8, 8)
+        kept = np.argsort(-np.abs(flat), kind="stable")[:number]
+        sent = np.zeros_like(flat)
+        sent[kept] = np.float32(flat[kept])
+        return sent.reshape(e.shape)
+
+
+class _Levels:
+    """A leaf in NumPy on 16 evenly spaced levels between minus and plus its largest magnitude."""
+
+    decay = 1.0
+
+    def __call__(self, e):
+        flat = np.float32(e.reshape(-1))
+        scale = np.abs(flat).max()
+        code = np.round((flat / scale + 1) / 2 * 15)
+        return ((code / 15 * 2 - 1) * scale).reshape(e.shape)
+
+
+@pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize(
+    ("compress", "sent"),
+    [
+        (optperm.compress_top_k(0.25), _TopK()),
+        (optperm.compress_quantized(4), _Levels()),
+    ],
+)
+def test_compressed_contributions_equal_a_simulation(compress, sent, how):
+    """With error feedback, over fragments and a delay; the centers of all replicas are the same bits."""
+    start, targets = start_and_targets()
+    start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
+    plan = optperm.Every(3, fragments=2, delay=1)
+    ours = run(plan, targets=targets, start=start, compress=compress, mixing=0.25, how=how)
+    expected = simulate(plan, 0.25, targets, start, sent=sent)
+    for (params, opt_state), (wanted, center) in zip(ours, expected, strict=True):
+        support.assert_close(params, replicas.stack(wanted), atol=1e-5)
+        for index in range(SIZE):
+            got = replicas.take(jax.device_get(optperm.center_params(opt_state)), index)
+            support.assert_close(got, center, atol=1e-5)
+            support.assert_same_bits(
+                got, replicas.take(jax.device_get(optperm.center_params(opt_state)), 0)
+            )
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("shape", [(), (7,), (300,), (9, 1000)])
+def test_bytes_say_what_was_sent(bits, shape):
+    """What is decoded is within half a level, and the bytes are as few as the bits say."""
+    leaf = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+    compress = optperm.compress_quantized(bits)
+    encoded = compress.encode(leaf)
+    assert all(part.dtype == jnp.uint8 for part in encoded)
+    decoded = compress.decode(encoded, shape)
+    width = jnp.max(jnp.abs(leaf)) / (2**bits - 1)
+    assert jnp.max(jnp.abs(decoded - leaf)) <= width * (1 + 1e-5)
+    chunks = -(-leaf.size // 256)
+    padded = -(-leaf.size // 256) * 256 if leaf.size > 256 else -(-leaf.size // 8) * 8
+    assert sum(part.size for part in encoded) == padded * bits // 8 + 4 * chunks
+
+
+def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
+    leaf = jnp.asarray(np.random.default_rng(0).normal(size=(8192,)), jnp.float32)
+    compress = optperm.compress_top_k(1 / 32)
+    own, number, rest = compression.sum_compressed(
+        compress, leaf, jnp.zeros_like(leaf), jnp.float32(1.0), None
+    )
+    kept = np.flatnonzero(own)
+    for chunk in (np.arange(4096), np.arange(4096, 8192)):
+        largest = chunk[np.argsort(-np.abs(leaf[chunk]))[:128]]
+        assert set(largest) == set(kept) & set(chunk)
+    support.assert_same_bits(own[kept], leaf[kept])
+    support.assert_same_bits(rest, jnp.where(own == 0, leaf, 0.0))
+    assert float(number) == 1
+
+
+@pytest.mark.parametrize(
+    ("compress", "per_entry"),
+    [(optperm.compress_top_k(1 / 32, bits=2), 0.0712), (optperm.compress_quantized(4), 0.516)],
+)
+def test_what_crosses_the_axis_is_bytes(compress, per_entry):
+    """The compiled step holds one collective, an all-gather of uint8."""
+    tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=replicas.AXIS, compress=compress)
+    params = {"a": jnp.ones((128, 256)), "b": jnp.ones(256)}
+    stacked = [replicas.stack([tree] * SIZE) for tree in (params, tx.init(params), params)]
+    step = replicas.MAPPINGS["pmap"](lambda p, s, g: tx.update(g, s, p, commit=True), SIZE)
+    text = step.lower(*stacked).compile().as_text()
+    found = [line for line in text.splitlines() if " all-gather(" in line or " all-reduce(" in line]
+    assert len(found) == 1
+    assert "all-gather" in found[0]
+    size = int(found[0].split("= u8[")[1].split("]")[0].split(",")[-1])
+    entries = sum(leaf.size for leaf in params.values())
+    assert size / entries == pytest.approx(per_entry, rel=0.05)
+
+
+@pytest.mark.parametrize("compress", [None, optperm.compress_quantized(4)])
+def test_resumed_inside_a_delay_bit_for_bit(compress):
+    """From a copy of the state between sending and arrival."""
+    start, targets = start_and_targets()
+    start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
+    plan = optperm.Every(4, fragments=2, delay=2)
+    tx = optperm.diloco(optax.adam(0.1), None, plan, axis_name=replicas.AXIS, compress=compress)
+    evaluate = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
+    options = {"evaluate": evaluate, "how": "vmap", "size": SIZE}
+    whole = loops.train(tx, start, targets, **options)
+    params, opt_state = jax.device_get(whole[4])
+    resumed = loops.train(tx, params, targets[5:], opt_state=opt_state, **options)
+    support.assert_same_bits(resumed[-1], whole[-1])
+
+
+def test_a_center_in_float32_under_bfloat16_params():
+    """Outer steps too small for bfloat16 add up in the center; params are the center, rounded."""
+    tx = optperm.diloco(
+        optax.sgd(1.0), optax.sgd(2**-6), 1, center_dtype=jnp.float32, axis_name=replicas.AXIS
+    )
+    params = jnp.ones((2, 3), jnp.bfloat16)
+    opt_state = jax.vmap(tx.init)(params)
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    for _ in range(8):
+        params, opt_state = step(params, opt_state, jnp.full((2, 3), 2**-4, jnp.bfloat16))
+    center = optperm.center_params(opt_state)
+    assert center.dtype == jnp.float32
+    assert float(center[0, 0]) < 1 - 7 * 2**-10
+    support.assert_same_bits(params, center.astype(jnp.bfloat16))
+
+
+def test_plans_say_what_is_wrong():
+    with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
+        optperm.Every(3, fragments=4)
+    with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
+        optperm.Every(3, delay=3)
+    tx = optperm.diloco(optax.sgd(0.1), None, optperm.Every(4, fragments=2))
+    params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+    opt_state = tx.init(params)
+    with pytest.raises(ValueError, match="fragment 3, and the plan has 2"):
+        tx.update(params, opt_state, params, commit=plans.Exchange((3,), (3,)))
+    with pytest.raises(ValueError, match="Without a delay what is sent arrives at the same step"):
+        tx.update(params, opt_state, params, commit=plans.Exchange((1,), ()))
+    with pytest.raises(TypeError, match=r"what plan\.at\(step\) gives"):
+        tx.update(params, opt_state, params, commit=3)
+    with pytest.raises(ValueError, match="places params where its own state says"):
+        optperm.diloco(optperm.sgperm(), None, optperm.Every(4)).init({"a": jnp.arange(3.0)})
