@@ -68,8 +68,8 @@ class Checkpoints:
         names = ", ".join(map(str, known)) or "none at all"
         if resume is False and known and known[-1] > step:
             raise ValueError(
-                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass resume=True "
-                "to go on from it, or another folder."
+                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass "
+                "resume=True to go on from it, or another folder."
             )
         if resume is False or (resume is True and not known):
             return None

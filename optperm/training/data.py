@@ -1,7 +1,10 @@
-"""Data as users bring them: arrays in memory, or an iterable of batches."""
+"""Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
+import base64
+import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +13,15 @@ import numpy as np
 from optperm.contract import checks
 from optperm.training import processes
 from optperm.training.layout import Layout
+from optperm.training.terminal import Interrupt
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
+# Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
+_ROWS = 1024
+_GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
+
 AHEAD = 4  # batches that may wait on the devices for those before them
 
 
@@ -128,3 +136,164 @@ def _as_array(leaf: Any) -> Any:
     """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
     known = jax.Array | np.ndarray | np.generic | bool | int | float
     return leaf if isinstance(leaf, known) else np.asarray(leaf)
+
+
+class Fed(NamedTuple):
+    """What came of some steps."""
+
+    carry: Any
+    columns: dict[str, np.ndarray]  # float32, a row for each step
+    steps: int
+    is_over: bool  # whether the epoch ends with them
+    error: Exception | None = None  # what ended them before their time
+
+
+class ArrayFeed:
+    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
+
+    def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
+        size, parts = num_examples("train_data", data), layout.parts
+        if batch_size is None:
+            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
+        checks.check_count("batch_size", batch_size)
+        if batch_size > size:
+            says = f"at most the number of examples in train_data, {size}"
+            raise ValueError(f"batch_size must be {says}, got {batch_size}.")
+        if batch_size % parts:
+            says = f"counts the examples of all {parts} devices or replicas, and must be"
+            raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
+        self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
+        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
+        self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+
+    def facts(self) -> dict[str, Any]:
+        """Tells the data from others."""
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
+        facts = {"batch_size": self._batch_size, "train_data": str(forms)}
+        return facts | {"the digest of train_data": processes.digest(self._data)}
+
+    def begin(self, epoch: int, offset: int, _: Any = None) -> None:
+        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
+        if epoch != self._epoch:
+            order = np.asarray(shuffled(self._seed, epoch, self._size))
+            order = order[: self.steps_per_epoch * self._batch_size]
+            order = order.reshape(self.steps_per_epoch, -1)
+            self._order = self._layout.put(order, None, *self._layout.batch[:1])
+        self._epoch, self._offset = epoch, offset
+
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
+        shared = self._examples, np.int32(first), np.int32(last)
+        try:
+            with self._layout.context():
+                carry, columns = steps[0](carry, shared, self._order)
+        except Exception as error:  # the loss function's own, while it is traced
+            return Fed(carry, {}, 0, False, error)
+        loss, start = columns["loss"], time.perf_counter()
+        while not loss.is_ready():  # Python hears no signal while it waits for an array
+            time.sleep(min(0.01 * (time.perf_counter() - start) + 1e-5, 0.1))
+        host = {name: rows[: last - first] for name, rows in jax.device_get(columns).items()}
+        return Fed(carry, host, last - first, last == self.steps_per_epoch)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All examples, placed; those included that no step of an epoch takes."""
+        size = _GRADIENT_CHUNK * self._layout.parts
+        return pieces("train_data", self._data, epoch, size, self._layout)
+
+    def state(self) -> None:
+        """Nothing: the shuffles follow from the seed."""
+
+
+class StreamFeed:
+    """Batches from an iterable, or from a callable that gives one for each epoch.
+
+    None is asked for before the step that takes it: what is left stays in the iterator.
+    """
+
+    steps_per_epoch, rows = None, 1
+
+    def __init__(self, source: Any, batch_size: Any, layout: Layout, earlier: Any) -> None:
+        if batch_size is not None:
+            raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
+        self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
+        self._iterator: Any = None
+        if earlier is not None and earlier._source is source:
+            self._iterator, self._at = earlier._iterator, earlier._at
+
+    def facts(self) -> dict[str, Any]:
+        """What will come is not known."""
+        return {"train_data": "an iterable of batches"}
+
+    def _reopened(self) -> Any:
+        if self._iterator is not None and self._iterator is self._source:
+            raise ValueError(
+                "train_data is an iterator that can be gone through only once, and is needed again. "
+                "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
+            )
+        return self._source
+
+    def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
+        """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+        if self._iterator is not None and self._at == (epoch, offset):
+            return
+        self._iterator = open_stream("train_data", self._reopened(), epoch)
+        self._at = epoch, offset
+        if state is not None:
+            kind, content = json.loads(json.loads(state)[jax.process_index()])
+            self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
+            return
+        for index in range(offset):
+            if next(self._iterator, END) is END:
+                raise ValueError(
+                    f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
+                    f"{offset} of them: to go on exactly, it has to give the same batches again."
+                )
+
+    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        rows: list[dict[str, jax.Array]] = []
+        (epoch, offset), is_over, error = self._at, False, None
+        length = len(self._source) if isinstance(self._source, list | tuple) else None
+        alone = jax.process_count() == 1  # several end together, after a call
+        with self._layout.context():
+            while len(rows) < limit and not is_over and not (alone and interrupt.requested):
+                try:
+                    batch = pull("train_data", self._iterator)
+                    if is_over := batch is END:
+                        break
+                    carry, row = steps[1](carry, (), self._placed(batch))
+                except Exception as raised:  # the loader's own, or the loss function's
+                    error = raised
+                    break
+                rows.append(row)
+                is_over = offset + len(rows) == length
+                jax.block_until_ready(rows[:-AHEAD][-1:])
+        if is_over and not offset + len(rows):
+            error = no_batch("train_data", epoch)
+        self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
+        columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
+        return Fed(carry, columns, len(rows), is_over, error)
+
+    def _placed(self, batch: Any) -> Any:
+        parts = self._layout.parts // jax.process_count()
+        if self._layout.mapped and (size := num_examples("A batch", batch)) % parts:
+            raise ValueError(
+                f"A batch of train_data must be one that {parts} replicas can share, got {size} "
+                "examples. Drop or fill up a last batch that is smaller."
+            )
+        return self._layout.put_batch(batch, local=True)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """All batches of an epoch, placed, from the source anew."""
+        return pieces("train_data", self._reopened(), epoch, None, self._layout)
+
+    def state(self) -> str | None:
+        """Where an iterator that can say so has come, in all processes."""
+        if not hasattr(self._iterator, "get_state") or not hasattr(self._iterator, "set_state"):
+            return None
+        state = self._iterator.get_state()
+        is_bytes = isinstance(state, bytes)
+        content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
+        return json.dumps(processes.gather_texts(json.dumps(content, default=int)))

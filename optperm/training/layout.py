@@ -232,8 +232,8 @@ def mesh_of(devices: int) -> Mesh:
         if (most := max(most, min(map(len, by_process)))) >= devices:
             return Mesh(np.array([each[:devices] for each in by_process]).ravel(), (AXIS,))
     raise ValueError(
-        f"devices must be at most {most}, the number that JAX has, got {devices}. For more virtual ones on "
-        f"the processor start with the environment variable JAX_NUM_CPU_DEVICES={devices}."
+        f"devices must be at most {most}, the number that JAX has, got {devices}. For more virtual "
+        f"ones on the processor start with the environment variable JAX_NUM_CPU_DEVICES={devices}."
     )
 
 

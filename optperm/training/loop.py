@@ -13,22 +13,24 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from optperm.contract import checks
-from optperm.training import data as datas
 from optperm.training import processes
 from optperm.training.callbacks import Callback, EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
+from optperm.training.data import ArrayFeed, Fed, StreamFeed, is_arrays
 from optperm.training.evaluations import Evaluator
-from optperm.training.feeds import ArrayFeed, Fed, StreamFeed
 from optperm.training.history import History
-from optperm.training.interrupt import Interrupt
 from optperm.training.layout import Layout, layout_of
-from optperm.training.progress import progress_bar
 from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
+from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
+_COUNTS = (
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
+    "checkpoint_keep",
+)
 _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
 
 
@@ -177,30 +179,8 @@ def fit(
       >>> int(result.state.step)
       20
     """
-    counts = {"epochs": epochs, "steps": steps, "steps_per_call": steps_per_call}
-    counts |= {"eval_batch_size": eval_batch_size, "checkpoint_every": checkpoint_every}
-    for name, count in {**counts, "checkpoint_keep": checkpoint_keep}.items():
-        if count is not None:
-            checks.check_count(name, count)
-    checks.check_seed("seed", seed)
-    checks.check_flag("has_aux", has_aux)
-    checks.check_function("loss_fn", loss_fn, "(params, batch) or (model, batch)")
-    if epochs is None and steps is None:
-        raise ValueError("Pass epochs or steps: how long to train.")
-    if not isinstance(resume, bool):
-        checks.check_count("resume", resume, minimum=0)
-    if checkpoints is None and (checkpoint_every or checkpoint_keep or resume is not False):
-        raise ValueError("resume, checkpoint_every and checkpoint_keep go with checkpoints.")
-    if (eval_fn is None) != (eval_data is None):
-        missing = "eval_fn" if eval_fn is None else "eval_data"
-        raise ValueError(f"eval_fn and eval_data go together: pass {missing} as well.")
-    if not isinstance(every, Mapping | None):
-        raise TypeError(f"every must be a dict such as {{100: log}}, got {type(every).__name__}.")
-    for n in every or {}:
-        checks.check_count("a key of every", n)
-    if epoch_start is not None:
-        checks.check_function("epoch_start", epoch_start, "(opt_state, params, full_gradient)")
-
+    given = dict(locals())
+    _check(given)
     earlier = state_or_model if isinstance(state_or_model, FitResult) else None
     if earlier is not None:
         state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
@@ -213,24 +193,28 @@ def fit(
     if epoch_start is not None and layout.own:
         raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
     feed: ArrayFeed | StreamFeed
-    if datas.is_arrays("train_data", train_data):
+    if is_arrays("train_data", train_data):
         feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
     else:
         feed = StreamFeed(train_data, batch_size, layout, earlier._stream if earlier else None)
     facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
     if jax.process_count() > 1:
         digest = {"the digest of params": processes.digest(plain(initial.params))}
+        counts = {name: given[name] for name in _COUNTS}
         processes.check_same({**facts, **feed.facts(), **counts, **digest})
-    where = Layout(layout.mesh, layout.batch)
-    batch = eval_batch_size or batch_size
-    calls = {int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()}
-    evaluator = eval_fn and Evaluator(eval_fn, eval_data, batch, model, where)
-    when = calls, as_callbacks("on_epoch_end", on_epoch_end), epoch_start, int(steps_per_call)
-    carry = _placed(initial, layout) if earlier is None else _moved(earlier, layout)
+    evaluated = eval_batch_size or batch_size, model, Layout(layout.mesh, layout.batch)
     old = earlier.history if earlier else History()
-    start = carry, earlier._at if earlier else Position(), History(old.steps, old.epoch_rows)
-    what = (state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux), evaluator
-    run = _Run(*what, *when, *start)
+    run = _Run(
+        *((state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux)),
+        evaluator=eval_fn and Evaluator(eval_fn, eval_data, *evaluated),
+        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
+        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
+        epoch_start=epoch_start,
+        steps_per_call=int(steps_per_call),
+        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
+        at=earlier._at if earlier else Position(),
+        history=History(old.steps, old.epoch_rows),
+    )
     if checkpoints is not None:
         kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
         run.keep_in(kept, {**facts, **feed.facts()}, resume)
@@ -239,6 +223,33 @@ def fit(
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     return run.result(ended)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Raises what `fit` says about arguments that can be judged by themselves."""
+    for name in _COUNTS:
+        if given[name] is not None:
+            checks.check_count(name, given[name])
+    checks.check_seed("seed", given["seed"])
+    checks.check_flag("has_aux", given["has_aux"])
+    checks.check_function("loss_fn", given["loss_fn"], "(params, batch) or (model, batch)")
+    if given["epochs"] is None and given["steps"] is None:
+        raise ValueError("Pass epochs or steps: how long to train.")
+    for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
+        if given[names[0]] is not None and given[names[1]] is None:
+            raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
+    if not isinstance(given["resume"], bool):
+        checks.check_count("resume", given["resume"], minimum=0)
+    for name in ("resume", "checkpoint_every", "checkpoint_keep"):
+        if given["checkpoints"] is None and given[name] not in (None, False):
+            raise ValueError(f"{name} goes with checkpoints: pass those.")
+    if not isinstance(given["every"], Mapping | None):
+        raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
+    for n in given["every"] or {}:
+        checks.check_count("a key of every", n)
+    if given["epoch_start"] is not None:
+        says = "(opt_state, params, full_gradient)"
+        checks.check_function("epoch_start", given["epoch_start"], says)
 
 
 def _placed(state: TrainState, layout: Layout) -> TrainState:
@@ -263,8 +274,8 @@ def _moved(earlier: FitResult, layout: Layout) -> TrainState:
         return copied(earlier._carry)
     if earlier._layout.own or layout.own:
         raise ValueError(
-            f"The earlier fit trained {earlier._layout.parts} replicas, each with a state of its own, and "
-            f"cannot go on with {layout.parts}: pass the same, or begin anew from its state."
+            f"The earlier fit trained {earlier._layout.parts} replicas, each with a state of its own, "
+            f"and cannot go on with {layout.parts}: pass the same, or begin anew from its state."
         )
     host = jax.tree.map(np.asarray, plain(earlier._carry))
     return copied(typed(layout.place(host), earlier._carry))
@@ -312,9 +323,9 @@ class _Run:
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
-        if self.history.last and not self.at.offset:
-            if wants_to_stop("on_epoch_end", tuple(early), self._event({})):
-                return "stopped"
+        is_between = self.history.last and not self.at.offset
+        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event({})):
+            return "stopped"
         what = self.model, self.loss_fn, self.layout, self.carry
         compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
         self._since, stop, error, code = time.perf_counter(), False, None, 0

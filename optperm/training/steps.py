@@ -18,14 +18,14 @@ from optperm.distributed.local_steps import LocalStepsState, center_params
 from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.training.layout import Layout, average_varying
-from optperm.training.losses import (
+from optperm.training.train_state import (
     Loss,
+    TrainState,
     arguments_of,
     scalar_metrics,
     split_model,
     training_metrics,
 )
-from optperm.training.train_state import TrainState
 
 Metrics = dict[str, jax.Array]
 # What was made of a function, by that function, as long as somebody else holds it.
@@ -54,8 +54,8 @@ class Model:
             return cls(), source
         if not isinstance(source, nnx.Module):
             raise TypeError(
-                "The first argument of fit must be a state from optperm.training.TrainState.create, a model "
-                f"of flax.nnx, or what an earlier fit returned, got {type(source)}."
+                "The first argument of fit must be a state from optperm.training.TrainState.create, a "
+                f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
             )
         if not isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
@@ -79,7 +79,7 @@ class Model:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:  # noqa: FBT001
+    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
         """A loss function as one of model state, random key, params and batch."""
         return Loss(loss_fn, has_aux, self.graphdef, self.wrt)
 
