@@ -423,7 +423,11 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
-        ({"epochs": 1, "replicas": 2}, ValueError, "without axis_name, so that there is nothing to simulate"),
+        (
+            {"epochs": 1, "replicas": 2},
+            ValueError,
+            "without axis_name, so that there is nothing to simulate",
+        ),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
         ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),

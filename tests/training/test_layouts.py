@@ -82,8 +82,9 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize(
+    ("sharding", "axis_type"), [("input", AxisType.Explicit), ("output", AxisType.Auto)]
+)
 @pytest.mark.parametrize("name", ["adam", "svrg", "constant_sgd"])
 def test_a_sharded_state_stays_sharded(name, sharding, axis_type, tmp_path):
     """On four devices as on one: trained, evaluated, kept and gone on with."""
@@ -208,6 +209,9 @@ def by_hand(name, size, start):
     return params
 
 
+PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
+
+
 @pytest.mark.parametrize("name", fitting.METHODS)
 def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     """Four devices; from weights that can all be permuted."""
@@ -221,18 +225,13 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     hand = by_hand(name, 4, start)
     for key, leaf in result.state.params.items():
         np.testing.assert_allclose(np.asarray(leaf), np.asarray(hand[key]), rtol=2e-4, atol=2e-5)
-    for rate in (0.05, 0.1):
-        plain = dense_fit(optax.sgd(rate), start)
-        distance = optax.tree.norm(
-            jax.tree.map(
-                lambda a, b: np.asarray(a) - np.asarray(b), result.state.params, plain.state.params
-            )
-        )
-        assert float(distance) > 1e-3, name
+    for sgd in PLAIN:
+        plain = dense_fit(sgd, start)
+        far = [np.ptp(result.state.params[k] - jax.device_get(plain.state.params[k])) for k in hand]
+        assert max(far) > 1e-3
 
 
-@pytest.mark.parametrize("kind", fitting.KINDS)
-@pytest.mark.parametrize("name", ["agn", "diloco"])
+@pytest.mark.parametrize(("name", "kind"), [("agn", "linen"), ("diloco", "nnx")])
 def test_replicas_on_one_device_are_those_of_four(name, kind):
     tx = fitting.method(name, "replica")
     results = []
