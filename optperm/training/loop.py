@@ -241,7 +241,7 @@ def _check(given: Mapping[str, Any]) -> None:
     if not isinstance(given["resume"], bool):
         checks.check_count("resume", given["resume"], minimum=0)
     for name in ("resume", "checkpoint_every", "checkpoint_keep"):
-        if given["checkpoints"] is None and given[name] not in (None, False):
+        if given["checkpoints"] is None and not (given[name] is None or given[name] is False):
             raise ValueError(f"{name} goes with checkpoints: pass those.")
     if not isinstance(given["every"], Mapping | None):
         raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
@@ -368,9 +368,7 @@ class _Run:
                 change = change(self.at.epoch)
         if change is None:
             return
-        checks.check_function(
-            "What epoch_start returns", change, "(opt_state, params, full_gradient)"
-        )
+        checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
         self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
             loss = self.model.loss(self.loss_fn, self.has_aux)
