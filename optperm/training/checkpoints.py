@@ -128,6 +128,8 @@ class Checkpoints:
         `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees. They are written
         while training goes on, and must not change meanwhile.
         """
+        if step == self._last_kept:  # nothing has come of it yet
+            return
         save = self._ocp.args.StandardSave
         items = {"state": save(state), "history": save({"steps": rows})}
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))

@@ -21,7 +21,6 @@ END = object()
 # Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
-
 AHEAD = 4  # batches that may wait on the devices for those before them
 
 
@@ -113,10 +112,12 @@ def no_batch(name: str, epoch: int) -> ValueError:
 def pull(name: str, iterator: Iterator[Any]) -> Any:
     """The next batch, or `END` where some process has none. All of them have to ask."""
     batch, size, failure = END, 0, None
+    if jax.process_count() == 1:
+        return batch if (batch := next(iterator, END)) is END else jax.tree.map(_as_array, batch)
     try:
         if (batch := next(iterator, END)) is not END:
-            batch, is_alone = jax.tree.map(_as_array, batch), jax.process_count() == 1
-            size = 1 if is_alone else num_examples(f"A batch of {name}", batch)
+            batch = jax.tree.map(_as_array, batch)
+            size = num_examples(f"A batch of {name}", batch)
     except Exception as error:
         size, failure = -1, error
     sizes = processes.gather(np.int32(size))
@@ -145,7 +146,6 @@ class Fed(NamedTuple):
     columns: dict[str, np.ndarray]  # float32, a row for each step
     steps: int
     is_over: bool  # whether the epoch ends with them
-    error: Exception | None = None  # what ended them before their time
 
 
 class ArrayFeed:
@@ -186,11 +186,8 @@ class ArrayFeed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
-        try:
-            with self._layout.context():
-                carry, columns = steps[0](carry, shared, self._order)
-        except Exception as error:  # the loss function's own, while it is traced
-            return Fed(carry, {}, 0, False, error)
+        with self._layout.context():
+            carry, columns = steps[0](carry, shared, self._order)
         loss, start = columns["loss"], time.perf_counter()
         while not loss.is_ready():  # Python hears no signal while it waits for an array
             time.sleep(min(0.01 * (time.perf_counter() - start) + 1e-5, 0.1))
@@ -219,6 +216,7 @@ class StreamFeed:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
         self._iterator: Any = None
+        self._error: Exception | None = None
         if earlier is not None and earlier._source is source:
             self._iterator, self._at = earlier._iterator, earlier._at
 
@@ -254,7 +252,9 @@ class StreamFeed:
     def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         rows: list[dict[str, jax.Array]] = []
-        (epoch, offset), is_over, error = self._at, False, None
+        (epoch, offset), is_over = self._at, False
+        if self._error is not None:
+            raise self._error
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
@@ -264,17 +264,19 @@ class StreamFeed:
                     if is_over := batch is END:
                         break
                     carry, row = steps[1](carry, (), self._placed(batch))
-                except Exception as raised:  # the loader's own, or the loss function's
-                    error = raised
+                except Exception as error:  # the loader's own, or the loss function's
+                    if not rows:
+                        raise
+                    self._error = error  # once the steps before it are recorded
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
                 jax.block_until_ready(rows[:-AHEAD][-1:])
         if is_over and not offset + len(rows):
-            error = no_batch("train_data", epoch)
+            raise no_batch("train_data", epoch)
         self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
         columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
-        return Fed(carry, columns, len(rows), is_over, error)
+        return Fed(carry, columns, len(rows), is_over)
 
     def _placed(self, batch: Any) -> Any:
         parts = self._layout.parts // jax.process_count()

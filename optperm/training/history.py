@@ -87,7 +87,7 @@ class History:
         return {name: float(np.mean(column, dtype=np.float64)) for name, column in joined.items()}
 
     def add_epoch(
-        self, *, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
+        self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
         """Adds the row of an epoch; its means are over the steps added since the row before."""
         row = {"epoch": epoch, "step": step, "seconds": seconds}

@@ -65,10 +65,8 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    _layout: Layout = dataclasses.field(repr=False)
-    _carry: TrainState = dataclasses.field(repr=False)
-    _at: Position = dataclasses.field(repr=False)
-    _stream: StreamFeed | None = dataclasses.field(repr=False)
+    # Where and what another run goes on with, from where, and its batches, if they are no arrays.
+    _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
 
 
 def fit(
@@ -189,14 +187,14 @@ def fit(
     if earlier is None or any(place is not None for place in places.values()):
         layout = layout_of(initial.tx, initial, **places)
     else:
-        layout = earlier._layout
+        layout = earlier._end[0]
     if epoch_start is not None and layout.own:
         raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
     feed: ArrayFeed | StreamFeed
     if is_arrays("train_data", train_data):
         feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
     else:
-        feed = StreamFeed(train_data, batch_size, layout, earlier._stream if earlier else None)
+        feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
     facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
     if jax.process_count() > 1:
         digest = {"the digest of params": processes.digest(plain(initial.params))}
@@ -212,7 +210,7 @@ def fit(
         epoch_start=epoch_start,
         steps_per_call=int(steps_per_call),
         carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
-        at=earlier._at if earlier else Position(),
+        at=earlier._end[2] if earlier else Position(),
         history=History(old.steps, old.epoch_rows),
     )
     if checkpoints is not None:
@@ -270,15 +268,16 @@ def _placed(state: TrainState, layout: Layout) -> TrainState:
 
 def _moved(earlier: FitResult, layout: Layout) -> TrainState:
     """The carry with which an earlier run ended."""
-    if earlier._layout == layout:
-        return copied(earlier._carry)
-    if earlier._layout.own or layout.own:
+    before, carry, *_ = earlier._end
+    if before == layout:
+        return copied(carry)
+    if before.own or layout.own:
         raise ValueError(
-            f"The earlier fit trained {earlier._layout.parts} replicas, each with a state of its own, "
-            f"and cannot go on with {layout.parts}: pass the same, or begin anew from its state."
+            f"The earlier fit trained {before.parts} replicas, each with a state of its own, and cannot "
+            f"go on with {layout.parts}: pass the same, or begin anew from its state."
         )
-    host = jax.tree.map(np.asarray, plain(earlier._carry))
-    return copied(typed(layout.place(host), earlier._carry))
+    host = jax.tree.map(np.asarray, plain(carry))
+    return copied(typed(layout.place(host), carry))
 
 
 @dataclasses.dataclass
@@ -301,8 +300,6 @@ class _Run:
     history: History
     checkpoints: Checkpoints | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    iterator: str | None = None  # the state of one that goes on
-    saved: int = -1  # the step of the last checkpoint
     show: Any = None
 
     def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
@@ -316,19 +313,19 @@ class _Run:
         self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **own}
         if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
             arrays, rows, run = checkpoints.read(chosen, arrays, self.facts)
-            self.carry, self.saved = copied(typed(arrays, self.carry)), chosen
+            self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-            self.at, self.iterator = Position(*run["position"]), run["iterator"]
+            self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
+        self._since, stop, error, code = time.perf_counter(), False, None, 0
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
         is_between = self.history.last and not self.at.offset
         if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event({})):
             return "stopped"
         what = self.model, self.loss_fn, self.layout, self.carry
         compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
-        self._since, stop, error, code = time.perf_counter(), False, None, 0
         while self.at.epoch <= epochs and self.at.step < steps:
             # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
             code = 3 if error else 2 if interrupt.requested else int(stop)
@@ -338,10 +335,9 @@ class _Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                self.feed.begin(self.at.epoch, self.at.offset, self.iterator)
-                self.iterator = None
+                self.feed.begin(self.at.epoch, self.at.offset)
                 fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
-                stop, error = self._after(fed, steps)
+                stop = self._after(fed, steps)
             except Exception as raised:  # what has been trained is saved first
                 error = raised
         if code == 3 and error is None:
@@ -381,33 +377,29 @@ class _Run:
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
         self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
 
-    def _after(self, fed: Fed, steps: float) -> tuple[bool, Exception | None]:
-        """What happens after some steps: whether a callback wants to stop, and what has failed."""
-        is_over, stop, at = fed.is_over and fed.error is None, False, self.at
-        epoch, offset = (at.epoch + 1, 0) if is_over else (at.epoch, at.offset + fed.steps)
+    def _after(self, fed: Fed, steps: float) -> bool:
+        """What happens after some steps; whether a callback wants to stop."""
+        stop, at = False, self.at
+        epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
         self._tick()
         self.history.add_steps(fed.columns)
-        if fed.error is not None:
-            return False, fed.error
         if fed.columns:
             self._say(self.history.means(1))
         for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
             event = self._event(self.history.means(n))
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
         # That an epoch was over may be found only when a batch more is asked for.
-        is_end = is_over or self.at.step >= steps
+        is_end = fed.is_over or self.at.step >= steps
         if is_end and self.history.last.get("step") != self.at.step:
             stop |= self._end_epoch()
         if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
             self._save(self.checkpoints)
-        return stop, None
+        return stop
 
     def _end_epoch(self) -> bool:
         evaluated, at = self._evaluate() if self.evaluator else {}, self.at
-        self.history.add_epoch(
-            epoch=self._epoch, step=at.step, seconds=at.seconds, evaluated=evaluated
-        )
+        self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         self._say(metrics)
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(metrics))
@@ -447,8 +439,6 @@ class _Run:
         return self.model.shown(self.layout.bring_home(copied(self._trained())))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        if self.saved == self.at.step:
-            return
         self._tick()
         # Copies, as they are written while training goes on.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
@@ -456,7 +446,6 @@ class _Run:
         run["iterator"] = self.feed.state()
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
-        self.saved = self.at.step
 
     def _rescue(self, error: Exception) -> None:
         """Saves what has been trained before an error is raised."""
@@ -489,10 +478,7 @@ class _Run:
             ended,
             at.epoch - 1,
             at.step,
-            self.layout,
-            self.carry,
-            at,
-            self.feed if isinstance(self.feed, StreamFeed) else None,
+            (self.layout, self.carry, at, self.feed if isinstance(self.feed, StreamFeed) else None),
         )
         if self.checkpoints is not None:
             try:

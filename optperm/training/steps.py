@@ -48,9 +48,7 @@ class Model:
         """The first argument of `fit` with its optimizer, and the train state to carry."""
         if isinstance(source, TrainState):
             if optimizer is not None:
-                raise ValueError(
-                    "optimizer is for a model of flax.nnx: a TrainState has its own, tx."
-                )
+                raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
             return cls(), source
         if not isinstance(source, nnx.Module):
             raise TypeError(

@@ -175,18 +175,31 @@ def test_an_error_leaves_what_has_been_trained(kind, options, step, tmp_path):
         assert int(keywords["optimizer"].step.get_value()) == step
 
 
-@pytest.mark.parametrize("source", ["arrays", "iterable"])
-def test_sigterm_saves_and_ends(source, tmp_path):
-    options = {} if source == "arrays" else {"train_data": fitting.batches}
-    result = fitting.fit(
-        "linen",
-        "adam",
-        epochs=10**6,
-        every={7: lambda event: signal.raise_signal(signal.SIGTERM)},
-        checkpoints=tmp_path,
-        **options,
-    )
-    assert (result.ended, result.step, kept(tmp_path)) == ("interrupted", 7, [7])
+def endless(epoch):
+    yield from (batch for _ in range(10**9) for batch in fitting.all_batches(1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("train_data", [None, endless])
+def test_a_signal_saves_and_ends(number, train_data, tmp_path):
+    def interrupt(event):
+        if event.step == 3:
+            signal.raise_signal(number)
+
+    before = signal.getsignal(number)
+    where = {"checkpoints": tmp_path, "every": {1: interrupt}}
+    result = linear_fit(train_data=train_data, epochs=10**6, **where)
+    assert (result.ended, result.step, kept(tmp_path)) == ("interrupted", 3, [3])
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    def interrupt(event):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        linear_fit(epochs=1, every={1: interrupt})
 
 
 @pytest.mark.slow

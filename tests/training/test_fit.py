@@ -1,7 +1,6 @@
 """`fit` beside loops written by hand, its data, callbacks and errors."""
 
 import dataclasses
-import signal
 import sys
 import threading
 import time
@@ -175,131 +174,60 @@ def test_a_basis_is_spread_over_devices():
     for name in ("loss", "accuracy"):
         columns = other.history.steps[name], alone.history.steps[name]
         np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5)
-    assert other._carry.opt_state.second.subspace.rows["w"].shape[:2] == (4, 1)
+    assert other._end[1].opt_state.second.subspace.rows["w"].shape[:2] == (4, 1)
 
 
 def test_replicas_of_local_steps_part_and_meet():
     """What comes out is the center, and the mean of the batch statistics."""
     result = fitting.fit("linen", "agn", steps=5, devices=4)
-    kernels = np.asarray(result._carry.params["Dense_0"]["kernel"])
+    kernels = np.asarray(result._end[1].params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
-    center = optperm.center_params(result._carry.opt_state)["Dense_0"]["kernel"]
+    center = optperm.center_params(result._end[1].opt_state)["Dense_0"]["kernel"]
     support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
-    each = np.asarray(result._carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    each = np.asarray(result._end[1].model_state["batch_stats"]["BatchNorm_0"]["mean"])
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
-    with pytest.raises(ValueError, match="replicas would never meet: pass axis_name='replica'"):
-        training.fit(
-            fitting.linen_state(fitting.method("agn")),
-            fitting.linen_loss,
-            data(),
-            epochs=1,
-            batch_size=BATCH,
-            devices=4,
-        )
-    with pytest.raises(ValueError, match="fit maps over an axis with devices, mesh or replicas"):
-        training.fit(
-            fitting.linen_state(fitting.method("agn", "replica")),
-            fitting.linen_loss,
-            data(),
-            epochs=1,
-            batch_size=BATCH,
-        )
+    for axis_name, options, says in [
+        (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica'"),
+        ("replica", {}, "fit maps over an axis with devices, mesh or replicas"),
+    ]:
+        state = fitting.linen_state(fitting.method("agn", axis_name))
+        with pytest.raises(ValueError, match=says):
+            training.fit(state, fitting.linen_loss, data(), epochs=1, batch_size=BATCH, **options)
 
 
-def test_callbacks_see_what_is_recorded_and_can_stop():
-    events = []
-
-    def note(event):
-        events.append(event)
-        return event.step == 7
-
-    result = fitting.fit("linen", "adam", epochs=3, every={1: [note]})
-    assert (result.ended, result.step, result.epoch) == ("stopped", 7, 1)
-    assert [event.step for event in events] == list(range(1, 8))
-    assert [event.epoch for event in events] == [1] * 5 + [2] * 2
-    losses = result.history.steps["loss"]
-    np.testing.assert_array_equal([event.metrics["loss"] for event in events], losses)
-    support.assert_same_bits(
-        losses, fitting.fit("linen", "adam", epochs=3).history.steps["loss"][:7]
-    )
-
+def test_callbacks_of_epochs_see_the_model_and_can_stop():
+    """Another model than the one that is trained, and as far."""
     epochs = []
     result = fitting.fit(
         "nnx", "adam", epochs=9, on_epoch_end=lambda event: epochs.append(event) or event.epoch == 2
     )
-    assert (result.ended, result.step) == ("stopped", 10)
+    assert (result.ended, result.step, result.epoch) == ("stopped", 10, 2)
     at_end = epochs[-1].state
-    support.assert_same_bits(
-        *(
-            nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey)))
-            for model in (at_end, result.model)
-        )
-    )
+    models = [nnx.state(model, nnx.Not(nnx.RngKey)) for model in (at_end, result.model)]
+    support.assert_same_bits(*map(nnx.to_pure_dict, models))
     assert at_end is not result.model
-    np.testing.assert_allclose(
-        epochs[1].metrics["loss"], result.history.steps["loss"][5:].mean(), rtol=1e-6
-    )
+    mean = result.history.steps["loss"][5:].mean()
+    np.testing.assert_allclose(epochs[1].metrics["loss"], mean, rtol=1e-6)
 
 
 def test_early_stopping_is_kept_by_a_resumed_run(tmp_path):
     """With nothing but the history: a run that had stopped stops at once."""
-    values = iter([3.0, 2.0, 2.5, 1.99, 2.4, 2.2, 1.0])
-    stop = training.EarlyStopping("eval_value", patience=3, min_delta=0.05)
-    options = {
-        "eval_fn": lambda params, batch: {"value": next(values)},
-        # One batch an epoch; what it gives is traced once, so it is a new function each time.
-        "eval_data": data(),
-        "on_epoch_end": stop,
-        "checkpoints": tmp_path,
-    }
-    with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
-        fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
-    history = training.History()
+    stop, history = training.EarlyStopping("eval_value", 3, min_delta=0.05), training.History()
+    event = types.SimpleNamespace(history=history)
     for epoch, value in enumerate([3.0, 2.0, 2.5, 1.99, 2.4], 1):
         history.add_epoch(epoch=epoch, step=epoch, seconds=1.0, evaluated={"value": value})
-        assert stop(types.SimpleNamespace(history=history)) == (epoch == 5)
-    assert not training.EarlyStopping("eval_value", 3)(
-        types.SimpleNamespace(history=history)
-    )  # 1.99 is better than 2
-    assert training.EarlyStopping("eval_value", 4, mode="max")(
-        types.SimpleNamespace(history=history)
-    )
-    del options["eval_fn"]
-    options["eval_fn"] = lambda params, batch: {"value": jnp.zeros([])}
-    result = fitting.fit("linen", "adam", epochs=9, **options)
-    assert (result.ended, result.epoch) == ("stopped", 4)
-    again = fitting.fit("linen", "adam", epochs=9, resume=True, **options)
-    assert (again.ended, again.epoch) == ("stopped", 4)
-
-
-@pytest.mark.parametrize("source", ["arrays", "iterable"])
-def test_ctrl_c_ends_cleanly_and_keeps_a_checkpoint(source, tmp_path):
-    def interrupt(event):
-        if event.step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    def endless(epoch):
-        yield from (batch for _ in range(10**9) for batch in fitting.all_batches(1))
-
-    options = {} if source == "arrays" else {"train_data": endless}
-    before = signal.getsignal(signal.SIGINT)
-    result = fitting.fit(
-        "linen", "adam", epochs=10**6, every={1: interrupt}, checkpoints=tmp_path, **options
-    )
-    assert (result.ended, result.step) == ("interrupted", 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["3"]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_second_ctrl_c_stops_at_once():
-    def interrupt(event):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        fitting.fit("linen", "adam", epochs=1, every={1: interrupt})
+        assert stop(event) == (epoch == 5)
+    assert not training.EarlyStopping("eval_value", 3)(event)  # 1.99 is better than 2
+    assert training.EarlyStopping("eval_value", 4, mode="max")(event)
+    with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
+        fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
+    options = {"eval_fn": lambda params, batch: {"value": jnp.zeros([])}, "eval_data": data()}
+    options |= {"epochs": 9, "on_epoch_end": stop, "checkpoints": tmp_path}
+    for resume in (False, True):
+        result = fitting.fit("linen", "adam", resume=resume, **options)
+        assert (result.ended, result.epoch) == ("stopped", 4)
 
 
 def test_fit_trains_beside_the_main_thread():
@@ -318,24 +246,13 @@ def test_fit_trains_beside_the_main_thread():
 
 def test_evaluation_is_the_mean_over_all_examples():
     """In batches that do not divide them; from arrays, batches and a function of the epoch."""
-    x, y = data()["x"], data()["y"]
-    result = fitting.fit(
-        "linen",
-        "adam",
-        epochs=1,
-        eval_fn=fitting.linen_accuracy,
-        eval_data=data(),
-        eval_batch_size=17,
-    )
-    state = result.state
-    exact = fitting.linen_accuracy(state.params, data(), model_state=state.model_state)["accuracy"]
-    np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
-    parts = [{"x": x[:17], "y": y[:17]}, {"x": x[17:], "y": y[17:]}]
-    for source in (parts, lambda epoch: iter(parts)):
-        other = fitting.fit(
-            "linen", "adam", epochs=1, eval_fn=fitting.linen_accuracy, eval_data=source
-        )
-        np.testing.assert_allclose(other.history.last["eval_accuracy"], exact, rtol=1e-6)
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i], data()) for i in (slice(17), slice(17, None))]
+    for source, size in [(data(), 17), (parts, None), (lambda epoch: iter(parts), None)]:
+        options = {"eval_fn": fitting.linen_accuracy, "eval_data": source, "eval_batch_size": size}
+        result = fitting.fit("linen", "adam", epochs=1, **options)
+        stats = {"model_state": result.state.model_state}
+        exact = fitting.linen_accuracy(result.state.params, data(), **stats)["accuracy"]
+        np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
 
 
 def test_a_progress_bar_shows_steps(capsys):
@@ -464,18 +381,14 @@ def test_what_a_loss_function_returns_is_checked(loss_fn, error, says):
 
 @pytest.mark.parametrize("aux", [3.0, {"logits": jnp.ones(3)}, {"name": jax.random.key(0)}])
 def test_metrics_are_a_dict_of_scalars(aux):
+    def loss_fn(params, batch):
+        return jnp.sum(params["w"]), aux
+
     state = training.TrainState.create(
         apply_fn=None, params={"w": jnp.ones(3)}, tx=fitting.method("adam")
     )
     with pytest.raises(TypeError, match="must be a dict of scalar metrics"):
-        training.fit(
-            state,
-            lambda params, batch: (jnp.sum(params["w"]), aux),
-            np.ones((8, 3)),
-            epochs=1,
-            batch_size=8,
-            has_aux=True,
-        )
+        training.fit(state, loss_fn, np.ones((8, 3)), epochs=1, batch_size=8, has_aux=True)
 
 
 def test_seconds_are_of_the_epochs():

@@ -250,8 +250,8 @@ def test_replicas_on_one_device_are_those_of_four(name, kind):
         )
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert results[0]._layout.own
-    assert results[1]._layout.mesh is None
+    assert results[0]._end[0].own
+    assert results[1]._end[0].mesh is None
 
 
 @pytest.mark.parametrize("name", ["agn", "diloco"])
@@ -265,7 +265,7 @@ def test_local_steps_are_found_without_a_state(name):
     support.assert_same_bits(
         *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
     )
-    assert late._layout.own
+    assert late._end[0].own
 
 
 def test_batch_statistics_and_dropout_see_the_whole_batch():
