@@ -190,7 +190,7 @@ class ArrayFeed:
             carry, columns = steps[0](carry, shared, self._order)
         loss, start = columns["loss"], time.perf_counter()
         while not loss.is_ready():  # Python hears no signal while it waits for an array
-            time.sleep(min(0.01 * (time.perf_counter() - start) + 1e-5, 0.1))
+            time.sleep(min(max(0.01 * (time.perf_counter() - start) - 1e-5, 0.0), 0.1))
         host = {name: rows[: last - first] for name, rows in jax.device_get(columns).items()}
         return Fed(carry, host, last - first, last == self.steps_per_epoch)
 
@@ -271,7 +271,8 @@ class StreamFeed:
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
-                jax.block_until_ready(rows[:-AHEAD][-1:])
+                if len(rows) > AHEAD:
+                    rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)
         self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)

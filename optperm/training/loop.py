@@ -385,7 +385,7 @@ class _Run:
         self._tick()
         self.history.add_steps(fed.columns)
         if fed.columns:
-            self._say(self.history.means(1))
+            self._say({name: column[-1] for name, column in fed.columns.items()})
         for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
             event = self._event(self.history.means(n))
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)

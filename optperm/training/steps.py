@@ -19,12 +19,12 @@ from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.training.layout import Layout, average_varying
 from optperm.training.train_state import (
+    RESERVED,
     Loss,
     TrainState,
     arguments_of,
     scalar_metrics,
     split_model,
-    training_metrics,
 )
 
 Metrics = dict[str, jax.Array]
@@ -198,7 +198,9 @@ def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[Tr
     metrics = {"loss": e.value.astype(jnp.float32)}
     for each in find_states(new.opt_state, PermuteByCyclesState):
         metrics["share_moved"] = each.share_moved
-    metrics |= {} if e.aux.aux is None else training_metrics(e.aux.aux)
+    if e.aux.aux is not None:
+        source = "What loss_fn returns beside the loss (has_aux=True)"
+        metrics |= scalar_metrics(e.aux.aux, source=source, reserved=RESERVED)
     before, after = plain(state), plain(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)

@@ -18,7 +18,7 @@ from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
 
 # Columns of the history that are not the loss function's to name.
-_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
+RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 LossFn = Callable[..., Any]
 
 
@@ -88,8 +88,8 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("model_state", "rng") if name in parameters)
 
 
-def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
-    """The metrics that a function returned, as float32 scalars; a TypeError if they are none."""
+def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The metrics that a function returned, as float32 scalars; an error if they are none."""
     wanted = f"{source} must be a dict of scalar metrics"
     if not isinstance(aux, Mapping):
         raise TypeError(f"{wanted}, such as {{'accuracy': accuracy}}, got {type(aux).__name__}.")
@@ -98,19 +98,12 @@ def scalar_metrics(aux: Any, *, source: str) -> dict[str, jax.Array]:
         if shape or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             advice = "Take its mean over the batch, or leave it out"
             raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
-    return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
-
-
-def training_metrics(aux: Any) -> dict[str, jax.Array]:
-    """`scalar_metrics` of what a loss function returned; a ValueError if it takes a reserved name."""
-    metrics = scalar_metrics(aux, source="What loss_fn returns beside the loss (has_aux=True)")
-    for name in metrics:
-        if name in _RESERVED or name.startswith("eval_"):
-            raise ValueError(
-                f"loss_fn returns a metric named {name!r}, which is a column of the history of its own: "
-                f"choose another name than {', '.join(_RESERVED)} and eval_..."
+        if name in reserved or (reserved and name.startswith("eval_")):
+            says = (
+                f"{source} has a metric named {name!r}, which is a column of the history of its own"
             )
-    return metrics
+            raise ValueError(f"{says}: choose another than {', '.join(reserved)} and eval_...")
+    return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
 
 
 class TrainState(train_state.TrainState):
