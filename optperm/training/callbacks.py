@@ -27,10 +27,15 @@ class Event:
 
     epoch: int
     step: int
-    metrics: Mapping[str, float]
     history: History
+    _metrics: Callable[[], Mapping[str, float]] = dataclasses.field(repr=False)
     _trained: Callable[[], Any] = dataclasses.field(repr=False)
     _evaluate: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers of the moment; a function that does not look at them does not wait for them."""
+        return self._metrics()
 
     @functools.cached_property
     def state(self) -> Any:

@@ -143,7 +143,7 @@ class Fed(NamedTuple):
     """What came of some steps."""
 
     carry: Any
-    columns: dict[str, np.ndarray]  # float32, a row for each step
+    columns: dict[str, Any]  # float32, a row for each step, and perhaps more
     steps: int
     is_over: bool  # whether the epoch ends with them
 
@@ -166,6 +166,7 @@ class ArrayFeed:
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+        self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
 
     def facts(self) -> dict[str, Any]:
         """Tells the data from others."""
@@ -188,11 +189,14 @@ class ArrayFeed:
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
             carry, columns = steps[0](carry, shared, self._order)
-        loss, start = columns["loss"], time.perf_counter()
-        while not loss.is_ready():  # Python hears no signal while it waits for an array
-            time.sleep(min(max(0.01 * (time.perf_counter() - start) - 1e-5, 0.0), 0.1))
-        host = {name: rows[: last - first] for name, rows in jax.device_get(columns).items()}
-        return Fed(carry, host, last - first, last == self.steps_per_epoch)
+        self._calls.append((columns, last - first))
+        while sum(count for _, count in self._calls) > AHEAD:
+            done, count = self._calls.pop(0)
+            start = time.perf_counter()
+            while not done["loss"].is_ready():  # Python hears no signal while it waits for an array
+                time.sleep(min(max(0.01 * (time.perf_counter() - start) - 1e-5, 0.0), 0.1))
+            done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
+        return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All examples, placed; those included that no step of an epoch takes."""

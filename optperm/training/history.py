@@ -34,7 +34,8 @@ class History:
     def __init__(
         self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
-        self.num_steps, self._parts = 0, list[Columns]()
+        # Columns with how many of their first rows count: they may still be computed on a device.
+        self.num_steps, self._parts = 0, list[tuple[dict[str, Any], int]]()
         self.epoch_rows = [dict(row) for row in epoch_rows]
         self.add_steps(steps or {})
 
@@ -46,9 +47,14 @@ class History:
         `has_aux`; and `share_moved` where a method permutes weights.
         """
         if len(self._parts) > 1:
-            names = self._parts[0]
-            self._parts = [{name: np.concatenate([p[name] for p in self._parts]) for name in names}]
-        return dict(self._parts[0]) if self._parts else {}
+            parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
+            joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            self._parts = [(joined, self.num_steps)]
+        return self._rows(0, 0, self.num_steps) if self._parts else {}
+
+    def _rows(self, part: int, low: int, high: int) -> Columns:
+        columns, count = self._parts[part]
+        return {name: np.asarray(c)[low : min(high, count)] for name, c in columns.items()}
 
     @property
     def epochs(self) -> Columns:
@@ -70,20 +76,22 @@ class History:
         """The row of the last epoch; empty before."""
         return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
-    def add_steps(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Adds rows of steps."""
+    def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:
+        """Adds rows of steps: all, or the first `count` of them."""
         if columns:
-            self._parts.append(dict(columns))
-            self.num_steps += len(next(iter(columns.values())))
+            count = len(next(iter(columns.values()))) if count is None else count
+            self._parts.append((columns if isinstance(columns, dict) else dict(columns), count))
+            self.num_steps += count
 
-    def means(self, count: int) -> dict[str, float]:
-        """The means of the last rows of the steps, by name, over as many of them as there are."""
-        last: list[Columns] = []
-        for part in reversed(self._parts):
-            last.insert(0, {name: column[-count:] for name, column in part.items()})
-            if (count := count - len(next(iter(part.values())))) <= 0:
+    def means(self, count: int, end: int | None = None) -> dict[str, float]:
+        """The means of the last rows of the steps, or of those before `end`, as many as there are."""
+        end, last, low = self.num_steps if end is None else end, list[Columns](), self.num_steps
+        for part in reversed(range(len(self._parts))):
+            low -= self._parts[part][1]
+            last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
+            if low <= end - count:
                 break
-        joined = {name: np.concatenate([part[name] for part in last]) for name in (last or [{}])[0]}
+        joined = {name: np.concatenate([rows[name] for rows in last]) for name in (last or [{}])[0]}
         return {name: float(np.mean(column, dtype=np.float64)) for name, column in joined.items()}
 
     def add_epoch(

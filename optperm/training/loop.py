@@ -1,6 +1,7 @@
 """`fit`: trains a Flax model by any method."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import time
@@ -322,7 +323,7 @@ class _Run:
         self._since, stop, error, code = time.perf_counter(), False, None, 0
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
         is_between = self.history.last and not self.at.offset
-        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event({})):
+        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
             return "stopped"
         what = self.model, self.loss_fn, self.layout, self.carry
         compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
@@ -365,7 +366,8 @@ class _Run:
         if change is None:
             return
         checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
-        self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
+        if self.show is not None:
+            self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
             loss = self.model.loss(self.loss_fn, self.has_aux)
             bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
@@ -383,11 +385,11 @@ class _Run:
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
         self._tick()
-        self.history.add_steps(fed.columns)
-        if fed.columns:
-            self._say({name: column[-1] for name, column in fed.columns.items()})
+        self.history.add_steps(fed.columns, fed.steps)
+        if fed.columns and self.show is not None:
+            self._say(self.history.means(1))
         for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
-            event = self._event(self.history.means(n))
+            event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
         # That an epoch was over may be found only when a batch more is asked for.
         is_end = fed.is_over or self.at.step >= steps
@@ -402,7 +404,7 @@ class _Run:
         self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         self._say(metrics)
-        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(metrics))
+        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
 
@@ -412,12 +414,14 @@ class _Run:
         return self.at.epoch if self.at.offset else self.at.epoch - 1
 
     def _say(self, metrics: Mapping[str, float]) -> None:
+        if self.show is None:
+            return
         text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
         self.show(self.at.step, " ".join(text))
 
-    def _event(self, metrics: Mapping[str, float]) -> Event:
+    def _event(self, metrics: Callable[[], Mapping[str, float]]) -> Event:
         history = self.history
-        return Event(self._epoch, self.at.step, metrics, history, self._shown, self._evaluate)
+        return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluator is None:

@@ -15,13 +15,13 @@ from optperm.training.extras import import_optional
 
 
 @contextlib.contextmanager
-def progress_bar(progress: bool | str, total: float) -> Iterator[Callable[[int, str], None]]:
-    """Gives a function that shows the steps done, of a total or infinitely many, and a text."""
+def progress_bar(progress: bool | str, total: float) -> Iterator[Callable[[int, str], None] | None]:
+    """Gives a function that shows the steps done, of a total or infinitely many, and a text, or None."""
     known = int(total) if total < math.inf else None
     if progress not in (False, True, "rich", "tqdm"):
         raise ValueError(f"progress must be True, False, 'rich' or 'tqdm', got {progress!r}.")
     if not progress or jax.process_index():
-        yield lambda step, text: None
+        yield None
     elif progress == "tqdm":
         tqdm = import_optional("tqdm", needed_by="progress='tqdm'", install="tqdm")
         with tqdm.tqdm(total=known, desc="compiling") as bar:

@@ -371,7 +371,7 @@ def test_metrics_do_not_take_the_columns_of_the_loop(name):
 
 def test_events_come_at_their_steps():
     """Whatever the calls; with the means since the event before, the state and an evaluation of then."""
-    seen = []
+    seen, later = [], []
 
     def note(event):
         seen.append((event.step, event.metrics["loss"], event.evaluate()["loss"]))
@@ -382,11 +382,16 @@ def test_events_come_at_their_steps():
 
     options = {"eval_fn": lambda params, batch: {"loss": linear_loss(params, batch)}}
     result = linear_fit(
-        epochs=9, steps_per_call=5, every={3: note, 4: [print, stop]}, eval_data=data(), **options
+        epochs=9,
+        steps_per_call=5,
+        every={1: later.append, 3: note, 4: [print, stop]},
+        eval_data=data(),
+        **options,
     )
     assert (result.ended, result.step) == ("stopped", 12)
     losses = result.history.steps["loss"]
     assert [step for step, _, _ in seen] == [3, 6, 9, 12]
+    np.testing.assert_array_equal([event.metrics["loss"] for event in later], losses)
     for step, mean, _ in seen:
         np.testing.assert_allclose(mean, losses[step - 3 : step].mean(), rtol=1e-6)
     exact = linear_loss(result.state.params, data())
