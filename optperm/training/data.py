@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ END = object()
 # Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
-AHEAD = 4  # batches that may wait on the devices for those before them
+_SOON = 0.05  # seconds
+AHEAD = 4  # batches, or calls, that may wait on the devices for those before them
 
 
 def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
@@ -167,6 +169,7 @@ class ArrayFeed:
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
         self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
+        self._began = -math.inf
 
     def facts(self) -> dict[str, Any]:
         """Tells the data from others."""
@@ -190,7 +193,9 @@ class ArrayFeed:
         with self._layout.context():
             carry, columns = steps[0](carry, shared, self._order)
         self._calls.append((columns, last - first))
-        while sum(count for _, count in self._calls) > AHEAD:
+        before, self._began = self._began, time.perf_counter()
+        # Calls that are soon over do not wait for one another.
+        while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
             done, count = self._calls.pop(0)
             start = time.perf_counter()
             while not done["loss"].is_ready():  # Python hears no signal while it waits for an array

@@ -6,7 +6,7 @@ import fitting
 import numpy as np
 import pytest
 import support
-from fitting import BATCH, METHODS
+from fitting import BATCH
 
 import optperm
 from optperm import training
@@ -22,7 +22,8 @@ def assert_same_run(resumed, whole):
     assert resumed.history.num_steps == 15
 
 
-CASES = [("linen", name, None) for name in METHODS]
+# Each method once; linen and nnx, one device and four, in turns.
+CASES = [("linen", "adam", None), ("linen", "laperm", None), ("linen", "dldr", None)]
 CASES += [("nnx", "sgperm", None), ("nnx", "diloco", 4), ("nnx", "svrg", 4)]
 CASES += [("linen", "agn", 4), ("linen", "constant_sgd", 4)]
 
