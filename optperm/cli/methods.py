@@ -164,11 +164,13 @@ def _diloco(
     *,
     outer_learning_rate: float,
     outer_momentum: float,
+    mixing: float,
     axis_name: str | None = None,
     **adamw: Any,
 ) -> Transformation:
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
-    return optperm.diloco(optax.adamw(**adamw), outer, sync_every, axis_name=axis_name)
+    inner = optax.adamw(**adamw)
+    return optperm.diloco(inner, outer, sync_every, mixing=mixing, axis_name=axis_name)
 
 
 def _dldr(
