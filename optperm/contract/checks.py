@@ -267,12 +267,14 @@ def check_axis_name(name: str, value: object) -> None:
         )
 
 
-def check_axis_is_bound(axis_name: str | tuple[str, ...] | None) -> None:
+def check_axis_is_bound(
+    axis_name: str | tuple[str, ...] | None, *, name: str = "axis_name"
+) -> None:
     """Raises a ValueError if a named axis is not mapped over where this is traced."""
     try:
         jax.lax.axis_size(axis_name or ())
     except NameError as error:
         raise ValueError(
-            f"axis_name {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
-            "jax.vmap over an axis of that name, or leave axis_name out for a single replica."
+            f"{name} {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
+            f"jax.vmap over an axis of that name, or leave {name} out for a single replica."
         ) from error

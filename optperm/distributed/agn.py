@@ -17,6 +17,7 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
 from optperm.distributed.commits import Commit, Replicas
 from optperm.distributed.local_steps import Period, check_period, local_steps
+from optperm.distributed.plans import Every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,8 @@ def agn(
     `update(..., commit=False)` makes the local step alone, and `commit=True` the commit after it,
     whatever the period says: a Python bool that is known while the step is traced, so the first compiles
     to no more than the optimizer and one accumulate. `commit=None` counts the steps on the device.
-    :math:`T` is always the number of steps that were made.
+    :math:`T` is always the number of steps that were made. Within `optax.MultiSteps` the flags of
+    micro-steps that only accumulate are not seen.
 
     `optimizer` is kept twice, with a state for the local params, which lives on across pulls, and one
     for the center. Schedules of both count local steps, so a rate decays for both; bias correction
@@ -142,6 +144,10 @@ def agn(
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
     """
     checks.check_transformation("optimizer", optimizer)
+    if isinstance(communication_period, Every):
+        raise TypeError(
+            "communication_period must be an integer or a schedule: plans are diloco's."
+        )
     check_period("communication_period", communication_period)
     checks.check_axis_name("axis_name", axis_name)
     checks.check_axis_name("shard_axes", shard_axes)
@@ -153,7 +159,7 @@ def agn(
         optimizer if center_optimizer is None else center_optimizer,
         communication_period,
         _AccumulatedGradient(),
-        replicas=Replicas(axis_name, shard_axes),
+        replicas=Replicas(axis_name or None, shard_axes or ()),
         commit=commit,
         counts_local_steps=center_optimizer is None,
         method="agn",

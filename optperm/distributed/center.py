@@ -23,7 +23,7 @@ def center_params(opt_state: Any) -> optax.Params:
         with that axis, all of its entries the same.
 
     Returns:
-      A tree of the structure, shapes and dtypes of the params.
+      A tree of the structure, shapes and dtypes of the params, or of the `center_dtype`.
 
     Raises:
       ValueError: If there is no such state in `opt_state`, or more than one.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite
 from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
 
@@ -38,6 +39,11 @@ class Replicas:
         if self.axis_name is None:
             return
         tracked = _names(self.axis_name) & varying_axes(jax.lax.axis_index(self.axis_name))
+        if tracked and tracked != _names(self.axis_name):
+            raise ValueError(
+                f"axis_name {self.axis_name!r} of {method} names axes of jax.shard_map and of jax.vmap "
+                "within it, which JAX reduces together with check_vma=False only: pass that to it."
+            )
         is_summed = jax.tree.map(lambda g, p: bool(tracked - varying_axes(g, p)), grads, params)
         if tracked - varying_axes(grads) or any(jax.tree.leaves(is_summed)):
             raise ValueError(
@@ -49,6 +55,7 @@ class Replicas:
 
     def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:
         """Whether a flag of the shards of one replica's tree is True on all of them."""
+        checks.check_axis_is_bound(self.shard_axes, name="shard_axes")
         axes = (varying_axes(tree) | _names(self.shard_axes)) - _names(self.axis_name)
         if not axes:
             return flag
@@ -69,47 +76,46 @@ class Replicas:
         return gradient, self.are_finite(gradient)
 
 
-def pull(mixing: float | jax.Array, center: Any, theta: Any, params: Any) -> Any:
-    """The updates that make theta <- mixing theta + (1 - mixing) c of params."""
+def pull(
+    mixing: float | jax.Array, center: Any, theta: Any, params: Any, replicas: Replicas
+) -> tuple[Any, jax.Array]:
+    """The updates that make theta <- mixing theta + (1 - mixing) c of params, and whether that is c.
+
+    Of local params that are not finite nothing is kept.
+    """
+    if isinstance(mixing, int | float) and mixing == 0:
+        return jax.tree.map(lambda c, p: c.astype(p.dtype) - p, center, params), jnp.array(True)
+    is_kept = replicas.are_finite(theta) & (mixing != 0)
 
     def to(c: jax.Array, local: jax.Array, p: jax.Array) -> jax.Array:
-        # Where a local entry is not finite, nothing of it is kept.
-        mixed = jnp.where(jnp.isfinite(local), mixing * local + (1 - mixing) * c, c)
-        return (c if is_whole(mixing) else mixed).astype(p.dtype) - p
+        mixed = jnp.where(is_kept, mixing * local + (1 - mixing) * c, c)
+        return mixed.astype(p.dtype) - p
 
-    return jax.tree.map(to, center, theta, params)
-
-
-def is_whole(mixing: float | jax.Array) -> bool:
-    """Whether a pull is known to keep nothing of the local params; a traced number may still say so."""
-    return isinstance(mixing, int | float) and mixing == 0
+    return jax.tree.map(to, center, theta, params), ~is_kept
 
 
-# (center, contribution, gradients like which it becomes one, step, replicas) -> center, took part
-Rule = Callable[
-    [Center, optax.Updates, optax.Updates, CenterStep, Replicas], tuple[Center, jax.Array]
-]
+# (center, contribution, step, replicas) -> center, whether this replica took part
+Rule = Callable[[Center, optax.Updates, CenterStep, Replicas], tuple[Center, jax.Array]]
 
 
 def _alone(
-    at: Center, n: optax.Updates, grads: optax.Updates, step: CenterStep, replicas: Replicas
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas
 ) -> tuple[Center, jax.Array]:
     """One replica: a step by its own contribution, if that is finite."""
-    gradient, is_finite = replicas.as_gradient(n, grads)
+    gradient, is_finite = replicas.as_gradient(n, at[0])
     return step(at, gradient, is_finite), is_finite
 
 
 def _summed(
     at: Center,
     n: optax.Updates,
-    grads: optax.Updates,
     step: CenterStep,
     replicas: Replicas,
     *,
     divide: bool,
 ) -> tuple[Center, jax.Array]:
     """One step by the sum or the mean of all finite contributions, in one all-reduce."""
-    _, is_finite = replicas.as_gradient(n, grads)
+    _, is_finite = replicas.as_gradient(n, at[0])
     given = optax.tree.where(is_finite, n, optax.tree.zeros_like(n))
     taking_part = is_finite.astype(accumulation_dtype(n))
     # Tree and flag in one call are one collective for each dtype, on the shards as they lie.
@@ -117,19 +123,19 @@ def _summed(
     if divide:
         total = jax.tree.map(lambda x: x / jnp.maximum(taking_part, 1).astype(x.dtype), total)
     # Finite numbers may overflow in their sum.
-    gradient, is_valid = replicas.as_gradient(total, grads)
+    gradient, is_valid = replicas.as_gradient(total, at[0])
     is_valid &= taking_part > 0
     return step(at, gradient, is_valid), is_finite & is_valid
 
 
 def _in_turn(
-    at: Center, n: optax.Updates, grads: optax.Updates, step: CenterStep, replicas: Replicas
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas
 ) -> tuple[Center, jax.Array]:
     """A step by each finite contribution, in one all-gather.
 
     Every replica makes the same steps in the same order, so they need not agree on the result.
     """
-    gradient, is_finite = replicas.as_gradient(n, grads)
+    gradient, is_finite = replicas.as_gradient(n, at[0])
     given = optax.tree.where(is_finite, gradient, optax.tree.zeros_like(gradient))
 
     def turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:

@@ -15,6 +15,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName, all_gather, varying_axes
+from optperm.distributed.commits import Replicas
 
 _BITS = (1, 2, 4, 8)
 # Entries that share a scale, and of which the same number is sent.
@@ -38,6 +39,8 @@ class Compression:
 
     def encode(self, leaf: jax.Array) -> tuple[jax.Array, ...]:
         """The bytes of a leaf: codes, scales and places, each an array of uint8."""
+        if not leaf.size:
+            return ()
         chunks = self._chunks(leaf)
         places: tuple[jax.Array, ...] = ()
         if self.fraction is not None:
@@ -54,6 +57,8 @@ class Compression:
 
     def decode(self, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
         """The float32 leaf that such bytes stand for."""
+        if not encoded:
+            return jnp.zeros(shape, jnp.float32)
         size, width = math.prod(shape), self._width(math.prod(shape))
         number = -(-size // width)
         if self.bits is None:
@@ -109,9 +114,9 @@ def sum_compressed(
     compress: Compression,
     contribution: optax.Updates,
     residual: optax.Updates,
-    weight: jax.Array,
-    axis_name: AxisName | None,
-) -> tuple[optax.Updates, jax.Array, optax.Updates]:
+    is_finite: jax.Array,
+    replicas: Replicas,
+) -> tuple[optax.Updates, jax.Array, optax.Updates, jax.Array]:
     r"""The sum of what all replicas send of their contributions, by one all-gather of bytes.
 
     .. math::
@@ -121,11 +126,12 @@ def sum_compressed(
       compress: How.
       contribution: :math:`\Delta` of this replica, a tree of floats.
       residual: :math:`e` of this replica, a tree of floats.
-      weight: 1 if this replica takes part, else 0.
-      axis_name: The mapped axis of the replicas; None for one.
+      is_finite: Whether this replica's contribution is finite. If not, its :math:`e` stays.
+      replicas: The mapped axes of the replicas.
 
     Returns:
-      The sum of the :math:`s` of all that take part, how many do, and the new :math:`e`.
+      The sum of the :math:`s` of all that take part, how many do, the new :math:`e`, and whether this
+      one does. One whose :math:`e` or :math:`s` overflows does not, and begins again with none.
     """
     e = jax.tree.map(lambda e, n: compress.decay * e + n, residual, contribution)
     leaves, structure = jax.tree.flatten(e)
@@ -138,21 +144,30 @@ def sum_compressed(
 
     own = decoded(codes)
     rest = optax.tree.sub(e, own)
-    if axis_name is None:
-        return own, weight, rest
+    is_sent = replicas.are_finite((own, rest))
+    rest = optax.tree.where(is_sent, rest, optax.tree.zeros_like(rest))
+    rest = optax.tree.where(is_finite, rest, residual)
+    takes_part = is_finite & is_sent
+    weight = takes_part.astype(jnp.float32)
+    own = optax.tree.where(takes_part, own, optax.tree.zeros_like(own))
+    if replicas.axis_name is None:
+        return own, weight, rest, takes_part
 
-    rows, weights = gathered(codes, weight, axis_name)
+    rows, weights = gathered(codes, weight, replicas.axis_name)
+
+    def weighted(codes: Any, weight: jax.Array) -> optax.Updates:
+        s = decoded(codes)
+        return optax.tree.where(weight > 0, s, optax.tree.zeros_like(s))
 
     def add(total: optax.Updates, row: Any) -> tuple[optax.Updates, None]:
-        codes, weight = row
-        return optax.tree.add(total, optax.tree.scale(weight, decoded(codes))), None
+        return optax.tree.add(total, weighted(*row)), None
 
     first, others = (
         jax.tree.map(lambda leaf, part=part: leaf[part], (rows, weights))
         for part in (0, slice(1, None))
     )
-    start = optax.tree.scale(first[1], decoded(first[0]))
-    return jax.lax.scan(add, start, others)[0], jnp.sum(weights), rest
+    total = jax.lax.scan(add, weighted(*first), others)[0]
+    return total, jnp.sum(weights), rest, takes_part
 
 
 def gathered(codes: Any, weight: jax.Array, axis_name: AxisName) -> tuple[Any, jax.Array]:
@@ -242,7 +257,7 @@ def compress_top_k(fraction: float, bits: int | None = None, decay: float = 0.95
     if bits is not None:
         _check_bits(bits)
     checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)
-    return Compression(fraction, bits, decay)
+    return Compression(float(fraction), bits, decay)
 
 
 def _check_bits(bits: object) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
@@ -51,6 +52,13 @@ class _Drift:
         return jax.tree.map(drift, center, moved())
 
 
+def _dtype(value: Any) -> Any:
+    try:
+        return jnp.dtype(value)
+    except TypeError as error:
+        raise TypeError(f"center_dtype must be a real floating dtype, got {value!r}.") from error
+
+
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
@@ -77,6 +85,9 @@ def diloco(
     `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a replica whose
     params are not finite sits out a commit: entries of a gradient that are not count as zero.
 
+    A pull puts params that are not finite back on the center whatever `mixing` is, and only by
+    `optperm.apply_updates`: NaN and an update give NaN.
+
     With a plan, `sync_every=optperm.Every(period, fragments, delay)`, the params are exchanged in
     fragments, one after another, and what was sent arrives `delay` steps later (streaming DiLoCo):
 
@@ -84,8 +95,9 @@ def diloco(
       c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
-    `commit=plan.at(step)` says while tracing what a step exchanges. Streaming, mixed and compressed
-    exchanges give the outer optimizer no extra arguments.
+    `commit=plan.at(step)` says while tracing what a step exchanges; True exchanges all fragments at
+    once, without a delay, and takes the place of what was on its way. Exchanges by a plan, and
+    compressed ones, give the outer optimizer no extra arguments.
 
     The outer momentum of the paper needs many commits: with twenty or fewer, averaging by
     `optax.sgd(1.0)` does better. MuLoCo is `diloco(optax.contrib.muon(...))`.
@@ -101,8 +113,8 @@ def diloco(
       mixing: :math:`\alpha` in [0, 1], how much of its own params a replica keeps where others arrive.
       compress: What of a displacement is sent, `optperm.compress_top_k(...)` or
         `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
-      center_dtype: The dtype of :math:`c` and of the outer state, such as float32 for bfloat16 params.
-        None for that of the params.
+      center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
+        params. None for that of the params.
       shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
         `check_vma=False`. Elsewhere they are told from the types.
 
@@ -147,7 +159,9 @@ def diloco(
             "compress must be what optperm.compress_quantized or optperm.compress_top_k returns, got "
             f"{compress!r}."
         )
-    replicas = Replicas(axis_name, shard_axes)
+    if center_dtype is not None and not jnp.issubdtype(_dtype(center_dtype), jnp.floating):
+        raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
+    replicas = Replicas(axis_name or None, shard_axes or ())
     if compress is None and center_dtype is None and not isinstance(sync_every, Every):
         check_period("sync_every", sync_every)
         return local_steps(
@@ -161,9 +175,14 @@ def diloco(
         )
     if isinstance(sync_every, Every):
         plan = sync_every
+    elif callable(sync_every):
+        raise TypeError(
+            "sync_every must be an integer or an optperm.Every with compress or center_dtype, got the "
+            f"schedule {sync_every!r}."
+        )
     else:
         checks.check_static_count("sync_every", sync_every)
-        plan = Every(int(sync_every))  # type: ignore[arg-type]
+        plan = Every(int(sync_every))
     return streaming_steps(
         inner,
         outer,

@@ -27,7 +27,7 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
-from optperm.distributed.commits import Center, Commit, Replicas, is_whole, pull, rule_of
+from optperm.distributed.commits import Center, Commit, Replicas, pull, rule_of
 from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
@@ -198,32 +198,33 @@ def local_steps(
         a = contribution.accumulate(state.accumulator, grads, state.since_commit == 0)
 
         # The commit: c <- c + u(n; s_c) with the n of all replicas.
-        def commit_and_pull() -> tuple[Center, jax.Array, optax.Updates]:
+        def commit_and_pull() -> tuple[Center, jax.Array, Any]:
             theta = functools.partial(apply_updates, params, moves, local_state)
             n = contribution.total(a, steps, state.center, theta)
             step = functools.partial(step_center, extra_args, params)
-            (c, s_c), took_part = combine(at, n, grads, step, replicas)
+            (c, s_c), took_part = combine(at, n, step, replicas)
             if counts_local_steps:
                 s_c = _advance_schedules(s_c, state.center_state, steps)
             return (c, s_c), took_part, pull_to(c) if moves_leave_by_cond else ()
 
-        def keep() -> tuple[Center, jax.Array, optax.Updates]:
-            return at, jnp.ones([], jnp.bool_), moves if moves_leave_by_cond else ()
+        def keep() -> tuple[Center, jax.Array, Any]:
+            here = (moves, jnp.array(False)) if moves_leave_by_cond else ()
+            return at, jnp.array(True), here
 
         # The pull: theta <- mixing theta + (1 - mixing) c.
-        def pull_to(center: optax.Params) -> optax.Updates:
-            theta = params if is_whole(mixing) else optax.apply_updates(params, moves)
-            return pull(mixing, center, theta, params)
+        def pull_to(center: optax.Params) -> tuple[optax.Updates, jax.Array]:
+            theta = apply_updates(params, moves, local_state)
+            return pull(mixing, center, theta, params, replicas)
 
         # A commit that looks at where the replica went needs its moves in memory: they leave by the same
         # conditional. Else they are chosen entry by entry, and the local step stays one fused pass.
         moves_leave_by_cond = contribution.reads_local_params or isinstance(is_commit, bool)
         (center, center_state), took_part, chosen = cond(is_commit, commit_and_pull, keep)
         if not moves_leave_by_cond:
-            chosen = optax.tree.where(is_commit, pull_to(center), moves)
+            chosen = optax.tree.where(is_commit, pull_to(center)[0], moves), is_commit
+        updates, is_placed = chosen
         counted = _counted(state, steps, is_commit, took_part)
-        is_placed = counted.pulled & (mixing == 0)
-        return chosen, counted._replace(
+        return updates, counted._replace(
             local_state=local_state,
             center_state=center_state,
             center=center,
@@ -238,7 +239,7 @@ def local_steps(
 
 def check_period(name: str, value: object) -> None:
     """Raises unless `value` is an integer of at least 1, traced or not, or a schedule."""
-    if not callable(value):
+    if isinstance(value, type) or not callable(value):
         checks.check_count(name, value)
 
 
@@ -264,7 +265,6 @@ def _counted(
         count=optax.safe_increment(state.count),
         since_commit=jnp.where(is_commit, 0, steps),
         commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
-        pulled=jnp.asarray(is_commit),
         skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
     )
 
@@ -297,8 +297,9 @@ def _advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
             *(_advance_schedules(*pair, steps) for pair in zip(new, old, strict=True))
         )
         largest = jnp.iinfo(jnp.int32).max
+        # Also where no contribution was finite: the local steps have been made.
         later = jnp.where(old.count > largest - steps, largest, old.count + steps)
-        return within._replace(count=jnp.where(new.count > old.count, later, new.count))
+        return within._replace(count=later)
 
     return jax.tree.map(advance, new_state, old_state, is_leaf=is_read)
 

@@ -54,6 +54,8 @@ class Every:
         """Checks the arguments."""
         checks.check_static_count("period", self.period)
         checks.check_static_count("fragments", self.fragments)
+        if isinstance(self.delay, jax.Array):
+            checks.check_static_count("delay", self.delay)
         checks.check_count("delay", self.delay, minimum=0)
         if self.fragments > self.period or self.delay >= self.period:
             raise ValueError(
@@ -95,6 +97,11 @@ class Every:
         Returns:
           A hashable value, for a static argument of `jax.jit`.
         """
+        if isinstance(step, jax.Array):
+            raise TypeError(
+                f"step must be a plain integer, known while it is traced, got {step!r}: call plan.at "
+                "outside of jax.jit, and pass what it gives as a static argument."
+            )
         checks.check_count("step", step)
         fragments = range(self.fragments)
         return Exchange(

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 
+# In the place of how many replicas took part: nothing was sent that has not arrived.
+NOTHING = -1.0
+
+
 class StreamingState(NamedTuple):
     """State of `diloco` whose fragments travel by themselves, one on each replica.
 
@@ -35,10 +39,12 @@ class StreamingState(NamedTuple):
       center_state: For each fragment the state of the optimizer of the center.
       center: The params that all replicas agree on.
       in_flight: What the replicas contributed last, combined; nothing without a delay.
-      taking_part: For each fragment how many replicas contributed last.
+      taking_part: For each fragment how many replicas contributed last; -1 where nothing is on its way
+        or has been.
       residual: What compression has held back so far; nothing without compression.
       pulled: For each fragment whether the last step put the params on the center.
-      skipped: Exchanges that went without this replica, because its params were not finite.
+      skipped: Exchanges without this replica's contribution, because its params were not finite, or
+        because all contributions together were not.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -105,17 +111,17 @@ class Exchanger:
 
         def drift(c: jax.Array, p: jax.Array) -> jax.Array:
             dtype = accumulation_dtype(p)
-            return c.astype(dtype) - p.astype(dtype)
+            # A center of more digits was rounded when the params were put on it.
+            return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
 
         delta, e = jax.tree.map(drift, part.center, theta), part.residual
         is_finite = self.replicas.are_finite(delta)
         delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
         number = is_finite.astype(jnp.float32)
         if self.compress is not None:
-            total, number, rest = sum_compressed(
-                self.compress, delta, e, number, self.replicas.axis_name
+            total, number, e, is_finite = sum_compressed(
+                self.compress, delta, e, is_finite, self.replicas
             )
-            e = optax.tree.where(is_finite, rest, e)
         elif self.replicas.axis_name is not None:
             total, number = jax.lax.psum((delta, number), self.replicas.axis_name)
         else:
@@ -125,7 +131,7 @@ class Exchanger:
 
     def receive(
         self, part: Part, n: Any, number: jax.Array, theta: Any, params: Any
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, jax.Array]:
         """The step c <- c + u(n; s_c), and updates to theta <- mixing theta + (1 - mixing) c."""
         gradient = optax.tree.cast_like(n, part.center)
 
@@ -136,38 +142,49 @@ class Exchanger:
 
         is_valid = (number > 0) & self.replicas.are_finite(gradient)
         center, center_state = cond(is_valid, move, lambda: (part.center, part.center_state))
-        return center, center_state, pull(self.mixing, center, theta, params)
+        # A combination that overflows is no exchange; of nobody's contribution each knows already.
+        is_lost = (number > 0) & ~is_valid
+        return (
+            center,
+            center_state,
+            pull(self.mixing, center, theta, params, self.replicas),
+            is_lost,
+        )
 
     def exchange(
         self, part: Part, due: Due, theta: Any, params: Any, moves: Any
-    ) -> tuple[Part, jax.Array, Any]:
-        """A fragment after a step: what leaves and arrives, whether that is whole, and its updates."""
+    ) -> tuple[Part, jax.Array, tuple[Any, jax.Array]]:
+        """A fragment after a step: what is kept of it, exchanges missed, and (updates, is placed)."""
         # A fragment without leaves has nothing to send.
         is_sent, is_received = due if jax.tree.leaves(params) else (False, False)
-        whole = jnp.ones([], jnp.bool_)
+        nothing, stay = jnp.array(False), (moves, jnp.array(False))
 
         def send_and_receive() -> tuple[Part, jax.Array, Any]:
             n, number, e, took_part = self.send(part, theta)
-            center, center_state, updates = self.receive(part, n, number, theta, params)
-            return Part(center, center_state, (), number, e), took_part, updates
+            center, center_state, pulled, is_lost = self.receive(part, n, number, theta, params)
+            return Part(center, center_state, (), number, e), ~took_part | is_lost, pulled
 
         if not self.plan.delay:
-            return cond(is_sent, send_and_receive, lambda: (part, whole, moves))
+            return cond(is_sent, send_and_receive, lambda: (part, nothing, stay))
 
         def leave() -> tuple[Part, jax.Array]:
             n, number, e, took_part = self.send(part, theta)
-            return part._replace(in_flight=n, taking_part=number, residual=e), took_part
+            return part._replace(in_flight=n, taking_part=number, residual=e), ~took_part
 
-        sent, took_part = cond(is_sent, leave, lambda: (part, whole))
+        sent, has_missed = cond(is_sent, leave, lambda: (part, nothing))
 
-        def arrive() -> tuple[Part, Any]:
-            center, center_state, updates = self.receive(
-                sent, sent.in_flight, sent.taking_part, theta, params
+        def arrive() -> tuple[Part, jax.Array, Any]:
+            n, number = sent.in_flight, sent.taking_part
+            center, center_state, pulled, is_lost = self.receive(sent, n, number, theta, params)
+            # What has arrived is no longer on its way.
+            taken = sent._replace(
+                center=center, center_state=center_state, taking_part=jnp.full_like(number, NOTHING)
             )
-            return sent._replace(center=center, center_state=center_state), updates
+            return taken, is_lost, pulled
 
-        received, updates = cond(is_received, arrive, lambda: (sent, moves))
-        return received, took_part, updates
+        is_received = is_received is not False and is_received & (sent.taking_part != NOTHING)
+        received, is_lost, pulled = cond(is_received, arrive, lambda: (sent, nothing, stay))
+        return received, has_missed | is_lost, pulled
 
 
 def streaming_steps(
@@ -217,8 +234,8 @@ def streaming_steps(
             center_state=center_state,
             center=center,
             in_flight=wide if plan.delay else (),
-            taking_part=jnp.zeros([plan.fragments], jnp.float32),
-            residual=wide if compress is not None else (),
+            taking_part=jnp.full([plan.fragments], NOTHING, jnp.float32),
+            residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
             pulled=jnp.zeros([plan.fragments], jnp.bool_),
             skipped=jnp.zeros([], jnp.int32),
         )
@@ -248,10 +265,10 @@ def streaming_steps(
             )
             for p in range(cut.number)
         ]
-        parts, took_part, chosen = zip(*results, strict=True)
-        skipped = sum((~each).astype(jnp.int32) for each in took_part)
-        is_pulled = [jnp.asarray(is_received) & (mixing == 0) for _, is_received in due]
-        return cut.merge(chosen), StreamingState(
+        parts, missed, pulled = zip(*results, strict=True)
+        skipped = sum(each.astype(jnp.int32) for each in missed)
+        updates, is_placed = zip(*pulled, strict=True)
+        return cut.merge(updates), StreamingState(
             count=optax.safe_increment(state.count),
             local_state=local_state,
             center_state=tuple(part.center_state for part in parts),
@@ -259,7 +276,7 @@ def streaming_steps(
             in_flight=cut.merge([part.in_flight for part in parts]) if plan.delay else (),
             taking_part=jnp.stack([part.taking_part for part in parts]),
             residual=cut.merge([part.residual for part in parts]) if compress is not None else (),
-            pulled=jnp.stack(is_pulled),
+            pulled=jnp.stack(is_placed),
             skipped=state.skipped + skipped,
         )
 

@@ -347,6 +347,13 @@ def test_schedules_of_the_center_count_local_steps():
     np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)
 
 
+def test_a_schedule_goes_on_where_nobody_took_part():
+    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), 3)
+    grads = [jnp.full(1, jnp.nan if step == 0 else 1.0) for step in range(6)]
+    opt_state = loops.train(tx, jnp.zeros(1), grads)[-1][1]
+    assert jax.tree.leaves(opt_state.center_state) == jax.tree.leaves(opt_state.local_state) == [6]
+
+
 def test_in_turn_all_replicas_together_advance_a_schedule_by_one_period():
     tx = optperm.agn(optax.sgd(lambda count: 0.1), 2, axis_name=replicas.AXIS, commit="sequential")
     _, opt_state = run_flagged(tx, grads_of(4), [None] * 4)[-1]

@@ -10,7 +10,7 @@ import replicas
 import support
 
 import optperm
-from optperm.distributed import compression, plans
+from optperm.distributed import commits, compression, plans
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -199,8 +199,8 @@ def test_bytes_say_what_was_sent(bits, shape):
 def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(8192,)), jnp.float32)
     compress = optperm.compress_top_k(1 / 32)
-    own, number, rest = compression.sum_compressed(
-        compress, leaf, jnp.zeros_like(leaf), jnp.float32(1.0), None
+    own, number, rest, takes_part = compression.sum_compressed(
+        compress, leaf, jnp.zeros_like(leaf), jnp.array(True), commits.Replicas(None, ())
     )
     kept = np.flatnonzero(own)
     for chunk in (np.arange(4096), np.arange(4096, 8192)):
@@ -209,6 +209,7 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     support.assert_same_bits(own[kept], leaf[kept])
     support.assert_same_bits(rest, jnp.where(own == 0, leaf, 0.0))
     assert float(number) == 1
+    assert takes_part
 
 
 @pytest.mark.parametrize(
@@ -277,3 +278,96 @@ def test_plans_say_what_is_wrong():
         tx.update(params, opt_state, params, commit=3)
     with pytest.raises(ValueError, match="places params where its own state says"):
         optperm.diloco(optperm.sgperm(), None, optperm.Every(4)).init({"a": jnp.arange(3.0)})
+
+
+def run_alone(plan, flags, **options):
+    """One replica that is pushed down by 1 a step, averaged with itself."""
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), plan, **options)
+    params = jnp.zeros(1)
+    opt_state = tx.init(params)
+    for commit in flags:
+        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+        params = optperm.apply_updates(params, updates, opt_state)
+        yield float(params[0])
+
+
+@pytest.mark.parametrize("told", range(4, 9))
+def test_what_has_arrived_is_not_applied_again(told):
+    """Told to exchange all between sending and arrival, a replica goes no further than its own steps."""
+    flags = [True if step == told else None for step in range(1, 13)]
+    trail = list(run_alone(optperm.Every(4, 1, 2), flags))
+    assert all(params >= -step for step, params in enumerate(trail, start=1))
+
+
+def test_where_nothing_was_sent_nothing_is_pulled():
+    """A fresh state that is told the plan of later steps keeps its own ones."""
+    plan = optperm.Every(4, 1, 2)
+    assert list(run_alone(plan, map(plan.at, (5, 6, 7, 8)))) == [-1, -2, -3, -4]
+
+
+@pytest.mark.parametrize("plan", [2, optperm.Every(2), optperm.Every(2, 1, 1)])
+def test_mixing_brings_a_replica_back(plan):
+    """One whose params are not finite is put on the center, and takes part the next time."""
+    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan, axis_name=replicas.AXIS, mixing=0.5)
+    params = jnp.zeros((2, 2))
+    opt_state = jax.vmap(tx.init)(params)
+    params = params.at[1, 0].set(jnp.nan)
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    for _ in range(8):
+        params, opt_state = step(params, opt_state, jnp.ones((2, 2)))
+    assert jnp.isfinite(params).all()
+    assert opt_state.skipped.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("plan", [2, optperm.Every(2)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_fewer_digits_do_not_round_the_displacement(dtype, plan):
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), plan)
+    grads = [jnp.full(1, grad, dtype) for grad in (1.0, 2.0**-12)]
+    with jax.numpy_dtype_promotion("standard"):
+        params, opt_state = loops.train(tx, jnp.zeros(1), grads, how="eager")[-1]
+    assert float(params[0]) == -1 - 2.0**-12
+    assert int(opt_state.skipped) == 0
+
+
+def test_a_residual_that_overflows_begins_again():
+    """The replica sits out, counts it, and takes part again."""
+    tx = optperm.diloco(
+        optax.sgd(0.1),
+        optax.sgd(1.0),
+        2,
+        axis_name=replicas.AXIS,
+        compress=optperm.compress_quantized(8),
+    )
+    params = jnp.zeros((2, 1))
+    opt_state = jax.vmap(tx.init)(params)
+    opt_state = opt_state._replace(residual=opt_state.residual.at[1].set(3e38))
+    params = params.at[1].set(-3e38)
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    for _ in range(8):
+        params, opt_state = step(params, opt_state, jnp.ones((2, 1)))
+    assert jnp.isfinite(opt_state.residual).all()
+    assert opt_state.skipped.tolist() == [0, 1]
+    np.testing.assert_allclose(params, -0.8, atol=0.05)
+
+
+def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
+    tx = optperm.diloco(
+        optax.sgd(0.1),
+        None,
+        optperm.Every(4, 2, 1),
+        compress=optperm.compress_top_k(0.5, bits=4),
+        center_dtype="float32",
+    )
+    params = {"a": jnp.zeros((0, 3)), "b": jnp.arange(3.0)}
+    opt_state = tx.init(params)
+    step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
+    for _ in range(6):
+        params, opt_state = step(params, opt_state, jax.tree.map(jnp.ones_like, params))
+    assert jnp.isfinite(params["b"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64", "nonsense", 3])
+def test_a_center_of_no_floating_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match="center_dtype must be a real floating dtype"):
+        optperm.diloco(optax.sgd(0.1), center_dtype=dtype)
