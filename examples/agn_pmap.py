@@ -3,10 +3,6 @@
 A small network learns scikit-learn's digits, each replica from its own quarter of the images, with the
 mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and then one collective.
 
-Synchronous training and AGN use Adam at 0.01, of five rates the best for the former. AGN's center makes
-one step in ten, by an averaged gradient, and needs a rate for so few: at 0.001 its accuracy is 0.92, the
-other's 0.98. DiLoCo's center goes beyond where the replicas went; its Adam has the usual 0.001.
-
     python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """
 
@@ -61,20 +57,19 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
         own = REPLICAS * indices + jax.lax.axis_index(AXIS)
         grads = jax.grad(loss_fn)(params, x_train[own], y_train[own])
         grads = jax.lax.pmean(grads, AXIS) if method == "synchronous" else grads
-        # A step that is told to be local compiles to the optimizer alone.
-        extras = {} if method == "synchronous" else {"commit": commit}
-        updates, opt_state = tx.update(grads, opt_state, params, **extras)
+        updates, opt_state = tx.update(grads, opt_state, params, commit=commit)
         return optperm.apply_updates(params, updates, opt_state), opt_state, key
 
     @jax.jit
     def evaluate(params: Any) -> tuple[jax.Array, jax.Array]:
         return loss_fn(params, x_train, y_train), accuracy(MLP().apply(params, x_test), y_test)
 
-    start, programs = on_replicas(init), {}
-    for commit in (False, True):
+    def compiled(commit: bool) -> Any:
         mapped = on_replicas(functools.partial(step, commit=commit), donate_argnums=(0, 1, 2))
-        programs[commit] = mapped.lower(*start(np.zeros(REPLICAS, int))).compile()
-    curves, seconds = [], 0.0
+        return mapped.lower(*start(np.zeros(REPLICAS, int))).compile()
+
+    start = on_replicas(init)
+    programs, curves, seconds = (compiled(False), compiled(True)), [], 0.0
     for seed in range(seeds):
         carry = start(np.full(REPLICAS, seed))
         for _ in range(STEPS // PERIOD):
@@ -84,10 +79,9 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
             seconds += time.perf_counter() - began
             params = carry[0] if method == "synchronous" else optperm.center_params(carry[1])
             curves.append(evaluate(jax.tree.map(lambda x: x.addressable_data(0)[0], params)))
-    means = np.array(curves).reshape(seeds, -1, 2).mean(axis=0)
-    local, last = (traffic(programs[commit].as_text(), 1) for commit in (False, True))
-    a_step = Traffic(*(((PERIOD - 1) * x + y) / PERIOD for x, y in zip(local, last, strict=True)))
-    return Result(means, a_step, seconds / seeds)
+    both = zip(*(traffic(program.as_text(), 1) for program in programs), strict=True)
+    a_step = Traffic(*(((PERIOD - 1) * local + last) / PERIOD for local, last in both))
+    return Result(np.array(curves).reshape(seeds, -1, 2).mean(axis=0), a_step, seconds / seeds)
 
 
 def report(results: dict[str, Result], seeds: int, out: str) -> None:
@@ -108,7 +102,7 @@ def report(results: dict[str, Result], seeds: int, out: str) -> None:
 
 
 def main() -> None:
-    """Trains by every method, prints the table and draws the curves."""
+    """Trains by every method, and reports."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3, help="to average over")
     parser.add_argument("--out", default="agn_pmap.png")

@@ -147,11 +147,24 @@ def _in_turn(
 
 def _rows(tree: Any, axis_name: AxisName) -> Any:
     """The trees of all replicas, along a leading axis, in one collective."""
-    if set(jax.sharding.get_abstract_mesh().axis_names) in (set(), _names(axis_name)):
+    if set(jax.sharding.get_abstract_mesh().axis_names) <= _names(axis_name):
         packed, unpack = ravel_pytree(tree)
-        return jax.vmap(unpack)(all_gather(packed, axis_name, tiled=False))
+        return jax.vmap(unpack)(gather(packed, axis_name))
     # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they
     # travel as they lie.
+    return _sum_of_rows(tree, axis_name)
+
+
+def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    """An array of all replicas, along a leading axis."""
+    names = _names(axis_name)
+    if len(names) == 1 or names <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return all_gather(array, axis_name, tiled=False)
+    # JAX gathers over one axis of jax.vmap at a time.
+    return _sum_of_rows(array, axis_name)
+
+
+def _sum_of_rows(tree: Any, axis_name: AxisName) -> Any:
     is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
 
     def row(leaf: jax.Array) -> jax.Array:

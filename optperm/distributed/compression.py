@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.mapped_axes import AxisName, all_gather, varying_axes
-from optperm.distributed.commits import Replicas
+from optperm.contract.mapped_axes import AxisName, varying_axes
+from optperm.distributed.commits import Replicas, gather
 
 _BITS = (1, 2, 4, 8)
 # Entries that share a scale, and of which the same number is sent.
@@ -183,7 +183,7 @@ def gathered(codes: Any, weight: jax.Array, axis_name: AxisName) -> tuple[Any, j
 
     for _, group in itertools.groupby(sorted(range(len(parts)), key=kind), key=kind):
         places = list(group)
-        joined = all_gather(jnp.concatenate([parts[i] for i in places]), axis_name, tiled=False)
+        joined = gather(jnp.concatenate([parts[i] for i in places]), axis_name)
         ends = list(itertools.accumulate(parts[i].size for i in places))
         for i, row in zip(places, jnp.split(joined, ends[:-1], axis=1), strict=True):
             rows[i] = row

@@ -157,7 +157,6 @@ class Exchanger:
         """A fragment after a step: what is kept of it, exchanges missed, and (updates, is placed)."""
         # A fragment without leaves has nothing to send.
         is_sent, is_received = due if jax.tree.leaves(params) else (False, False)
-        nothing, stay = jnp.array(False), (moves, jnp.array(False))
 
         def send_and_receive() -> tuple[Part, jax.Array, Any]:
             n, number, e, took_part = self.send(part, theta)
@@ -165,13 +164,17 @@ class Exchanger:
             return Part(center, center_state, (), number, e), ~took_part | is_lost, pulled
 
         if not self.plan.delay:
-            return cond(is_sent, send_and_receive, lambda: (part, nothing, stay))
+            return cond(
+                is_sent,
+                send_and_receive,
+                lambda: (part, jnp.array(False), (moves, jnp.array(False))),
+            )
 
         def leave() -> tuple[Part, jax.Array]:
             n, number, e, took_part = self.send(part, theta)
             return part._replace(in_flight=n, taking_part=number, residual=e), ~took_part
 
-        sent, has_missed = cond(is_sent, leave, lambda: (part, nothing))
+        sent, has_missed = cond(is_sent, leave, lambda: (part, jnp.array(False)))
 
         def arrive() -> tuple[Part, jax.Array, Any]:
             n, number = sent.in_flight, sent.taking_part
@@ -183,7 +186,9 @@ class Exchanger:
             return taken, is_lost, pulled
 
         is_received = is_received is not False and is_received & (sent.taking_part != NOTHING)
-        received, is_lost, pulled = cond(is_received, arrive, lambda: (sent, nothing, stay))
+        received, is_lost, pulled = cond(
+            is_received, arrive, lambda: (sent, jnp.array(False), (moves, jnp.array(False)))
+        )
         return received, has_missed | is_lost, pulled
 
 

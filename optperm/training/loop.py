@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -191,6 +191,11 @@ def fit(
         layout = earlier._end[0]
     if epoch_start is not None and layout.own:
         raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
+    if epoch_start is not None and isinstance(train_data, Iterator):
+        raise ValueError(
+            "epoch_start goes through all batches before an epoch, and this iterator gives them once: "
+            "pass a list, a data loader, or a function of the epoch's number that gives an iterator."
+        )
     feed: ArrayFeed | StreamFeed
     if is_arrays("train_data", train_data):
         feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
@@ -321,6 +326,10 @@ class _Run:
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
         self._since, stop, error, code = time.perf_counter(), False, None, 0
+        if self.at.epoch <= epochs and self.at.step < steps:
+            self._drop_part()
+        if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
+            stop = self._end_epoch()  # an error came between the epoch's last step and its row
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
         is_between = self.history.last and not self.at.offset
         if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
@@ -339,7 +348,7 @@ class _Run:
                 self.feed.begin(self.at.epoch, self.at.offset)
                 fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
                 stop = self._after(fed, steps)
-            except Exception as raised:  # what has been trained is saved first
+            except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
         if code == 3 and error is None:
             error = RuntimeError("another process has failed: see what it says.")
@@ -347,6 +356,12 @@ class _Run:
             self._rescue(error)
             raise error
         return _ENDED[code]
+
+    def _drop_part(self) -> None:
+        """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
+        if self.at.offset and self.history.last.get("step") == self.at.step:
+            row = self.history.epoch_rows.pop()
+            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
 
     def _limit(self, steps: float) -> int:
         """How many steps may be taken until something happens."""
@@ -451,7 +466,7 @@ class _Run:
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
 
-    def _rescue(self, error: Exception) -> None:
+    def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
         if "is not bound here" in str(error):
             error.add_note("fit maps over an axis with devices, mesh or replicas.")

@@ -242,8 +242,7 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
     return mesh, jax.jit(mapped), placed
 
 
-@pytest.mark.parametrize("flag", [True, None])
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize(("checked", "flag"), [(True, True), (False, None)])
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "partial"])
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("method", ["agn mean", "agn sequential", "diloco"])
@@ -373,15 +372,23 @@ def test_multi_steps_of_the_center_are_refused(factory):
     optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
 
 
+LAID_OUT = METHODS | {
+    "streaming": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
+    "compressed": functools.partial(
+        optperm.diloco, sync_every=3, compress=optperm.compress_quantized(8)
+    ),
+}
+
+
 @pytest.mark.parametrize(("on_each", "checked"), [(1, True), (1, False), (2, False)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LAID_OUT)
 def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
     """One or two replicas on each of four devices give what as many under vmap give."""
     size, axes = 4 * on_each, ("device", "each") if on_each > 1 else "device"
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
-    tx = METHODS[method](optax.adam(0.1), axis_name=axes)
-    single = METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
-    grads, flags = grads_of(4, size=size), [False, False, True, False]
+    tx = LAID_OUT[method](optax.adam(0.1), axis_name=axes)
+    single = LAID_OUT[method](optax.adam(0.1), axis_name=replicas.AXIS)
+    grads, flags = grads_of(5, size=size), [False, False, True, False, None]
 
     def make(flag):
         def step(params, opt_state, grads):
@@ -394,7 +401,7 @@ def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
             jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
         )
 
-    steps = {flag: make(flag) for flag in (False, True)}
+    steps = {flag: make(flag) for flag in set(flags)}
     params, opt_state = (replicas.stack([tree] * size) for tree in (START, tx.init(START)))
     expected = run_flagged(single, grads, flags)
     for flag, each, (wanted, _) in zip(flags, grads, expected, strict=True):

@@ -1,5 +1,6 @@
 """The examples run, and show what they claim."""
 
+import importlib
 import pathlib
 import runpy
 
@@ -120,6 +121,22 @@ def test_prune_freeze_sweep_as_it_was_first_made(tmp_path):
     _, _, by_h, by_gradient, _ = run("prune_freeze_sweep.py", tmp_path, *flags)[0, ..., 0]
     assert by_h[0] == by_gradient[0] != by_h[-1] == by_gradient[-1]
     assert by_h[1] != by_gradient[1]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
+def test_byte_transformer(tmp_path, capsys, monkeypatch):
+    """All methods learn on from one start, a smaller network; who commits less sends less."""
+    small = importlib.import_module("library_bytes")
+    monkeypatch.setattr(small, "LAYERS", 1)
+    monkeypatch.setattr(small, "WIDTH", 16)
+    losses = run("byte_transformer.py", tmp_path, "--steps", 10, "--common", 1)
+    assert len(losses) == 8
+    assert all(5.0 < loss < 5.5 for (loss,) in losses.values()), losses
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    in_step, alone, agn, *_, four_bits, few = (float(row[-2]) for row in table)
+    assert (in_step / agn, alone) == (pytest.approx(10, rel=1e-3), 0)
+    assert agn > 7 * four_bits > 20 * few
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Every method through `fit`, stopped within an epoch and gone on with: bit for bit the whole run."""
 
+import itertools
 import shutil
 
 import fitting
@@ -110,3 +111,62 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(training.CheckpointError, match="10 is damaged"):
         fitting.fit("linen", "adam", epochs=3, resume=True, **where)
+
+
+def rows_of(result):
+    """The rows of the epochs, but for how long they took."""
+    return {name: list(rows) for name, rows in result.history.epochs.items() if name != "seconds"}
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_part_of_an_epoch_that_goes_on_has_one_row(is_kept, tmp_path):
+    """Ended by `steps` in the middle of the second epoch, by a result or by a checkpoint."""
+    options = {"eval_fn": fitting.ACCURACY["linen"], "eval_data": fitting.data()}
+    whole = fitting.fit("linen", "adam", epochs=3, **options)
+    where = {"checkpoints": tmp_path} if is_kept else {}
+    part = fitting.fit("linen", "adam", steps=7, **where, **options)
+    assert rows_of(part)["step"] == [5, 7]
+    options |= {"epochs": 3}
+    if is_kept:
+        gone_on = fitting.fit("linen", "adam", resume=True, **where, **options)
+    else:
+        batch = {"batch_size": BATCH}
+        gone_on = training.fit(part, fitting.LOSS["linen"], fitting.data(), **batch, **options)
+    assert rows_of(gone_on) == rows_of(whole)
+    assert rows_of(part)["step"] == [5, 7]
+
+
+@pytest.mark.parametrize("failing", [2, 3])
+def test_an_error_at_the_end_of_an_epoch_loses_no_row(failing, tmp_path):
+    """The evaluation that failed is made when the run goes on, after the last epoch too."""
+    options = {"eval_fn": fitting.ACCURACY["linen"], "epochs": 3}
+
+    def all_data(epoch):
+        return [fitting.data()]
+
+    def failing_data(epoch):
+        if epoch == failing:
+            raise OSError("the disk is gone")
+        return all_data(epoch)
+
+    whole = fitting.fit("linen", "adam", eval_data=all_data, **options)
+
+    with pytest.raises(OSError, match="gone"):
+        fitting.fit("linen", "adam", eval_data=failing_data, checkpoints=tmp_path, **options)
+    options |= {"checkpoints": tmp_path, "resume": True}
+    resumed = fitting.fit("linen", "adam", eval_data=all_data, **options)
+    assert rows_of(resumed) == rows_of(whole)
+
+
+def test_a_callback_that_exits_saves_first(tmp_path):
+    def leave(event):
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        fitting.fit("linen", "adam", epochs=3, every={7: leave}, checkpoints=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["7"]
+
+
+def test_a_full_gradient_needs_batches_that_come_again():
+    with pytest.raises(ValueError, match="this iterator gives them once"):
+        fitting.fit("linen", "svrg", steps=5, train_data=itertools.cycle(fitting.batches(1)))
