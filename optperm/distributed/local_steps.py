@@ -149,6 +149,7 @@ def local_steps(
     outer = optax.with_extra_args_support(center_optimizer)
     axis_name = replicas.axis_name
     combine = rule_of(commit, axis_name)
+    advance = _advance_schedules if counts_local_steps else lambda new, old, steps: new
 
     def init(params: optax.Params) -> LocalStepsState:
         local_state, center_state = inner.init(params), outer.init(params)
@@ -203,13 +204,11 @@ def local_steps(
             n = contribution.total(a, steps, state.center, theta)
             step = functools.partial(step_center, extra_args, params)
             (c, s_c), took_part = combine(at, n, step, replicas)
-            if counts_local_steps:
-                s_c = _advance_schedules(s_c, state.center_state, steps)
+            s_c = advance(s_c, state.center_state, steps)
             return (c, s_c), took_part, pull_to(c) if moves_leave_by_cond else ()
 
         def keep() -> tuple[Center, jax.Array, Any]:
-            here = (moves, jnp.array(False)) if moves_leave_by_cond else ()
-            return at, jnp.array(True), here
+            return at, jnp.array(True), (moves, jnp.array(False)) if moves_leave_by_cond else ()
 
         # The pull: theta <- mixing theta + (1 - mixing) c.
         def pull_to(center: optax.Params) -> tuple[optax.Updates, jax.Array]:
@@ -222,14 +221,13 @@ def local_steps(
         (center, center_state), took_part, chosen = cond(is_commit, commit_and_pull, keep)
         if not moves_leave_by_cond:
             chosen = optax.tree.where(is_commit, pull_to(center)[0], moves), is_commit
-        updates, is_placed = chosen
         counted = _counted(state, steps, is_commit, took_part)
-        return updates, counted._replace(
+        return chosen[0], counted._replace(
             local_state=local_state,
             center_state=center_state,
             center=center,
             accumulator=a,
-            pulled=is_placed,
+            pulled=chosen[1],
         )
 
     return transformation(
