@@ -47,7 +47,7 @@ def milliseconds(function: Callable[[], object]) -> float:
 
 def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
     """Times one jitted update, its state donated, and the two products in one jitted function."""
-    basis = jax.random.normal(jax.random.key(0), (k, n)) / jnp.sqrt(jnp.float32(n))
+    basis = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (n, k)))[0].T
     grads, params = jax.random.normal(jax.random.key(1), (n,)), jnp.ones(n)
     tx = optperm.dim_reduce(n_components=k)
     state = optperm.set_basis(tx.init(params), basis)
