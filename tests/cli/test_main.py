@@ -368,10 +368,10 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     out = tmp_path / "run"
     # A call of a hundred steps takes longer than the test.
     data = tmp_path / "data.npz"
-    x, y = np.zeros((8000, 900), np.uint8), np.zeros(8000, int)
+    x, y = np.zeros((16000, 900), np.uint8), np.zeros(16000, int)
     np.savez_compressed(data, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10] + 1)
     process = start(
-        *("train", "sgd", "--data", str(data), "--hidden", "32768", "--batch-size", "80"),
+        *("train", "sgd", "--data", str(data), "--hidden", "32768", "--batch-size", "160"),
         *("--epochs", "1", "--out", str(out)),
     )
     wait_for_epochs(out, process, 0)
@@ -380,7 +380,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     assert any("Stopping after this step" in line for line in iter(process.stderr.readline, ""))
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)
+    # On a busy machine it may still be compiling, which nothing interrupts.
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert err == "optperm: error: stopped by Ctrl-C.\n"
     assert not (out / "summary.json").exists()
