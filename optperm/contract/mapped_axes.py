@@ -17,6 +17,11 @@ Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
 
 
+def axis_names(axis_name: AxisName | None) -> tuple[str, ...]:
+    """The names of mapped axes, one by one."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+
+
 def varying_axes(*trees: Any) -> frozenset[str]:
     """The mapped axes over which any leaf of the trees is marked as varying."""
     leaves = jax.tree.leaves(trees)
@@ -39,8 +44,7 @@ def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     A gradient with respect to params that do not vary over an axis arrives summed over it; with
     respect to params marked as varying like the batch, it stays the local one.
     """
-    names = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
-    return mark_varying(tree, names & varying_axes(other))
+    return mark_varying(tree, varying_axes(other).intersection(axis_names(axis_name)))
 
 
 def cond(

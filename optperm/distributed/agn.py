@@ -149,8 +149,7 @@ def agn(
             "communication_period must be an integer or a schedule: plans are diloco's."
         )
     check_period("communication_period", communication_period)
-    checks.check_axis_name("axis_name", axis_name)
-    checks.check_axis_name("shard_axes", shard_axes)
+    replicas = Replicas.of(axis_name, shard_axes)
     checks.check_choice("commit", commit, get_args(Commit))
     if center_optimizer is not None:
         checks.check_transformation("center_optimizer", center_optimizer)
@@ -159,7 +158,7 @@ def agn(
         optimizer if center_optimizer is None else center_optimizer,
         communication_period,
         _AccumulatedGradient(),
-        replicas=Replicas(axis_name or None, shard_axes or ()),
+        replicas=replicas,
         commit=commit,
         counts_local_steps=center_optimizer is None,
         method="agn",

@@ -14,17 +14,19 @@ from jax.flatten_util import ravel_pytree
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite
-from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
+from optperm.contract.mapped_axes import (
+    AxisName,
+    all_gather,
+    axis_names,
+    mark_varying,
+    varying_axes,
+)
 
 Commit = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
 # (center, gradient, whether there is one) -> center
 CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
-
-
-def _names(axis_name: AxisName | None) -> frozenset[str]:
-    return frozenset({axis_name} if isinstance(axis_name, str) else axis_name or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,20 @@ class Replicas:
     axis_name: AxisName | None
     shard_axes: AxisName
 
+    @classmethod
+    def of(cls, axis_name: Any, shard_axes: Any) -> Replicas:
+        """Those that a user has named; a TypeError if one is no name."""
+        checks.check_axis_name("axis_name", axis_name)
+        checks.check_axis_name("shard_axes", shard_axes)
+        return cls(axis_name or None, shard_axes or ())
+
     def check_are_local(self, grads: optax.Updates, params: optax.Params, method: str) -> None:
         """Raises where `jax.shard_map` has summed the gradients over the replicas, as types tell."""
         if self.axis_name is None:
             return
-        tracked = _names(self.axis_name) & varying_axes(jax.lax.axis_index(self.axis_name))
-        if tracked and tracked != _names(self.axis_name):
+        names = set(axis_names(self.axis_name))
+        tracked = names & varying_axes(jax.lax.axis_index(self.axis_name))
+        if tracked and tracked != names:
             raise ValueError(
                 f"axis_name {self.axis_name!r} of {method} names axes of jax.shard_map and of jax.vmap "
                 "within it, which JAX reduces together with check_vma=False only: pass that to it."
@@ -56,24 +66,35 @@ class Replicas:
     def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:
         """Whether a flag of the shards of one replica's tree is True on all of them."""
         checks.check_axis_is_bound(self.shard_axes, name="shard_axes")
-        axes = (varying_axes(tree) | _names(self.shard_axes)) - _names(self.axis_name)
+        within = varying_axes(tree).union(axis_names(self.shard_axes))
+        axes = tuple(sorted(within.difference(axis_names(self.axis_name))))
         if not axes:
             return flag
         # Only what varies can be reduced, where that is tracked.
-        tracked = varying_axes(jax.lax.axis_index(tuple(sorted(axes))))
-        counted = mark_varying(flag.astype(jnp.int32), tracked & axes)
-        return jax.lax.pmin(counted, tuple(sorted(axes))) > 0
+        counted = mark_varying(flag.astype(jnp.int32), varying_axes(jax.lax.axis_index(axes)))
+        return jax.lax.pmin(counted, axes) > 0
 
     def are_finite(self, tree: optax.Updates) -> jax.Array:
         """Whether every entry of one replica's tree is finite, on all of its shards."""
         return self.agree(all_finite(tree), tree)
 
     def as_gradient(
-        self, n: optax.Updates, grads: optax.Updates
+        self, n: optax.Updates, center: optax.Params
     ) -> tuple[optax.Updates, jax.Array]:
-        """A contribution in the dtypes of gradients, and whether it is finite there."""
-        gradient = optax.tree.cast_like(n, grads)
+        """A contribution in the dtypes of the center, and whether it is finite there."""
+        gradient = optax.tree.cast_like(n, center)
         return gradient, self.are_finite(gradient)
+
+
+def drift(center: Any, theta: Any) -> Any:
+    """Delta = c - theta, in float32 or wider: how far the replica went, pointing back, as a gradient."""
+
+    def apart(c: jax.Array, p: jax.Array) -> jax.Array:
+        dtype = accumulation_dtype(p)
+        # A center of more digits was rounded when the params were put on it.
+        return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
+
+    return jax.tree.map(apart, center, theta)
 
 
 def pull(
@@ -147,7 +168,7 @@ def _in_turn(
 
 def _rows(tree: Any, axis_name: AxisName) -> Any:
     """The trees of all replicas, along a leading axis, in one collective."""
-    if set(jax.sharding.get_abstract_mesh().axis_names) <= _names(axis_name):
+    if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
         packed, unpack = ravel_pytree(tree)
         return jax.vmap(unpack)(gather(packed, axis_name))
     # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they
@@ -157,8 +178,8 @@ def _rows(tree: Any, axis_name: AxisName) -> Any:
 
 def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:
     """An array of all replicas, along a leading axis."""
-    names = _names(axis_name)
-    if len(names) == 1 or names <= set(jax.sharding.get_abstract_mesh().axis_names):
+    names = axis_names(axis_name)
+    if len(names) == 1 or set(names) <= set(jax.sharding.get_abstract_mesh().axis_names):
         return all_gather(array, axis_name, tiled=False)
     # JAX gathers over one axis of jax.vmap at a time.
     return _sum_of_rows(array, axis_name)

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.commits import Replicas
+from optperm.distributed.commits import Replicas, drift
 from optperm.distributed.compression import Compression
 from optperm.distributed.local_steps import Period, check_period, local_steps
 from optperm.distributed.plans import Every
@@ -22,7 +21,7 @@ from optperm.distributed.streaming import streaming_steps
 
 
 class _Drift:
-    """Delta = center - theta: how far the replica went, pointing back, as a gradient does."""
+    """How far the replica went since the last commit."""
 
     reads_local_params = True
 
@@ -44,12 +43,7 @@ class _Drift:
         moved: Callable[[], optax.Params],
     ) -> optax.Updates:
         del accumulator, steps
-
-        def drift(c: jax.Array, p: jax.Array) -> jax.Array:
-            dtype = accumulation_dtype(c)
-            return c.astype(dtype) - p.astype(dtype)
-
-        return jax.tree.map(drift, center, moved())
+        return drift(center, moved())
 
 
 def _dtype(value: Any) -> Any:
@@ -151,8 +145,7 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
-    checks.check_axis_name("axis_name", axis_name)
-    checks.check_axis_name("shard_axes", shard_axes)
+    replicas = Replicas.of(axis_name, shard_axes)
     checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
     if compress is not None and not isinstance(compress, Compression):
         raise TypeError(
@@ -161,7 +154,6 @@ def diloco(
         )
     if center_dtype is not None and not jnp.issubdtype(_dtype(center_dtype), jnp.floating):
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
-    replicas = Replicas(axis_name or None, shard_axes or ())
     if compress is None and center_dtype is None and not isinstance(sync_every, Every):
         check_period("sync_every", sync_every)
         return local_steps(

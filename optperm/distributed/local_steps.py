@@ -258,7 +258,7 @@ def _is_commit(
 def _counted(
     state: LocalStepsState, steps: jax.Array, is_commit: bool | jax.Array, took_part: jax.Array
 ) -> LocalStepsState:
-    """The state after one more step, which is the so-manieth since the last commit."""
+    """The state after one more step, the number `steps` since the last commit."""
     return state._replace(
         count=optax.safe_increment(state.count),
         since_commit=jnp.where(is_commit, 0, steps),

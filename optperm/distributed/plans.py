@@ -63,30 +63,21 @@ class Every:
                 f"{self.period}, fragments {self.fragments} and delay {self.delay}."
             )
 
-    def is_sent(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
-        """Whether a fragment leaves at the end of a step.
+    def due(self, step: int | jax.Array) -> list[Due]:
+        """For each fragment whether it leaves, and whether it arrives, at the end of a step.
 
         Args:
           step: Its number; the first step is step 1.
-          fragment: The fragment's number, from 0.
 
         Returns:
-          A bool, traced where `step` is.
+          Pairs of bools, traced where `step` is.
         """
-        offset = fragment * self.period // self.fragments
-        return (step > 0) & ((step - offset) % self.period == 0)
 
-    def is_received(self, step: int | jax.Array, fragment: int) -> bool | jax.Array:
-        """Whether what was sent of a fragment arrives at the end of a step.
+        def is_sent(step: int | jax.Array, fragment: int) -> bool | jax.Array:
+            offset = fragment * self.period // self.fragments
+            return (step > 0) & ((step - offset) % self.period == 0)
 
-        Args:
-          step: Its number; the first step is step 1.
-          fragment: The fragment's number, from 0.
-
-        Returns:
-          A bool, traced where `step` is.
-        """
-        return self.is_sent(step - self.delay, fragment)
+        return [(is_sent(step, p), is_sent(step - self.delay, p)) for p in range(self.fragments)]
 
     def at(self, step: int) -> Exchange:
         """What the step exchanges, for `commit=` of the step that is about to be taken.
@@ -103,10 +94,9 @@ class Every:
                 "outside of jax.jit, and pass what it gives as a static argument."
             )
         checks.check_count("step", step)
-        fragments = range(self.fragments)
+        send, receive = zip(*self.due(step), strict=True)
         return Exchange(
-            tuple(p for p in fragments if self.is_sent(step, p)),
-            tuple(p for p in fragments if self.is_received(step, p)),
+            tuple(np.flatnonzero(send).tolist()), tuple(np.flatnonzero(receive).tolist())
         )
 
 
@@ -114,8 +104,7 @@ def due_at(commit: object, plan: Every, count: jax.Array) -> list[Due]:
     """For each fragment whether it leaves and whether it arrives at the end of this step."""
     fragments = range(plan.fragments)
     if commit is None:
-        step = count + 1
-        return [(plan.is_sent(step, p), plan.is_received(step, p)) for p in fragments]
+        return plan.due(count + 1)
     if isinstance(commit, bool | np.bool_):
         return [(bool(commit), bool(commit))] * plan.fragments
     if not isinstance(commit, Exchange):

@@ -16,7 +16,7 @@ import optax
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.transformation import transformation
-from optperm.distributed.commits import Replicas, pull
+from optperm.distributed.commits import Replicas, drift, pull
 from optperm.distributed.compression import Compression, sum_compressed
 from optperm.distributed.local_steps import check_no_multi_steps, finite_local
 from optperm.distributed.plans import Due, Every, Exchange, Fragments, due_at
@@ -80,21 +80,6 @@ class Part(NamedTuple):
     taking_part: Any
     residual: Any
 
-    @classmethod
-    def of(cls, state: StreamingState, cut: Fragments, p: int) -> Part:
-        """That of fragment p."""
-
-        def is_kept(tree: Any) -> bool:
-            return not isinstance(tree, tuple) or bool(tree)
-
-        return cls(
-            center=cut.only(state.center, p),
-            center_state=state.center_state[p],
-            in_flight=cut.only(state.in_flight, p) if is_kept(state.in_flight) else (),
-            taking_part=state.taking_part[p],
-            residual=cut.only(state.residual, p) if is_kept(state.residual) else (),
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class Exchanger:
@@ -106,15 +91,19 @@ class Exchanger:
     compress: Compression | None
     replicas: Replicas
 
+    def part(self, state: StreamingState, cut: Fragments, p: int) -> Part:
+        """What belongs to fragment p."""
+        return Part(
+            center=cut.only(state.center, p),
+            center_state=state.center_state[p],
+            in_flight=cut.only(state.in_flight, p) if self.plan.delay else (),
+            taking_part=state.taking_part[p],
+            residual=cut.only(state.residual, p) if self.compress is not None else (),
+        )
+
     def send(self, part: Part, theta: Any) -> tuple[Any, jax.Array, Any, jax.Array]:
         """Delta = c - theta: its mean, of how many replicas, what is held back, whether this is one."""
-
-        def drift(c: jax.Array, p: jax.Array) -> jax.Array:
-            dtype = accumulation_dtype(p)
-            # A center of more digits was rounded when the params were put on it.
-            return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
-
-        delta, e = jax.tree.map(drift, part.center, theta), part.residual
+        delta, e = drift(part.center, theta), part.residual
         is_finite = self.replicas.are_finite(delta)
         delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
         number = is_finite.astype(jnp.float32)
@@ -266,7 +255,9 @@ def streaming_steps(
         # The exchange of each fragment.
         results = [
             exchanger.exchange(
-                Part.of(state, cut, p), due[p], *(cut.only(x, p) for x in (theta, params, moves))
+                exchanger.part(state, cut, p),
+                due[p],
+                *(cut.only(x, p) for x in (theta, params, moves)),
             )
             for p in range(cut.number)
         ]

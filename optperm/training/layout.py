@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optperm.contract import checks
-from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES
 from optperm.evaluation import evaluate
@@ -53,7 +53,9 @@ class Layout:
     def parts(self) -> int:
         """In how many equal parts a batch is taken."""
         shape = {} if self.mesh is None else self.mesh.shape
-        return math.prod(shape[name] for name in _names(self.batch[0])) if shape else self.replicas
+        return (
+            math.prod(shape[name] for name in axis_names(self.batch[0])) if shape else self.replicas
+        )
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -178,11 +180,11 @@ def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Lay
         raise ValueError(f"{' and '.join(names)} exclude one another: pass one of them.")
     if (replicas := given.get("replicas")) is not None:
         checks.check_count("replicas", replicas)
-        layout, axes = Layout(replicas=int(replicas)), [_names(AXIS)]
+        layout, axes = Layout(replicas=int(replicas)), [axis_names(AXIS)]
     elif (layout := _on_mesh(state, given.get("mesh"), given.get("devices"))).mesh is None:
         return layout
     else:
-        axes = [_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
+        axes = [axis_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
     known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
     there = f"With {names[0] if names else 'several devices'} there is the axis {known}"
     for mapped in ((), *axes):
@@ -265,8 +267,3 @@ def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
         if "is not bound" in str(error) or "unbound axis" in str(error):
             return None
     return is_local, varies
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The axes in an entry of a PartitionSpec."""
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
