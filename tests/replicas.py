@@ -1,13 +1,29 @@
 """Replicas under each way of mapping over them, and a simulation of workers and a center in NumPy."""
 
 import functools
+import pathlib
+import runpy
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import optperm
+
 AXIS = "replica"
+# The methods whose replicas train each by itself, without their optimizer.
+PERIOD = 3
+METHODS = {
+    f"agn {rule}": functools.partial(optperm.agn, communication_period=PERIOD, commit=rule)
+    for rule in ("mean", "sum", "sequential")
+} | {"diloco": functools.partial(optperm.diloco, sync_every=PERIOD)}
+_EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def collectives(text):
+    """The collectives of a compiled program, with their operation, bytes and is_conditional."""
+    return runpy.run_path(str(_EXAMPLES / "collectives.py"))["find_collectives"](text)
 
 
 def stack(trees):

@@ -1,8 +1,6 @@
 """When a period ends, and what a commit does: flags, schedules, shards of a replica, bad numbers."""
 
 import functools
-import pathlib
-import runpy
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +17,7 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
-PERIOD = 3
-METHODS = {
-    "agn mean": functools.partial(optperm.agn, communication_period=PERIOD),
-    "agn sum": functools.partial(optperm.agn, communication_period=PERIOD, commit="sum"),
-    "agn sequential": functools.partial(
-        optperm.agn, communication_period=PERIOD, commit="sequential"
-    ),
-    "diloco": functools.partial(optperm.diloco, sync_every=PERIOD),
-}
-
-
-def collectives(text):
-    """The collectives of a compiled program, with the bytes of their results."""
-    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](text)
-    return [(each.operation, each.bytes) for each in found]
 
 
 def grads_of(steps, size=4, seed=0):
@@ -67,10 +49,10 @@ def run_flagged(tx, grads, flags, how="vmap"):
 
 
 @pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", replicas.METHODS)
 def test_told_and_counted_commits_agree(method, how):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
-    tx = METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
+    tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
     grads = grads_of(7)
     counted = run_flagged(tx, grads, [None] * 7, how)
     told = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
@@ -96,10 +78,10 @@ def test_a_told_commit_divides_by_the_steps_that_were_made():
     assert (int(opt_state.commits), int(opt_state.count)) == (2, 3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", replicas.METHODS)
 def test_a_step_that_is_told_to_be_local_is_the_optimizer_alone(method):
     """No conditional, no collective, nothing of the center but its own buffers handed on."""
-    tx = METHODS[method](optax.sgd(0.1, 0.9), axis_name=replicas.AXIS)
+    tx = replicas.METHODS[method](optax.sgd(0.1, 0.9), axis_name=replicas.AXIS)
     params, opt_state = (replicas.stack([tree] * 4) for tree in (START, tx.init(START)))
     (grads,) = grads_of(1)
     texts = {
@@ -111,9 +93,9 @@ def test_a_step_that_is_told_to_be_local_is_the_optimizer_alone(method):
         .as_text()
         for flag in (False, True, None)
     }
-    assert not collectives(texts[False])
+    assert not replicas.collectives(texts[False])
     assert "conditional" not in texts[False]
-    assert len(collectives(texts[True])) == 1
+    assert len(replicas.collectives(texts[True])) == 1
     assert "conditional" in texts[None]
 
 
@@ -133,9 +115,9 @@ def test_flags_travel_through_chain_and_multi_steps():
         assert every
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", replicas.METHODS)
 def test_a_flag_that_is_traced_or_no_flag_is_refused(method):
-    tx = METHODS[method](optax.sgd(0.1))
+    tx = replicas.METHODS[method](optax.sgd(0.1))
     opt_state = tx.init(START)
     with pytest.raises(TypeError, match=r"static_argnames of jax\.jit"):
         jax.jit(lambda c: tx.update(START, opt_state, START, commit=c))(True)
@@ -193,7 +175,7 @@ def test_gradients_that_were_summed_over_the_replicas_are_refused():
             jax.shard_map(run, mesh=mesh, in_specs=P(replicas.AXIS), out_specs=P(replicas.AXIS))
         )
 
-    for method in METHODS.values():
+    for method in replicas.METHODS.values():
         tx = method(optax.sgd(1.0), axis_name=replicas.AXIS)
         with pytest.raises(ValueError, match=r"jax\.lax\.pcast\(params, 'replica', to='varying'\)"):
             local(tx, own=False)(targets)
@@ -250,7 +232,7 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manua
     """One collective over the replicas, numbers alone over the shards, which agree on who takes part."""
     period = "sync_every" if method == "diloco" else "communication_period"
     options = {"shard_axes": "model"} if manual and not checked else {}
-    tx = METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
+    tx = replicas.METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
     mesh, step, (params, opt_state, grads) = _on_two_by_four(
         tx, types, manual=manual, checked=checked, flag=flag
     )
@@ -263,7 +245,11 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manua
         wanted = [("all-reduce", copies * 4 * (shards + 1))]
         # In a partially manual shard_map jax 0.10 itself gathers what is summed on explicit axes.
         if manual or types == AxisType.Auto or jax.__version_info__ >= (0, 11):
-            assert [each for each in collectives(compiled.as_text()) if each[1] > 8] == wanted
+            assert [
+                (each.operation, each.bytes)
+                for each in replicas.collectives(compiled.as_text())
+                if each.bytes > 8
+            ] == wanted
         # NaN lies on one shard of the second replica alone.
         bad = np.array(params["kernel"] if method == "diloco" else grads["kernel"])
         bad[1, 3, 5] = np.nan
@@ -274,7 +260,7 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manua
             after, opt_state = step(params, opt_state, grads | {"kernel": bad})
     assert opt_state.skipped.tolist() == [0, 1]
     rule = {"agn mean": "agn sequential"}.get(method, method)
-    alone = METHODS[rule](optax.sgd(0.1), **{period: 1})
+    alone = replicas.METHODS[rule](optax.sgd(0.1), **{period: 1})
     one = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[0])
     updates, state = alone.update(one(grads), alone.init(one(params)), one(params))
     wanted = optperm.apply_updates(one(params), updates, state)
@@ -372,7 +358,7 @@ def test_multi_steps_of_the_center_are_refused(factory):
     optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
 
 
-LAID_OUT = METHODS | {
+LAID_OUT = replicas.METHODS | {
     "streaming": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
     "compressed": functools.partial(
         optperm.diloco, sync_every=3, compress=optperm.compress_quantized(8)
@@ -409,4 +395,4 @@ def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
         support.assert_close(params, wanted, atol=1e-6)
     text = steps[False].lower(params, opt_state, grads[0]).compile().as_text()
     assert "conditional" not in text
-    assert not collectives(text)
+    assert not replicas.collectives(text)

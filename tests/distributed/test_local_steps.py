@@ -1,8 +1,6 @@
 """What AGN and DiLoCo share: collectives, gradients that are not finite, extra arguments, resuming."""
 
 import functools
-import pathlib
-import runpy
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +17,13 @@ import optperm
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
-EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-SIZE, PERIOD = 4, 3
+SIZE, PERIOD = 4, replicas.PERIOD
 START = {"w": np.float32([0.5, -0.5]), "b": np.float32(1.0)}
 OPTIMIZER = optax.adam(0.1)
-METHODS = {
-    f"agn {rule}": functools.partial(optperm.agn, communication_period=PERIOD, commit=rule)
-    for rule in ("mean", "sum", "sequential")
-} | {"diloco": functools.partial(optperm.diloco, sync_every=PERIOD)}
 
 
 def make(method, optimizer=OPTIMIZER):
-    return METHODS[method](optimizer, axis_name=replicas.AXIS)
+    return replicas.METHODS[method](optimizer, axis_name=replicas.AXIS)
 
 
 def loss_fn(params, batch):
@@ -53,13 +46,7 @@ def run(tx, data, how="vmap", evaluate=None, params=START):
     return loops.train(tx, params, data, evaluate=evaluate, how=how, size=size)
 
 
-def collectives(text):
-    """For each collective of a compiled program, whether only a conditional leads to it."""
-    found = runpy.run_path(str(EXAMPLES / "collectives.py"))["find_collectives"](text)
-    return [(each.operation, each.is_conditional) for each in found]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", replicas.METHODS)
 def test_one_collective_and_that_in_the_conditional(method):
     """The compiled step crosses devices in one place, which only a commit reaches."""
     tx, pmap = make(method), functools.partial(replicas.MAPPINGS["pmap"], size=SIZE)
@@ -67,15 +54,19 @@ def test_one_collective_and_that_in_the_conditional(method):
     step = pmap(loops.make_step(tx, loops.evaluation(loss_fn)))
     text = step.lower(params, opt_state, batches(1)[0]).compile().as_text()
     kind = "all-gather" if method == "agn sequential" else "all-reduce"
-    assert collectives(text) == [(kind, True)]
+    assert [(each.operation, each.is_conditional) for each in replicas.collectives(text)] == [
+        (kind, True)
+    ]
     averaged = loops.evaluation(loss_fn, axis_name=replicas.AXIS)
     synchronous = pmap(lambda params, batch: averaged(params, batch)[0])
     text = synchronous.lower(params, batches(1)[0]).compile().as_text()
-    assert ("all-reduce", False) in collectives(text)
+    assert ("all-reduce", False) in [
+        (each.operation, each.is_conditional) for each in replicas.collectives(text)
+    ]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "diloco"])
+@pytest.mark.parametrize("method", [name for name in replicas.METHODS if name != "diloco"])
 def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     """The center moves as if the others were alone; the replica is pulled, counted, and goes on."""
     data = batches()
@@ -97,7 +88,7 @@ def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     assert opt_state.skipped.tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "diloco"])
+@pytest.mark.parametrize("method", [name for name in replicas.METHODS if name != "diloco"])
 def test_without_any_finite_gradient_the_center_stays(method):
     """Params go back to where they were; its optimizer has not seen the commit."""
     data = batches(2 * PERIOD)
