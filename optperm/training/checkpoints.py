@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -79,9 +79,9 @@ class Checkpoints:
         return known[-1] if resume is True else int(resume)
 
     def read(
-        self, step: int, like: Any, facts: Mapping[str, Any]
+        self, step: int, like: Callable[[dict[str, Any]], Any], facts: Mapping[str, Any]
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """What `write` wrote after a step, its arrays placed like those of a tree.
+        """What `write` wrote after a step, its arrays placed like those of `like(run)`.
 
         What was kept after that step is dropped before the next one is written.
         """
@@ -96,8 +96,8 @@ class Checkpoints:
                 f"The checkpoint {path} is of another run: {'; '.join(which)}. Pass what that run was "
                 "started with, or another folder."
             )
-        like = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        items = {"state": args.StandardRestore(like), "history": args.StandardRestore()}
+        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like(run))
+        items = {"state": args.StandardRestore(forms), "history": args.StandardRestore()}
         with _errors(f"{path} is damaged or {advice}"):
             arrays = self._manager.restore(step, args=args.Composite(**items))
         self._last_kept = step

@@ -152,6 +152,26 @@ class Layout:
 
         return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
 
+    def lead(self, tree: Any, rows: int) -> Any:
+        """The forms of stacked carries of so many replicas, of which every device holds all."""
+
+        def form(leaf: Any) -> Any:
+            where = self.mesh and self.sharding(None, *leaf.sharding.spec[1:])
+            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=where)
+
+        return jax.tree.map(form, tree)
+
+    def deal(self, tree: Any) -> Any:
+        """Carries of some replicas, dealt out in turn to those here: the first ones, to fewer."""
+
+        def rows(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], tree)
+
+        def where(leaf: Any) -> Any:
+            return self.sharding(self.mapped, *leaf.sharding.spec[1:])
+
+        return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
+
     def bring_home(self, tree: Any) -> Any:
         """A tree that lies on the mesh, by the types of the mesh of the user."""
         home = self.home

@@ -149,7 +149,8 @@ def fit(
       checkpoint_keep: How many of the newest to keep in a folder; None for all.
       resume: Whether to go on from the newest checkpoint, if there is one, or from that of a step; what
         was kept after it is overwritten. On the same devices it ends bit for bit as if it had never
-        stopped. What `loss_fn` computes and the method's hyperparameters are not compared.
+        stopped; to another number of replicas with params of their own the kept ones are dealt out in
+        turn. What `loss_fn` computes and the method's hyperparameters are not compared.
       progress: Whether to show a bar: True or `"rich"`, or `"tqdm"`.
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
@@ -277,13 +278,14 @@ def _moved(earlier: FitResult, layout: Layout) -> TrainState:
     before, carry, *_ = earlier._end
     if before == layout:
         return copied(carry)
-    if before.own or layout.own:
+    if before.own != layout.own:
+        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
         raise ValueError(
-            f"The earlier fit trained {before.parts} replicas, each with a state of its own, and cannot "
-            f"go on with {layout.parts}: pass the same, or begin anew from its state."
+            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
+            "mesh, devices or replicas, or begin anew from its state."
         )
-    host = jax.tree.map(np.asarray, plain(carry))
-    return copied(typed(layout.place(host), carry))
+    placed = layout.place(jax.tree.map(np.asarray, plain(carry)))
+    return copied(typed(layout.deal(placed) if layout.own else placed, carry))
 
 
 @dataclasses.dataclass
@@ -310,15 +312,22 @@ class _Run:
 
     def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
         """Says where checkpoints go, and goes to one if that is asked for."""
-        arrays = plain(self.carry)
-        leaves = jax.tree_util.tree_leaves_with_path(arrays)
-        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
+        arrays, layout = plain(self.carry), self.layout
+        leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
+        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        own = {"replicas with a state each": self.layout.parts if self.layout.own else None}
         form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
-        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **own}
+        each = {"each replica with its own": layout.own}
+        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **each}
+
+        def like(run: dict[str, Any]) -> Any:
+            same = not layout.own or run["replicas"] == layout.parts
+            return arrays if same else layout.lead(arrays, run["replicas"])
+
         if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
-            arrays, rows, run = checkpoints.read(chosen, arrays, self.facts)
+            arrays, rows, run = checkpoints.read(chosen, like, self.facts)
+            if layout.own and run["replicas"] != layout.parts:
+                arrays = layout.deal(arrays)
             self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
             self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
@@ -462,7 +471,7 @@ class _Run:
         # Copies, as they are written while training goes on.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        run["iterator"] = self.feed.state()
+        run |= {"iterator": self.feed.state(), "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
 

@@ -254,6 +254,46 @@ def test_replicas_on_one_device_are_those_of_four(name, kind):
     assert results[1]._end[0].mesh is None
 
 
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4)])
+def test_a_run_goes_on_with_another_number_of_replicas(there, here, tmp_path):
+    """From the middle of a period, by a checkpoint or a result: each goes on as one that was there."""
+    tx = method("diloco", "replica")
+    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
+    options = {"batch_size": BATCH, "steps": 9}
+    part = training.fit(
+        state,
+        dense_loss,
+        dense_data(),
+        **{**options, "steps": 7},
+        devices=there,
+        checkpoints=tmp_path,
+    )
+    assert np.ptp(np.asarray(part._end[1].params["in"]), axis=0).max() > 1e-3  # they are apart
+    where = {"checkpoints": tmp_path, "resume": True}
+    runs = [
+        training.fit(part, dense_loss, dense_data(), **options, devices=here),
+        training.fit(part, dense_loss, dense_data(), **options, replicas=here),
+        training.fit(state, dense_loss, dense_data(), **options, devices=here, **where),
+    ]
+    # By hand the kept ones, in turn, take two steps each with a part of the batch; then comes a commit.
+    carry = jax.tree.map(lambda x: np.asarray(x)[np.arange(here) % there], part._end[1])
+
+    def step(params, opt_state, batch):
+        e = optperm.evaluate(dense_loss, params, batch)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    params, opt_state = carry.params, carry.opt_state
+    order = np.asarray(training.shuffled(0, 2, EXAMPLES)).reshape(-1, here, BATCH // here)
+    for hand in order[2:4]:
+        batch = {key: leaf[hand] for key, leaf in dense_data().items()}
+        params, opt_state = jax.vmap(step, axis_name="replica")(params, opt_state, batch)
+    for run in runs:
+        assert (run.step, run.history.num_steps) == (9, 9)
+        for key, leaf in run.state.params.items():
+            np.testing.assert_allclose(np.asarray(leaf), params[key][0], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["agn", "diloco"])
 def test_local_steps_are_found_without_a_state(name):
     """A state whose optimizer's is still to be initialized trains as the one that has it."""

@@ -11,6 +11,7 @@ from fitting import BATCH
 
 import optperm
 from optperm import training
+from optperm.training import loop
 from optperm.contract.states import find_state
 
 
@@ -71,8 +72,10 @@ def test_a_result_is_gone_on_with(kind):
     # On the same devices, unless others are named.
     without = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
     assert_same_run(without, whole)
-    with pytest.raises(ValueError, match="trained 4 replicas"):
-        training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=8, devices=2)
+    plain = fitting.fit(kind, "adam", steps=2, devices=2)
+    assert not plain._end[0].own
+    with pytest.raises(ValueError, match="had each its own, and here they have one state"):
+        loop._moved(part, plain._end[0])
 
 
 def test_an_iterable_is_resumed_within_an_epoch(tmp_path):
