@@ -105,7 +105,7 @@ def test_fit_in_two_processes_is_that_in_one(lenient, tmp_path):
 def test_two_processes_go_on_where_one_of_three_died(lenient, tmp_path):
     """From the last checkpoint, between two commits: what one process with two devices comes to."""
     script = FOLDER / "fewer_worker.py"
-    with pytest.raises(pytest.fail.Exception, match="worker 2 of .*: exit code 9"):
+    with pytest.raises(pytest.fail.Exception, match=r"worker 2 of .*: exit code 9"):
         processes.run_workers(script, tmp_path, processes=3, devices=1)
     shutil.copytree(tmp_path / "kept", tmp_path / "copy")
     assert [path.name for path in (tmp_path / "copy").glob("[0-9]*")] == ["4"]

@@ -11,8 +11,8 @@ from fitting import BATCH
 
 import optperm
 from optperm import training
-from optperm.training import loop
 from optperm.contract.states import find_state
+from optperm.training import loop
 
 
 def assert_same_run(resumed, whole):
