@@ -23,7 +23,7 @@ END = object()
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 _SOON = 0.05  # seconds
-AHEAD = 4  # batches, or calls, that may wait on the devices for those before them
+AHEAD = 8  # batches, or calls, that may wait on the devices for those before them
 
 
 def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:

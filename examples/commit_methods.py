@@ -1,0 +1,75 @@
+"""What trains the byte transformer: in step, alone, and by rare commits, each with its grid."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+import optperm
+
+AXIS, PERIOD, RATE = "replica", 10, 3e-3
+RATES = 1.5e-3, 3e-3, 6e-3
+OUTER = {
+    "SGD 1": lambda: optax.sgd(1.0),
+    "Nesterov .8, .5": lambda: optax.sgd(0.8, momentum=0.5, nesterov=True),
+    "Nesterov .9, .8": lambda: optax.sgd(0.9, momentum=0.8, nesterov=True),
+    "Nesterov .7, .9": lambda: None,  # what diloco takes by default
+}
+
+
+class Method(NamedTuple):
+    """A way to train, what it was tried with, and the best of that.
+
+    Attributes:
+      make: From a point of the grid to what trains, and when fragments are exchanged.
+      grid: The points, each the rate of the replicas, and of a center its rate or optimizer.
+      best: The one with the lowest loss, after 400 steps from 200 common ones.
+    """
+
+    make: Callable[..., tuple[Any, optperm.Every | None]]
+    grid: list[tuple[Any, ...]]
+    best: tuple[Any, ...]
+
+
+def adamw(rate: float, steps: int | None = None) -> optax.GradientTransformation:
+    """AdamW with a constant rate, or with a cosine over so many steps."""
+    rates = rate if steps is None else optax.cosine_decay_schedule(rate, steps, 0.05)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rates, weight_decay=0.01))
+
+
+def methods(steps: int) -> dict[str, Method]:
+    """Those that are compared, each with what it needs for so many steps."""
+    whole, parts = optperm.Every(PERIOD), optperm.Every(PERIOD, fragments=4, delay=1)
+
+    def plain(rate: float) -> Any:
+        return adamw(rate, steps), None
+
+    def agn(rate: float, center_rate: float) -> Any:
+        center = adamw(center_rate, steps)
+        tx = optperm.agn(adamw(rate, steps), PERIOD, axis_name=AXIS, center_optimizer=center)
+        return tx, whole
+
+    def diloco(rate: float, outer: str, plan: optperm.Every = whole, **options: Any) -> Any:
+        tx = optperm.diloco(adamw(rate, steps), OUTER[outer](), plan, axis_name=AXIS, **options)
+        return tx, plan
+
+    few, four = optperm.compress_top_k(1 / 16, bits=2), optperm.compress_quantized(4)
+    rates = [(rate,) for rate in RATES]
+    centers, outer = (
+        list(itertools.product(RATES, (1e-2, 3e-2))),
+        list(itertools.product(RATES, OUTER)),
+    )
+    streamed = functools.partial(diloco, plan=parts, mixing=0.5)
+    return {
+        "in step": Method(plain, rates, (3e-3,)),
+        "alone": Method(plain, rates, (3e-3,)),
+        "agn": Method(agn, centers, (1.5e-3, 1e-2)),
+        "diloco": Method(diloco, outer, (3e-3, "Nesterov .7, .9")),
+        "streaming": Method(streamed, outer, (3e-3, "Nesterov .7, .9")),
+        "4 bits": Method(
+            functools.partial(diloco, compress=four), outer, (3e-3, "Nesterov .7, .9")
+        ),
+        "top 1/16, 2 bits": Method(functools.partial(diloco, compress=few), outer, (3e-3, "SGD 1")),
+    }
