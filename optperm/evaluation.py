@@ -10,7 +10,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName, shared, varying_like
-from optperm.contract.states import fill_masked
+from optperm.contract.states import fill_masked, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -53,7 +53,8 @@ def evaluate(
     Args:
       loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the batch's
         leaves, or `(loss, aux)` with `has_aux`.
-      params: The parameters at which to evaluate.
+      params: The parameters at which to evaluate. Of a model made of dataclasses, as Equinox's are, the
+        floating arrays are; all else is held fixed, and the gradient has None there.
       batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
       has_aux: Whether `loss_fn` returns something beside the loss.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
@@ -97,11 +98,11 @@ def evaluate(
     checks.check_function("loss_fn", loss_fn, "(params, batch)")
     checks.check_arrays("batch", batch)
     checks.check_arrays("example", example)
+    here, params = params, trained_part(params)
     _check_differentiable(params)
     checks.check_flag("has_aux", has_aux)
     checks.check_axis_name("axis_name", axis_name)
     checks.check_axis_is_bound(axis_name)
-    here = params
 
     def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
         return checked_loss(loss_fn, fill_masked(params, here), batch, has_aux=has_aux)
@@ -119,12 +120,13 @@ def evaluate(
         example_grad_fn: Any = None,
     ) -> jax.Array:
         del grad_fn, per_example_grad_fn, example_grad_fn
-        return mean(loss_and_aux(shared(params, batch, axis_name), batch)[0])
+        trained = trained_part(params)
+        return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
     def value_and_grad(
         params: optax.Params, examples: Any
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
-        local = varying_like(params, examples, axis_name)
+        local = varying_like(trained_part(params), examples, axis_name)
         return jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
 
     def grad_fn(
@@ -135,7 +137,7 @@ def evaluate(
     def per_example_grad_fn(
         params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
     ) -> optax.Updates:
-        local = varying_like(params, batch, axis_name)
+        local = varying_like(trained_part(params), batch, axis_name)
         return map_examples(
             lambda example: jax.grad(lambda p: loss_and_aux(p, example)[0])(local),
             part_of(batch, start, size),

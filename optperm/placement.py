@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.states import find_states, is_masked, mask_like, without_variables
+from optperm.contract.states import (
+    fill_masked,
+    find_states,
+    is_masked,
+    mask_like,
+    trained_part,
+    without_variables,
+)
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
 # last update placed the params on them.
@@ -90,8 +97,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     `params`, wherever it was placed.
 
     Args:
-      params: A tree of parameters.
-      updates: A tree of updates of the same structure and shapes.
+      params: A tree of parameters, or a model made of dataclasses, as Equinox's are.
+      updates: A tree of updates of the same structure and shapes; None for what a model does not train.
       opt_state: The optimizer state that came with `updates`, however composed. One without any
         such method is fine: then this is `optax.apply_updates`.
 
@@ -113,6 +120,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
       [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
     """
     # States hold plain arrays where params may hold variables of flax.nnx.
+    whole, params = params, trained_part(params)
     structure = jax.tree.structure(params)
     before = without_variables(params)
     checks.check_arrays("params", before)
@@ -143,7 +151,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     for is_trainable in holding_masks(opt_state):
         _check_fits(before, is_trainable)
         moved = jax.tree.map(_keep_held, is_trainable, moved, before, is_leaf=is_masked)
-    return jax.tree.unflatten(structure, jax.tree.leaves(moved))
+    moved = jax.tree.unflatten(structure, jax.tree.leaves(moved))
+    return moved if params is whole else fill_masked(moved, whole)
 
 
 def _check_fits(params: optax.Params, held: Any) -> None:

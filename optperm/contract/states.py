@@ -1,5 +1,6 @@
 """Lookup of a method's own state inside whatever Optax states it was composed into."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -134,9 +135,29 @@ def mask_like(tree: Any, masked: Any) -> Any:
 
 
 def fill_masked(tree: Any, whole: Any) -> Any:
-    """The tree with the nodes of another one where it is masked."""
-    if not any(is_masked(node) for node in jax.tree.leaves(tree, is_leaf=is_masked)):
+    """The tree with the nodes of another one where it is masked, or None."""
+
+    def is_absent(node: Any) -> bool:
+        return node is None or is_masked(node)
+
+    if not any(is_absent(node) for node in jax.tree.leaves(tree, is_leaf=is_absent)):
         return tree
     return jax.tree.map(
-        lambda node, filler: filler if is_masked(node) else node, tree, whole, is_leaf=is_masked
+        lambda node, filler: filler if is_absent(node) else node, tree, whole, is_leaf=is_absent
     )
+
+
+def trained_part(params: Any) -> Any:
+    """A model made of dataclasses, as Equinox's are, with None for each leaf that is not trained.
+
+    Trained are real and complex floating arrays. Any other tree comes back as it is.
+    """
+
+    def keep(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        return leaf if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
+
+    nodes = jax.tree.leaves(params, is_leaf=dataclasses.is_dataclass)
+    if not any(map(dataclasses.is_dataclass, nodes)):
+        return params
+    return jax.tree.map(keep, params)
