@@ -15,6 +15,8 @@ from optperm.training import processes
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 _IDX_PARTS = {"x_train": "train", "y_train": "train", "x_test": "t10k", "y_test": "t10k"}
 _IDX_KINDS = {"x": ("images", 3), "y": ("labels", 1)}
+# Deflate packs no more than so many bytes into one.
+_DEFLATE = 1032
 # A label far out of range is an error in the data, not a wish for so wide an output layer.
 _MAX_CLASSES = 10_000
 
@@ -98,27 +100,33 @@ def _read_idx(folder: pathlib.Path, key: str) -> np.ndarray:
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         raise CliError(f"{folder} holds no {stem} file: looked for {', '.join(names)}.")
-    content = path.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise CliError(f"{path} cannot be decompressed ({error}).") from error
     magic, start = bytes([0, 0, 8, rank]), 4 + 4 * rank
-    if content[:4] != magic:
+    with path.open("rb") as file:
+        is_compressed = file.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path) if is_compressed else path.open("rb") as file:
+            header = file.read(start)
+            if header[:4] != magic:
+                raise CliError(
+                    f"{path} is not an IDX file of uint8 with {rank} axes: it begins with "
+                    f"{header[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')}."
+                )
+            if len(header) < start:
+                raise CliError(f"{path} is truncated: it ends within its header of {start} bytes.")
+            shape = [int(size) for size in np.frombuffer(header, ">u4", count=rank, offset=4)]
+            promised = math.prod(shape)
+            # No more is unpacked than was promised, and no more promised than the file can hold.
+            most = path.stat().st_size * (_DEFLATE if is_compressed else 1)
+            content = file.read(promised + 1) if promised <= most else b""
+    except (OSError, EOFError, zlib.error) as error:
+        raise CliError(f"{path} cannot be decompressed ({error}).") from error
+    if len(content) != promised:
         raise CliError(
-            f"{path} is not an IDX file of uint8 with {rank} axes: it begins with "
-            f"{content[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')}."
+            f"{path} is truncated or damaged: its header promises {promised} bytes of data "
+            f"(shape {'x'.join(map(str, shape))}), it holds "
+            f"{'more' if len(content) > promised else 'less'}."
         )
-    if len(content) < start:
-        raise CliError(f"{path} is truncated: it ends within its header of {start} bytes.")
-    shape = [int(size) for size in np.frombuffer(content, ">u4", count=rank, offset=4)]
-    if len(content) - start != math.prod(shape):
-        raise CliError(
-            f"{path} is truncated or damaged: its header promises {math.prod(shape)} bytes of data "
-            f"(shape {'x'.join(map(str, shape))}), it holds {len(content) - start}."
-        )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:

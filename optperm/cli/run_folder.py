@@ -33,6 +33,8 @@ from optperm.cli.errors import CliError, UsageError
 from optperm.training.processes import digest
 
 METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "run.json"
+# What reading a file of another program, or a damaged one, ends in.
+_DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
 _PERMUTATION_FILE, _PARAMS_FILE, _PREFIX = "permutation.npz", "params.npz", "params/"
 
 
@@ -101,7 +103,11 @@ def find_checkpoint(
         raise CliError(
             f"--resume {folder}: this run left no checkpoints. Train with --checkpoint-every."
         )
-    there = json.loads((folder / CHECKPOINTS / _IDENTITY_FILE).read_text(encoding="utf-8"))
+    path = folder / CHECKPOINTS / _IDENTITY_FILE
+    try:
+        there = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, *_DAMAGE) as error:
+        raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
     differences = [
         f"{name} is {there.get(name)} there and {fact} here"
         for name, fact in identity.items()
@@ -179,7 +185,7 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
         if path.name == _PERMUTATION_FILE:
             params = optperm.apply_permutation(models.initial_params(spec), params)
         is_same = digest(params) == str(arrays["digest"])
-    except (ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*_DAMAGE, zipfile.BadZipFile, zlib.error) as error:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
     if not is_same:
         raise CliError(

@@ -155,6 +155,14 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_serves(
     out = tmp_path / "run"
     assert resume(folder, "--from-epoch", "2", out=out, data=data) == 0
     support.assert_same_bits(files(out).trained, files(folder).trained)
+    for written in ("[1]", "{", None):  # by another program, or half of it, or nothing
+        path = folder / "checkpoints/run.json"
+        path.unlink() if written is None else path.write_text(written)
+        capsys.readouterr()
+        assert resume(folder, out=tmp_path / "other", data=data) == 1
+        err = capsys.readouterr().err
+        assert "run.json is damaged or was not written by optperm" in err
+        assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])

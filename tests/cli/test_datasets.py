@@ -3,6 +3,7 @@
 import gzip
 import io
 import struct
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -88,6 +89,9 @@ def damage(content, kind):
         "longer than promised": content + b"\0",
         "floats": content[:2] + b"\x0d" + content[3:],
         "labels instead": content[:3] + b"\1" + content[4:],
+        "huge header": content[:4] + b"\xff" * 12 + content[16:],
+        "gzip huge header": gzip.compress(content[:4] + b"\xff" * 12 + content[16:]),
+        "gzip bomb": gzip.compress(content + bytes(50_000_000)),
         "gzip cut": gzip.compress(content)[:-12],
         "gzip damaged": gzip.compress(content)[:12] + b"\xff" * 40,
     }[kind]
@@ -99,9 +103,12 @@ def damage(content, kind):
         ("cut in the data", "promises 240 bytes of data"),
         ("cut in the header", "ends within its header"),
         ("empty", "begins with nothing"),
-        ("longer than promised", "it holds 241"),
+        ("longer than promised", "it holds more"),
         ("floats", "begins with 00 00 0d 03"),
         ("labels instead", "begins with 00 00 08 01"),
+        ("huge header", "promises 79228162458924105385300197375 bytes of data .* it holds less"),
+        ("gzip huge header", "promises 79228162458924105385300197375 bytes"),
+        ("gzip bomb", "promises 240 bytes of data .* it holds more"),
         ("gzip cut", "cannot be decompressed"),
         ("gzip damaged", "cannot be decompressed"),
     ],
@@ -110,8 +117,13 @@ def test_damaged_idx_files_are_refused(tmp_path, kind, says):
     write_idx_folder(tmp_path)
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes(), kind))
-    with pytest.raises(CliError, match=says) as caught:
-        datasets.load(str(tmp_path))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CliError, match=says) as caught:
+            datasets.load(str(tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000  # a bomb is not unpacked
+    finally:
+        tracemalloc.stop()
     assert str(path) in str(caught.value)
 
 
