@@ -34,6 +34,19 @@ def test_the_page_on_sharding_prints_what_it_says(capsys):
 
 
 @pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize(
+    ("index", "printed"),
+    [*enumerate(["True\n", "True\n", "24 True\n", "LocalStepsState\n"])],
+    ids=["equinox", "nnx", "grain", "orbax"],
+)
+def test_each_recipe_prints_what_it_says(index, printed, capsys):
+    blocks = code_blocks("recipes.md")
+    assert len(blocks) == 4
+    exec(compile(blocks[index], "recipes.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.usefixtures("lenient")
 def test_the_page_on_rare_commits_ends_with_a_commit(capsys):
     (block,) = code_blocks("rare_commits.md")
     block = block.replace('jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight")
