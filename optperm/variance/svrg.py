@@ -61,7 +61,10 @@ def svrg(
     it is 0 costs hardly more than without SVRG.
 
     Both gradients of a step are on the same batch, its random key included, so that they see the same
-    dropout mask: draw what is random from a key in the batch.
+    dropout masks: draw what is random from a key in the batch. :math:`\mu` holds one draw of masks, so
+    that the corrected gradient is off by the same amount, what that draw makes of the full gradient,
+    until the next snapshot; it is unbiased over snapshots alone. `optperm.full_gradient` says how to
+    average over several draws.
 
     It belongs in front of what accumulates or divides gradients. Inside `optax.MultiSteps` only the last
     of the accumulated gradients would be corrected: chain it with
