@@ -265,6 +265,15 @@ def test_weights_in_half_precision(dtype, weighted):
         np.testing.assert_allclose(got["b"], 1.0, rtol=1.01 * once)
 
 
+@pytest.mark.parametrize(("dtype", "weight"), [("float16", 4097 / 4096), ("bfloat16", 257 / 256)])
+def test_weights_lose_no_digits_in_half_precision(dtype, weight):
+    """Equal ones that the dtype of the loss would round give the plain mean, not a part of it."""
+    params, x = jnp.zeros((), dtype), jnp.asarray([[1.0, 3.0], [2.0, 6.0]], dtype)
+    weights = np.full((2, 2), weight, np.float32)
+    got = optperm.full_gradient(lambda p, batch: jnp.mean(p * batch), params, x, weights=weights)
+    np.testing.assert_allclose(got, 3.0, rtol=1e-6)
+
+
 # Many devices.
 
 
