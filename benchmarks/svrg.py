@@ -70,10 +70,13 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
 
-def compare_steps(repetitions: int) -> None:
-    """Prints the ratio of steps for several batch sizes, and for the transformer's own."""
+MARS = {"mars": optperm.mars(), "mars, exact": optperm.mars(exact=True)}
+ADAMW = optax.adamw(1e-3, b1=0.95, b2=0.99)
+
+
+def compare_steps(repetitions: int, width: int, batch_sizes: list[int]) -> None:
+    """Prints the ratio of steps for several batch sizes."""
     never, sgd = 10**6, optax.sgd(1e-3)
-    adamw = optax.adamw(1e-3, b1=0.95, b2=0.99)
     of_sgd = {
         "svrg": optperm.svrg(),
         "refresh_every": optperm.svrg(refresh_every=never),
@@ -82,24 +85,18 @@ def compare_steps(repetitions: int) -> None:
         "sarah": optperm.recursive_gradient(0.0, refresh_every=never),
         "page": optperm.recursive_gradient(0.0, 0.0),
     }
-    of_adamw = {"mars": optperm.mars(), "mars, exact": optperm.mars(exact=True)}
-    model = Network(512)
+    model = Network(width)
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 784)))["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"One step between refreshes, an MLP of {size:,} params, over SGD's and over AdamW's")
     print("(bars: 2.1, and 1.1 for mars; of the medians, and of the fastest tenths)")
-    for batch_size in (32, 128, 512):
+    for batch_size in batch_sizes:
         x = jax.random.normal(jax.random.key(1), (batch_size, 784))
         y = jax.random.randint(jax.random.key(2), (batch_size,), 0, 10)
         compare = functools.partial(_compare, loss_fn, params, (x, y), repetitions)
         compare(f"batch {batch_size}", of_sgd, "SGD", sgd)
-        compare(f"batch {batch_size}", of_adamw, "AdamW", adamw)
-    ids = np.random.default_rng(0).integers(0, 256, (32, library_bytes.CONTEXT + 1))
-    params = library_bytes.Decoder().init(jax.random.key(0), ids[:1, :-1])
-    name = "byte transformer, batch 32"
-    times = max(repetitions // 10, 1)
-    _compare(library_bytes.loss_fn, params, ids, times, name, of_adamw, "AdamW", adamw)
+        compare(f"batch {batch_size}", MARS, "AdamW", ADAMW)
 
 
 def _compare(
@@ -422,7 +419,12 @@ SHAPES: dict[str, Callable[[float, int], Any]] = {
 
 
 def compare_methods(
-    name: str, problem: Problem, passes: int, seeds: int, rates: list[float]
+    name: str,
+    problem: Problem,
+    passes: int,
+    seeds: int,
+    rates: list[float],
+    methods: list[str],
 ) -> None:
     """Prints the table of a problem: rates, training losses and test errors of all methods."""
     n = len(problem.data["x"])
@@ -432,7 +434,8 @@ def compare_methods(
         f"\n{name}: {n} examples, {passes} passes, batches of {BATCH}, {seeds} seeds; rates {rates}"
     )
     print(f"Training loss{above} (least, most), and test error, at the best rate of each")
-    for method_name, method in METHODS.items():
+    for method_name in methods:
+        method = METHODS[method_name]
         a_step = method.gradients * BATCH + (n / every if method.refreshes else 0.0)
         steps = int(passes * n / a_step)
         for shape_name, shape in SHAPES.items():
@@ -570,20 +573,33 @@ def network_problems() -> Iterator[tuple[str, Problem]]:
 # MARS on bytes.
 
 
-def compare_mars(steps: int, seeds: int, rates: list[float]) -> None:
-    """Prints what is left of the loss on held-out bytes, after as many gradients of examples."""
+def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -> None:
+    """Prints what a step costs, and the loss on held-out bytes after as many gradients of examples."""
     data, held = library_bytes.load()
     test = library_bytes.windows(held, np.random.default_rng(1), 256)
+    ids = library_bytes.windows(data, np.random.default_rng(0), BATCH)
+    params = library_bytes.Decoder().init(jax.random.key(0), ids[:1, :-1])
+    print(
+        "\nOne step of the byte transformer over AdamW's (of the medians, and of the fastest tenths)"
+    )
+    times = max(repetitions // 10, 1)
+    name = f"batch {BATCH}"
+    _compare(library_bytes.loss_fn, params, ids, times, name, MARS, "AdamW", ADAMW)
     evaluate = jax.jit(library_bytes.loss_fn)
-    clip, decay = optax.clip_by_global_norm(1.0), {"weight_decay": 0.01}
-    methods: dict[str, tuple[Any, float]] = {
-        "AdamW .9 .999": (lambda rate: optax.adamw(rate, **decay), 1),
-        "AdamW .95 .99": (lambda rate: optax.adamw(rate, b1=0.95, b2=0.99, **decay), 1),
+    clip = optax.clip_by_global_norm(1.0)
+
+    def adamw(rate: Any, **options: float) -> optax.GradientTransformation:
+        return optax.adamw(rate, weight_decay=0.01, **options)
+
+    # MARS clips its gradients itself, and exact differences are not to be taken of clipped ones.
+    methods: dict[str, tuple[Any, int]] = {
+        "AdamW .9 .999": (lambda rate: optax.chain(clip, adamw(rate)), 1),
+        "AdamW .95 .99": (lambda rate: optax.chain(clip, adamw(rate, b1=0.95, b2=0.99)), 1),
     }
-    for exact in (False, True):
-        methods["MARS-AdamW" + ", exact" * exact] = (
+    for name, exact in (("MARS-AdamW", False), ("MARS-AdamW, exact", True)):
+        methods[name] = (
             lambda rate, exact=exact: optax.chain(
-                optperm.mars(exact=exact), optax.adamw(rate, b1=0.95, b2=0.99, **decay)
+                optperm.mars(exact=exact), adamw(rate, b1=0.95, b2=0.99)
             ),
             1 + exact,
         )
@@ -603,7 +619,7 @@ def compare_mars(steps: int, seeds: int, rates: list[float]) -> None:
         for rate in rates:
             count = steps // gradients
             schedule = optax.cosine_decay_schedule(rate, count, 0.05)
-            tx = optax.with_extra_args_support(optax.chain(clip, make(schedule)))
+            tx = optax.with_extra_args_support(make(schedule))
             for seed in range(seeds):
                 rng = np.random.default_rng(seed)
                 params = library_bytes.Decoder().init(
@@ -639,9 +655,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0**k for k in range(-5, 4)])
     parser.add_argument("--steps", type=int, default=400, help="of AdamW")
     parser.add_argument("--adamw-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--methods", choices=METHODS, nargs="+", default=list(METHODS))
+    parser.add_argument("--width", type=int, default=512, help="of the network of steps")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 128, 512], help="of steps")
     chosen = parser.parse_args(argv)
+    each = chosen.passes, chosen.seeds, chosen.rates, chosen.methods
     if "steps" in chosen.only:
-        compare_steps(chosen.repetitions)
+        compare_steps(chosen.repetitions, chosen.width, chosen.batches)
     if "saga" in chosen.only:
         with jax.enable_x64(True):
             compare_with_saga(chosen.tolerance)
@@ -650,12 +670,12 @@ def main(argv: list[str] | None = None) -> None:
     if "convex" in chosen.only:
         with jax.enable_x64(True):
             for name, problem in convex_problems():
-                compare_methods(name, problem, chosen.passes, chosen.seeds, chosen.rates)
+                compare_methods(name, problem, *each)
     if "networks" in chosen.only:
         for name, problem in network_problems():
-            compare_methods(name, problem, chosen.passes, chosen.seeds, chosen.rates)
+            compare_methods(name, problem, *each)
     if "mars" in chosen.only:
-        compare_mars(chosen.steps, chosen.seeds, chosen.adamw_rates)
+        compare_mars(chosen.steps, chosen.seeds, chosen.adamw_rates, chosen.repetitions)
 
 
 if __name__ == "__main__":

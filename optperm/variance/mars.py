@@ -58,7 +58,8 @@ def mars(
     batch, which costs nothing but its memory; with `exact` it is the gradient of this step's batch at
     the last params, a second gradient a step. Only the exact form takes away variance between batches.
 
-    It belongs in front of the optimizer, and behind what averages gradients: inside
+    It belongs in front of the optimizer, with `exact` also in front of what clips gradients, since those
+    at the last params are plain ones, and behind what averages them: inside
     `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)` the approximate form sees the mean
     gradient, as it should, while `exact` would compare that with the last of its batches alone. Draw
     what is random from a key in the batch, so that both gradients see the same.

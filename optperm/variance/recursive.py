@@ -55,9 +55,9 @@ def recursive_gradient(
     An estimate is biased by those before it, unlike SVRG's, and a large step away from the last params
     makes it worse than the plain gradient. It costs two gradients a step; a step that refreshes costs
     the full gradient instead of the second one. The state holds the last params and a float32 estimate.
-    What the docstring of `svrg` says of dropout, `optax.MultiSteps`, `optax.masked` and
-    `optax.partition` holds here too. `optperm.take_snapshot` takes a full gradient for the estimate
-    between steps.
+    What the docstring of `svrg` says of dropout, of what else changes gradients, of `optax.MultiSteps`,
+    `optax.masked` and `optax.partition` holds here too. `optperm.take_snapshot` takes a full gradient
+    for the estimate between steps.
 
     An entry of the estimate that is not finite is that of the batch; if that is not finite either, the
     next step begins again there.

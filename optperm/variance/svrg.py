@@ -55,10 +55,12 @@ def svrg(
     - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
       else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
-    In SVRG :math:`c_t` is 1. On large deep networks that mostly *hurts*: a snapshot soon says little of
-    the gradient, and the correction adds more variance than it takes. :math:`\alpha`-SVRG weakens it
-    by a coefficient that falls linearly over the training, from 0.75 to 0 for instance; a step at which
-    it is 0 costs hardly more than without SVRG.
+    In SVRG :math:`c_t` is 1. It pays on convex problems that are to be solved to many digits. On
+    networks it *hurts*, on small ones too: a snapshot soon says little of the gradient, the correction
+    adds variance, and plain SGD takes more than twice as many steps for as many gradients.
+    :math:`\alpha`-SVRG weakens it by a coefficient that falls linearly over the training, from 0.75 to 0
+    for instance; a step at which it is 0 costs hardly more than without SVRG. `benchmarks/svrg.py`
+    compares them all.
 
     Both gradients of a step are on the same batch, its random key included, so that they see the same
     dropout masks: draw what is random from a key in the batch. :math:`\mu` holds one draw of masks, so
@@ -66,8 +68,9 @@ def svrg(
     until the next snapshot; it is unbiased over snapshots alone. `optperm.full_gradient` says how to
     average over several draws.
 
-    It belongs in front of what accumulates or divides gradients. Inside `optax.MultiSteps` only the last
-    of the accumulated gradients would be corrected: chain it with
+    It belongs in front of what else changes gradients, such as clipping and weight decay, since those
+    that it subtracts are plain ones, and in front of what accumulates or divides them. Inside
+    `optax.MultiSteps` only the last of the accumulated gradients would be corrected: chain it with
     `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
     `optax.masked` it sees its own part of the params, and the closures of `optperm.evaluate` take the
     others as they are now: that is exact only as long as those do not change.
