@@ -153,7 +153,8 @@ def recursive_gradient(
         else:
             d = follow()
         d, there = in_order(cast_like(d, last.full_grad), last.params)
-        snapshot = Snapshot(jnp.ones_like(last.is_taken), where_finite(params, there), d)
+        here, d = in_order(where_finite(params, there), d)
+        snapshot = Snapshot(jnp.ones_like(last.is_taken), here, d)
         return d, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
 
     return transformation(

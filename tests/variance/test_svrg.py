@@ -257,11 +257,22 @@ def test_steps_without_a_snapshot_say_so():
         assert opt_state.snapshot.is_taken
 
 
-@pytest.mark.parametrize("form", [{}, {"refresh_every": 5}, {"refresh_probability": 0.2}])
-def test_a_step_between_refreshes_copies_no_snapshot(form):
+@pytest.mark.parametrize(
+    "method",
+    [
+        optperm.svrg(),
+        optperm.svrg(refresh_every=5),
+        optperm.svrg(refresh_probability=0.2),
+        optperm.recursive_gradient(0.1),
+        optperm.recursive_gradient(0.0, 0.2),
+        optperm.mars(),
+    ],
+    ids=["svrg", "refresh_every", "loopless", "storm", "page", "mars"],
+)
+def test_a_step_between_refreshes_copies_nothing(method):
     """In donated buffers: what is read and what is renewed lie in the same place."""
     params = {"w": jnp.zeros((64, 48))}
-    tx = optax.chain(optperm.svrg(**form), optax.sgd(0.1))
+    tx = optax.chain(method, optax.sgd(0.1))
 
     def loss(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2)
