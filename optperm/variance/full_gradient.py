@@ -190,7 +190,7 @@ def _batch_sums(
         parts.append((shares - parts[0].astype(shares.dtype)).astype(losses.dtype))
 
     def summed(*grads: jax.Array) -> jax.Array:
-        wide = sum(g.astype(accumulation_dtype(g)) for g in grads)
+        wide = functools.reduce(jnp.add, [g.astype(accumulation_dtype(g)) for g in grads])
         return jnp.where(jnp.any(counts), unit.astype(wide.dtype) * wide, 0.0)
 
     grads = jax.tree.map(summed, *(pull(cast_like(part, losses))[0] for part in parts))

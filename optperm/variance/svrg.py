@@ -195,14 +195,15 @@ def _warn_without(snapshot: Snapshot) -> None:
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
-    r"""The optimizer state with a new snapshot for `svrg`.
+    r"""The optimizer state with a new snapshot for `svrg`, or a new estimate for `recursive_gradient`.
 
     .. math::
       \tilde\theta \leftarrow \theta, \qquad \mu \leftarrow \nabla f(\theta)
 
     Args:
-      opt_state: The state of an optimizer with `optperm.svrg` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is left alone.
+      opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
+        in it: chained, masked, partitioned, injected into, or kept as variables by
+        `flax.nnx.Optimizer`. It is left alone.
       params: The current params, all of them where svrg is masked. They are copied.
       full_grad: The full gradient at these params, from `optperm.full_gradient`.
 
@@ -211,7 +212,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       gradient are not finite, the snapshot stays as it was, with a warning where Python can see it.
 
     Raises:
-      ValueError: If there is no state of svrg, or more than one, or the trees do not match it.
+      ValueError: If there is no such state, or more than one, or the trees do not match it.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
