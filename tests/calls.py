@@ -468,6 +468,13 @@ REFUSED = {
             predict_fn=lambda p, x: jnp.arange(3),
         ),
     ],
+    "mars": [
+        *(
+            value_error(r"b1 must be in \[0, 1[\])], got", b1=b1)
+            for b1 in (1.0, -0.1, float("nan"))
+        ),
+        type_error("b1 must be a number", b1="0.9"),
+    ],
     "mars.update": [value_error(r"extra argument grad_fn.*optperm\.evaluate", exact=True)],
     "prune": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),

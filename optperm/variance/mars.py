@@ -97,7 +97,9 @@ def mars(
       <https://arxiv.org/abs/2411.10438>`_, ICML 2025
     """
     checks.check_in_range("gamma", gamma, 0.0, float("inf"))
-    checks.check_in_range("b1", b1, 0.0, np.nextafter(1.0, 0.0), may_be_schedule=False)
+    checks.check_in_range("b1", b1, 0.0, 1.0, may_be_schedule=False)
+    if checks.is_concrete_number(b1) and np.float32(b1) == 1.0:
+        raise ValueError(f"b1 must be in [0, 1), got {b1!r}: at 1 momentum takes in nothing new.")
     checks.check_positive("max_norm", max_norm)
     checks.check_flag("exact", exact)
 
