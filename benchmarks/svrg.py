@@ -1,23 +1,30 @@
-"""SVRG beside plain SGD steps, beside scikit-learn's SAGA, and the variance that it takes away.
+"""What variance reduction costs and gains: SVRG, recursive gradients and MARS beside SGD and AdamW.
 
-Prints, all in one run:
+Prints:
 
-- the median time of a jitted step with SVRG over that of the same step without, measured in turns;
-- the gradient evaluations (of single examples, full gradients included) and seconds until the loss is
-  within 1e-8 of the optimum, beside scikit-learn's SAGA on the same problem: logistic regression on the
-  breast cancer data, standardized, L2 of 1/n;
-- the variance of the gradient estimate along a run of SVRG, over that of the plain batch gradient.
+- steps: the time of a jitted step of each method over that of SGD's or AdamW's, measured in turns;
+- saga: the gradient evaluations (of single examples, full gradients included) and seconds until the loss
+  is near the optimum, beside scikit-learn's SAGA on the same problem: logistic regression on the breast
+  cancer data, standardized, L2 of 1/n;
+- variance: that of the gradient estimate along a run of SVRG, over that of the plain batch gradient;
+- convex and networks: training loss and test error of each method and of plain SGD, momentum and Adam
+  after as many gradients of single examples, full gradients included, at constant rates and with a
+  cosine, each at the best rate of the grid that is printed: logistic and softmax regression, an MLP on
+  the digits, and on the digits with 30 % wrong labels;
+- mars: MARS-AdamW and AdamW on the byte transformer of the examples, in the same way.
 
-    python benchmarks/svrg.py [--only steps|saga|variance] [--repetitions 301]
+    python benchmarks/svrg.py [--only PART ...]
 """
 
 import argparse
 import functools
+import pathlib
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -30,7 +37,8 @@ from sklearn.linear_model import LogisticRegression
 
 import optperm
 
-TOLERANCE = 1e-8
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import library_bytes
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -62,35 +70,61 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
 
-def compare_steps(repetitions: int) -> None:
-    """Prints the ratio of the two steps for several batch sizes."""
-    model = Network(512)
+MARS = {"mars": optperm.mars(), "mars, exact": optperm.mars(exact=True)}
+ADAMW = optax.adamw(1e-3, b1=0.95, b2=0.99)
+
+
+def compare_steps(repetitions: int, width: int, batch_sizes: list[int]) -> None:
+    """Prints the ratio of steps for several batch sizes."""
+    never, sgd = 10**6, optax.sgd(1e-3)
+    of_sgd = {
+        "svrg": optperm.svrg(),
+        "refresh_every": optperm.svrg(refresh_every=never),
+        "loopless": optperm.svrg(refresh_probability=0.0),
+        "storm": optperm.recursive_gradient(0.1),
+        "sarah": optperm.recursive_gradient(0.0, refresh_every=never),
+        "page": optperm.recursive_gradient(0.0, 0.0),
+    }
+    model = Network(width)
     loss_fn = functools.partial(cross_entropy, model)
     params = model.init(jax.random.key(0), jnp.zeros((1, 784)))["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    print(f"One step, an MLP of {size:,} params (bar: 2.1 times a step of SGD)")
-    for batch_size in (32, 128, 512):
+    print(f"One step between refreshes, an MLP of {size:,} params, over SGD's and over AdamW's")
+    print("(bars: 2.1, and 1.1 for mars; of the medians, and of the fastest tenths)")
+    for batch_size in batch_sizes:
         x = jax.random.normal(jax.random.key(1), (batch_size, 784))
         y = jax.random.randint(jax.random.key(2), (batch_size,), 0, 10)
-        txs = {
-            "sgd": optax.with_extra_args_support(optax.sgd(1e-3)),
-            "svrg": optax.chain(optperm.svrg(), optax.sgd(1e-3)),
-            "in step": optax.chain(optperm.svrg(refresh_every=10**6), optax.sgd(1e-3)),
-        }
-        runs = {name: _stepper(tx, loss_fn, params, (x, y)) for name, tx in txs.items()}
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(repetitions):
-            for name, run in runs.items():
-                times[name].append(seconds(run))
-        median = {name: 1e3 * statistics.median(taken) for name, taken in times.items()}
-        # Where other programs run, the fastest tenth was disturbed least.
-        fastest = {name: sorted(taken)[len(taken) // 10] for name, taken in times.items()}
-        print(
-            f"  batch {batch_size:3}: SGD {median['sgd']:6.2f} ms, SVRG {median['svrg']:6.2f} ms, "
-            f"ratio {median['svrg'] / median['sgd']:.2f}, of the fastest tenth "
-            f"{fastest['svrg'] / fastest['sgd']:.2f}; with refresh_every, between refreshes, "
-            f"{median['in step'] / median['sgd']:.2f} and {fastest['in step'] / fastest['sgd']:.2f}"
-        )
+        compare = functools.partial(_compare, loss_fn, params, (x, y), repetitions)
+        compare(f"batch {batch_size}", of_sgd, "SGD", sgd)
+        compare(f"batch {batch_size}", MARS, "AdamW", ADAMW)
+
+
+def _compare(
+    loss_fn: Any,
+    params: optax.Params,
+    batch: Any,
+    repetitions: int,
+    name: str,
+    methods: dict[str, Any],
+    baseline: str,
+    optimizer: optax.GradientTransformation,
+) -> None:
+    """Prints a line: the time of the baseline, and the ratio of each method to it."""
+    txs = {baseline: optax.with_extra_args_support(optimizer)}
+    txs |= {name: optax.chain(method, optimizer) for name, method in methods.items()}
+    runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in txs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repetitions):
+        for each, run in runs.items():
+            times[each].append(seconds(run))
+    median = {each: statistics.median(taken) for each, taken in times.items()}
+    # Where other programs run, the fastest tenth was disturbed least.
+    fastest = {each: sorted(taken)[len(taken) // 10] for each, taken in times.items()}
+    ratios = ", ".join(
+        f"{each} {median[each] / median[baseline]:.2f} {fastest[each] / fastest[baseline]:.2f}"
+        for each in methods
+    )
+    print(f"  {name}: {baseline} {1e3 * median[baseline]:.2f} ms; {ratios}", flush=True)
 
 
 def _stepper(
@@ -108,7 +142,7 @@ def _stepper(
 
     carry = jax.tree.map(jnp.array, params), tx.init(params)
     if any(isinstance(part, optperm.SvrgState) for part in carry[1]):
-        grad = optperm.full_gradient(loss_fn, params, [batch])
+        grad = jax.grad(loss_fn)(params, batch)
         carry = carry[0], optperm.take_snapshot(carry[1], params, grad)
 
     def run() -> object:
@@ -129,7 +163,7 @@ def logistic_loss(w: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean(jax.nn.softplus(-(batch["x"] @ w))) + 0.5 * batch["l2"] * jnp.dot(w, w)
 
 
-def compare_with_saga() -> None:
+def compare_with_saga(tolerance: float) -> None:
     """Prints gradient evaluations and seconds to the tolerance, for SAGA and settings of SVRG."""
     x, y = load_breast_cancer(return_X_y=True)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
@@ -137,11 +171,11 @@ def compare_with_saga() -> None:
     n = len(x)
     lipschitz = float(np.max(np.sum(x**2, axis=1)) / 4 + 1 / n)  # Of the gradient of one example.
     lowest = _optimum(signed)
-    print(f"Breast cancer, {n} examples: to {TOLERANCE:g} of the optimum {lowest:.6f}")
-    saga_count, saga_seconds = _saga(x, y, signed, lowest)
+    print(f"Breast cancer, {n} examples: to {tolerance:g} of the optimum {lowest:.6f}")
+    saga_count, saga_seconds = _saga(x, y, signed, lowest, tolerance)
     print(f"  SAGA (scikit-learn)             {saga_count:9,} evaluations  {saga_seconds:6.3f} s")
     for batch_size, steps_over_l in ((1, 0.5), (1, 1.0), (1, 4.0), (8, 32.0)):
-        count, taken = _svrg(signed, lowest, batch_size, steps_over_l / lipschitz)
+        count, taken = _svrg(signed, lowest, tolerance, batch_size, steps_over_l / lipschitz)
         print(
             f"  SVRG batch {batch_size}, step size {steps_over_l:4}/L {count:9,} evaluations  "
             f"{taken:6.3f} s  {count / saga_count:.2f} of SAGA's evaluations (bar: 1.5)"
@@ -163,7 +197,9 @@ def _optimum(signed: np.ndarray) -> float:
     return _loss(signed, w)
 
 
-def _saga(x: np.ndarray, y: np.ndarray, signed: np.ndarray, lowest: float) -> tuple[int, float]:
+def _saga(
+    x: np.ndarray, y: np.ndarray, signed: np.ndarray, lowest: float, tolerance: float
+) -> tuple[int, float]:
     """The first epoch after which SAGA is within the tolerance, in evaluations, and its time."""
 
     def fit(epochs: int) -> LogisticRegression:
@@ -175,7 +211,7 @@ def _saga(x: np.ndarray, y: np.ndarray, signed: np.ndarray, lowest: float) -> tu
             return model.fit(x, y)
 
     def reached(epochs: int) -> bool:
-        return _loss(signed, fit(epochs).coef_[0]) - lowest <= TOLERANCE
+        return _loss(signed, fit(epochs).coef_[0]) - lowest <= tolerance
 
     high = 1
     while not reached(high):
@@ -189,7 +225,7 @@ def _saga(x: np.ndarray, y: np.ndarray, signed: np.ndarray, lowest: float) -> tu
 
 
 def _svrg(
-    signed: np.ndarray, lowest: float, batch_size: int, learning_rate: float
+    signed: np.ndarray, lowest: float, tolerance: float, batch_size: int, learning_rate: float
 ) -> tuple[int, float]:
     """The same for SVRG with a snapshot every five passes, taken inside the compiled loop."""
     n = len(signed)
@@ -226,7 +262,7 @@ def _svrg(
             raise RuntimeError("SVRG did not reach the tolerance.")
         return w, passes
 
-    _, passes = run(10_000, until=TOLERANCE)
+    _, passes = run(10_000, until=tolerance)
     taken = statistics.median(seconds(lambda: run(passes)[0]) for _ in range(3))
     snapshots = -(-passes // 5)
     return passes * steps * 2 * batch_size + snapshots * n, taken
@@ -235,15 +271,14 @@ def _svrg(
 # The variance along a run.
 
 
-def print_variance() -> None:
+def print_variance(epochs: int) -> None:
     """Prints it for a convex problem, and for a network, where the correction can do harm."""
     x, y = load_breast_cancer(return_X_y=True)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
     data = {"x": jnp.asarray((2.0 * y - 1.0)[:, None] * x, jnp.float32)}
     print("Variance of the gradient estimate over the plain one's, batch 32, snapshot every epoch")
-    _variance_along(
-        "logistic regression", logistic_loss, jnp.zeros(30), data, {"l2": 1 / len(x)}, 0.1
-    )
+    shared = {"l2": 1 / len(x)}
+    _variance_along("logistic regression", logistic_loss, jnp.zeros(30), data, shared, epochs)
     x, y = load_digits(return_X_y=True)
     model = Network(64)
     digits = {"x": jnp.asarray(x / 16.0, jnp.float32), "y": jnp.asarray(y)}
@@ -252,7 +287,7 @@ def print_variance() -> None:
     def loss_fn(params: optax.Params, batch: Any) -> jax.Array:
         return cross_entropy(model, params, (batch["x"], batch["y"]))
 
-    _variance_along("MLP on the digits", loss_fn, params, digits, {}, 0.1)
+    _variance_along("MLP on the digits", loss_fn, params, digits, {}, epochs)
 
 
 def _variance_along(
@@ -261,13 +296,13 @@ def _variance_along(
     params: Any,
     data: dict[str, jax.Array],
     shared: dict[str, float],
-    learning_rate: float,
+    epochs: int,
 ) -> None:
     """Measures at the middle and at the end of epochs, over the batches of a fresh shuffle."""
     n = len(data["x"])
     steps = n // 32
     tx = optperm.svrg()
-    optimizer = optax.chain(tx, optax.sgd(learning_rate))
+    optimizer = optax.chain(tx, optax.sgd(0.1))
     everything = data | shared
 
     @jax.jit
@@ -301,7 +336,7 @@ def _variance_along(
 
     opt_state = optimizer.init(params)
     print(f"  {name}: loss, then the ratio in the middle and at the end of the epoch")
-    for epoch in range(1, 31):
+    for epoch in range(1, epochs + 1):
         grad = jax.grad(loss_fn)(params, everything)
         opt_state = optperm.take_snapshot(opt_state, params, grad)
         order, ratios = shuffled(), []
@@ -314,19 +349,334 @@ def _variance_along(
             print(f"    epoch {epoch:2}: {loss:.4f}  {ratios[0]:8.2e}  {ratios[1]:8.2e}")
 
 
-def main() -> None:
+# Equal gradients, each at its best rate.
+
+
+class Problem(NamedTuple):
+    """What is trained.
+
+    Attributes:
+      loss_fn: Of params and a batch of `x` and `y`.
+      init: The initial params, from a seed.
+      data: What is trained on.
+      test: What is tested on.
+      lowest: The lowest loss there is, if that is known, else zero.
+    """
+
+    loss_fn: Any
+    init: Callable[[int], optax.Params]
+    data: dict[str, jax.Array]
+    test: dict[str, jax.Array]
+    lowest: float = 0.0
+
+
+class Method(NamedTuple):
+    """What trains.
+
+    Attributes:
+      make: From a learning rate, the number of steps, and that between two full gradients.
+      gradients: Of its batch, a step.
+      refreshes: Whether it takes full gradients.
+      rates: What its rates are, over those of SGD.
+    """
+
+    make: Callable[..., optax.GradientTransformation]
+    gradients: int = 1
+    refreshes: bool = False
+    rates: float = 1.0
+
+
+def _before_sgd(make: Callable[[int, int], Any]) -> Callable[..., Any]:
+    return lambda rate, steps, every: optax.chain(make(steps, every), optax.sgd(rate))
+
+
+METHODS = {
+    "SGD": Method(lambda rate, *_: optax.sgd(rate)),
+    "SGD, momentum .9": Method(lambda rate, *_: optax.sgd(rate, 0.9), rates=1 / 8),
+    "Adam": Method(lambda rate, *_: optax.adam(rate), rates=1 / 64),
+    "SVRG": Method(_before_sgd(lambda _, m: optperm.svrg(refresh_every=m)), 2, True),
+    "SVRG, loopless": Method(
+        _before_sgd(lambda _, m: optperm.svrg(refresh_probability=1 / m)), 2, True
+    ),
+    "alpha-SVRG": Method(
+        _before_sgd(
+            lambda n, m: optperm.svrg(optax.linear_schedule(0.75, 0.0, n), refresh_every=m)
+        ),
+        2,
+        True,
+    ),
+    "STORM, a = .1": Method(_before_sgd(lambda *_: optperm.recursive_gradient(0.1)), 2),
+    "SARAH": Method(
+        _before_sgd(lambda _, m: optperm.recursive_gradient(0.0, refresh_every=m)), 2, True
+    ),
+    "PAGE": Method(_before_sgd(lambda _, m: optperm.recursive_gradient(0.0, 1 / m)), 2, True),
+}
+BATCH = 32
+SHAPES: dict[str, Callable[[float, int], Any]] = {
+    "constant": lambda rate, steps: rate,
+    "cosine": optax.cosine_decay_schedule,
+}
+
+
+def compare_methods(
+    name: str,
+    problem: Problem,
+    passes: int,
+    seeds: int,
+    rates: list[float],
+    methods: list[str],
+) -> None:
+    """Prints the table of a problem: rates, training losses and test errors of all methods."""
+    n = len(problem.data["x"])
+    every = max(2 * n // BATCH, 1)
+    above = f", above the lowest, {problem.lowest:.6f}" if problem.lowest else ""
+    print(
+        f"\n{name}: {n} examples, {passes} passes, batches of {BATCH}, {seeds} seeds; rates {rates}"
+    )
+    print(f"Training loss{above} (least, most), and test error, at the best rate of each")
+    for method_name in methods:
+        method = METHODS[method_name]
+        a_step = method.gradients * BATCH + (n / every if method.refreshes else 0.0)
+        steps = int(passes * n / a_step)
+        for shape_name, shape in SHAPES.items():
+            run = _runner(problem, method, steps, every, shape)
+            found = {
+                rate: np.array(
+                    [run(jnp.asarray(method.rates * rate), seed) for seed in range(seeds)]
+                )
+                for rate in rates
+            }
+            best = min(rates, key=lambda rate: np.nan_to_num(found[rate][:, 0], nan=np.inf).mean())
+            losses, errors = found[best].T
+            losses = losses - problem.lowest
+            edge = " (an end of the grid)" if best in (rates[0], rates[-1]) else ""
+            print(
+                f"  {method_name:17} {shape_name:9} {losses.mean():9.2e} ({losses.min():.2e}, "
+                f"{losses.max():.2e})  {errors.mean():.4f}  rate {method.rates * best:.3g}{edge}",
+                flush=True,
+            )
+
+
+def _runner(
+    problem: Problem, method: Method, steps: int, every: int, shape: Callable[[float, int], Any]
+) -> Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]:
+    """A function from a rate and a seed to the training loss at the end and the test error."""
+    n = len(problem.data["x"])
+
+    def full_grad_fn(params: optax.Params) -> optax.Updates:
+        return jax.grad(problem.loss_fn)(params, problem.data)
+
+    @jax.jit
+    def train(rate: jax.Array, params: optax.Params, order: jax.Array) -> tuple[jax.Array, Any]:
+        made = method.make(shape(rate, steps), steps, every)
+        tx = optax.with_extra_args_support(made)
+
+        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
+            params, opt_state = carry
+            batch = jax.tree.map(lambda leaf: leaf[indices], problem.data)
+            e = optperm.evaluate(problem.loss_fn, params, batch)
+            updates, opt_state = tx.update(
+                e.grad, opt_state, params, full_grad_fn=full_grad_fn, **e.extra_args
+            )
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), order)
+        return problem.loss_fn(params, problem.data), _test_error(problem, params)
+
+    def run(rate: jax.Array, seed: int) -> tuple[jax.Array, jax.Array]:
+        rng = np.random.default_rng(seed)
+        shuffles = [rng.permutation(n) for _ in range(steps * BATCH // n + 1)]
+        order = np.concatenate(shuffles)[: steps * BATCH].reshape(steps, BATCH)
+        return train(rate, problem.init(seed), order)
+
+    return run
+
+
+def _test_error(problem: Problem, params: optax.Params) -> jax.Array:
+    """The share of the test examples whose most likely class is another one."""
+    classes = jnp.arange(10 if problem.test["y"].max() > 1 else 2)
+
+    def loss_of(x: jax.Array, y: jax.Array) -> jax.Array:
+        return problem.loss_fn(params, {"x": x[None], "y": y[None]})
+
+    losses = jax.vmap(lambda x: jax.vmap(lambda y: loss_of(x, y))(classes))(problem.test["x"])
+    return jnp.mean(jnp.argmin(losses, axis=1) != problem.test["y"])
+
+
+def _split(
+    x: np.ndarray, y: np.ndarray, wrong: float = 0.0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Three quarters to train on, of whose labels a share is drawn anew, and a quarter to test on."""
+    rng = np.random.default_rng(0)
+    order, count = rng.permutation(len(x)), 3 * len(x) // 4
+    x, y = np.asarray(x[order], float), y[order]
+    data = {"x": jnp.asarray(x[:count]), "y": y[:count].copy()}
+    spoiled = rng.permutation(count)[: int(wrong * count)]
+    shift = rng.integers(1, 10, len(spoiled))
+    data["y"][spoiled] = (data["y"][spoiled] + shift) % 10
+    return data | {"y": jnp.asarray(data["y"])}, {"x": jnp.asarray(x[count:]), "y": y[count:]}
+
+
+def convex_problems() -> Iterator[tuple[str, Problem]]:
+    """Logistic and softmax regression with an L2 penalty of 1/n, in float64."""
+    for name, loaded, classes in (
+        ("Logistic regression, breast cancer", load_breast_cancer, 2),
+        ("Softmax regression, digits", load_digits, 10),
+    ):
+        x, y = loaded(return_X_y=True)
+        x = (x - x.mean(axis=0)) / x.std(axis=0) if classes == 2 else x / 16.0
+        data, test = _split(x, y)
+        l2 = 1.0 / len(data["x"])
+
+        def loss_fn(w: jax.Array, batch: Any, l2: float = l2) -> jax.Array:
+            logits = batch["x"] @ w
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+            return jnp.mean(losses) + 0.5 * l2 * jnp.sum(w**2)
+
+        start = jnp.zeros((x.shape[1], classes))
+        lowest = _lowest(loss_fn, start, data)
+        yield name, Problem(loss_fn, lambda _, start=start: start, data, test, lowest)
+
+
+def _lowest(loss_fn: Any, params: jax.Array, data: Any) -> float:
+    """The lowest loss, by L-BFGS."""
+    tx = optax.lbfgs()
+
+    def step(carry: Any, _: None) -> tuple[Any, None]:
+        params, opt_state = carry
+        e = optperm.evaluate(loss_fn, params, data)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    run = jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), length=500)[0][0])
+    return float(loss_fn(run(params), data))
+
+
+def network_problems() -> Iterator[tuple[str, Problem]]:
+    """An MLP on the digits, with the labels as they are, and with 30 % wrong ones."""
+    x, y = load_digits(return_X_y=True)
+    model = Network(64)
+
+    def loss_fn(params: optax.Params, batch: Any) -> jax.Array:
+        return cross_entropy(model, params, (batch["x"], batch["y"]))
+
+    for name, wrong in (("MLP, digits", 0.0), ("MLP, digits with 30 % wrong labels", 0.3)):
+        data, test = _split(np.float32(x / 16.0), y, wrong)
+        data, test = (each | {"x": jnp.asarray(each["x"], jnp.float32)} for each in (data, test))
+
+        def init(seed: int, x: jax.Array = data["x"]) -> optax.Params:
+            return model.init(jax.random.key(seed), x[:1])["params"]
+
+        yield name, Problem(loss_fn, init, data, test)
+
+
+# MARS on bytes.
+
+
+def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -> None:
+    """Prints what a step costs, and the loss on held-out bytes after as many gradients of examples."""
+    data, held = library_bytes.load()
+    test = library_bytes.windows(held, np.random.default_rng(1), 256)
+    ids = library_bytes.windows(data, np.random.default_rng(0), BATCH)
+    params = library_bytes.Decoder().init(jax.random.key(0), ids[:1, :-1])
+    print(
+        "\nOne step of the byte transformer over AdamW's (of the medians, and of the fastest tenths)"
+    )
+    times = max(repetitions // 10, 1)
+    name = f"batch {BATCH}"
+    _compare(library_bytes.loss_fn, params, ids, times, name, MARS, "AdamW", ADAMW)
+    evaluate = jax.jit(library_bytes.loss_fn)
+    clip = optax.clip_by_global_norm(1.0)
+
+    def adamw(rate: Any, **options: float) -> optax.GradientTransformation:
+        return optax.adamw(rate, weight_decay=0.01, **options)
+
+    # Gradients at the last params are not clipped: those that they are compared with may not be either.
+    methods: dict[str, tuple[Any, int]] = {
+        "AdamW .9 .999": (lambda rate: optax.chain(clip, adamw(rate)), 1),
+        "AdamW .95 .99": (lambda rate: optax.chain(clip, adamw(rate, b1=0.95, b2=0.99)), 1),
+        "MARS-AdamW": (
+            lambda rate: optax.chain(clip, optperm.mars(), adamw(rate, b1=0.95, b2=0.99)),
+            1,
+        ),
+        "MARS-AdamW, exact": (
+            lambda rate: optax.chain(optperm.mars(exact=True), adamw(rate, b1=0.95, b2=0.99)),
+            2,
+        ),
+    }
+    print(
+        f"\nByte transformer: {steps} steps of {BATCH} windows, a cosine, {seeds} seeds; rates {rates}"
+    )
+    print("Nats a byte, held out (least, most), at the best rate; exact takes half as many steps")
+    for name, (make, gradients) in methods.items():
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1), static_argnums=3)
+        def step(params: Any, opt_state: Any, ids: jax.Array, tx: Any) -> tuple[Any, Any]:
+            e = optperm.evaluate(library_bytes.loss_fn, params, ids)
+            updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+            return optax.apply_updates(params, updates), opt_state
+
+        found: dict[float, list[float]] = {}
+        for rate in rates:
+            count = steps // gradients
+            schedule = optax.cosine_decay_schedule(rate, count, 0.05)
+            tx = optax.with_extra_args_support(make(schedule))
+            for seed in range(seeds):
+                rng = np.random.default_rng(seed)
+                params = library_bytes.Decoder().init(
+                    jax.random.key(seed), jnp.zeros((1, library_bytes.CONTEXT), jnp.int32)
+                )
+                opt_state = tx.init(params)
+                for _ in range(count):
+                    ids = library_bytes.windows(data, rng, BATCH)
+                    params, opt_state = step(params, opt_state, ids, tx)
+                found.setdefault(rate, []).append(float(evaluate(params, test)))
+        best = min(found, key=lambda rate: np.nan_to_num(found[rate], nan=np.inf).mean())
+        losses = np.array(found[best])
+        each = ", ".join(f"{rate:g}: {np.mean(values):.3f}" for rate, values in found.items())
+        print(
+            f"  {name:18} {losses.mean():.4f} ({losses.min():.4f}, {losses.max():.4f})  rate {best:g}"
+            f"  ({each})",
+            flush=True,
+        )
+
+
+PARTS = ("steps", "saga", "variance", "convex", "networks", "mars")
+
+
+def main(argv: list[str] | None = None) -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("steps", "saga", "variance"))
-    parser.add_argument("--repetitions", type=int, default=301)
-    arguments = parser.parse_args()
-    if arguments.only in (None, "steps"):
-        compare_steps(arguments.repetitions)
-    if arguments.only in (None, "saga"):
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
+    parser.add_argument("--repetitions", type=int, default=301, help="of each step")
+    parser.add_argument("--tolerance", type=float, default=1e-8, help="beside SAGA")
+    parser.add_argument("--epochs", type=int, default=30, help="along which variances are taken")
+    parser.add_argument("--passes", type=int, default=30, help="over the data, of each method")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0**k for k in range(-5, 4)])
+    parser.add_argument("--steps", type=int, default=400, help="of AdamW")
+    parser.add_argument("--adamw-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--methods", choices=METHODS, nargs="+", default=list(METHODS))
+    parser.add_argument("--width", type=int, default=512, help="of the network of steps")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 128, 512], help="of steps")
+    chosen = parser.parse_args(argv)
+    each = chosen.passes, chosen.seeds, chosen.rates, chosen.methods
+    if "steps" in chosen.only:
+        compare_steps(chosen.repetitions, chosen.width, chosen.batches)
+    if "saga" in chosen.only:
         with jax.enable_x64(True):
-            compare_with_saga()
-    if arguments.only in (None, "variance"):
-        print_variance()
+            compare_with_saga(chosen.tolerance)
+    if "variance" in chosen.only:
+        print_variance(chosen.epochs)
+    if "convex" in chosen.only:
+        with jax.enable_x64(True):
+            for name, problem in convex_problems():
+                compare_methods(name, problem, *each)
+    if "networks" in chosen.only:
+        for name, problem in network_problems():
+            compare_methods(name, problem, *each)
+    if "mars" in chosen.only:
+        compare_mars(chosen.steps, chosen.seeds, chosen.adamw_rates, chosen.repetitions)
 
 
 if __name__ == "__main__":

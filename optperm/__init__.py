@@ -52,7 +52,10 @@ from optperm.subspace.trajectory import trajectory as trajectory
 from optperm.switching import SwitchAfterState as SwitchAfterState
 from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
-from optperm.variance.svrg import SvrgState as SvrgState
+from optperm.variance.mars import MarsState as MarsState
+from optperm.variance.mars import mars as mars
+from optperm.variance.recursive import recursive_gradient as recursive_gradient
+from optperm.variance.snapshots import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
 from optperm.variance.svrg import take_snapshot as take_snapshot
 

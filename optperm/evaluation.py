@@ -56,6 +56,9 @@ def evaluate(
       params: The parameters at which to evaluate. Of a model made of dataclasses, as Equinox's are, the
         floating arrays are; all else is held fixed, and the gradient has None there.
       batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
+        Where examples are taken by themselves each has a key of its own, that of the batch folded with
+        its place, and so a dropout mask of its own; keys that `jax.tree_util.Partial` binds to `loss_fn`
+        likewise.
       has_aux: Whether `loss_fn` returns something beside the loss.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
@@ -104,7 +107,9 @@ def evaluate(
     checks.check_axis_name("axis_name", axis_name)
     checks.check_axis_is_bound(axis_name)
 
-    def loss_and_aux(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
+    def loss_and_aux(
+        params: optax.Params, batch: Any, loss_fn: LossFn = loss_fn
+    ) -> tuple[jax.Array, Any]:
         return checked_loss(loss_fn, fill_masked(params, here), batch, has_aux=has_aux)
 
     def mean(tree: Any) -> Any:
@@ -138,10 +143,11 @@ def evaluate(
         params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
     ) -> optax.Updates:
         local = varying_like(trained_part(params), batch, axis_name)
-        return map_examples(
-            lambda example: jax.grad(lambda p: loss_and_aux(p, example)[0])(local),
-            part_of(batch, start, size),
-        )
+
+        def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
+            return jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
+
+        return map_examples(grad_of_one, loss_fn, part_of(batch, start, size), first=start)
 
     def example_grad_fn(params: optax.Params) -> optax.Updates:
         return value_and_grad(params, example)[1]
@@ -201,15 +207,36 @@ def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
     )
 
 
-def map_examples(function: Callable[[Any], Any], batch: Any) -> Any:
-    """What `function` gives on each example by itself, as a batch of one, stacked along a leading axis.
+def map_examples(
+    function: Callable[[LossFn, Any], Any],
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    first: int | jax.Array = 0,
+) -> Any:
+    """What `function(loss_fn, example)` gives on each example, a batch of one, along a leading axis.
 
-    Leaves of rank 0 are shared by all examples.
+    Leaves of rank 0 are shared by all examples, but for typed random keys: in the batch, or bound to the
+    loss function by `jax.tree_util.Partial`, they are folded with the place of the example, which is
+    `first` for the first one.
     """
     is_mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
     axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
+    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
 
-    def one(example: Any) -> Any:
-        return function(jax.tree.map(lambda m, leaf: leaf[None] if m else leaf, is_mapped, example))
+    def one(place: jax.Array, example: Any) -> Any:
+        def own(leaf: Any) -> Any:
+            return jax.random.fold_in(leaf, place) if _is_key(leaf) else leaf
 
-    return jax.vmap(one, in_axes=(axes,))(batch)
+        example = jax.tree.map(
+            lambda mapped, leaf: leaf[None] if mapped else own(leaf), is_mapped, example
+        )
+        return function(jax.tree.map(own, loss_fn), example)
+
+    places = first + jnp.arange(max(sizes, default=1))
+    return jax.vmap(one, in_axes=(0, axes))(places, batch)
+
+
+def _is_key(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not leaf.ndim
+    return is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

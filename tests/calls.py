@@ -468,6 +468,14 @@ REFUSED = {
             predict_fn=lambda p, x: jnp.arange(3),
         ),
     ],
+    "mars": [
+        *(
+            value_error(r"b1 must be in \[0, 1[\])], got", b1=b1)
+            for b1 in (1.0, -0.1, float("nan"))
+        ),
+        type_error("b1 must be a number", b1="0.9"),
+    ],
+    "mars.update": [value_error(r"extra argument grad_fn.*optperm\.evaluate", exact=True)],
     "prune": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
@@ -475,6 +483,19 @@ REFUSED = {
     "record_trajectory": [
         type_error("static_args", capacity=jnp.array(3)),
         type_error("dtype must be", dtype=jnp.int32),
+    ],
+    "recursive_gradient": [
+        value_error("not both", refresh_every=2, refresh_probability=0.5),
+        value_error(r"must be in \[0, 1\], got 1.5", a=1.5),
+    ],
+    "recursive_gradient.update": [
+        value_error(r"extra argument grad_fn.*optperm\.evaluate", full_grad_fn=mean),
+        *(
+            value_error(
+                r"extra argument full_grad_fn.*optperm\.evaluate", **options | {"grad_fn": mean}
+            )
+            for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
+        ),
     ],
     "samples_as_dict": [
         value_error(

@@ -58,19 +58,44 @@ def test_per_example_gradients_are_a_loop_over_the_batch():
 
 
 def test_leaves_of_rank_zero_are_shared_by_all_examples():
-    """A random key or a number in the batch reaches every example whole."""
+    """A number in the batch reaches every example whole."""
 
-    def noisy(params, batch):
-        keep = jax.random.bernoulli(batch["key"], 0.5, (12,)).astype(jnp.float32)
-        return batch["scale"] * jnp.mean((batch["x"] * keep[None]) @ params["kernel"])
+    def scaled(params, batch):
+        return batch["scale"] * jnp.mean(batch["x"] @ params["kernel"])
 
     params = support.random_params()
-    batch = {"x": make_batch()["x"], "key": jax.random.key(3), "scale": jnp.float32(2.0)}
-    e = optperm.evaluate(noisy, params, batch)
+    batch = {"x": make_batch()["x"], "scale": jnp.float32(2.0)}
+    e = optperm.evaluate(scaled, params, batch)
     each = e.extra_args["per_example_grad_fn"](params)
     assert each["kernel"].shape == (8, 12, 5)
     mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), each)
     chex.assert_trees_all_close(mean, e.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_each_example_draws_from_a_key_of_its_own(bound):
+    """Its dropout mask is that of the batch's key, or of one bound to the loss, and of its place in the
+    batch, also where only a part of the batch is asked for."""
+
+    def dropout(key, params, batch):
+        key = key if bound else batch["key"]
+        keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(jnp.float32)
+        return jnp.mean((batch["x"] * keep) @ params["kernel"])
+
+    params, key = support.random_params(), jax.random.key(3)
+    batch = {"x": make_batch()["x"]} | ({} if bound else {"key": key})
+    grad_fn = optperm.evaluate(jax.tree_util.Partial(dropout, key), params, batch).extra_args[
+        "per_example_grad_fn"
+    ]
+    each = grad_fn(params)["kernel"]
+    for i in range(8):
+        own = jax.random.fold_in(key, i)
+        example = {"x": batch["x"][i : i + 1], "key": own}
+        alone = jax.grad(dropout, argnums=1)(own, params, example)["kernel"]
+        np.testing.assert_allclose(each[i], alone, rtol=1e-5)
+    masks = np.asarray(each[:, :, 0] != 0.0)
+    assert len(np.unique(masks, axis=0)) == 8
+    support.assert_same_bits(grad_fn(params, start=3, size=2)["kernel"], each[3:5])
 
 
 def test_closures_take_masked_params_as_they_were_evaluated():

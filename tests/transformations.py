@@ -115,6 +115,13 @@ def svrg_and_sgd(
     )
 
 
+def mars_adamw(
+    learning_rate: optax.ScalarOrSchedule, gamma: optax.ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """The paper's optimizer."""
+    return optax.chain(optperm.mars(gamma), optax.adamw(learning_rate, b1=0.95, weight_decay=0.0))
+
+
 def bowl(params: optax.Params) -> optax.Updates:
     """The gradient of half the squared norm."""
     return params
@@ -245,6 +252,46 @@ TRANSFORMATIONS = (
         {"learning_rate": 2e-3, "refresh_probability": 0.3},
         extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
         hands_on=True,
+    ),
+    Transformation(
+        optperm.mars,
+        {},
+        limits={"b1": None, "max_norm": ABOVE_ZERO},
+        no_minimum="corrects gradients for an optimizer after it; mars_adamw has one",
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.mars,
+        {"gamma": 0.5, "b1": 0.5, "exact": True},
+        extra_args={"grad_fn": bowl},
+        no_minimum="corrects gradients by those of a loss that the case does not pass",
+        hands_on=True,
+        sums_over_params=True,
+        other_name="mars-exact",
+    ),
+    Transformation(
+        mars_adamw,
+        {"learning_rate": 1e-2, "gamma": 0.025},
+        lenient=True,
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.recursive_gradient,
+        {"a": 0.5, "refresh_every": 2},
+        limits={"a": SHARE, "refresh_probability": SHARE},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+        no_minimum="estimates gradients of a loss that the case does not pass",
+        hands_on=True,
+    ),
+    Transformation(
+        optperm.recursive_gradient,
+        {"a": 0.1, "refresh_probability": 0.3},
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+        no_minimum="estimates gradients of a loss that the case does not pass",
+        hands_on=True,
+        other_name="recursive-page",
     ),
     Transformation(
         optperm.switch_after,

@@ -1,7 +1,6 @@
 """Flax's train states, for methods that ask for more than gradients and place weights exactly."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx, struct
 from flax.training import train_state
+from jax.tree_util import Partial
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
@@ -214,7 +214,7 @@ class TrainState(train_state.TrainState):
           An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
           evaluation, to pass to `apply_gradients`, and of `aux.aux`.
         """
-        loss = functools.partial(Loss(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
+        loss = Partial(Loss(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
         return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
 
     def apply_gradients(
@@ -268,7 +268,7 @@ class Optimizer(nnx.Optimizer[Any]):
         scalar mean loss, or `(loss, aux)` with `has_aux`; all else is as in `optperm.evaluate`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
-        loss = functools.partial(Loss(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
+        loss = Partial(Loss(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
         e = evaluate(loss, params, batch, has_aux=True, axis_name=axis_name)
         nnx.update(model, e.aux.model_state[1])
         return dataclasses.replace(e, aux=e.aux.aux)

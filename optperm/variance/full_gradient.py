@@ -13,7 +13,7 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
@@ -50,12 +50,17 @@ def full_gradient(
 
     where :math:`i` runs over examples, not over batches: batches of unequal size count by their size.
     The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
-    no more than one.
+    no more than one. What one batch gives is rounded once to a narrower dtype of the params, as
+    `jax.grad` does.
 
     The gradient of a batch is compiled once for each `loss_fn` and batch shape, and found again in
     later calls by `loss_fn` itself: pass the same function each time, not a new lambda. Arrays that it
     needs beside params and batch, such as batch statistics, are best bound by `jax.tree_util.Partial`:
     new ones then compile nothing anew.
+
+    What a loss draws at random, such as dropout masks, is drawn once: the result is the gradient of that
+    draw, and so unbiased over draws, not the mean over masks. Pass each batch several times, each with
+    another key, for a mean over as many.
 
     Over many devices there are two ways. Under `jax.jit` batches may be arrays sharded over a mesh, of
     one process or of many (`jax.make_array_from_process_local_data`), with params replicated over it;
@@ -72,7 +77,8 @@ def full_gradient(
         random key, are shared by all examples of a batch. One without examples is passed over.
       weights: One array of shape (batch,) for each batch, beside it: 1 for an example that counts, 0 for
         padding, or any fraction. The loss of each example is then taken by itself, as a batch of one,
-        and what stands in an example of weight 0, NaN for instance, makes no difference.
+        with a random key of its own (see `optperm.evaluate`), and what stands in an example of weight 0,
+        NaN for instance, makes no difference.
       axis_name: A mapped axis, or several, over which sums and weights are summed.
       has_aux: Whether `loss_fn` returns something beside the loss.
       progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
@@ -167,21 +173,29 @@ def _batch_sums(
 
     examples = jax.tree.map(without_padding, batch)
 
-    def weighted_sum(params: optax.Params) -> jax.Array:
-        losses = map_examples(
-            lambda example: checked_loss(loss_fn, params, example, has_aux=has_aux)[0], examples
-        )
-        wide = accumulation_dtype(losses)
-        return jnp.sum(jnp.where(counts, weights, 0.0).astype(wide) * losses.astype(wide))
+    def losses_of(params: optax.Params) -> jax.Array:
+        def loss_of_one(loss_fn: LossFn, example: Any) -> jax.Array:
+            return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
 
-    grads = jax.grad(weighted_sum)(local)
+        return map_examples(loss_of_one, loss_fn, examples)
+
+    # As shares of a power of two, exact in every dtype, weights make no sum larger than its terms. What
+    # they lose in a narrow dtype of the losses goes by itself.
+    kept = jnp.where(counts, weights, 0.0)
+    unit = jnp.ldexp(jnp.ones_like(weights[0]), jnp.frexp(jnp.sum(kept))[1])
+    shares = kept / unit
+    losses, pull = jax.vjp(losses_of, local)
+    parts = [shares.astype(losses.dtype)]
+    if losses.dtype.itemsize < 4:
+        parts.append((shares - parts[0].astype(shares.dtype)).astype(losses.dtype))
+
+    def summed(*grads: jax.Array) -> jax.Array:
+        wide = functools.reduce(jnp.add, [g.astype(accumulation_dtype(g)) for g in grads])
+        return jnp.where(jnp.any(counts), unit.astype(wide.dtype) * wide, 0.0)
+
+    grads = jax.tree.map(summed, *(pull(cast_like(part, losses))[0] for part in parts))
     valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
-    return _Sums(
-        jax.tree.map(
-            lambda g: jnp.where(jnp.any(counts), g, 0.0).astype(accumulation_dtype(g)), grads
-        ),
-        jnp.where(valid, jnp.sum(weights), jnp.nan),
-    )
+    return _Sums(grads, jnp.where(valid, jnp.sum(weights), jnp.nan))
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))

@@ -4,56 +4,29 @@ R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predict
 NeurIPS 2013.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.dtypes import cast_like
+from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.states import find_state, mask_like, replace_state, without_variables
+from optperm.contract.states import find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
-
-GradFn = Callable[[optax.Params], optax.Updates]
-
-
-class Snapshot(NamedTuple):
-    r"""A point at which the full gradient is known.
-
-    Attributes:
-      is_taken: Whether there is one yet.
-      params: :math:`\tilde\theta`; the initial params before the first one is taken.
-      full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
-        before.
-    """
-
-    is_taken: Bool[Array, ""]
-    params: PyTree[Float[Array, "?*shape"], "Params"]
-    full_grad: PyTree[Float[Array, "?*shape"], "Params"]
-
-
-class SvrgState(NamedTuple):
-    """State of `svrg`.
-
-    Attributes:
-      count: Steps taken.
-      key: Data of the threefry key from which the coins of the loopless form are drawn.
-      snapshot: The snapshot that the next step uses.
-    """
-
-    count: Int32[Array, ""]  # type: ignore[assignment]
-    key: UInt32[Array, "2"]
-    snapshot: Snapshot
+from optperm.variance.snapshots import (
+    GradFn,
+    Snapshot,
+    SvrgState,
+    corrected_by,
+    initial_state,
+    installed,
+    is_due,
+    needs_of,
+)
 
 
 def svrg(
@@ -82,16 +55,22 @@ def svrg(
     - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
       else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
-    In SVRG :math:`c_t` is 1. On large deep networks that mostly *hurts*: a snapshot soon says little of
-    the gradient, and the correction adds more variance than it takes. :math:`\alpha`-SVRG weakens it
-    by a coefficient that falls linearly over the training, from 0.75 to 0 for instance; a step at which
-    it is 0 costs hardly more than without SVRG.
+    In SVRG :math:`c_t` is 1. It pays on convex problems that are to be solved to many digits. On
+    networks it *hurts*, on small ones too: a snapshot soon says little of the gradient, the correction
+    adds variance, and plain SGD takes more than twice as many steps for as many gradients.
+    :math:`\alpha`-SVRG weakens it by a coefficient that falls linearly over the training, from 0.75 to 0
+    for instance; a step at which it is 0 costs hardly more than without SVRG. `benchmarks/svrg.py`
+    compares them all.
 
     Both gradients of a step are on the same batch, its random key included, so that they see the same
-    dropout mask: draw what is random from a key in the batch.
+    dropout masks: draw what is random from a key in the batch. :math:`\mu` holds one draw of masks, so
+    that the corrected gradient is off by the same amount, what that draw makes of the full gradient,
+    until the next snapshot; it is unbiased over snapshots alone. `optperm.full_gradient` says how to
+    average over several draws.
 
-    It belongs in front of what accumulates or divides gradients. Inside `optax.MultiSteps` only the last
-    of the accumulated gradients would be corrected: chain it with
+    It belongs in front of what else changes gradients, such as clipping and weight decay, since those
+    that it subtracts are plain ones, and in front of what accumulates or divides them. Inside
+    `optax.MultiSteps` only the last of the accumulated gradients would be corrected: chain it with
     `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
     `optax.masked` it sees its own part of the params, and the closures of `optperm.evaluate` take the
     others as they are now: that is exact only as long as those do not change.
@@ -147,43 +126,11 @@ def svrg(
       Yin et al., `A Coefficient Makes SVRG Effective <https://arxiv.org/abs/2311.05589>`_, ICLR 2025
     """
     checks.check_in_range("coefficient", coefficient, 0.0, float("inf"))
-    if refresh_every is not None:
-        checks.check_count("refresh_every", refresh_every)
-    if refresh_probability is not None:
-        checks.check_in_range("refresh_probability", refresh_probability, 0.0, 1.0)
-        if refresh_every is not None:
-            raise ValueError("Pass refresh_every or refresh_probability, not both.")
+    needs = needs_of(refresh_every, refresh_probability)
     checks.check_seed("seed", seed)
 
-    is_refreshed = refresh_every is not None or refresh_probability is not None
-    needs = {"grad_fn": "the gradient on this batch at given params"}
-    if is_refreshed:
-        needs["full_grad_fn"] = (
-            "the gradient over all examples at given params, beside those of the batch: full_grad_fn="
-            "lambda params: optperm.evaluate(loss_fn, params, all_examples).grad, with"
-        )
-
     def init(params: optax.Params) -> SvrgState:
-        return SvrgState(
-            count=jnp.zeros([], jnp.int32),
-            key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
-            snapshot=Snapshot(
-                is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
-                params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
-                full_grad=jax.tree.map(
-                    lambda leaf: jnp.zeros_like(leaf, accumulation_dtype(leaf)), params
-                ),
-            ),
-        )
-
-    def is_due(state: SvrgState) -> jax.Array:
-        """Whether this step takes a snapshot."""
-        if refresh_probability is None:
-            return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
-        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
-        p = resolve_schedule("refresh_probability", refresh_probability, state.count)
-        coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
-        return coin | ~state.snapshot.is_taken
+        return initial_state(params, seed)
 
     def update(
         grads: optax.Updates,
@@ -194,60 +141,69 @@ def svrg(
         full_grad_fn: Any = None,  # needed where it refreshes
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
-        # theta~ <- theta, mu <- grad f(theta), if it is time. The loopless form uses the new one from
-        # the next step on, unless it is the first.
-        old = following = now = state.snapshot
-        if is_refreshed:
-            following = now = cond(
-                is_due(state), lambda: _installed(old, params, full_grad_fn(params))[0], lambda: old
-            )
-        if refresh_probability is not None:
-            now = optax.tree.where(old.is_taken, old, following)
+        def renewed() -> Snapshot:
+            return installed(state.snapshot, params, full_grad_fn(params))[0]
 
-        # c_t
-        c = resolve_schedule("coefficient", coefficient, state.count, float)
-
-        # grad f_B(theta~), which alone stands behind the condition: the rest is one pass over the
-        # params, which XLA joins with what follows.
-        is_used = now.is_taken & (c != 0.0)
-        snapshot_grads = cond(
-            is_used,
-            lambda: _at_snapshot(grad_fn, now),
-            lambda: optax.tree.zeros_like(now.full_grad),
-        )
+        # theta~ <- theta, mu <- grad f(theta), every m steps
+        snapshot = state.snapshot
+        if refresh_every is not None:
+            is_time = is_due(state, refresh_every, None)
+            snapshot = cond(is_time, renewed, lambda: state.snapshot)
+        elif refresh_probability is None:
+            _warn_without(snapshot)
 
         # g <- g - c_t (grad f_B(theta~) - mu)
-        def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, theta: Any) -> jax.Array:
-            wide, dtype = accumulation_dtype((mu, g)), jnp.result_type(theta)
-            g, g_snapshot, mu, c_t = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
-            # In this order what is large and nearly equal cancels first, without a rounding error.
-            corrected = ((g - c_t * g_snapshot) + c_t * mu).astype(dtype)
-            return jnp.where(is_used & jnp.isfinite(corrected), corrected, g.astype(dtype))
+        c = resolve_schedule("coefficient", coefficient, state.count, float)
 
-        new_grads = jax.tree.map(correct, grads, snapshot_grads, now.full_grad, params)
-        return new_grads, SvrgState(optax.safe_increment(state.count), state.key, following)
+        def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
+            return cast_like(corrected_by(snapshot, c, grads, params, grad_fn=grad_fn), params)
+
+        new_grads = correct(snapshot, grad_fn)
+
+        # theta~ <- theta, mu <- grad f(theta) with probability p, for the next step, in the place of the
+        # old ones, which the correction has read. The first step is corrected by its own snapshot.
+        def renewed_after(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
+            new = renewed()
+            first = correct(new, lambda _: grads)
+            return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
+
+        if refresh_probability is not None:
+            is_time = is_due(state, None, refresh_probability)
+            new_grads, snapshot = cond(
+                is_time, renewed_after, lambda g: (g, state.snapshot), new_grads
+            )
+        return new_grads, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
 
     return transformation(
         init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
     )
 
 
-def _at_snapshot(grad_fn: GradFn, snapshot: Snapshot) -> optax.Updates:
-    """The gradient on this batch at the snapshot, of the types of the full gradient."""
-    grads = mask_like(grad_fn(snapshot.params), snapshot.params)
-    checks.check_same_tree("grad_fn(params)", grads, snapshot.params, source="params", dtypes=False)
-    return cast_like(grads, snapshot.full_grad)
+def _warn_without(snapshot: Snapshot) -> None:
+    """Says, where Python can see it, that a step has nothing to correct its gradients by."""
+    if (
+        not isinstance(snapshot.is_taken, jax.core.Tracer)
+        and not np.asarray(snapshot.is_taken).all()
+    ):
+        warnings.warn(
+            "svrg has no snapshot yet, so gradients pass through as they are: take one by "
+            "optperm.take_snapshot(opt_state, params, full_grad), or pass refresh_every or "
+            "refresh_probability.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
-    r"""The optimizer state with a new snapshot for `svrg`.
+    r"""The optimizer state with a new snapshot for `svrg`, or a new estimate for `recursive_gradient`.
 
     .. math::
       \tilde\theta \leftarrow \theta, \qquad \mu \leftarrow \nabla f(\theta)
 
     Args:
-      opt_state: The state of an optimizer with `optperm.svrg` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is left alone.
+      opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
+        in it: chained, masked, partitioned, injected into, or kept as variables by
+        `flax.nnx.Optimizer`. It is left alone.
       params: The current params, all of them where svrg is masked. They are copied.
       full_grad: The full gradient at these params, from `optperm.full_gradient`.
 
@@ -256,7 +212,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       gradient are not finite, the snapshot stays as it was, with a warning where Python can see it.
 
     Raises:
-      ValueError: If there is no state of svrg, or more than one, or the trees do not match it.
+      ValueError: If there is no such state, or more than one, or the trees do not match it.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -268,7 +224,7 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       [0.5, 0.0]
     """
     state = find_state(opt_state, SvrgState, method="svrg")
-    snapshot, is_finite = _installed(
+    snapshot, is_finite = installed(
         state.snapshot, without_variables(params), without_variables(full_grad)
     )
     if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
@@ -279,19 +235,3 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
         )
     new = state._replace(snapshot=snapshot)
     return replace_state(opt_state, SvrgState, new, method="svrg")
-
-
-def _installed(
-    old: Snapshot, params: optax.Params, full_grad: optax.Updates
-) -> tuple[Snapshot, jax.Array]:
-    """A new snapshot, or the old one if the new one is not finite; and whether it is."""
-    params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
-    source = "the optimizer state"
-    checks.check_same_tree("params", params, old.params, source=source)
-    checks.check_same_tree("full_grad", full_grad, old.params, source=source, dtypes=False)
-    checks.check_same_mesh("params", params, old.params, source=source)
-    checks.check_same_mesh("full_grad", full_grad, old.params, source=source)
-    params, full_grad = cast_like((params, full_grad), (old.params, old.full_grad))
-    is_finite = all_finite((params, full_grad))
-    new = Snapshot(is_taken=jnp.ones_like(old.is_taken), params=params, full_grad=full_grad)
-    return optax.tree.where(is_finite, new, old), is_finite

@@ -215,9 +215,63 @@ def test_any_iterable_of_batches():
     with_key = [b | {"key": jax.random.key(3), "scale": 2.0} for b in ragged(data)]
     keep = jax.random.bernoulli(jax.random.key(3), 0.5, (12,))
     exact = mean_of_single_gradients(params, data | {"x": data["x"] * np.asarray(keep)[None]})
-    for weights in (None, [np.ones(len(b["y"])) for b in with_key]):
-        got = optperm.full_gradient(scaled, params, with_key, weights=weights)
-        assert_rounds_to(got, jax.tree.map(lambda g: 2.0 * g, exact))
+    got = optperm.full_gradient(scaled, params, with_key)
+    assert_rounds_to(got, jax.tree.map(lambda g: 2.0 * g, exact))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_each_example_draws_its_own_dropout_mask_where_there_are_weights(bound):
+    """From the batch's key and its own place in the batch; a key bound to the loss is no other."""
+    params, data = support.random_params(), make_data()
+
+    def scaled(key, params, batch):
+        key, batch = (key, batch) if bound else (batch["key"], batch["data"])
+        keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(jnp.float32)
+        return loss_fn(params, batch | {"x": batch["x"] * keep})
+
+    key = jax.random.key(3)
+    loss = jax.tree_util.Partial(scaled, key)
+    batches = ragged(data) if bound else [{"data": b, "key": key} for b in ragged(data)]
+    got = optperm.full_gradient(
+        loss, params, batches, weights=[np.ones(len(b["y"])) for b in ragged(data)]
+    )
+    keys = [jax.random.fold_in(key, i % SIZE) for i in range(N)]
+    masks = np.stack([jax.random.bernoulli(k, 0.5, (1, 12))[0] for k in keys])
+    assert len(np.unique(masks[:SIZE], axis=0)) == SIZE
+    assert_rounds_to(got, mean_of_single_gradients(params, data | {"x": data["x"] * masks}))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("weighted", ["padded", "fractions"])
+def test_weights_in_half_precision(dtype, weighted):
+    """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once."""
+    n, rng = 4096, np.random.default_rng(0)
+    x = rng.integers(50, 128, (n, 3))
+    weights = np.float32(rng.random(n) < 0.9)
+    if weighted == "fractions":
+        weights *= np.float32(rng.uniform(0.1, 3.0, n))
+    params = {"w": jnp.zeros(3, dtype), "b": jnp.zeros((), dtype)}
+
+    def loss(params, batch):
+        return jnp.mean(batch @ params["w"] + params["b"])
+
+    for size in (n, 2):
+        batches, cut = jnp.asarray(x, dtype)[:n].reshape(-1, size, 3), weights.reshape(-1, size)
+        got = optperm.full_gradient(loss, params, batches[:9], weights=cut[:9])
+        used = min(9 * size, n)
+        exact = np.average(x[:used], axis=0, weights=weights[:used])
+        once = float(jnp.finfo(dtype).eps) / 2
+        np.testing.assert_allclose(got["w"], exact, rtol=1.01 * once)
+        np.testing.assert_allclose(got["b"], 1.0, rtol=1.01 * once)
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [("float16", 4097 / 4096), ("bfloat16", 257 / 256)])
+def test_weights_lose_no_digits_in_half_precision(dtype, weight):
+    """Equal ones that the dtype of the loss would round give the plain mean, not a part of it."""
+    params, x = jnp.zeros((), dtype), jnp.asarray([[1.0, 3.0], [2.0, 6.0]], dtype)
+    weights = np.full((2, 2), weight, np.float32)
+    got = optperm.full_gradient(lambda p, batch: jnp.mean(p * batch), params, x, weights=weights)
+    np.testing.assert_allclose(got, 3.0, rtol=1e-6)
 
 
 # Many devices.

@@ -1,0 +1,144 @@
+"""MARS: gradients less the change of the last ones, scaled, and clipped.
+
+H. Yuan et al., "MARS: Unleashing the Power of Variance Reduction for Training Large Models", 2024.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, zero_if_not_finite
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.transformation import transformation
+from optperm.variance.snapshots import BATCH_GRADIENT, GradFn, gradient_at, in_order, where_finite
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+
+class MarsState(NamedTuple):
+    """State of `mars`.
+
+    Attributes:
+      count: Steps taken.
+      last: The gradient of the last step, or with `exact` its params; before the first one zero, or the
+        initial params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    last: PyTree[Float[Array, "?*shape"], "Params"]
+
+
+def mars(
+    gamma: optax.ScalarOrSchedule = 0.025,
+    b1: float | jax.Array = 0.95,
+    max_norm: float | jax.Array = 1.0,
+    exact: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Corrects gradients by how they have changed since the last step, for an optimizer with momentum.
+
+    .. math::
+      c_t = g_t + \gamma \frac{\beta_1}{1 - \beta_1} (g_t - g_{t-1}), \qquad
+      \tilde c_t = c_t \min(1, \text{max\_norm} / \|c_t\|)
+
+    with the norm of each leaf by itself, as in the authors' code, and :math:`c_0 = g_0`. The paper's
+    MARS-AdamW is `optax.chain(optperm.mars(), optax.adamw(3e-3, b1=0.95, b2=0.99))`; with `optax.lion`
+    in the place of AdamW it is MARS-Lion. :math:`\beta_1` is best that of the optimizer: with
+    :math:`\gamma = 1` its momentum of :math:`c_t` is then STORM's estimate of the gradient. In the
+    authors' code biases and scales go to plain AdamW by default, as `optax.masked(optperm.mars(), mask)`
+    leaves them alone.
+
+    There are two forms. In the approximate one :math:`g_{t-1}` is the last step's gradient, on its own
+    batch, which costs nothing but its memory; with `exact` it is the gradient of this step's batch at
+    the last params, a second gradient a step. Only the exact form takes away variance between batches.
+
+    It belongs in front of the optimizer, with `exact` also in front of what clips gradients, since those
+    at the last params are plain ones, and behind what averages them: inside
+    `optax.MultiSteps(optax.chain(optperm.mars(), optimizer), k)` the approximate form sees the mean
+    gradient, as it should, while `exact` would compare that with the last of its batches alone. Draw
+    what is random from a key in the batch, so that both gradients see the same.
+
+    An entry whose correction is not finite passes through uncorrected, and what is not finite does not
+    count in a norm.
+
+    Args:
+      gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
+      b1: :math:`\beta_1 \in [0, 1)`.
+      max_norm: The largest norm of a leaf; infinite for no clipping.
+      exact: Whether :math:`g_{t-1}` is the gradient on this batch at the last params.
+
+    Returns:
+      A transformation whose state is a `MarsState`. With `exact` its `update` needs the extra argument
+      `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument that is needed is missing, or the
+        trees passed to `update` do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.mars(gamma=0.5, b1=0.5, max_norm=10.0)
+      >>> w = jnp.array([1.0, 1.0])
+      >>> opt_state = tx.init(w)
+      >>> _, opt_state = tx.update(jnp.array([1.0, 2.0]), opt_state, w)
+      >>> updates, opt_state = tx.update(jnp.array([2.0, 2.0]), opt_state, w)
+      >>> updates.tolist()  # what has grown is taken further
+      [2.5, 2.0]
+
+    References:
+      Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models
+      <https://arxiv.org/abs/2411.10438>`_, ICML 2025
+    """
+    checks.check_in_range("gamma", gamma, 0.0, float("inf"))
+    checks.check_in_range("b1", b1, 0.0, 1.0, may_be_schedule=False)
+    if checks.is_concrete_number(b1) and np.float32(b1) == 1.0:
+        raise ValueError(f"b1 must be in [0, 1), got {b1!r}: at 1 momentum takes in nothing new.")
+    checks.check_positive("max_norm", max_norm)
+    checks.check_flag("exact", exact)
+
+    def init(params: optax.Params) -> MarsState:
+        last = jax.tree.map(jnp.array, params) if exact else optax.tree.zeros_like(params)
+        return MarsState(jnp.zeros([], jnp.int32), last)
+
+    def update(
+        grads: optax.Updates,
+        state: MarsState,
+        params: optax.Params,
+        *,
+        grad_fn: GradFn | None = None,  # needed where it is exact
+        **_: Any,
+    ) -> tuple[optax.Updates, MarsState]:
+        last_grads = gradient_at(state.last, grad_fn) if exact and grad_fn else state.last
+        beta_1 = jnp.asarray(b1, float)
+        scale = resolve_schedule("gamma", gamma, state.count, float) * beta_1 / (1.0 - beta_1)
+
+        def correct(g: Any, g_last: Any) -> jax.Array:
+            wide = accumulation_dtype((g, g_last))
+            g, g_last, k, limit = (jnp.asarray(x, wide) for x in (g, g_last, scale, max_norm))
+
+            # c = g + gamma b1 / (1 - b1) (g - g_{t-1})
+            c = g + k * (g - g_last)
+            c = jnp.where((state.count > 0) & jnp.isfinite(c), c, g)
+
+            # c <- c min(1, max_norm / |c|)
+            norm = jnp.sqrt(jnp.sum(jnp.square(zero_if_not_finite(c))))
+            return c * jnp.where(norm > limit, limit / norm, 1.0)
+
+        new_grads, last = in_order(jax.tree.map(correct, grads, last_grads), state.last)
+        last = where_finite(params if exact else grads, last)
+        return new_grads, MarsState(optax.safe_increment(state.count), last)
+
+    return transformation(
+        init,
+        update,
+        method="mars",
+        like=lambda state: state.last,
+        needs=BATCH_GRADIENT if exact else None,
+    )

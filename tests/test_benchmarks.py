@@ -1,0 +1,58 @@
+"""Every benchmark runs, at its smallest size, and prints its figures."""
+
+import importlib
+import os
+import pathlib
+import re
+import runpy
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
+# Each with flags that make it small; a part that is not asked for has flags of its own.
+RUNS = [
+    ("agn.py", "--repetitions 1 --leaves 2 --leaf-size 100"),
+    ("constant_sgd.py", "--only steps --repetitions 3"),
+    ("dim_reduce.py", "--only communication"),
+    ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4"),
+    ("sgperm.py", "--repetitions 1 --original-rows 1"),
+    ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2"),
+    ("svrg.py", "--only saga --tolerance 0.3"),
+    ("svrg.py", "--only variance --epochs 1"),
+    ("svrg.py", f"--only convex {FIT}"),
+    ("svrg.py", f"--only networks {FIT}"),
+    ("svrg.py", "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1"),
+]
+# What has a test of its own: in training/test_checkpoints.py.
+ELSEWHERE = {"kills.py"}
+# What a script asks JAX for before it starts, which it has here.
+DEVICES = ("jax_num_cpu_devices",)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize(("script", "flags"), RUNS)
+def test_benchmark(script, flags, monkeypatch, capfd):
+    """In this process, on the suite's eight devices; figures are what it prints last."""
+    path = ROOT / "benchmarks" / script
+    monkeypatch.setattr(sys, "argv", [str(path), *flags.split()])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    update = jax.config.update
+    monkeypatch.setattr(
+        jax.config, "update", lambda name, value: name in DEVICES or update(name, value)
+    )
+    small = importlib.import_module("library_bytes")
+    monkeypatch.setattr(small, "LAYERS", 1)
+    monkeypatch.setattr(small, "WIDTH", 8)
+    runpy.run_path(str(path), run_name="__main__")
+    printed = capfd.readouterr().out.strip().splitlines()
+    assert re.search(r"\d", printed[-1])
+
+
+def test_no_benchmark_is_left_out():
+    """One that is new joins `RUNS`."""
+    there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert there == {script for script, _ in RUNS} | ELSEWHERE
