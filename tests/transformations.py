@@ -147,7 +147,7 @@ def with_basis(opt_state: Any, params: Any) -> Any:
     shapes = jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params)
     flat, unravel = jax.flatten_util.ravel_pytree(shapes)
     rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
-    basis = jax.vmap(unravel)(jnp.asarray(rows, jnp.float32))
+    basis = jax.vmap(unravel)(jnp.asarray(rows, flat.dtype))
     return optperm.set_basis(opt_state, basis)
 
 
@@ -204,7 +204,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.dim_reduce,
-        {"n_components": 2, "alpha": 2e-3},
+        {"n_components": 2, "optimizer": optax.sgd(0.01), "alpha": 0.2},
         limits=SEARCH_LIMITS,
         static=("n_components",),
         lenient=True,
@@ -275,7 +275,8 @@ TRANSFORMATIONS = (
         other_name="dldr-twa",
         static=("num_samples",),
         lenient=True,
-        rows=(0, 2),
+        knows="shapes",
+        rows=(2,),
         no_minimum="goes on in a plane",
         sums_over_params=True,
     ),

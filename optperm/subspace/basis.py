@@ -78,9 +78,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     products = _products(basis, k)
     _check_orthonormal(products, basis)
     rows = jax.tree.map(
-        lambda leaf, held: own_rows(
-            shard_like(leaf, held), subspace.own_first_row, held.shape[0]
-        ),
+        lambda leaf, held: own_rows(shard_like(leaf, held), subspace.own_first_row, held.shape[0]),
         basis,
         subspace.rows,
     )

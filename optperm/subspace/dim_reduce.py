@@ -251,9 +251,7 @@ def dim_reduce(
             step, stepped = u(_scaled(-c, p_d))
             trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
             predicted = _predicted(g, step, f) if is_safe else c * dot(gk, d)
-            return judge(
-                c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search
-            )
+            return judge(c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search)
 
         first = first_length(learned, f, gk, line_search)
         num_trials = jnp.where(is_finite & P.is_set, max_trials, 0)
@@ -282,9 +280,7 @@ def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
 
 
-def _decayed(
-    gamma: jax.Array, is_finite: jax.Array
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _decayed(gamma: jax.Array, is_finite: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The function gamma m + r of two leaves, in the dtype of m; an entry that overflows keeps m."""
 
     def add(m: jax.Array, r: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.shardings import rows_like
-from optperm.contract.states import find_states, one_row
+from optperm.contract.states import one_row
 from optperm.contract.transformation import transformation
 from optperm.placement import Placement, placing_states
 from optperm.subspace.pca import principal_rows
@@ -25,7 +25,7 @@ from optperm.subspace.subspace import Subspace
 from optperm.subspace.trajectory import write_row
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
+    from jaxtyping import Array, Bool, Int32
 
 Restart = Literal["last", "first", "mean"]
 
@@ -38,7 +38,7 @@ class DldrState(NamedTuple):
     Attributes:
       count: Steps taken.
       optimizer_state: State of the optimizer of the first phase.
-      further_snapshots: The snapshots for which the basis has no room.
+      further_snapshots: The snapshots for which the basis has no room; without leaves if there are none.
       second: State of the subspace optimizer.
       restart_point: Where the second phase begins: the first snapshot, or the mean of those so far, in
         float32 or float64; without leaves if that is the last one.
@@ -47,7 +47,7 @@ class DldrState(NamedTuple):
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     optimizer_state: Any
-    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
+    further_snapshots: Any
     second: Any
     restart_point: Any
     is_restarted: Bool[Array, ""]
@@ -181,9 +181,12 @@ def dldr(
                 "optimizer places params where its own state says, and would keep them there in the "
                 "second phase: use one that moves them."
             )
-        further = jax.tree.map(
-            lambda rows: rows_like(rows[0], num_samples - rows.shape[0], rows.dtype), subspace.rows
-        )
+        room = _room(subspace)
+        further: Any = ()
+        if num_samples > room:
+            further = jax.tree.map(
+                lambda rows: rows_like(rows[0], num_samples - room, rows.dtype), subspace.rows
+            )
         point = () if restart == "last" else jax.tree.map(_wide_zeros, params)
         count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
         return DldrState(count, optimizer_state, further, second, point, is_restarted)
@@ -218,7 +221,9 @@ def dldr(
             second = _with_subspace(state.second, _Elsewhere())
             return cast_like(moves, params), state.optimizer_state, second
 
-        is_restarted = jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
+        is_restarted = (
+            jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
+        )
 
         def onwards() -> tuple[optax.Updates, Any, Any]:
             return cond(subspace.is_set, in_subspace, in_full)
@@ -232,9 +237,23 @@ def dldr(
         init,
         update,
         method="dldr",
-        like=lambda state: one_row(state.further_snapshots),
+        like=lambda state: one_row(_subspaces(state.second)[0].rows),
         dtypes=False,
     )
+
+
+def _subspaces(second: Any) -> list[Subspace]:
+    """Those in the state of the subspace optimizer, with the leaves of the params' own containers."""
+
+    def is_subspace(node: Any) -> bool:
+        return isinstance(node, Subspace)
+
+    return [node for node in jax.tree.leaves(second, is_leaf=is_subspace) if is_subspace(node)]
+
+
+def _room(subspace: Subspace) -> int:
+    """The number of snapshots for which there is room in the rows of one replica."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
 
 
 class _Elsewhere(NamedTuple):
@@ -247,14 +266,12 @@ def _with_subspace(second: Any, subspace: Any) -> Any:
     def is_place(node: Any) -> bool:
         return isinstance(node, Subspace | _Elsewhere)
 
-    return jax.tree.map(
-        lambda node: subspace if is_place(node) else node, second, is_leaf=is_place
-    )
+    return jax.tree.map(lambda node: subspace if is_place(node) else node, second, is_leaf=is_place)
 
 
 def _subspace_of(second: Any, num_samples: int) -> Subspace:
     """The subspace in the state of the subspace optimizer."""
-    found = find_states(second, Subspace)
+    found = _subspaces(second)
     if len(found) != 1:
         raise ValueError(
             f"subspace_optimizer must hold one subspace, got {len(found) or 'none'}: pass "
@@ -290,15 +307,15 @@ def _record(
 ) -> tuple[Subspace, optax.Params, Any]:
     """The snapshots with that of this step, if it is due: the basis's rows, the further ones, and the
     point where the second phase begins."""
-    (subspace,) = find_states(state.second, Subspace)
-    further = state.further_snapshots
+    (subspace,) = _subspaces(state.second)
+    further, room = state.further_snapshots, _room(subspace)
     since = state.count - jnp.asarray(start, jnp.int32)
     period = jnp.asarray(every, jnp.int32)
     is_due = (since >= 0) & (since % period == 0) & (state.count <= last) & ~subspace.is_set
     index = since // period
-    room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     rows = write_row(subspace.rows, params, index, is_due & (index < room))
-    further = write_row(further, params, index - room, is_due & (index >= room))
+    if jax.tree.leaves(further):
+        further = write_row(further, params, index - room, is_due & (index >= room))
 
     # The first sample, or the mean of those so far
     def moved(point: Any) -> Any:
@@ -315,16 +332,14 @@ def _record(
     return subspace._replace(rows=rows), further, point
 
 
-def _with_components(
-    subspace: Subspace, further: optax.Params, is_switch: jax.Array
-) -> Subspace:
+def _with_components(subspace: Subspace, further: optax.Params, is_switch: jax.Array) -> Subspace:
     """The subspace with components of all samples over the first ones, at the step that switches."""
     k = subspace.determined.size
 
     def components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
         rows, rank = principal_rows(
             rows,
-            (further,),
+            (further,) if jax.tree.leaves(further) else (),
             k,
             first_row=subspace.own_first_row,
             in_place=True,

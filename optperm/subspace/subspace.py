@@ -44,7 +44,7 @@ class Subspace(NamedTuple):
     """
 
     rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
-    first_row: dict[str, Int32[Array, ""]]
+    first_row: PyTree[Int32[Array, ""]]
     determined: Bool[Array, "k"]
 
     # Whether the rows are components of displacements from the mean of the snapshots.
@@ -84,7 +84,7 @@ def empty_subspace(
     Raises:
       ValueError: If the axis is not bound where this is called.
     """
-    num_rows, first_row = n_components, {}
+    num_rows, first_row = n_components, dict[str, jax.Array]()
     if axis_name is not None and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))

@@ -115,11 +115,9 @@ def _check_dtype(dtype: Any) -> None:
 def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
-    """Writes params over one row where that is due, if there is one at all."""
+    """Writes params over one row where that is due."""
 
     def write(row: jax.Array, leaf: Any) -> jax.Array:
-        if not row.shape[0]:
-            return row
         new = jnp.asarray(leaf).astype(row.dtype)
         return jax.lax.dynamic_update_index_in_dim(row, new, index, 0)
 

@@ -328,13 +328,9 @@ def test_a_search_goes_on_where_the_last_one_stopped_and_forgets():
     assert two.step_length == 1  # with a pair B knows the scale
     assert two.quasi_newton.has_pair
     _, first = update(grads, one, value_fn=high)
-    np.testing.assert_allclose(
-        first.quasi_newton.first_length, 0.01 * one.step_length, rtol=1e-5
-    )
+    np.testing.assert_allclose(first.quasi_newton.first_length, 0.01 * one.step_length, rtol=1e-5)
     assert (first.num_trials, first.quasi_newton.rejections) == (2, 1)
-    support.assert_same_bits(
-        first.quasi_newton.inverse_hessian, one.quasi_newton.inverse_hessian
-    )
+    support.assert_same_bits(first.quasi_newton.inverse_hessian, one.quasi_newton.inverse_hessian)
     _, second = update(grads, first, value_fn=high)
     fresh = opt_state.quasi_newton._replace(rejections=jnp.int32(2))
     support.assert_same_bits(second.quasi_newton, fresh)

@@ -145,9 +145,7 @@ def test_the_authors_rule():
         setting = optperm.dim_reduce(
             n_components=3, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
         )
-        tx = optperm.dldr(
-            optax.sgd(1e-3), setting, sample_every=1, num_samples=5, restart="first"
-        )
+        tx = optperm.dldr(optax.sgd(1e-3), setting, sample_every=1, num_samples=5, restart="first")
         # The step that switches puts the params on the first snapshot, whatever its batch is.
         data = np.concatenate([noise[:4], noise[4:5], noise[5:]])
         trail = trail_of(tx, data, start)[5:]
