@@ -28,7 +28,8 @@ _METHODS = "dim_reduce, project or twa"
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     r"""The optimizer state with a basis for `dim_reduce`, `project` or `twa`.
 
-    What `dim_reduce` has learned of the curvature in an earlier basis is forgotten; the residual is kept.
+    What `dim_reduce` has learned of the curvature in an earlier basis is forgotten; the residual is
+    kept.
 
     Args:
       opt_state: The state of an optimizer with one of these anywhere in it. It is left alone. A
@@ -86,8 +87,8 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     opt_state = replace_state(opt_state, Subspace, cast_like(new, subspace), method=_METHODS)
     for state in find_states(opt_state, DimReduceState):
         fresh = nothing_learned(k, state.step_length.dtype)
-        state = state._replace(quasi_newton=cast_like(fresh, state.quasi_newton))
-        opt_state = replace_state(opt_state, DimReduceState, state, method="dim_reduce")
+        without = state._replace(quasi_newton=cast_like(fresh, state.quasi_newton))
+        opt_state = replace_state(opt_state, DimReduceState, without, method="dim_reduce")
     return opt_state
 
 
@@ -106,8 +107,8 @@ def _check_orthonormal(traced: jax.Array, basis: optax.Params) -> None:
     products = np.asarray(traced)
     if not products.any():
         raise ValueError(
-            "basis has rows of zeros alone, so there is no subspace: snapshots that do not differ have no "
-            "components. Take it from params that have moved."
+            "basis has rows of zeros alone, so there is no subspace: snapshots that do not differ "
+            "have no components. Take it from params that have moved."
         )
     wanted = np.diag(products.diagonal() > 0).astype(products.dtype)
     gaps = np.abs(products - wanted)

@@ -6,7 +6,6 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.contract.mapped_axes import AxisName, varying_axes
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName, cond, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 from optperm.placement import apply_updates
@@ -28,6 +27,7 @@ from optperm.subspace.quasi_newton import (
     dot,
     first_length,
     judge,
+    norm,
     nothing_learned,
     search,
     with_pair,
@@ -79,8 +79,8 @@ def dim_reduce(
     r"""Quasi-Newton steps within a subspace, and small ones of gradient descent outside of it.
 
     :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.set_basis` or by
-    `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the step of
-    `optimizer`:
+    `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the
+    step of `optimizer`:
 
     .. math::
       g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
@@ -97,14 +97,15 @@ def dim_reduce(
     were. :math:`\alpha = 0` keeps the params in the subspace through where they are (P-BFGS). Until a
     basis is set only the residual moves them.
 
-    The search of `line_search="safeguarded"` does not depend on the scale of the loss or of the params,
-    and does not stall. :math:`B` is :math:`(s^\top y / y^\top y) I` before the first pair. The first
-    length is 1, or :math:`|f| / |g_k|^2` as long as there is no pair. Each further one is where the parabola
-    through both losses has its minimum, but at most :math:`\rho` and at least 0.1 of the last. After
-    `max_search_steps` in vain the next step goes on with the length that would have come next; after two
-    such steps :math:`B` is forgotten. On a smooth loss with the same batch each time, and an `optimizer`
-    that is linear (SGD without momentum, of any learning rate), a step is found until the rounding of
-    the loss hides the decrease. :math:`g - P^\top g_k` of the size of its own rounding counts as zero.
+    The search of `line_search="safeguarded"` does not depend on the scale of the loss or of the
+    params, and does not stall. :math:`B` is :math:`(s^\top y / y^\top y) I` before the first pair. The
+    first length is 1, or :math:`|f| / |g_k|^2` as long as there is no pair. Each further one is where
+    the parabola through both losses has its minimum, but at most :math:`\rho` and at least 0.1 of the
+    last. After `max_search_steps` in vain the next step goes on with the length that would have come
+    next; after two such steps :math:`B` is forgotten. On a smooth loss with the same batch each time,
+    and an `optimizer` that is linear (SGD without momentum, of any learning rate), a step is found
+    until the rounding of the loss hides the decrease. :math:`g - P^\top g_k` of the size of its own
+    rounding counts as zero.
 
     That of `line_search="mindspore"` is MindSpore's, which may stand still for ever (from a curvature
     of 2.2 on, with its two trials):
@@ -113,17 +114,18 @@ def dim_reduce(
       c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
       0 \le i < i_{\max} \}
 
-    with :math:`B = I` at first and pairs of :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in the
-    state counts the steps in a row for which a search found nothing.
+    with :math:`B = I` at first and pairs of :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
+    the state counts the steps in a row for which a search found nothing.
 
     A step costs two passes over :math:`P`, and one evaluation of the loss for each trial of the line
     search. Trials do not touch the state of `optimizer`. A trial whose loss is not finite is rejected;
     a gradient that is not finite, or whose projection is not, skips the step: everything but the count
     stays as it was.
 
-    Inside of `optax.MultiSteps` it would search along the mean gradient of several batches with the loss of
-    the last one, which `optperm.set_basis` refuses. For large batches evaluate once a loss that is the
-    mean over its microbatches, with the memory of one:
+    Inside of `optax.MultiSteps` it would search along the mean gradient of several batches with the
+    loss of the last one. `optperm.set_basis` refuses that; inside of `optperm.dldr` it cannot be seen.
+    For large batches evaluate once a loss that is the mean over its microbatches, with the memory of
+    one:
 
     .. code-block:: python
 
@@ -169,9 +171,9 @@ def dim_reduce(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range (what a schedule gives where Python can see it), an extra
-        argument is missing, `axis_name` is not bound where `init` or `update` is called, or the trees
-        passed to `update` do not match.
+      ValueError: If an argument is out of range (what a schedule gives where Python can see it), an
+        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
+        trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -237,9 +239,10 @@ def dim_reduce(
         d = -dot(learned.inverse_hessian, gk)
         p_d, p_gk = lift(P, jnp.stack([d, gk]))  # P'd and P'g_k
         # m <- gamma m + g - P'g_k
-        r = _residual(g, p_gk, is_safe=is_safe)
-        is_finite = all_finite(r)
-        m = jax.tree.map(_decayed(gamma_t, is_finite), state.residual, r)
+        r = optax.tree.sub(g, p_gk)
+        is_finite, is_rounding = _size_of_residual(r, norm(gk))
+        share = jnp.where(is_safe & is_rounding, 0.0, jnp.ones_like(f))
+        m = jax.tree.map(_decayed(gamma_t, share, is_finite), state.residual, r)
         # XLA would compute it anew for the step, from a copy of the old one.
         m = jax.lax.optimization_barrier(m)
 
@@ -250,7 +253,8 @@ def dim_reduce(
         def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
             step, stepped = u(_scaled(-c, p_d))
             trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
-            predicted = _predicted(g, step, f) if is_safe else c * dot(gk, d)
+            is_plain = optimizer is None or not is_safe
+            predicted = c * dot(gk, d) if is_plain else _predicted(g, step, f)
             return judge(c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search)
 
         first = first_length(learned, f, gk, line_search)
@@ -280,31 +284,28 @@ def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
 
 
-def _decayed(gamma: jax.Array, is_finite: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The function gamma m + r of two leaves, in the dtype of m; an entry that overflows keeps m."""
+def _decayed(
+    gamma: jax.Array, share: jax.Array, is_finite: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function gamma m + share r of two leaves, in the dtype of m; what overflows keeps m."""
 
     def add(m: jax.Array, r: jax.Array) -> jax.Array:
-        new = _axpy(gamma)(m, r).astype(m.dtype)
+        new = _axpy(gamma)(m, share.astype(r.dtype) * r).astype(m.dtype)
         return jnp.where(is_finite & jnp.isfinite(new), new, m)
 
     return add
 
 
-def _residual(g: optax.Updates, p_gk: optax.Updates, *, is_safe: bool) -> optax.Updates:
-    """g - P'g_k; or nothing where that is but the rounding of both, which grows as the loss does."""
-    r = optax.tree.sub(g, p_gk)
-    if not is_safe:
-        return r
-    dtype = accumulation_dtype(g)
-    is_more = _largest(r, dtype) > _ROUNDINGS * jnp.finfo(dtype).eps * _largest(g, dtype)
-    # What is not finite is no rounding.
-    is_more |= ~jnp.isfinite(_largest(r, dtype))
-    return optax.tree.where(is_more, r, optax.tree.zeros_like(r))
-
-
-def _largest(tree: optax.Updates, dtype: Any) -> jax.Array:
-    sizes = [jnp.max(jnp.abs(leaf), initial=0).astype(dtype) for leaf in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.maximum, sizes, jnp.zeros([], dtype))
+def _size_of_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether all of it is finite, and whether it is but the rounding of a gradient of a known size."""
+    is_known = (size > 0) & jnp.isfinite(size)
+    scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
+    parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]
+    squares = sum(parts, start=jnp.zeros_like(size))
+    # One pass tells both, unless squares of finite numbers overflow.
+    is_finite = cond(jnp.isfinite(squares), lambda: jnp.ones([], jnp.bool_), lambda: all_finite(r))
+    limit = (_ROUNDINGS * jnp.finfo(size.dtype).eps) ** 2
+    return is_finite, is_known & (squares <= limit)
 
 
 def _predicted(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.Array:

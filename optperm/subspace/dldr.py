@@ -116,8 +116,8 @@ def dldr(
           sample_every=steps_per_epoch, num_samples=81, restart="first",
       )
 
-    Where none of the 20 trials is accepted, which are down to 1e-8 of the step then, the authors take the
-    last of them, and this takes none.
+    Where none of the 20 trials is accepted, which are down to 1e-8 of the step then, the authors take
+    the last of them, and this takes none.
 
     Args:
       optimizer: The optimizer of the first phase. Not one that places params, such as
@@ -305,8 +305,10 @@ def _record(
     last: jax.Array,
     restart: Restart,
 ) -> tuple[Subspace, optax.Params, Any]:
-    """The snapshots with that of this step, if it is due: the basis's rows, the further ones, and the
-    point where the second phase begins."""
+    """The snapshots with that of this step, if it is due, and the point where the second phase begins.
+
+    The snapshots are the basis's rows and the further ones.
+    """
     (subspace,) = _subspaces(state.second)
     further, room = state.further_snapshots, _room(subspace)
     since = state.count - jnp.asarray(start, jnp.int32)

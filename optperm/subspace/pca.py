@@ -183,8 +183,8 @@ def _without_derivative(snapshots: Any) -> Any:
 @_without_derivative.defjvp
 def _refuse_derivative(*_: Any) -> Any:
     raise TypeError(
-        "pca_basis and the basis of dldr have no derivative with respect to the snapshots: where it is not "
-        "wanted, pass jax.lax.stop_gradient(snapshots)."
+        "pca_basis and the basis of dldr have no derivative with respect to the snapshots: where it "
+        "is not wanted, pass jax.lax.stop_gradient(snapshots)."
     )
 
 

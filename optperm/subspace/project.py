@@ -44,9 +44,9 @@ def project(
       \theta \leftarrow \theta + u(P^\top P g)
 
     By SGD, with momentum or without, the params stay in the subspace through where they are: that is
-    P-SGD. An optimizer that is not linear in the gradient leaves it; `optperm.twa` trains the coordinates
-    themselves, by any optimizer. Until a basis is set the gradient that it sees is zero. A gradient that
-    is not finite, or whose projection is not, skips the step.
+    P-SGD. An optimizer that is not linear in the gradient leaves it; `optperm.twa` trains the
+    coordinates themselves, by any optimizer. Until a basis is set the gradient that it sees is zero. A
+    gradient that is not finite, or whose projection is not, skips the step.
 
     Args:
       n_components: :math:`k \ge 1`, the rows of :math:`P`.

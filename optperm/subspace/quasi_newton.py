@@ -82,9 +82,9 @@ def with_pair(state: QuasiNewtonState, gk: jax.Array, line_search: LineSearch) -
     if line_search == "mindspore":
         is_positive = ys > 1e-20
     else:
-        is_positive = ys > jnp.finfo(ys.dtype).eps * _norm(y) * _norm(s)
+        is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         # B_0 = (s'y / y'y) I at the first pair
-        scale = ys / _norm(y) / _norm(y)
+        scale = ys / norm(y) / norm(y)
         hessian = jnp.where(state.has_pair, hessian, scale * jnp.eye(s.size, dtype=s.dtype))
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
@@ -107,7 +107,7 @@ def first_length(
     one = jnp.ones_like(f)
     if line_search == "mindspore":
         return one
-    polyak = jnp.abs(f) / _norm(gk) / _norm(gk)
+    polyak = jnp.abs(f) / norm(gk) / norm(gk)
     polyak = jnp.where(jnp.isfinite(polyak) & (polyak > 0), polyak, one)
     fresh = jnp.where(state.has_pair, one, polyak)
     return jnp.where(state.first_length > 0, state.first_length, fresh)
@@ -220,7 +220,7 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _norm(vector: jax.Array) -> jax.Array:
+def norm(vector: jax.Array) -> jax.Array:
     """The length of a vector whose squares may be too large or too small to be represented."""
     largest = jnp.max(jnp.abs(vector))
     scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))

@@ -47,8 +47,10 @@ class Subspace(NamedTuple):
     first_row: PyTree[Int32[Array, ""]]
     determined: Bool[Array, "k"]
 
-    # Whether the rows are components of displacements from the mean of the snapshots.
-    is_centered = True
+    @property
+    def is_centered(self) -> bool:
+        """Whether the rows are components of displacements from the mean of the snapshots."""
+        return True
 
     @property
     def is_set(self) -> jax.Array:
@@ -70,7 +72,11 @@ class Span(Subspace):
     """The same for components of the snapshots themselves, which span the way to their mean as well."""
 
     __slots__ = ()
-    is_centered = False
+
+    @property
+    def is_centered(self) -> bool:
+        """They are components of the snapshots as they are."""
+        return False
 
 
 def empty_subspace(

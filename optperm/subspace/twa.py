@@ -1,7 +1,7 @@
 """TWA: training the weights of an average of snapshots.
 
-T. Li, Z. Huang, Q. Tao, Y. Wu and X. Huang, "Trainable Weight Averaging: Efficient Training by Optimizing
-Historical Solutions", ICLR 2023, arXiv 2205.13104.
+T. Li, Z. Huang, Q. Tao, Y. Wu and X. Huang, "Trainable Weight Averaging: Efficient Training by
+Optimizing Historical Solutions", ICLR 2023, arXiv 2205.13104.
 """
 
 from typing import Any, NamedTuple
@@ -56,8 +56,8 @@ def twa(
       )
 
     where a schedule begins with the second phase. By `optperm.set_basis` it takes any orthonormal rows.
-    Until there are some, nothing moves. A gradient that is not finite, or whose projection is not, skips
-    the step.
+    Until there are some, nothing moves. A gradient that is not finite, or whose projection is not,
+    skips the step.
 
     Args:
       n_components: :math:`k \ge 1`, the rows of :math:`P`, at most the number of snapshots.

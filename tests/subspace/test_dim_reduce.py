@@ -420,7 +420,7 @@ def test_microbatches():
     """MultiSteps around it is refused; one evaluation of their mean takes the whole batch's step."""
     tx = optperm.dim_reduce(n_components=3)
     for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
-        with pytest.raises(ValueError, match="optax.MultiSteps would search along the mean"):
+        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search along the mean"):
             optperm.set_basis(outer.init(start()), rows(3))
 
     def mean_loss(params, microbatches):

@@ -31,6 +31,10 @@ def trail_of(tx, data, params=None, opt_state=None, how="jit"):
     return loops.train(tx, params, data, evaluate=valley.evaluate, how=how, opt_state=opt_state)
 
 
+def in_float32(tree):
+    return jax.tree.map(np.float32, tree)
+
+
 def samples_of(trail):
     """The params at the steps that are sampled."""
     before = [valley.start(), *(params for params, _ in trail)]
@@ -84,15 +88,11 @@ def test_the_step_that_switches_puts_the_params_there(restart, dtype):
     samples = [(params, None), *trail][2 : SWITCH + 1 : 2]
     wanted = samples[0][0]
     if restart == "mean":
-        mean = lambda *each: np.mean(np.stack(each).astype(np.float32), axis=0)  # noqa: E731
-        wanted = jax.tree.map(mean, *(params for params, _ in samples))
-        wanted = jax.tree.map(lambda leaf: leaf.astype(dtype), wanted)
+        stacked = replicas.stack([in_float32(params) for params, _ in samples])
+        wanted = jax.tree.map(lambda leaf: np.mean(leaf, axis=0).astype(dtype), stacked)
         tolerance = 2e-7 if dtype == "float32" else 4e-3
-        support.assert_close(
-            jax.tree.map(np.float32, trail[SWITCH][0]),
-            jax.tree.map(np.float32, wanted),
-            rtol=tolerance,
-        )
+        got = in_float32(trail[SWITCH][0])
+        support.assert_close(got, in_float32(wanted), rtol=tolerance)
     else:
         support.assert_same_bits(trail[SWITCH][0], wanted)
     assert trail[SWITCH][1].is_restarted
@@ -103,8 +103,7 @@ def test_the_step_that_switches_puts_the_params_there(restart, dtype):
     alone = trail_of(tx, data[SWITCH + 1 :], trail[SWITCH][0], second)
     exactly = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 1e-2}
     for (got, _), (expected, _) in zip(trail[SWITCH + 1 :], alone, strict=True):
-        got, expected = (jax.tree.map(np.float32, each) for each in (got, expected))
-        support.assert_close(got, expected, **exactly)
+        support.assert_close(in_float32(got), in_float32(expected), **exactly)
 
 
 def test_the_authors_rule():
