@@ -68,8 +68,8 @@ def project(
       >>> w = jnp.array([4.0, 2.0])
       >>> opt_state = optperm.set_basis(tx.init(w), jnp.array([[1.0, 0.0]]))
       >>> updates, opt_state = tx.update(w, opt_state, w)
-      >>> updates.tolist()
-      [-2.0, 0.0]
+      >>> (w + updates).tolist()
+      [2.0, 2.0]
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

@@ -77,18 +77,21 @@ def twa(
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optperm.dldr(
-      ...     optax.sgd(1.0), optperm.twa(2, optax.adam(0.1)),
+      ...     optax.sgd(1.0), optperm.twa(2, optax.sgd(0.5)),
       ...     sample_every=1, num_samples=2, restart="mean",
       ... )
       >>> target = jnp.array([1.0, 2.0, 3.0])
-      >>> pull = jnp.array([-1.0, -1.0, 0.0])  # the gradient of the first phase
-      >>> w = jnp.array([1.0, 0.0, 0.0])
-      >>> opt_state = tx.init(w)
-      >>> for step in range(200):
-      ...     gradient = pull if step < 2 else w - target
+      >>> def step(carry, t):
+      ...     w, opt_state = carry
+      ...     gradient = jnp.where(t < 2, jnp.array([-1.0, -1.0, 0.0]), w - target)
       ...     updates, opt_state = tx.update(gradient, opt_state, w)
       ...     w = optperm.apply_updates(w, updates, opt_state)
-      >>> [round(x, 2) for x in w.tolist()]  # the snapshots were (1, 0, 0) and (2, 1, 0)
+      ...     return (w, opt_state), w
+      >>> w = jnp.array([1.0, 0.0, 0.0])
+      >>> _, trail = jax.lax.scan(step, (w, tx.init(w)), jnp.arange(30))
+      >>> trail[1].tolist()  # the mean of the snapshots, (1, 0, 0) and (2, 1, 0)
+      [1.5, 0.5, 0.0]
+      >>> [round(x, 3) for x in trail[-1].tolist()]  # what of the target is in their span
       [1.0, 2.0, 0.0]
 
     References:
