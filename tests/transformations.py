@@ -276,7 +276,7 @@ TRANSFORMATIONS = (
         static=("num_samples",),
         lenient=True,
         knows="shapes",
-        rows=(2,),
+        rows=(1, 2),
         no_minimum="goes on in a plane",
         sums_over_params=True,
     ),

@@ -25,7 +25,7 @@ from optperm.subspace.subspace import Subspace
 from optperm.subspace.trajectory import write_row
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int32
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 Restart = Literal["last", "first", "mean"]
 
@@ -38,7 +38,7 @@ class DldrState(NamedTuple):
     Attributes:
       count: Steps taken.
       optimizer_state: State of the optimizer of the first phase.
-      further_snapshots: The snapshots for which the basis has no room; without leaves if there are none.
+      further_snapshots: The snapshots for which the basis has no room.
       second: State of the subspace optimizer.
       restart_point: Where the second phase begins: the first snapshot, or the mean of those so far, in
         float32 or float64; without leaves if that is the last one.
@@ -47,7 +47,7 @@ class DldrState(NamedTuple):
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     optimizer_state: Any
-    further_snapshots: Any
+    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
     second: Any
     restart_point: Any
     is_restarted: Bool[Array, ""]
@@ -181,12 +181,11 @@ def dldr(
                 "optimizer places params where its own state says, and would keep them there in the "
                 "second phase: use one that moves them."
             )
-        room = _room(subspace)
-        further: Any = ()
-        if num_samples > room:
-            further = jax.tree.map(
-                lambda rows: rows_like(rows[0], num_samples - room, rows.dtype), subspace.rows
-            )
+        # One at least: an array without entries cannot be saved.
+        further = jax.tree.map(
+            lambda rows: rows_like(rows[0], max(num_samples - rows.shape[0], 1), rows.dtype),
+            subspace.rows,
+        )
         point = () if restart == "last" else jax.tree.map(_wide_zeros, params)
         count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
         return DldrState(count, optimizer_state, further, second, point, is_restarted)
@@ -199,7 +198,7 @@ def dldr(
         subspace, further, point = _record(state, params, start, sample_every, last, restart)
         # P = the first k components of all samples, with the last of them
         is_switch = (state.count == last) & ~subspace.is_set
-        subspace = _with_components(subspace, further, is_switch)
+        subspace = _with_components(subspace, further, num_samples, is_switch)
 
         # Until then theta <- theta + u(g), the optimizer's step
         def in_full() -> tuple[optax.Updates, Any, Any]:
@@ -249,11 +248,6 @@ def _subspaces(second: Any) -> list[Subspace]:
         return isinstance(node, Subspace)
 
     return [node for node in jax.tree.leaves(second, is_leaf=is_subspace) if is_subspace(node)]
-
-
-def _room(subspace: Subspace) -> int:
-    """The number of snapshots for which there is room in the rows of one replica."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
 
 
 class _Elsewhere(NamedTuple):
@@ -310,14 +304,14 @@ def _record(
     The snapshots are the basis's rows and the further ones.
     """
     (subspace,) = _subspaces(state.second)
-    further, room = state.further_snapshots, _room(subspace)
+    further = state.further_snapshots
+    room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     since = state.count - jnp.asarray(start, jnp.int32)
     period = jnp.asarray(every, jnp.int32)
     is_due = (since >= 0) & (since % period == 0) & (state.count <= last) & ~subspace.is_set
     index = since // period
     rows = write_row(subspace.rows, params, index, is_due & (index < room))
-    if jax.tree.leaves(further):
-        further = write_row(further, params, index - room, is_due & (index >= room))
+    further = write_row(further, params, index - room, is_due & (index >= room))
 
     # The first sample, or the mean of those so far
     def moved(point: Any) -> Any:
@@ -334,15 +328,18 @@ def _record(
     return subspace._replace(rows=rows), further, point
 
 
-def _with_components(subspace: Subspace, further: optax.Params, is_switch: jax.Array) -> Subspace:
+def _with_components(
+    subspace: Subspace, further: optax.Params, num_samples: int, is_switch: jax.Array
+) -> Subspace:
     """The subspace with components of all samples over the first ones, at the step that switches."""
     k = subspace.determined.size
 
     def components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
         rows, rank = principal_rows(
             rows,
-            (further,) if jax.tree.leaves(further) else (),
+            (further,),
             k,
+            num_snapshots=jnp.asarray(num_samples, jnp.int32),
             first_row=subspace.own_first_row,
             in_place=True,
             is_centered=subspace.is_centered,

@@ -90,12 +90,13 @@ def empty_subspace(
     Raises:
       ValueError: If the axis is not bound where this is called.
     """
-    num_rows, first_row = n_components, dict[str, jax.Array]()
-    if axis_name is not None and jax.tree.leaves(params):
+    num_rows, names = n_components, sorted(axis_names(axis_name), reverse=True)
+    first_row = {name: jnp.zeros([], jnp.int32) for name in names}
+    if names and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))
         stride = num_rows
-        for name in sorted(axis_names(axis_name), reverse=True):
+        for name in names:
             first_row[name] = jnp.asarray(jax.lax.axis_index(name) * stride, jnp.int32)
             stride *= jax.lax.axis_size(name)
     rows = jax.tree.map(lambda leaf: rows_like(leaf, num_rows, accumulation_dtype(leaf)), params)
