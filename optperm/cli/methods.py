@@ -341,6 +341,7 @@ _ENTRIES = (
             "num_samples": 16,
             "n_components": 10,
             "alpha": 0.01,
+            "max_search_steps": (10, "The trials of one line search."),
             "learning_rate": 0.1,
             "momentum": 0.0,
         },
