@@ -124,8 +124,8 @@ def dim_reduce(
 
     Inside of `optax.MultiSteps` it would search along the mean gradient of several batches with the
     loss of the last one. `optperm.set_basis` refuses that; inside of `optperm.dldr` it cannot be seen.
-    For large batches evaluate once a loss that is the mean over its microbatches, with the memory of
-    one:
+    For large batches evaluate once a loss that is the mean over its microbatches, in the memory that
+    one of them takes:
 
     .. code-block:: python
 
