@@ -1,24 +1,28 @@
-"""Cost of DimReduce's update, of its basis and of its communication, and what two epochs of it gain.
+"""Cost of DimReduce's update, of its basis and of its communication, and what subspaces gain.
 
 Prints, each measured beside a peer in the same run and in turns:
 
 - one update without its loss evaluations, against the two matrix products that it needs, and the loss
   evaluations that it makes;
-- `pca_basis` against scikit-learn's PCA: time, principal angles and orthogonality against a float64
-  decomposition, and memory beside the snapshots;
+- `pca_basis` against the same written by hand in NumPy and against scikit-learn's PCA: time, principal
+  angles and orthogonality against a float64 decomposition, and memory beside the snapshots;
 - the collectives of one step on 4 devices, from the compiled program;
-- the training loss of an MLP on the digits after SGD and two more epochs of SGD, of SGD with a decayed
-  rate, of DimReduce, and after averaging the snapshots.
+- the training loss and test accuracy of an MLP on the digits after as many gradients of single examples,
+  by SGD, Adam, averaged snapshots (SWA), and SGD with each of the subspace optimizers after it, all at
+  their best rates of a grid.
 
     python benchmarks/dim_reduce.py [--only update|pca|communication|digits] [--repetitions 101]
+        [--seeds 5] [--smallest]
 """
 
 import argparse
+import functools
+import itertools
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Has to stand before JAX starts its CPU backend.
@@ -72,7 +76,7 @@ def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
         return updates
 
     times: dict[str, list[float]] = {"update": [], "products": []}
-    for _ in range(repetitions + 3):
+    for _ in range(repetitions + 3):  # of which three warm up
         times["products"].append(milliseconds(lambda: products(basis, grads)))
         times["update"].append(milliseconds(whole))
     median = {name: statistics.median(taken[3:]) for name, taken in times.items()}
@@ -116,30 +120,52 @@ def quality(rows: np.ndarray, exact: np.ndarray) -> str:
     return f"1 - least cosine {max(1 - cosine, 0):.1e}, orthogonality error {error:.1e}"
 
 
+def by_hand(snapshots: np.ndarray, k: int, width: int = 2**15) -> np.ndarray:
+    """The same in NumPy: a float64 Gram matrix of displacements, slice by slice, and eigenvectors."""
+    m, n = snapshots.shape
+
+    def slices() -> Iterator[tuple[slice, np.ndarray]]:
+        for start in range(0, n, width):
+            wide = snapshots[:, start : start + width].astype(np.float64)
+            yield slice(start, start + width), wide - wide[:1]
+
+    center = np.eye(m) - 1 / m
+    gram = center @ sum(wide @ wide.T for _, wide in slices()) @ center
+    values, vectors = np.linalg.eigh(gram)
+    coefficients = (vectors[:, ::-1] / np.sqrt(np.maximum(values[::-1], 1e-300))).T[:k] @ center
+    rows = np.empty((k, n), np.float32)
+    for part, wide in slices():
+        rows[:, part] = coefficients @ wide
+    return rows
+
+
 def pca(m: int = 60, n: int = 2_000_000, k: int = 40) -> None:
-    """Compares the two, and a plain float32 Gram matrix."""
+    """Compares it with the same by hand, in turns, and with scikit-learn's."""
     snapshots = trajectory(m, n)
     before, _ = memory()
     basis = jax.block_until_ready(optperm.pca_basis(snapshots, k))
     _, highest = memory()
-    size = snapshots.nbytes / 1e6
-    times = [milliseconds(lambda: optperm.pca_basis(snapshots, k)) for _ in range(5)]
-    plain = np.asarray(snapshots)
-    peer_times = []
-    for _ in range(2):
-        peer = PCA(k, random_state=0)
-        peer_times.append(milliseconds(lambda peer=peer: peer.fit(plain)))
+    size, plain = snapshots.nbytes / 1e6, np.asarray(snapshots)
+    times: dict[str, list[float]] = {"ours": [], "by hand": []}
+    for _ in range(5):
+        times["ours"].append(milliseconds(lambda: optperm.pca_basis(snapshots, k)))
+        times["by hand"].append(milliseconds(lambda: by_hand(plain, k)))
+    peer = PCA(k, random_state=0)
+    peer_time = milliseconds(lambda: peer.fit(plain))
     wide = plain.astype(np.float64)
     wide -= wide.mean(axis=0)
     _, values, exact = np.linalg.svd(wide, full_matrices=False)
     exact, spread = exact[:k], values[0] / values[k - 1]
     print(f"PCA, {m} x {n} float32, k = {k}, singular values over a factor of {spread:.0f}")
-    ours, theirs = statistics.median(times), min(peer_times)
+    ours, theirs = statistics.median(times["ours"]), statistics.median(times["by hand"])
     print(f"  pca_basis     {ours:8.0f} ms, {quality(np.asarray(basis), exact)}")
     extra = (highest - before) / size
     print(f"    memory beside the snapshots, the basis included: {extra:.2f} times theirs")
-    print(f"  scikit-learn  {theirs:8.0f} ms, {quality(peer.components_, exact)}")
-    print(f"  ratio         {theirs / ours:8.1f}")
+    print(f"  NumPy by hand {theirs:8.0f} ms, {quality(by_hand(plain, k), exact)}")
+    least = min(times["ours"]) / min(times["by hand"])
+    print(f"    pca_basis takes {ours / theirs:.2f} of it (of the least {least:.2f})")
+    print(f"  scikit-learn  {peer_time:8.0f} ms, {quality(peer.components_, exact)}")
+    print(f"    pca_basis takes {ours / peer_time:.2f} of it")
 
 
 def communication(n: int = 100_000, k: int = 32, replicas: int = 4) -> None:
@@ -161,17 +187,11 @@ def communication(n: int = 100_000, k: int = 32, replicas: int = 4) -> None:
         print(f"  {kind} to {shape}")
 
 
-def digits_batches(
-    data: tuple[np.ndarray, np.ndarray], size: int, epochs: int, seed: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Shuffled batches."""
-    x, y = data
-    rng = np.random.default_rng(seed)
-    for _ in range(epochs):
-        order = rng.permutation(len(x))
-        for begin in range(0, len(x) - size + 1, size):
-            chosen = order[begin : begin + size]
-            yield x[chosen], y[chosen]
+def batches_of(data: tuple[np.ndarray, np.ndarray], size: int, epochs: int, seed: int) -> Any:
+    """Shuffled batches of all epochs, stacked."""
+    rng, steps = np.random.default_rng(seed), len(data[0]) // size
+    order = np.concatenate([rng.permutation(len(data[0]))[: steps * size] for _ in range(epochs)])
+    return tuple(each[order].reshape(-1, size, *each.shape[1:]) for each in data)
 
 
 def initial(seed: int, hidden: int = 64) -> Params:
@@ -193,82 +213,168 @@ def loss_fn(params: Params, batch: tuple[Any, Any]) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, y))
 
 
-def train(tx: Any, params: Params, opt_state: Any, batches: Iterator[Any]) -> tuple[Params, Any]:
-    """All batches in turn."""
+def accuracy(params: Params, data: tuple[Any, Any]) -> jax.Array:
+    """The share of the examples that are classified right."""
+    x, y = data
+    hidden = jax.nn.relu(x @ params["w1"] + params["b1"])
+    return jnp.mean((hidden @ params["w2"] + params["b2"]).argmax(axis=1) == y)
 
-    @jax.jit
-    def step(params: Params, opt_state: Any, batch: Any) -> tuple[Params, Any]:
-        e = optperm.evaluate(loss_fn, params, batch)
+
+def trials_of(opt_state: Any) -> jax.Array:
+    """How often the last step evaluated the loss."""
+
+    def is_search(node: Any) -> bool:
+        return isinstance(node, optperm.DimReduceState)
+
+    found = jax.tree.leaves(opt_state, is_leaf=is_search)
+    return sum((node.num_trials for node in found if is_search(node)), start=jnp.int32(0))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def train(make: Any, budget: int, rates: jax.Array, params: Params, batches: Any) -> Any:
+    """Trains on batches in turn while the budget lasts, in gradients of a batch.
+
+    A gradient counts as one, and a trial of a line search as a third of it. Returns the params and the
+    optimizer state at the end.
+    """
+    tx = optax.with_extra_args_support(make(*rates))
+
+    def has_budget(carry: Any) -> jax.Array:
+        return carry[2] + 1 <= budget
+
+    def step(carry: Any) -> Any:
+        params, opt_state, spent, t = carry
+        e = optperm.evaluate(loss_fn, params, jax.tree.map(lambda leaf: leaf[t], batches))
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optax.apply_updates(params, updates), opt_state
+        params = optperm.apply_updates(params, updates, opt_state)
+        return params, opt_state, spent + 1 + trials_of(opt_state) / 3, t + 1
 
-    for batch in batches:
-        params, opt_state = step(params, opt_state, batch)
-    return params, opt_state
+    start = params, tx.init(params), jnp.float32(0.0), jnp.int32(0)
+    return jax.lax.while_loop(has_budget, step, start)[:2]
 
 
-def digits(seeds: int = 5, epochs: int = 8, k: int = 10) -> None:
-    """SGD to a mediocre point with a few snapshots an epoch, then two epochs of each."""
+# The rates of SGD, of SGD with momentum and of Adam, and dim_reduce's alpha.
+RATES = (0.1, 0.3, 1.0, 3.0)
+SMALLER = (0.1, 0.3, 1.0, 3.0)
+ADAM = (0.01, 0.03, 0.1, 0.3)
+RESIDUAL = (0.0, 0.01, 0.1, 1.0)
+
+
+def methods(steps: int, sampling: int, every: int, k: int) -> dict[str, tuple[Any, Any]]:
+    """Each method of the table: from its rates to an optimizer, and the grid of each rate.
+
+    Args:
+      steps: The budget, in gradients of batches.
+      sampling: After how many steps the second phases begin.
+      every: The steps from one snapshot to the next.
+      k: The dimensions of the subspaces.
+    """
+    m = sampling // every + 1
+
+    def momentum(rate: Any, over: int) -> Any:
+        return optax.sgd(optax.cosine_decay_schedule(rate, over), momentum=0.9)
+
+    def then(second: Any, restart: Any = "last") -> Any:
+        def make(rate: Any, *others: Any) -> Any:
+            return optperm.dldr(
+                optax.sgd(rate),
+                second(*others),
+                sample_every=every,
+                num_samples=m,
+                restart=restart,
+            )
+
+        return make
+
+    def reduced(**options: Any) -> Any:
+        return lambda alpha: optperm.dim_reduce(n_components=k, alpha=alpha, **options)
+
+    paper = {"rho": 0.4, "max_search_steps": 20, "line_search": "mindspore"}
+    rest = steps - sampling
+    averaged = optperm.record_trajectory(every, m)
+    return {
+        "SGD": (optax.sgd, (RATES,)),
+        "SGD, rate to 0 by a cosine": (
+            lambda rate: optax.sgd(optax.cosine_decay_schedule(rate, steps)),
+            (RATES,),
+        ),
+        "the same with momentum 0.9": (lambda rate: momentum(rate, steps), (SMALLER,)),
+        "Adam, rate to 0 by a cosine": (
+            lambda rate: optax.adam(optax.cosine_decay_schedule(rate, steps)),
+            (ADAM,),
+        ),
+        "SWA, mean of SGD's last snapshots": (
+            lambda rate: optax.chain(optax.sgd(rate), averaged),
+            (RATES,),
+        ),
+        "SGD, then dim_reduce": (then(reduced()), (RATES, RESIDUAL)),
+        "SGD, then dim_reduce, mindspore": (
+            then(reduced(line_search="mindspore")),
+            (RATES, RESIDUAL),
+        ),
+        "SGD, then the paper's P-BFGS": (then(reduced(**paper), "first"), (RATES, (0.0,))),
+        "SGD, then project": (
+            then(lambda rate: optperm.project(k, momentum(rate, rest))),
+            (RATES, SMALLER),
+        ),
+        "SGD, then twa": (
+            then(lambda rate: optperm.twa(m, momentum(rate, rest)), "mean"),
+            (RATES, SMALLER),
+        ),
+    }
+
+
+def digits(seeds: int, epochs: int = 12, size: int = 1257, batch: int = 64, k: int = 10) -> None:
+    """Every method with as many gradients, at its best rates of a grid, on several seeds."""
     x, y = load_digits(return_X_y=True)
-    data = ((x / 16).astype(np.float32), y.astype(np.int32))
-    found: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        sampling = optax.chain(
-            optax.sgd(0.1), optperm.record_trajectory(every=7, capacity=2 * epochs)
-        )
-        start = initial(seed)
-        middle, state = train(
-            optax.with_extra_args_support(sampling),
-            start,
-            sampling.init(start),
-            digits_batches(data, 128, epochs, seed),
-        )
-        snapshots, count = optperm.trajectory(state)
-        basis = optperm.pca_basis(snapshots, k, num_snapshots=count)
-        ends = {"where SGD stands": middle}
-        ends["mean of the snapshots"] = jax.tree.map(
-            lambda s, count=count: jnp.mean(s[count // 2 : count], axis=0), snapshots
-        )
-        reduced = {
-            "dim_reduce, defaults": optperm.dim_reduce(n_components=k),
-            "dim_reduce, alpha = 0": optperm.dim_reduce(n_components=k, alpha=0.0),
-            "dim_reduce, 20 trials": optperm.dim_reduce(n_components=k, max_search_steps=20),
-            "dim_reduce, 20 trials, alpha = 0.01": optperm.dim_reduce(
-                n_components=k, max_search_steps=20, alpha=0.01
-            ),
-        }
-        others = {
-            "SGD, rate 0.1": optax.sgd(0.1),
-            "SGD, rate 0.01": optax.sgd(0.01),
-            "SGD, rate 0.1 to 0": optax.sgd(optax.linear_schedule(0.1, 0.0, 28)),
-        }
-        for name, tx in (others | reduced).items():
-            opt_state = tx.init(middle)
-            if name in reduced:
-                opt_state = optperm.set_basis(opt_state, basis)
-            batches = digits_batches(data, 128, 2, 100 + seed)
-            ends[name], _ = train(optax.with_extra_args_support(tx), middle, opt_state, batches)
-        for name, params in ends.items():
-            found.setdefault(name, []).append(float(loss_fn(params, data)))
+    x, y = (x / 16).astype(np.float32), y.astype(np.int32)
+    data, test = (x[:size], y[:size]), (x[1257:], y[1257:])
+    steps = epochs * (size // batch)
+    every = max(2 * steps // 3 // (2 * k), 1)
+    sampling = 2 * k * every
     print(
-        f"digits: {epochs} epochs of SGD, {2 * epochs} snapshots, k = {k}; then two more epochs of"
+        f"digits, MLP of 64 hidden units: {epochs} epochs' gradients of {size} examples, batches of "
+        f"{batch}, a trial of a line search\nfor a third of a gradient; of two phases the first takes "
+        f"{sampling} of {steps} steps and {2 * k + 1} snapshots, k = {k}.\nTraining loss at the end and "
+        f"test accuracy, mean of {seeds} seeds (least, most), at the best of the rates (first phase, "
+        "then\nsecond phase; of dim_reduce alpha, that of the residual)\n"
     )
-    print(f"training loss, mean of {seeds} seeds (least, most):")
-    for name, losses in found.items():
-        print(f"  {name:36s} {statistics.mean(losses):.4f} ({min(losses):.4f}, {max(losses):.4f})")
+    starts = [(initial(seed), batches_of(data, batch, epochs, seed)) for seed in range(seeds)]
+    for name, (make, grids) in methods(steps, sampling, every, k).items():
+        found = {}
+        for rates in itertools.product(*grids):
+            ends = []
+            for params, batches in starts:
+                end, opt_state = train(make, steps, jnp.array(rates), params, batches)
+                if name.startswith("SWA"):
+                    snapshots, _ = optperm.trajectory(opt_state)
+                    end = jax.tree.map(lambda s: jnp.mean(s, axis=0), snapshots)
+                ends.append((float(loss_fn(end, data)), float(accuracy(end, test))))
+            found[rates] = np.array(ends)
+        best = min(found, key=lambda rates: np.nan_to_num(found[rates][:, 0], nan=np.inf).mean())
+        (loss, right), (least, most) = found[best].mean(axis=0), np.sort(found[best][:, 0])[[0, -1]]
+        grid = " x ".join("{" + ", ".join(f"{rate:g}" for rate in each) + "}" for each in grids)
+        chosen = ", ".join(f"{rate:g}" for rate in best)
+        print(
+            f"  {name:34s} {loss:.4f} ({least:.4f}, {most:.4f})  {right:.3f}  at {chosen} of {grid}"
+        )
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("update", "pca", "communication", "digits"))
     parser.add_argument("--repetitions", type=int, default=101)
-    arguments = parser.parse_args()
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--smallest", action="store_true", help="all of it, in seconds")
+    arguments = parser.parse_args(argv)
+    is_small = arguments.smallest
     parts = {
-        "pca": pca,  # first, so that the highest memory is its own
-        "update": lambda: update(arguments.repetitions),
-        "communication": communication,
-        "digits": digits,
+        # First, so that the highest memory is its own.
+        "pca": lambda: pca(6, 2_000, 3) if is_small else pca(),
+        "update": lambda: update(2, 2_000, 4) if is_small else update(arguments.repetitions),
+        "communication": lambda: communication(100, 4, 2) if is_small else communication(),
+        "digits": lambda: digits(1, 2, 128, 32, 2) if is_small else digits(arguments.seeds),
     }
     for name, measure in parts.items():
         if arguments.only in (None, name):

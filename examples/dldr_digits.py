@@ -1,8 +1,8 @@
 """Training in tiny subspaces, the paper's figure in small: an MLP on scikit-learn's digits.
 
 SGD trains for a few epochs and leaves a trajectory. Then SGD goes on, or P-SGD and P-BFGS train in the
-subspace of the trajectory's first k principal components. Draws loss and accuracy over epochs, and
-the loss after the second phase over k.
+subspace of the trajectory's first k principal components, or TWA in the span of its snapshots, from
+their mean. Draws loss and accuracy over epochs, and the loss after the second phase over k.
 
     python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
 """
@@ -79,29 +79,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     data, test = (x[:1257], y[:1257]), (x[1257:], y[1257:])
     samples = arguments.epochs * (len(data[0]) // BATCH) // SAMPLE_EVERY + 1
 
-    def two_phases(k: int, phase: str) -> np.ndarray:
+    def two_phases(then: Any, restart: Any = "last") -> np.ndarray:
         tx = optperm.dldr(
-            optax.sgd(0.1),
-            sample_every=SAMPLE_EVERY,
-            num_samples=samples,
-            n_components=k,
-            second_phase=phase,
-            second_optimizer=optax.sgd(1.0 if phase == "bfgs" else 0.1),
+            optax.sgd(0.1), then, sample_every=SAMPLE_EVERY, num_samples=samples, restart=restart
         )
         return train(tx, data, test, 2 * arguments.epochs)
 
     sizes = [k for k in (2, 4, 8, 12) if k < samples]
-    bfgs = {k: two_phases(k, "bfgs") for k in sizes}
-    plain = optax.with_extra_args_support(optax.sgd(0.1))
+    bfgs = {k: two_phases(optperm.dim_reduce(n_components=k)) for k in sizes}
+    plain, most = optax.with_extra_args_support(optax.sgd(0.1)), sizes[-1]
     curves = {
         "SGD": train(plain, data, test, 2 * arguments.epochs),
-        f"P-SGD, k = {sizes[-1]}": two_phases(sizes[-1], "sgd"),
-        f"P-BFGS, k = {sizes[-1]}": bfgs[sizes[-1]],
+        f"P-SGD, k = {most}": two_phases(optperm.project(most, optax.sgd(0.1))),
+        f"P-BFGS, k = {most}": bfgs[most],
+        f"TWA, k = {most}": two_phases(optperm.twa(most, optax.sgd(0.1)), restart="mean"),
     }
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     axes = figure.subplots(1, 3)
     for name, curve in curves.items():
-        print(f"{name:16s} loss {curve[-1, 0]:.4f}, test accuracy {curve[-1, 1]:.3f}")
+        print(f"{name:14s} loss {curve[-1, 0]:.4f}, test accuracy {curve[-1, 1]:.3f}")
         axes[0].semilogy(curve[:, 0], label=name)
         axes[1].plot(curve[:, 1], label=name)
     axes[2].semilogy(sizes, [bfgs[k][-1, 0] for k in sizes], "o-", label="P-BFGS")

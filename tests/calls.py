@@ -236,7 +236,7 @@ STATES = {
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "reset_masks": r"a MaskElementsState \(the state of optperm.mask_elements\)",
-    "set_basis": "DimReduceState .*optperm.dim_reduce",
+    "set_basis": "Subspace .*optperm.dim_reduce, project or twa",
     "take_snapshot": r"SvrgState \(the state of optperm.svrg\)",
     "trajectory": "TrajectoryState .*optperm.record_trajectory",
 }
@@ -308,6 +308,10 @@ REFUSED = {
         value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
     ],
     "dim_reduce": [type_error("static_args", n_components=jnp.array(2))],
+    "project": [type_error("static_args", n_components=jnp.array(2))],
+    "project.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
+    "twa": [type_error("static_args", n_components=jnp.array(2))],
+    "twa.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
     "dim_reduce.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
     "dim_reduce.update": [
         value_error("extra argument value, .*optperm.evaluate", value_fn=loss_fn),
@@ -315,16 +319,33 @@ REFUSED = {
     ],
     "dldr": [
         value_error(
-            "n_components=3 needs num_samples of at least 4.*got 3", num_samples=3, n_components=3
-        ),
-        value_error(
             "sample_every must be at most 2147483647", sample_every=2**20, num_samples=2**11 + 2
         ),
         type_error("static_args", num_samples=jnp.array(2)),
-        type_error("static_args", n_components=jnp.array(1)),
     ],
-    "dldr.init": [value_error("places params", optimizer=optperm.sgperm())],
-    "dldr.update": [value_error("dldr needs the extra argument value, .*optperm.evaluate")],
+    "dldr.init": [
+        value_error(
+            "n_components=3 needs num_samples of at least 4 .centered.*got 3",
+            num_samples=3,
+            subspace_optimizer=optperm.dim_reduce(n_components=3),
+        ),
+        value_error(
+            "n_components=3 needs num_samples of at least 3, got 2",
+            num_samples=2,
+            subspace_optimizer=optperm.twa(3, sgd()),
+        ),
+        value_error("places params", optimizer=optperm.sgperm()),
+        value_error(
+            r"must hold one subspace, got none: pass optperm\.dim_reduce", subspace_optimizer=sgd()
+        ),
+        value_error(
+            "must hold one subspace, got 2",
+            subspace_optimizer=optax.chain(
+                optperm.project(1, sgd()), optperm.dim_reduce(n_components=1)
+            ),
+        ),
+    ],
+    "dldr.update": [value_error("dim_reduce needs the extra argument value, .*optperm.evaluate")],
     "draw_samples": [
         value_error(
             r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
@@ -545,6 +566,11 @@ REFUSED = {
         ),
     ],
     "set_basis": [
+        value_error("rows of zeros alone", basis=jax.tree.map(jnp.zeros_like, ROWS_2)),
+        value_error(
+            "inside optax.MultiSteps would.*optperm.evaluate once",
+            opt_state=state(optax.MultiSteps(optperm.dim_reduce(n_components=2), 2)),
+        ),
         value_error(r"basis\['b'\] is float32\[3, 2\].*\[2, 2\]", basis=ROWS_3),
         value_error("basis has another tree structure", basis={"w": ROWS_2["w"]}),
         value_error("not finite", basis=jax.tree.map(lambda r: r * np.nan, ROWS_2)),

@@ -53,6 +53,7 @@ def optimizer(case, **options):
         alpha=alpha,
         sigma=sigma,
         max_search_steps=int(tries),
+        line_search="mindspore",
         **options,
     )
 

@@ -16,7 +16,6 @@ FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
 RUNS = [
     ("agn.py", "--repetitions 1 --leaves 2 --leaf-size 100"),
     ("constant_sgd.py", "--only steps --repetitions 3"),
-    ("dim_reduce.py", "--only communication"),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4"),
     ("sgperm.py", "--repetitions 1 --original-rows 1"),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2"),
@@ -26,8 +25,8 @@ RUNS = [
     ("svrg.py", f"--only networks {FIT}"),
     ("svrg.py", "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1"),
 ]
-# What has a test of its own: in training/test_checkpoints.py.
-ELSEWHERE = {"kills.py"}
+# What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
+ELSEWHERE = {"kills.py", "dim_reduce.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 

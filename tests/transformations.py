@@ -154,7 +154,7 @@ def with_basis(opt_state: Any, params: Any) -> Any:
     shapes = jax.tree.map(lambda p: np.zeros(p.shape, p.dtype), params)
     flat, unravel = jax.flatten_util.ravel_pytree(shapes)
     rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
-    basis = jax.vmap(unravel)(jnp.asarray(rows, jnp.float32))
+    basis = jax.vmap(unravel)(jnp.asarray(rows, flat.dtype))
     return optperm.set_basis(opt_state, basis)
 
 
@@ -211,7 +211,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.dim_reduce,
-        {"n_components": 2, "alpha": 2e-3},
+        {"n_components": 2, "optimizer": optax.sgd(0.01), "alpha": 0.2},
         limits=SEARCH_LIMITS,
         static=("n_components",),
         lenient=True,
@@ -221,14 +221,70 @@ TRANSFORMATIONS = (
         prepared=with_basis,
     ),
     Transformation(
-        optperm.dldr,
-        {"optimizer": optax.sgd(1e-3, 0.9), "sample_every": 1, "num_samples": 2, "n_components": 1},
+        optperm.dim_reduce,
+        {"n_components": 2, "alpha": 2e-3, "line_search": "mindspore"},
+        other_name="dim_reduce-mindspore",
         limits=SEARCH_LIMITS,
-        static=("num_samples", "n_components"),
+        static=("n_components",),
+        lenient=True,
+        rows=(2,),
+        extra_args=LOSS,
+        sums_over_params=True,
+        prepared=with_basis,
+    ),
+    Transformation(
+        optperm.project,
+        {"n_components": 2, "optimizer": optax.sgd(2e-3, 0.9)},
+        static=("n_components",),
+        lenient=True,
+        knows="shapes",
+        rows=(2,),
+        no_minimum="stays in a plane",
+        sums_over_params=True,
+        prepared=with_basis,
+    ),
+    Transformation(
+        optperm.twa,
+        {"n_components": 2, "optimizer": optax.adam(2e-3)},
+        static=("n_components",),
+        lenient=True,
+        knows="shapes",
+        rows=(2,),
+        no_minimum="stays in a plane",
+        sums_over_params=True,
+        prepared=with_basis,
+    ),
+    Transformation(
+        optperm.dldr,
+        {
+            "optimizer": optax.sgd(1e-3, 0.9),
+            "subspace_optimizer": optperm.dim_reduce(n_components=1),
+            "sample_every": 1,
+            "num_samples": 2,
+        },
+        limits={"start": FROM_ZERO},
+        static=("num_samples",),
         lenient=True,
         rows=(1,),
         extra_args=LOSS,
         no_minimum="goes on in a line with a loss that the case does not pass",
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.dldr,
+        {
+            "optimizer": optax.sgd(1e-3, 0.9),
+            "subspace_optimizer": optperm.twa(2, optax.adam(1e-3)),
+            "sample_every": 1,
+            "num_samples": 2,
+            "restart": "mean",
+        },
+        other_name="dldr-twa",
+        static=("num_samples",),
+        lenient=True,
+        knows="shapes",
+        rows=(1, 2),
+        no_minimum="goes on in a plane",
         sums_over_params=True,
     ),
     Transformation(

@@ -178,11 +178,34 @@ def _dldr(
     learning_rate: float,
     momentum: float,
     nesterov: bool,
+    second: str,
+    n_components: int,
+    sample_every: int,
+    num_samples: int,
+    start: int,
+    restart: Any,
     axis_name: str | None = None,
-    **options: Any,
+    **search: Any,
 ) -> Transformation:
     sgd = optax.sgd(learning_rate, momentum, nesterov)
-    return optperm.dldr(sgd, axis_name=axis_name, **options)
+    makers = {
+        "dim_reduce": lambda: optperm.dim_reduce(
+            n_components=n_components, axis_name=axis_name, **search
+        ),
+        "project": lambda: optperm.project(n_components, sgd, axis_name=axis_name),
+        "twa": lambda: optperm.twa(n_components, sgd, axis_name=axis_name),
+    }
+    checks.check_choice("second", second, tuple(makers))
+    tx = optperm.dldr(
+        sgd,
+        makers[second](),
+        sample_every=sample_every,
+        num_samples=num_samples,
+        start=start,
+        restart=restart,
+    )
+    jax.eval_shape(tx.init, {})  # which compares the numbers of samples and components
+    return tx
 
 
 def _dldr_phase(
@@ -311,9 +334,17 @@ _ENTRIES = (
         "dldr",
         _dldr,
         "--num-samples 31 --n-components 20",
-        (optperm.dldr, optax.sgd),
-        {"sample_every": 5, "num_samples": 16, "n_components": 10, "alpha": 0.01}
-        | {"learning_rate": 0.1, "momentum": 0.0},
+        (optperm.dldr, optperm.dim_reduce, optax.sgd),
+        {
+            "second": ("dim_reduce", "What trains in the subspace: dim_reduce, project or twa."),
+            "sample_every": 5,
+            "num_samples": 16,
+            "n_components": 10,
+            "alpha": 0.01,
+            "max_search_steps": (10, "The trials of one line search."),
+            "learning_rate": 0.1,
+            "momentum": 0.0,
+        },
         spreads=True,
         phase=_dldr_phase,
     ),

@@ -1,4 +1,5 @@
 """Training in small subspaces.
 
-DLDR and its two phases. See ``examples/dldr_digits.py``.
+DLDR, its first phase, and what trains in the subspace: BFGS, P-SGD and TWA. See
+``examples/dldr_digits.py``.
 """

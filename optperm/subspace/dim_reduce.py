@@ -7,35 +7,38 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.mapped_axes import AxisName, cond, varying_axes
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like
-from optperm.contract.states import find_state, mask_like, replace_state, without_variables
 from optperm.contract.transformation import transformation
 from optperm.placement import apply_updates
 from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
-from optperm.subspace.subspace import (
-    Subspace,
-    empty_subspace,
-    inner_products,
-    lift,
-    own_rows,
-    project,
+from optperm.subspace.quasi_newton import (
+    LineSearch,
+    QuasiNewtonState,
+    after_search,
+    dot,
+    first_length,
+    judge,
+    norm,
+    nothing_learned,
+    search,
+    with_pair,
 )
+from optperm.subspace.subspace import Subspace, coordinates, empty_subspace, lift
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int32, PyTree
+    from jaxtyping import Array, Float, Int32, PyTree
 
-Curvature = Literal["absolute", "relative"]
+# A residual that is no larger than this many roundings of the gradient is none.
+_ROUNDINGS = 16
 
 
 class DimReduceState(NamedTuple):
@@ -45,23 +48,19 @@ class DimReduceState(NamedTuple):
       count: Calls of `update`, skipped steps included.
       subspace: The basis :math:`P`.
       residual: :math:`m`, what the gradients had outside the subspace, with momentum.
-      inverse_hessian: :math:`B`, the BFGS approximation within the subspace. Like the other numbers
-        there it is in float32, or in float64 if any parameter is.
-      last_gradient: The projected gradient of the last step that the line search accepted.
-      has_last: Whether there was such a step.
-      last_move: :math:`s`, that step.
+      quasi_newton: :math:`B`, :math:`s` and :math:`g_k^{\text{last}}`, and how many line searches in a
+        row found no step.
       step_length: :math:`c`, what the line search accepted in this step, or 0.
+      num_trials: How often it evaluated the loss.
       inner_state: State of the optimizer that makes updates of it.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     subspace: Subspace
     residual: PyTree[Float[Array, "?*shape"], "Params"]
-    inverse_hessian: Float[Array, "k k"]
-    last_gradient: Float[Array, "k"]
-    has_last: Bool[Array, ""]
-    last_move: Float[Array, "k"]
+    quasi_newton: QuasiNewtonState
     step_length: Float[Array, ""]
+    num_trials: Int32[Array, ""]
     inner_state: Any
 
 
@@ -73,33 +72,69 @@ def dim_reduce(
     gamma: optax.ScalarOrSchedule = 0.9,
     alpha: optax.ScalarOrSchedule = 1e-3,
     sigma: optax.ScalarOrSchedule = 0.4,
-    max_search_steps: int | jax.Array = 2,
+    max_search_steps: int | jax.Array | None = None,
+    line_search: LineSearch = "safeguarded",
     axis_name: AxisName | None = None,
-    curvature: Curvature = "absolute",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-Newton steps within a subspace, and small ones of gradient descent outside of it.
 
-    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.set_basis`. With
-    :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the step of `optimizer`:
+    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.set_basis` or by
+    `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the
+    step of `optimizer`:
 
     .. math::
       g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
       T &= I - \frac{y s^\top}{y^\top s}, \qquad
-      B \leftarrow T^\top B T + \frac{s s^\top}{y^\top s} \quad \text{if } y^\top s > 10^{-20} \\
-      d &= -B g_k, \qquad
-      c = \max \{\rho^i : f(\theta + u(-\rho^i P^\top d)) < f(\theta) + \sigma \rho^i g_k^\top d,\
-      0 \le i < i_{\max} \} \\
+      B \leftarrow T^\top B T + \frac{s s^\top}{y^\top s}
+      \quad \text{if } y^\top s > \epsilon |y| |s| \\
+      d &= -B g_k, \qquad v(c) = u(-c P^\top d) \\
+      c &= \text{the first length tried with } f(\theta + v(c)) < f(\theta) + \sigma g^\top v(c) \\
       m &\leftarrow \gamma m + g - P^\top g_k, \qquad
       \theta \leftarrow \theta + u(\alpha m - c P^\top d)
 
-    then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. Where no :math:`i`
-    satisfies the inequality :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` stay
-    what they were. :math:`B` starts as the identity; :math:`\alpha = 0` keeps the params in the subspace
-    through where they are (P-BFGS). Until a basis is set only the residual moves them.
+    then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. Where no length satisfies
+    the inequality :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` stay what they
+    were. :math:`\alpha = 0` keeps the params in the subspace through where they are (P-BFGS). Until a
+    basis is set only the residual moves them.
+
+    The search of `line_search="safeguarded"` does not depend on the scale of the loss or of the
+    params, and does not stall. :math:`B` is :math:`(s^\top y / y^\top y) I` before the first pair. The
+    first length is 1, or :math:`|f| / |g_k|^2` as long as there is no pair. Each further one is where
+    the parabola through both losses has its minimum, but at most :math:`\rho` and at least 0.1 of the
+    last. After `max_search_steps` in vain the next step goes on with the length that would have come
+    next; after two such steps :math:`B` is forgotten. On a smooth loss with the same batch each time,
+    and an `optimizer` that is linear (SGD without momentum, of any learning rate), a step is found
+    until the rounding of the loss hides the decrease. :math:`g - P^\top g_k` of the size of its own
+    rounding counts as zero.
+
+    That of `line_search="mindspore"` is MindSpore's, which may stand still for ever (from a curvature
+    of 2.2 on, with its two trials):
+
+    .. math::
+      c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
+      0 \le i < i_{\max} \}
+
+    with :math:`B = I` at first and pairs of :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
+    the state counts the steps in a row for which a search found nothing.
 
     A step costs two passes over :math:`P`, and one evaluation of the loss for each trial of the line
     search. Trials do not touch the state of `optimizer`. A trial whose loss is not finite is rejected;
-    a gradient that is not finite skips the step: everything but the count stays as it was.
+    a gradient that is not finite, or whose projection is not, skips the step: everything but the count
+    stays as it was.
+
+    Inside of `optax.MultiSteps` it would search along the mean gradient of several batches with the
+    loss of the last one. `optperm.set_basis` refuses that; inside of `optperm.dldr` it cannot be seen.
+    For large batches evaluate once a loss that is the mean over its microbatches, in the memory that
+    one of them takes:
+
+    .. code-block:: python
+
+      def mean_loss(params, microbatches):  # leaves of shape (number, size, ...)
+          part = jax.checkpoint(lambda microbatch: loss_fn(params, microbatch))
+          return jnp.mean(jax.lax.map(part, microbatches))
+
+      e = optperm.evaluate(mean_loss, params, microbatches)
+      updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
 
     With an axis of :math:`R` replicas each holds :math:`\lceil k / R \rceil` rows of :math:`P`, and
     everything else in full. A step is then an all-gather of k numbers, one all-reduce of
@@ -118,33 +153,34 @@ def dim_reduce(
       optimizer: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` for the gradient;
         None for `optax.sgd(1.0)`.
       n_components: :math:`k \ge 1`, the rows of :math:`P`.
-      rho: :math:`\rho \in [0, 1]`, by which a step that was rejected is shortened.
+      rho: :math:`\rho \in [0, 1]`, by which a step that was rejected is shortened, at least.
       gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
       alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
       sigma: :math:`\sigma \in [0, 1]`, the share of the predicted decrease that a trial has to reach.
-      max_search_steps: :math:`i_{\max} \ge 1`, the trials of one line search.
+      max_search_steps: :math:`i_{\max} \ge 1`, the trials of one line search; None for 10, or 2 with
+        `"mindspore"`.
+      line_search: `"safeguarded"` or `"mindspore"`.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the basis
         and the batch are spread, or several. None for a single replica.
-      curvature: When :math:`B` is updated: `"absolute"`, if :math:`y^\top s > 10^{-20}`, as in the
-        paper's code; or `"relative"`, if :math:`y^\top s > \epsilon |y| |s|` with the machine's
-        :math:`\epsilon`, which does not depend on the scale of the loss.
 
     Returns:
       A transformation whose state is a `DimReduceState`. Its `update` needs `params` and the extra
       arguments `value` and `value_fn`, as `optperm.evaluate` makes them. `rho`, `gamma`, `alpha` and
-      `sigma` may be schedules of the step.
+      `sigma` may be schedules of the step; what one gives out of range is moved to the nearest limit
+      where it is traced.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument is missing, `axis_name` is not bound
-        where `init` or `update` is called, or the trees passed to `update` do not match.
+      ValueError: If an argument is out of range (what a schedule gives where Python can see it), an
+        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
+        trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> scales = jnp.array([1.0, 10.0, 100.0])  # a valley
       >>> loss_fn = lambda w, batch: jnp.sum(scales * (w - batch) ** 2)
       >>> target = jnp.array([3.0, 2.0, 1.0])
-      >>> tx = optperm.dim_reduce(n_components=3, max_search_steps=20)
+      >>> tx = optperm.dim_reduce(n_components=3)
       >>> w = jnp.zeros(3)
       >>> opt_state = optperm.set_basis(tx.init(w), jnp.eye(3))
       >>> for _ in range(30):
@@ -162,12 +198,15 @@ def dim_reduce(
     checks.check_transformation("optimizer", inner)
     inner = optax.with_extra_args_support(inner)
     checks.check_static_count("n_components", n_components)
-    for name, number in (("rho", rho), ("gamma", gamma), ("sigma", sigma)):
-        checks.check_in_range(name, number, 0.0, 1.0)
-    checks.check_in_range("alpha", alpha, 0.0, float("inf"))
-    checks.check_count("max_search_steps", max_search_steps)
+    numbers = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
+    limits = dict.fromkeys(numbers, 1.0) | {"alpha": float("inf")}
+    for name, number in numbers.items():
+        checks.check_in_range(name, number, 0.0, limits[name])
+    checks.check_choice("line_search", line_search, get_args(LineSearch))
+    is_safe = line_search == "safeguarded"
+    max_trials = (10 if is_safe else 2) if max_search_steps is None else max_search_steps
+    checks.check_count("max_search_steps", max_trials)
     checks.check_axis_name("axis_name", axis_name)
-    checks.check_choice("curvature", curvature, get_args(Curvature))
 
     def init(params: optax.Params) -> DimReduceState:
         dtype = accumulation_dtype(params)
@@ -175,60 +214,60 @@ def dim_reduce(
             count=jnp.zeros([], jnp.int32),
             subspace=empty_subspace(params, n_components, axis_name),
             residual=optax.tree.zeros_like(params),
-            inverse_hessian=jnp.eye(n_components, dtype=dtype),
-            last_gradient=jnp.zeros(n_components, dtype),
-            has_last=jnp.zeros([], jnp.bool_),
-            last_move=jnp.zeros(n_components, dtype),
+            quasi_newton=nothing_learned(n_components, dtype),
             step_length=jnp.zeros([], dtype),
+            num_trials=jnp.zeros([], jnp.int32),
             inner_state=inner.init(params),
         )
 
     def update(
         updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
-        P, dtype = state.subspace, state.step_length.dtype
+        P, held, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
-        f, f_at, is_finite = extras["value"], extras["value_fn"], all_finite(g)
-        names = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
+        f, f_at = extras["value"], extras["value_fn"]
         rho_t, gamma_t, alpha_t, sigma_t = (
-            resolve_schedule(name, number, state.count, dtype) for name, number in names.items()
+            resolve_schedule(name, number, state.count, dtype, low=0.0, high=limits[name])
+            for name, number in numbers.items()
         )
+
+        # g_k = P g
+        gk = coordinates(P, g, dtype)
+        # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
+        learned = with_pair(held, gk, line_search)
+        # d = -B g_k
+        d = -dot(learned.inverse_hessian, gk)
+        p_d, p_gk = lift(P, jnp.stack([d, gk]))  # P'd and P'g_k
+        # m <- gamma m + g - P'g_k
+        r = optax.tree.sub(g, p_gk)
+        is_finite, is_rounding = _size_of_residual(r, norm(gk))
+        share = jnp.where(is_safe & is_rounding, 0.0, jnp.ones_like(f))
+        m = jax.tree.map(_decayed(gamma_t, share, is_finite), state.residual, r)
+        # XLA would compute it anew for the step, from a copy of the old one.
+        m = jax.lax.optimization_barrier(m)
 
         def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
             return step_where(is_finite, inner, direction, state.inner_state, params, extras)
 
-        # g_k = P g
-        gk = project(P, g, n_components, dtype, axis_name)
-        # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
-        B = _bfgs(state, gk, curvature)
-        # d = -B g_k
-        d = -_dot(B, gk)
-        p_d, p_gk = lift(P, jnp.stack([d, gk]), axis_name)  # P'd and P'g_k
-        # c = max {rho^i : f(theta + u(-rho^i P'd)) < f(theta) + sigma rho^i g_k'd}
-        slope = sigma_t * _dot(gk, d)
+        # c is the first length for which f(theta + u(-c P'd)) is low enough
+        def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+            step, stepped = u(_scaled(-c, p_d))
+            trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
+            is_plain = optimizer is None or not is_safe
+            predicted = c * dot(gk, d) if is_plain else _predicted(g, step, f)
+            return judge(c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search)
 
-        def is_enough(c: jax.Array) -> jax.Array:
-            trial = jnp.asarray(f_at(apply_updates(params, *u(_scaled(-c, p_d)))), dtype)
-            return jnp.isfinite(trial) & (trial < f + c * slope)
-
-        num_trials = jnp.where(is_finite & P.is_set, max_search_steps, 0)
-        c, is_accepted = _line_search(
-            is_enough, rho_t, num_trials, varying_axes(f, slope, num_trials)
-        )
-        # m <- gamma m + g - P'g_k
-        m = jax.tree.map(_axpy(gamma_t), state.residual, optax.tree.sub(g, p_gk))
-        m = optax.tree.where(is_finite, cast_like(m, params), state.residual)
-        # XLA would compute it anew for the step, from a copy of the old one.
-        m = jax.lax.optimization_barrier(m)
+        first = first_length(learned, f, gk, line_search)
+        num_trials = jnp.where(is_finite & P.is_set, max_trials, 0)
+        found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
+        c = found.step_length
         # theta <- theta + u(alpha m - c P'd)
-        within = optax.tree.where(is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
+        within = optax.tree.where(found.is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
         moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
         # s <- c d and g_k^last <- g_k, or they and B stay what they were
-        learned = (B, gk, is_accepted, c * d)
-        held = (state.inverse_hessian, state.last_gradient, state.has_last, state.last_move)
-        B, gk_last, has_last, s = optax.tree.where(is_accepted, learned, held)
+        new = after_search(held, learned, found, d, gk, line_search)
         count = optax.safe_increment(state.count)
-        return moves, DimReduceState(count, P, m, B, gk_last, has_last, s, c, inner_state)
+        return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
 
     return transformation(
         init,
@@ -245,140 +284,38 @@ def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
 
 
-def set_basis(opt_state: Any, basis: optax.Params) -> Any:
-    r"""The optimizer state with a basis for `dim_reduce`.
+def _decayed(
+    gamma: jax.Array, share: jax.Array, is_finite: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function gamma m + share r of two leaves, in the dtype of m; what overflows keeps m."""
 
-    What was learned of the curvature in an earlier basis is forgotten; the residual is kept.
+    def add(m: jax.Array, r: jax.Array) -> jax.Array:
+        new = _axpy(gamma)(m, share.astype(r.dtype) * r).astype(m.dtype)
+        return jnp.where(is_finite & jnp.isfinite(new), new, m)
 
-    Args:
-      opt_state: The state of an optimizer with `optperm.dim_reduce` anywhere in it. It is left alone. A
-        state of many replicas needs this function mapped over them, with the same basis for all:
-        `jax.pmap(optperm.set_basis, in_axes=(0, None))`, or `jax.vmap` alike, or a call within the
-        function given to `jax.shard_map`. Each takes its own rows.
-      basis: A tree like params whose leaves have a leading axis of `n_components` rows, all of them,
-        orthonormal over all leaves together, of any real floating dtypes; `optperm.pca_basis` makes one.
-
-    Returns:
-      The whole optimizer state, of the same structure, shapes and dtypes.
-
-    Raises:
-      TypeError: If a leaf is not of a real floating dtype.
-      ValueError: If there is no state of dim_reduce, or more than one, the basis does not match the
-        params in it, or (where Python can see it) its rows are not finite, or not orthonormal to
-        within 1e-3 or the rounding of their dtype. Rows of zeros are fine.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optperm
-      >>> params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
-      >>> tx = optax.chain(optax.clip(1.0), optperm.dim_reduce(n_components=1))
-      >>> basis = {"w": jnp.array([[0.6, 0.0, 0.0]]), "b": jnp.array([0.8])}
-      >>> opt_state = optperm.set_basis(tx.init(params), basis)
-      >>> bool(opt_state[1].subspace.is_set)
-      True
-    """
-    state = find_state(opt_state, DimReduceState, method="dim_reduce")
-    basis = mask_like(without_variables(basis), state.residual)
-    checks.check_real_floating("basis", basis, advice="Leave the others out of the optimizer.")
-    k = state.last_gradient.shape[-1]
-    wanted = jax.tree.map(
-        lambda m: jax.ShapeDtypeStruct((k, *jnp.shape(m)), jnp.float32), state.residual
-    )
-    checks.check_same_tree("basis", basis, wanted, source="the optimizer state", dtypes=False)
-    is_finite = all_finite(basis)
-    if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
-        raise ValueError("basis has entries that are not finite: take it from finite snapshots.")
-    _check_orthonormal(basis, k)
-    first_row = state.subspace.first_row
-    rows = jax.tree.map(
-        lambda leaf, held: own_rows(shard_like(leaf, held), first_row, held.shape[0]),
-        basis,
-        state.subspace.rows,
-    )
-    subspace = Subspace(rows, first_row, jnp.ones_like(state.subspace.is_set))
-    new = cast_like(with_fresh_curvature(state)._replace(subspace=subspace), state)
-    return replace_state(opt_state, DimReduceState, new, method="dim_reduce")
+    return add
 
 
-def _check_orthonormal(basis: optax.Params, k: int) -> None:
-    """Raises a ValueError unless all rows that are not zero are orthonormal, where Python can see it."""
-    leaves, dtype = jax.tree.leaves(basis), accumulation_dtype(basis)
-    wide = [jnp.asarray(leaf, dtype) for leaf in leaves]
-    gram = sum((inner_products(leaf, leaf) for leaf in wide), start=jnp.zeros((k, k), dtype))
-    if not leaves or isinstance(gram, jax.core.Tracer):
-        return
-    products = np.asarray(gram)
-    wanted = np.diag(products.diagonal() > 0).astype(products.dtype)
-    gaps = np.abs(products - wanted)
-    i, j = np.unravel_index(gaps.argmax(), gaps.shape)
-    # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.
-    tolerance = max(1e-3, *(2 * float(jnp.finfo(jnp.result_type(leaf)).eps) for leaf in leaves))
-    if gaps[i, j] > tolerance:
-        raise ValueError(
-            f"basis must have orthonormal rows, but the inner product of rows {i} and {j} is "
-            f"{products[i, j]:.6g}, {gaps[i, j]:.3g} from {wanted[i, j]:g}, where {tolerance:.2g} is "
-            "allowed. optperm.pca_basis makes such rows of snapshots, jnp.linalg.qr of other vectors."
-        )
+def _size_of_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether all of it is finite, and whether it is but the rounding of a gradient of a known size."""
+    is_known = (size > 0) & jnp.isfinite(size)
+    scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
+    parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]
+    squares = sum(parts, start=jnp.zeros_like(size))
+    # One pass tells both, unless squares of finite numbers overflow.
+    is_finite = cond(jnp.isfinite(squares), lambda: jnp.ones([], jnp.bool_), lambda: all_finite(r))
+    limit = (_ROUNDINGS * jnp.finfo(size.dtype).eps) ** 2
+    return is_finite, is_known & (squares <= limit)
 
 
-def with_fresh_curvature(state: DimReduceState) -> DimReduceState:
-    """The state as before the first step, but for the residual and the inner optimizer."""
-    return state._replace(
-        inverse_hessian=jnp.eye(state.last_move.shape[0], dtype=state.last_move.dtype),
-        last_gradient=jnp.zeros_like(state.last_gradient),
-        has_last=jnp.zeros_like(state.has_last),
-        last_move=jnp.zeros_like(state.last_move),
-    )
-
-
-def _bfgs(state: DimReduceState, gk: jax.Array, curvature: Curvature) -> jax.Array:
-    """B after the pair (s, y), if there is one and its curvature is positive."""
-    hessian, s = state.inverse_hessian, state.last_move
-    y = gk - state.last_gradient
-    ys = _dot(y, s)
-    if curvature == "absolute":
-        is_positive = ys > 1e-20
-    else:
-        eps = jnp.finfo(ys.dtype).eps
-        is_positive = ys > eps * jnp.linalg.norm(y) * jnp.linalg.norm(s)
-    is_used = state.has_last & is_positive
-    scale = 1.0 / jnp.where(is_used, ys, jnp.ones_like(ys))
-    t = jnp.eye(s.size, dtype=s.dtype) - jnp.outer(y, s) * scale
-    new = _dot(_dot(t.T, hessian), t) + jnp.outer(s, s) * scale
-    return jnp.where(is_used, new, hessian)
-
-
-def _line_search(
-    is_enough: Callable[[jax.Array], jax.Array],
-    rho: jax.Array,
-    max_steps: jax.Array,
-    axes: frozenset[str],
-) -> tuple[jax.Array, jax.Array]:
-    """The first of 1, rho, rho^2, ... that is enough, or 0; and whether there is one.
-
-    Args:
-      is_enough: Whether the step of a length lowers the loss enough.
-      rho: By which a length is multiplied to give the next one.
-      max_steps: How many are tried.
-      axes: The mapped axes over which the answers vary.
-    """
-
-    def is_searching(carry: Any) -> jax.Array:
-        index, _, is_accepted = carry
-        return ~is_accepted & (index < max_steps)
-
-    def try_next(carry: Any) -> Any:
-        index, c, _ = carry
-        is_accepted = is_enough(c)
-        return mark_varying((index + 1, jnp.where(is_accepted, c, c * rho), is_accepted), axes)
-
-    start = (jnp.zeros([], jnp.int32), jnp.ones_like(rho), jnp.zeros([], jnp.bool_))
-    _, c, is_accepted = jax.lax.while_loop(is_searching, try_next, mark_varying(start, axes))
-    return jnp.where(is_accepted, c, jnp.zeros_like(c)), is_accepted
+def _predicted(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.Array:
+    """By how much the gradient predicts that a step changes the loss."""
+    parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(f.dtype) * y.astype(f.dtype)), g, step)
+    total = sum(jax.tree.leaves(parts), start=jnp.zeros_like(f))
+    # The same on all replicas, if not by the type of their params
+    axes = tuple(sorted(varying_axes(total) - varying_axes(f)))
+    return jax.lax.pmean(total, axes) if axes else total
 
 
 def _scaled(c: jax.Array, tree: optax.Updates) -> optax.Updates:
     return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)
-
-
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -87,7 +87,8 @@ def pca_basis(
             f"them span m - 1 directions), got {available} (num_snapshots, or all): record more of "
             f"them, or ask for at most {max(available - 1, 0)} components."
         )
-    basis, rank = _pca(snapshots, jnp.asarray(valid, jnp.int32), n_components)
+    count = None if num_snapshots is None else jnp.asarray(valid, jnp.int32)
+    basis, rank = _pca(snapshots, count, n_components)
     if not isinstance(rank, jax.core.Tracer) and rank < n_components:
         raise ValueError(
             f"The snapshots span {int(rank)} directions about their mean, and n_components="
@@ -99,23 +100,25 @@ def pca_basis(
 
 @functools.partial(jax.jit, static_argnames="n_components")
 def _pca(
-    snapshots: optax.Params, num_snapshots: jax.Array, n_components: int
+    snapshots: optax.Params, num_snapshots: jax.Array | None, n_components: int
 ) -> tuple[optax.Params, jax.Array]:
     def room(leaf: jax.Array) -> jax.Array:
         rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
         return mark_varying(rows, varying_axes(snapshots, num_snapshots))
 
-    return principal_rows(jax.tree.map(room, snapshots), (snapshots,), n_components, num_snapshots)
+    rows = jax.tree.map(room, snapshots)
+    return principal_rows(rows, (snapshots,), n_components, num_snapshots=num_snapshots)
 
 
 def principal_rows(
     rows: optax.Params,
     blocks: tuple[optax.Params, ...],
     n_components: int,
-    num_snapshots: jax.Array,
     *,
+    num_snapshots: jax.Array | None = None,
     first_row: jax.Array | int = 0,
     in_place: bool = False,
+    is_centered: bool = True,
 ) -> tuple[optax.Params, jax.Array]:
     """Writes principal components over `rows`, or as many of them as it has room for.
 
@@ -123,28 +126,38 @@ def principal_rows(
       rows: What to write over, a tree of leaves with a leading axis.
       blocks: The snapshots, in one or more trees of consecutive ones.
       n_components: The number of components.
-      num_snapshots: How many of the snapshots are valid.
+      num_snapshots: How many of the snapshots are valid; None for all.
       first_row: The component that the first row is to hold. Rows past the last one become zero.
       in_place: Whether `rows` holds the first snapshots itself, ahead of those in `blocks`.
+      is_centered: Whether the components are those of displacements from the mean, or of the snapshots.
 
     Returns:
       The rows, and how many of the components the snapshots determine.
     """
+    rows, blocks = _without_derivative((rows, blocks))
     outs, structure = jax.tree.flatten(rows)
     blocks = (rows, *blocks) if in_place else blocks
     columns = list(zip(*([_cut(leaf) for leaf in jax.tree.leaves(b)] for b in blocks), strict=True))
     with jax.enable_x64(True):
         axes = varying_axes(rows, blocks, num_snapshots, first_row)
         total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
+        is_valid = None
+        if num_snapshots is not None:
+            is_valid = jnp.arange(total, dtype=jnp.int32) < num_snapshots
+        read = functools.partial(_displacements, is_valid=is_valid, is_centered=is_centered)
         gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
         for parts in columns:
-            gram += _sum_over_chunks(_products, parts)
-        coefficients, rank, needs_care = _coefficients(gram, n_components, num_snapshots)
+            gram += _sum_over_chunks(read, _products, parts)
+        valid = jnp.ones(total) if is_valid is None else is_valid.astype(jnp.float64)
+        center = _centering(valid) if is_centered else jnp.diag(valid)
+        coefficients, rank, needs_care = _coefficients(gram, n_components, center)
 
         def orthonormalized() -> jax.Array:
             products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
             for parts in columns:
-                products += _sum_over_chunks(lambda x: _products(_combine(coefficients, x)), parts)
+                products += _sum_over_chunks(
+                    read, lambda x: _products(_combine(coefficients, x)), parts
+                )
             # So close to the identity that float32 is enough; rows of zeros stay what they are.
             is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
             factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
@@ -157,31 +170,53 @@ def principal_rows(
         written = []
         for out, parts in zip(outs, columns, strict=True):
             mine = own_rows(coefficients, first_row, out.shape[0])
-            written.append(_write_combinations(mine, out, parts, in_place=in_place))
+            written.append(_write_combinations(read, mine, out, parts, in_place=in_place))
         return jax.tree.unflatten(structure, written), rank
 
 
+@jax.custom_jvp
+def _without_derivative(snapshots: Any) -> Any:
+    """The snapshots, with an error in the place of a derivative."""
+    return snapshots
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(*_: Any) -> Any:
+    raise TypeError(
+        "pca_basis and the basis of dldr have no derivative with respect to the snapshots: where it "
+        "is not wanted, pass jax.lax.stop_gradient(snapshots)."
+    )
+
+
+def _centering(valid: jax.Array) -> jax.Array:
+    """The matrix that takes the mean of the valid snapshots off each of them."""
+    return jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
+
+
 def _coefficients(
-    gram: jax.Array, n_components: int, num_snapshots: jax.Array
+    gram: jax.Array, n_components: int, center: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The matrix that makes rows of displacements from the first snapshot, (k, m).
+    """The matrix that makes rows of what the Gram matrix is of, (k, m).
+
+    Args:
+      gram: The inner products.
+      n_components: k.
+      center: What is to be done to the snapshots first, (m, m).
 
     Returns:
       The matrix, the number of its rows that are not zero, and whether the last of those belongs to so
       small an eigenvalue that the rounding of the Gram matrix shows in its angles to the others.
     """
     m = gram.shape[0]
-    valid = (jnp.arange(m, dtype=jnp.int32) < num_snapshots).astype(jnp.float64)
-    centering = jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
     gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
-    values, vectors = jnp.linalg.eigh(_combine(_combine(centering, gram), centering))
+    values, vectors = jnp.linalg.eigh(_combine(_combine(center, gram), center))
     values, vectors = values[::-1][:n_components], vectors[:, ::-1][:, :n_components].T
     largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
     determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
 
     sides = jax.vmap(_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
     scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
-    coefficients = (sides * scales)[:, None] * _combine(vectors, centering)
+    coefficients = (sides * scales)[:, None] * _combine(vectors, center)
     needs_care = jnp.any(determined & (values < 1e-9 * largest))
     return coefficients, jnp.sum(determined, dtype=jnp.int32), needs_care
 
@@ -243,21 +278,37 @@ def _chunks(parts: tuple[jax.Array, ...]) -> tuple[int, int, int]:
     return axis, width, shape[axis] // max(width, 1)
 
 
-def _displacements(parts: tuple[jax.Array, ...], axis: int, start: Any, width: int) -> jax.Array:
-    """A slice through all snapshots, as differences from the first one: exact, and small."""
+def _displacements(
+    parts: tuple[jax.Array, ...],
+    axis: int,
+    start: Any,
+    width: int,
+    *,
+    is_valid: jax.Array | None,
+    is_centered: bool,
+) -> jax.Array:
+    """A slice through all snapshots, as differences from the first one, exact and small, if centered.
+
+    Those that are not valid are zero, whatever they hold.
+    """
     slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis) for part in parts]
     wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
-    return wide - wide[:1]
+    wide = wide - wide[:1] if is_centered else wide
+    if is_valid is None:
+        return wide
+    return jnp.where(jnp.expand_dims(is_valid, tuple(range(1, wide.ndim))), wide, 0.0)
 
 
 def _sum_over_chunks(
-    function: Callable[[jax.Array], jax.Array], parts: tuple[jax.Array, ...]
+    read: Callable[..., jax.Array],
+    function: Callable[[jax.Array], jax.Array],
+    parts: tuple[jax.Array, ...],
 ) -> jax.Array:
     """Adds up a function of slices through all snapshots, and then the pieces."""
     axis, width, whole = _chunks(parts)
 
     def of_slice(start: Any, width: int) -> jax.Array:
-        return function(_displacements(parts, axis, start, width))
+        return function(read(parts, axis, start, width))
 
     def add(index: Any, total: jax.Array) -> jax.Array:
         return total + of_slice(index * np.int32(width), width)
@@ -270,7 +321,12 @@ def _sum_over_chunks(
 
 
 def _write_combinations(
-    coefficients: jax.Array, out: jax.Array, parts: tuple[jax.Array, ...], *, in_place: bool
+    read: Callable[..., jax.Array],
+    coefficients: jax.Array,
+    out: jax.Array,
+    parts: tuple[jax.Array, ...],
+    *,
+    in_place: bool,
 ) -> jax.Array:
     """Writes coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
     axis, width, whole = _chunks(parts)
@@ -280,7 +336,7 @@ def _write_combinations(
 
     def write(rows: jax.Array, start: Any, width: int) -> jax.Array:
         now = (rows, *parts[1:]) if in_place else parts
-        product = _combine(coefficients, _displacements(now, axis, start, width))
+        product = _combine(coefficients, read(now, axis, start, width))
         product = jnp.where(is_row, product, 0.0)
         return jax.lax.dynamic_update_slice_in_dim(rows, product.astype(rows.dtype), start, axis)
 

@@ -13,7 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import AxisName, all_gather, mark_varying, varying_axes
+from optperm.contract.mapped_axes import (
+    AxisName,
+    all_gather,
+    axis_names,
+    mark_varying,
+    varying_axes,
+)
 from optperm.contract.shardings import explicit_sharding, rows_like
 
 if TYPE_CHECKING:
@@ -26,50 +32,89 @@ _PRECISION = jax.lax.Precision.HIGHEST
 class Subspace(NamedTuple):
     r"""Orthonormal rows :math:`P` over all params, or those of them that one replica holds.
 
+    `optperm.dldr` sets the one in the state of its subspace optimizer, in any nesting. An optimizer that
+    holds one reads it, and hands it on as it is.
+
     Attributes:
       rows: Those of this replica, in float32, or float64 for float64 params; zero until they are set and
         where there are fewer than there is room for.
-      first_row: The number of the first of them among all rows; 0 without an axis of replicas.
-      is_set: Whether there is a basis yet.
+      first_row: The number of the first of them among all rows, as a sum with one part for each axis
+        over which rows are spread, by its name; empty without such an axis.
+      determined: Which of all rows there are.
     """
 
     rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
-    first_row: Int32[Array, ""]
-    is_set: Bool[Array, ""]
+    first_row: PyTree[Int32[Array, ""]]
+    determined: Bool[Array, "k"]
+
+    @property
+    def is_centered(self) -> bool:
+        """Whether the rows are components of displacements from the mean of the snapshots."""
+        return True
+
+    @property
+    def is_set(self) -> jax.Array:
+        """Whether there is a basis."""
+        return jnp.any(self.determined, axis=-1)
+
+    @property
+    def axis_name(self) -> tuple[str, ...] | None:
+        """The axes over which rows, and with them the batch, are spread."""
+        return tuple(sorted(self.first_row)) or None
+
+    @property
+    def own_first_row(self) -> jax.Array:
+        """The number of this replica's first row among all rows."""
+        return sum(self.first_row.values(), start=jnp.zeros([], jnp.int32))
 
 
-def empty_subspace(params: optax.Params, n_components: int, axis_name: AxisName | None) -> Subspace:
+class Span(Subspace):
+    """The same for components of the snapshots themselves, which span the way to their mean as well."""
+
+    __slots__ = ()
+
+    @property
+    def is_centered(self) -> bool:
+        """They are components of the snapshots as they are."""
+        return False
+
+
+def empty_subspace(
+    params: optax.Params,
+    n_components: int,
+    axis_name: AxisName | None,
+    kind: type[Subspace] = Subspace,
+) -> Subspace:
     """Room for ceil(k / R) rows on each of R replicas, each row sharded like the params.
 
     Raises:
       ValueError: If the axis is not bound where this is called.
     """
-    num_rows, first_row = n_components, jnp.zeros([], jnp.int32)
-    if axis_name is not None and jax.tree.leaves(params):
+    num_rows, names = n_components, sorted(axis_names(axis_name), reverse=True)
+    first_row = {name: jnp.zeros([], jnp.int32) for name in names}
+    if names and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))
-        first_row = jnp.asarray(jax.lax.axis_index(axis_name) * num_rows, jnp.int32)
+        stride = num_rows
+        for name in names:
+            first_row[name] = jnp.asarray(jax.lax.axis_index(name) * stride, jnp.int32)
+            stride *= jax.lax.axis_size(name)
     rows = jax.tree.map(lambda leaf: rows_like(leaf, num_rows, accumulation_dtype(leaf)), params)
     rows = mark_varying(rows, varying_axes(first_row))
-    return Subspace(rows, first_row, jnp.zeros([], jnp.bool_))
+    return kind(rows, first_row, jnp.zeros(n_components, jnp.bool_))
 
 
-def project(
-    subspace: Subspace,
-    tree: optax.Updates,
-    n_components: int,
-    dtype: Any,
-    axis_name: AxisName | None,
-) -> jax.Array:
+def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Array:
     """P g, (k,): every replica's part, gathered."""
+    n_components = subspace.determined.size
     products = jax.tree.map(inner_products, subspace.rows, tree)
     parts = [part.astype(dtype) for part in jax.tree.leaves(products)]
     if not parts:
         return jnp.zeros(n_components, dtype)
     own = functools.reduce(jnp.add, parts)
-    if axis_name is None:
+    if subspace.axis_name is None:
         return own
-    return all_gather(own, axis_name, tiled=True)[:n_components]
+    return all_gather(own, subspace.axis_name, tiled=True)[:n_components]
 
 
 def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
@@ -89,20 +134,18 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
     )
 
 
-def lift(
-    subspace: Subspace, coefficients: jax.Array, axis_name: AxisName | None
-) -> tuple[optax.Updates, ...]:
+def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ...]:
     """P' c for each row c of the coefficients, (number, k), in one pass over P and one psum."""
 
     def combine(rows: jax.Array) -> jax.Array:
         own = coefficients
-        if axis_name is not None:
-            own = own_rows(coefficients.T, subspace.first_row, rows.shape[0]).T
+        if subspace.axis_name is not None:
+            own = own_rows(coefficients.T, subspace.own_first_row, rows.shape[0]).T
         return jax.lax.dot_general(
             own.astype(rows.dtype), rows, (((1,), (0,)), ((), ())), precision=_PRECISION
         )
 
-    combined = sum_over(jax.tree.map(combine, subspace.rows), axis_name)
+    combined = sum_over(jax.tree.map(combine, subspace.rows), subspace.axis_name)
     return tuple(
         jax.tree.map(lambda leaf, i=i: leaf[i], combined) for i in range(coefficients.shape[0])
     )

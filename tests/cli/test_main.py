@@ -190,7 +190,7 @@ def test_evaluate_notices_what_was_changed(flags, data, files, tmp_path, error_l
 
 def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
     sampling = ["--start", "3", "--sample-every", "3", "--num-samples", "4", "--n-components", "3"]
-    flags += ["--batch-size", "30", "--epochs", "7", "--second-phase", "sgd"]
+    flags += ["--batch-size", "30", "--epochs", "7", "--second", "project"]
     assert main(["train", "dldr", *flags, *sampling]) == 0
     # Of two steps an epoch, snapshots are taken before the steps 3, 6, 9 and 12, counted from 0.
     taken = [0, 0, 1, 1, 2, 3, 3]
@@ -259,6 +259,7 @@ def test_a_run_that_diverges_fails_and_says_where(flags, files, tmp_path, capsys
         ("agn --communication-period 0", "communication_period must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
         ("dldr --num-samples 4 --n-components 4", "needs num_samples of at least 5"),
+        ("dldr --second adam", "second must be one of 'dim_reduce', 'project', 'twa', got 'adam'"),
         ("constant-sgd --estimator single_example", "per_example or two_batches"),
         ("adam --model cnn", "--model cnn needs images"),
         ("sgd --devices 7", "--batch-size 10 on each of 7 devices is more than the 64 training"),

@@ -82,7 +82,8 @@ def test_params_in_any_container(ours, container):
 def test_containers_within_each_other_train(ours):
     """The kernel among them moves."""
     params = CONTAINERS["nested"](support.random_params())
-    after, _ = train(ours, params)[-1]
+    opt_state = ours.prepared(ours.make().init(params), params)
+    after, _ = train(ours, params, opt_state=opt_state)[-1]
     assert support.signature(after) == support.signature(params)
     assert not np.array_equal(after["layer"][0], params["layer"][0])
 
@@ -176,7 +177,7 @@ def test_mixed_dtypes_keep_theirs(ours):
         dtypes = ("float16", "bfloat16", "float32", "float64")
         params = {name: jax.random.normal(jax.random.key(0), (9, 2), name) for name in dtypes}
         tx = ours.make()
-        opt_state = jax.jit(tx.init)(params)
+        opt_state = ours.prepared(jax.jit(tx.init)(params), params)
 
         @jax.jit
         def step(params, opt_state):

@@ -1,5 +1,7 @@
 """Two phases in one optimizer: where it arrives, the switch, resuming, replicas, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import loops
@@ -15,8 +17,13 @@ import optperm
 pytestmark = pytest.mark.usefixtures("lenient")
 
 # Steps 2, 4, 6 and 8 are sampled; step 8 is the first in the subspace.
-OPTIONS = {"start": 2, "sample_every": 2, "num_samples": 4, "n_components": 3}
+OPTIONS = {"start": 2, "sample_every": 2, "num_samples": 4}
 SWITCH = 8
+SECOND = {
+    "dim_reduce": functools.partial(optperm.dim_reduce, n_components=3),
+    "project": functools.partial(optperm.project, 3, optax.sgd(1e-3)),
+    "twa": functools.partial(optperm.twa, 4, optax.sgd(1e-3)),
+}
 
 
 def trail_of(tx, data, params=None, opt_state=None, how="jit"):
@@ -24,33 +31,167 @@ def trail_of(tx, data, params=None, opt_state=None, how="jit"):
     return loops.train(tx, params, data, evaluate=valley.evaluate, how=how, opt_state=opt_state)
 
 
-@pytest.mark.parametrize("phase", ["bfgs", "sgd"])
-def test_it_is_the_parts_one_after_the_other(phase):
-    """The optimizer, then what the other part gives with the samples' components, to rounding."""
-    data = valley.batches(16)[:, 0]
-    first = optax.sgd(2e-3, momentum=0.5)
-    options = {"max_search_steps": 15} if phase == "bfgs" else {"second_optimizer": optax.sgd(1e-3)}
-    trail = trail_of(optperm.dldr(first, **OPTIONS, second_phase=phase, **options), data)
-    alone = [params for params, _ in trail_of(first, data[:SWITCH])]
-    for (got, _), wanted in zip(trail, alone, strict=False):
-        support.assert_close(got, wanted, rtol=1e-6)
-    before = [valley.start(), *alone]
-    basis = optperm.pca_basis(replicas.stack([before[i] for i in (2, 4, 6, 8)]), 3)
-    support.assert_close(trail[SWITCH][1].second.subspace.rows, basis, atol=1e-6, rtol=1e-7)
-    if phase == "bfgs":
-        tx = optperm.dim_reduce(n_components=3, **options)
-        opt_state = optperm.set_basis(tx.init(valley.start()), basis)
-        steps = trail_of(tx, data[SWITCH:], before[SWITCH], opt_state)
-        assert np.any([state.step_length > 0 for _, state in steps])
-        then = [params for params, _ in steps]
+def in_float32(tree):
+    return jax.tree.map(np.float32, tree)
+
+
+def samples_of(trail):
+    """The params at the steps that are sampled."""
+    before = [valley.start(), *(params for params, _ in trail)]
+    return [before[step] for step in (2, 4, 6, 8)]
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_it_is_the_parts_one_after_the_other(name):
+    """The optimizer, then the other one from there with the samples' components, to rounding."""
+    data, first, tx = valley.batches(16)[:, 0], optax.sgd(2e-3, momentum=0.5), SECOND[name]()
+    trail = trail_of(optperm.dldr(first, tx, **OPTIONS), data)
+    alone = trail_of(first, data[:SWITCH])
+    support.assert_close([p for p, _ in trail[:SWITCH]], [p for p, _ in alone], rtol=1e-6)
+    samples = replicas.stack(samples_of(alone))
+    if name == "twa":
+        basis = jax.tree.map(jnp.asarray, trail[SWITCH][1].second.subspace.rows)
+        p, w = valley.flat(basis).astype(np.float64), valley.flat(samples)
+        np.testing.assert_allclose(p @ p.T, np.eye(4), atol=1e-5)
+        np.testing.assert_allclose(w @ p.T @ p, w, atol=1e-6)  # the span of the samples themselves
     else:
-        p, x, then = valley.flat(basis), np.append(before[SWITCH]["a"], before[SWITCH]["b"]), []
-        for batch in data[SWITCH:]:
-            g = jax.grad(valley.loss_fn)({"a": x[:5, None], "b": x[5]}, batch)
-            x = x - 1e-3 * p.T @ (p @ np.append(g["a"], g["b"]))
-            then.append({"a": x[:5, None], "b": x[5]})
-    for (got, _), wanted in zip(trail[SWITCH:], then, strict=True):
+        basis = optperm.pca_basis(samples, 3)
+        support.assert_close(trail[SWITCH][1].second.subspace.rows, basis, atol=1e-6, rtol=1e-7)
+    opt_state = optperm.set_basis(tx.init(valley.start()), basis)
+    then = trail_of(tx, data[SWITCH:], alone[-1][0], opt_state)
+    assert name != "dim_reduce" or np.any([state.step_length > 0 for _, state in then])
+    for (got, _), (wanted, _) in zip(trail[SWITCH:], then, strict=True):
         support.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_any_transformation_that_holds_a_subspace():
+    """In a chain behind a clipping, whose own schedule begins with the second phase."""
+    rate = optax.linear_schedule(1e-3, 0.0, 4)
+    chained = optax.chain(optax.clip(1.0), optperm.project(3, optax.sgd(rate)))
+    trail = trail_of(optperm.dldr(optax.sgd(2e-3), chained, **OPTIONS), valley.batches(14)[:, 0])
+    x = [np.append(params["a"], params["b"]) for params, _ in trail]
+    p = valley.flat(trail[-1][1].second[1].subspace.rows)
+    moves = np.diff(x[SWITCH - 1 :], axis=0)
+    np.testing.assert_allclose(moves @ p.T @ p, moves, atol=1e-6)
+    assert np.all(np.linalg.norm(moves[:4], axis=1) > 1e-5)
+    assert not np.any(moves[4:])
+
+
+@pytest.mark.parametrize("restart", ["first", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_step_that_switches_puts_the_params_there(restart, dtype):
+    """On the first sample bit for bit, or on the mean in float32; and it takes no step from there."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf + 0.1, dtype), valley.start())
+    data, tx = valley.batches(12)[:, 0], SECOND["dim_reduce"]()
+    both = optperm.dldr(optax.sgd(2e-3), tx, **OPTIONS, restart=restart)
+    trail = trail_of(both, data, params)
+    samples = [(params, None), *trail][2 : SWITCH + 1 : 2]
+    wanted = samples[0][0]
+    if restart == "mean":
+        stacked = replicas.stack([in_float32(params) for params, _ in samples])
+        wanted = jax.tree.map(lambda leaf: np.mean(leaf, axis=0).astype(dtype), stacked)
+        tolerance = 2e-7 if dtype == "float32" else 4e-3
+        got = in_float32(trail[SWITCH][0])
+        support.assert_close(got, in_float32(wanted), rtol=tolerance)
+    else:
+        support.assert_same_bits(trail[SWITCH][0], wanted)
+    assert trail[SWITCH][1].is_restarted
+    assert not trail[SWITCH + 1][1].is_restarted
+    fresh = tx.init(params)
+    second = trail[SWITCH][1].second
+    support.assert_same_bits(second._replace(subspace=fresh.subspace), fresh)
+    alone = trail_of(tx, data[SWITCH + 1 :], trail[SWITCH][0], second)
+    exactly = {"rtol": 1e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 1e-2}
+    for (got, _), (expected, _) in zip(trail[SWITCH + 1 :], alone, strict=True):
+        support.assert_close(in_float32(got), in_float32(expected), **exactly)
+
+
+def test_the_authors_rule():
+    """P-BFGS from the first snapshot as in the authors' code: rho .4, alpha 0, 20 trials."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        noise = rng.normal(size=(16, 2, 6))
+        x = rng.normal(size=6)
+        start = {"a": jnp.asarray(x[:5, None]), "b": jnp.asarray(x[5])}
+
+        def loss_of(x, batch):
+            return 0.5 * np.mean(np.sum(valley.SCALES * (x - batch) ** 2, axis=-1))
+
+        def gradient_of(x, batch):
+            return valley.SCALES * (x - batch.mean(axis=0))
+
+        snapshots = []
+        for t in range(5):
+            snapshots.append(x)
+            x = x - 1e-3 * gradient_of(x, noise[t])
+        w = np.array(snapshots) - np.mean(snapshots, axis=0)
+        p = np.linalg.svd(w, full_matrices=False)[2][:3]
+        x, b, last, s, wanted, tries = snapshots[0], np.eye(3), None, None, [], []
+        for batch in noise[5:]:
+            g = p @ gradient_of(x, batch)
+            if last is not None and (ys := (g - last) @ s) > 1e-20:
+                t = np.eye(3) - np.outer(g - last, s) / ys
+                b = t.T @ b @ t + np.outer(s, s) / ys
+            last, s = g, -b @ g
+            decrease, count = 0.4 * g @ s, 0
+            while loss_of(x + p.T @ s, batch) >= loss_of(x, batch) + decrease:
+                s, decrease, count = 0.4 * s, 0.4 * decrease, count + 1
+            x = x + p.T @ s
+            wanted.append(x)
+            tries.append(count + 1)
+        assert 1 < max(tries) <= 20
+
+        setting = optperm.dim_reduce(
+            n_components=3, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
+        )
+        tx = optperm.dldr(optax.sgd(1e-3), setting, sample_every=1, num_samples=5, restart="first")
+        # The step that switches puts the params on the first snapshot, whatever its batch is.
+        data = np.concatenate([noise[:4], noise[4:5], noise[5:]])
+        trail = trail_of(tx, data, start)[5:]
+        got = [np.append(params["a"], params["b"]) for params, _ in trail]
+        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-9)
+        assert [int(state.second.num_trials) for _, state in trail] == tries
+
+
+@pytest.mark.parametrize("value", ["unmoved", "spoiled"])
+def test_without_a_subspace_the_first_phase_goes_on(value):
+    """Snapshots that do not differ, or are not finite, have no components, and no basis is set."""
+    first = optax.sgd(2e-3, momentum=0.5)
+    schedule = optax.masked(first, lambda p: jax.tree.map(lambda _: True, p))
+    still = optperm.switch_after(SWITCH + 1, optax.set_to_zero(), schedule)
+    params = valley.start()
+    if value == "spoiled":
+        params = params | {"b": np.float32(np.nan)}
+    data = [np.ones((2, 6), np.float32)] * 16
+    tx = optperm.dldr(still, SECOND["dim_reduce"](), **OPTIONS, restart="first")
+    trail = trail_of(tx, data, params)
+    assert not trail[-1][1].second.subspace.is_set
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(trail[-1][1].second.subspace.rows))
+    if value == "unmoved":
+        alone = trail_of(still, data, params)
+        support.assert_close([p for p, _ in trail], [p for p, _ in alone], rtol=1e-6)
+        assert valley.loss_fn(trail[-1][0], data[0]) < valley.loss_fn(params, data[0])
+
+
+def test_trained_averaging_is_that_of_the_authors():
+    """From the mean, by momentum SGD on the projection to the span, as by orthogonalized snapshots."""
+    data, first = valley.batches(30)[:, 0], optax.sgd(2e-3)
+    for optimizer in (optax.sgd(5e-3, momentum=0.9), optax.adam(0.02)):
+        tx = optperm.dldr(first, optperm.twa(4, optimizer), **OPTIONS, restart="mean")
+        trail = trail_of(tx, data)
+        w = valley.flat(replicas.stack(samples_of(trail)))
+        q = np.linalg.qr(w.T.astype(np.float64))[0].T
+        x, velocity = w.mean(axis=0), 0.0
+        ends = [np.append(params["a"], params["b"]) for params, _ in trail[SWITCH:]]
+        np.testing.assert_allclose(ends[0], x, rtol=1e-6)
+        np.testing.assert_allclose(ends @ q.T @ q, ends, rtol=1e-4, atol=1e-5)
+        if not isinstance(optimizer.init(jnp.zeros(4))[0], optax.TraceState):
+            continue
+        for got, batch in zip(ends[1:], data[SWITCH + 1 :], strict=True):
+            g = valley.SCALES * (x - batch.mean(axis=0))
+            velocity = 0.9 * velocity + q.T @ (q @ g)
+            x = x - 5e-3 * velocity
+            np.testing.assert_allclose(got, x, rtol=1e-3, atol=1e-4)
 
 
 def test_a_quadratic_in_ten_dimensions():
@@ -82,26 +223,29 @@ def test_a_quadratic_in_ten_dimensions():
             return int(jax.jit(lambda c: jax.lax.while_loop(is_far, go, c))((x, tx.init(x), 0))[2])
 
         tx = optperm.dldr(
-            optax.sgd(rate), sample_every=1, num_samples=k + 1, n_components=k, max_search_steps=30
+            optax.sgd(rate), optperm.dim_reduce(n_components=k), sample_every=1, num_samples=k + 1
         )
         ours = steps_to_optimum(tx, 10_000)
         plain = steps_to_optimum(optax.sgd(rate), 100_000)
     assert 10 * ours <= plain < 100_000, (ours, plain)
 
 
-@pytest.mark.parametrize("phase", ["bfgs", "sgd"])
-def test_a_scan_goes_through_the_switch(phase):
+@pytest.mark.parametrize(
+    ("name", "restart"), [("dim_reduce", "last"), ("project", "first"), ("twa", "mean")]
+)
+def test_a_scan_goes_through_the_switch(name, restart):
     """One scan over both phases gives the steps one by one."""
-    tx = optperm.dldr(optax.adam(0.05), **OPTIONS, second_phase=phase)
+    tx = optperm.dldr(optax.adam(0.05), SECOND[name](), **OPTIONS, restart=restart)
     data = valley.batches(14)[:, 0]
     params, opt_state = trail_of(tx, data, how="scan")[-1]
     support.assert_close(params, trail_of(tx, data)[-1][0], rtol=1e-4, atol=1e-5)
     assert opt_state.second.subspace.is_set
 
 
-def test_resumed_on_either_side_of_the_switch_and_at_it():
+@pytest.mark.parametrize("restart", ["last", "mean"])
+def test_resumed_on_either_side_of_the_switch_and_at_it(restart):
     """Bit-identical from a state on the host before, at and after the step that computes the basis."""
-    tx = optperm.dldr(optax.adam(0.05), **OPTIONS, max_search_steps=8)
+    tx = optperm.dldr(optax.adam(0.05), SECOND["dim_reduce"](), **OPTIONS, restart=restart)
     data = valley.batches(14)[:, 0]
     trail = trail_of(tx, data)
     for taken in (SWITCH - 1, SWITCH, SWITCH + 1, SWITCH + 3):
@@ -113,15 +257,22 @@ def test_resumed_on_either_side_of_the_switch_and_at_it():
 
 
 @pytest.mark.parametrize(
-    ("phase", "size", "mapping"),
-    [("bfgs", 2, "pmap"), ("bfgs", 4, "shard_map"), ("sgd", 4, "shard_map")],
+    ("name", "size", "mapping", "restart"),
+    [
+        ("dim_reduce", 2, "pmap", "last"),
+        ("dim_reduce", 4, "shard_map", "first"),
+        ("project", 4, "shard_map", "last"),
+        ("twa", 3, "shard_map", "mean"),
+        ("twa", 2, "vmap", "mean"),
+    ],
 )
-def test_on_many_devices_as_on_one(phase, size, mapping):
+def test_on_many_devices_as_on_one(name, size, mapping, restart):
     """Each has its share of the batch and of the rows, in both phases and through the switch."""
-    data = valley.batches(12, 4)
-    options = OPTIONS | {"second_phase": phase}
-    alone = trail_of(optperm.dldr(optax.sgd(2e-3), **options), data.reshape(len(data), -1, 6))
-    tx = optperm.dldr(optax.sgd(2e-3), **options, axis_name=replicas.AXIS)
+    data = valley.batches(12, 12)
+    options = OPTIONS | {"restart": restart}
+    alone = optperm.dldr(optax.sgd(2e-3), SECOND[name](), **options)
+    alone = trail_of(alone, data.reshape(len(data), -1, 6))
+    tx = optperm.dldr(optax.sgd(2e-3), SECOND[name](axis_name=replicas.AXIS), **options)
     params = replicas.stack([valley.start()] * size)
     opt_state = replicas.MAPPINGS[mapping](tx.init, size)(params)
     trail = loops.train(
@@ -136,19 +287,20 @@ def test_on_many_devices_as_on_one(phase, size, mapping):
     for (params, _), (wanted, _) in zip(trail, alone, strict=True):
         for index in range(size):
             support.assert_close(replicas.take(params, index), wanted, rtol=1e-4, atol=1e-5)
-    assert trail[-1][1].second.subspace.rows["b"].shape == (size, -(-3 // size))
+    k = 4 if name == "twa" else 3
+    assert trail[-1][1].second.subspace.rows["b"].shape == (size, -(-k // size))
 
 
-@pytest.mark.parametrize("phase", ["bfgs", "sgd"])
-def test_a_gradient_that_is_not_finite_skips_a_step_in_either_phase(phase):
+@pytest.mark.parametrize("name", SECOND)
+def test_a_gradient_that_is_not_finite_skips_a_step_in_either_phase(name):
     """Nothing but the count and what was sampled changes."""
-    tx = optperm.dldr(optax.adam(0.05), **OPTIONS, second_phase=phase)
+    tx = optperm.dldr(optax.adam(0.05), SECOND[name](), **OPTIONS)
     trail, spoiled = trail_of(tx, valley.batches(12)[:, 0]), np.full((2, 6), np.nan, np.float32)
     for taken in (3, 11):
         params, opt_state = trail[taken - 1]
         ((after, state_after),) = trail_of(tx, [spoiled], params, opt_state)
         support.assert_same_bits(after, params)
         support.assert_same_bits(state_after.optimizer_state, opt_state.optimizer_state)
-        if phase == "sgd":
+        if name != "dim_reduce":
             support.assert_same_bits(state_after.second, opt_state.second)
         assert state_after.count == taken + 1

@@ -113,6 +113,10 @@ def test_only_the_valid_snapshots_count():
     traced = jax.jit(lambda x, count: optperm.pca_basis(x, 3, num_snapshots=count))
     np.testing.assert_allclose(traced(padded, len(snapshots)), wanted, atol=1e-7)
     assert not np.any(traced(padded, 1))
+    for spoiled in (np.nan, np.inf):
+        padded[len(snapshots) :] = spoiled
+        for compute in (traced, lambda x, m: optperm.pca_basis(x, 3, num_snapshots=m)):
+            np.testing.assert_allclose(compute(padded, len(snapshots)), wanted, atol=1e-7)
 
 
 def test_what_the_snapshots_do_not_determine():
@@ -128,3 +132,17 @@ def test_what_the_snapshots_do_not_determine():
     assert not np.any(compute(np.where(x > 1, np.float32(np.nan), x)))
     with pytest.raises(ValueError, match=r"span 0 directions.*not finite"):
         optperm.pca_basis(np.where(x > 1, np.float32(np.nan), x), 3)
+
+
+def test_there_is_no_derivative():
+    """It is refused by name, where a derivative is asked for, and only there."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
+
+    def of_basis(x, stop):
+        x = jax.lax.stop_gradient(x) if stop else x
+        return jnp.sum(optperm.pca_basis(x, 3) ** 3)
+
+    for differentiate in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f), static_argnums=1)):
+        with pytest.raises(TypeError, match=r"no derivative.*stop_gradient\(snapshots\)"):
+            differentiate(of_basis)(x, False)
+        assert not np.any(differentiate(of_basis)(x, True))

@@ -159,8 +159,13 @@ def test_a_basis_is_spread_over_devices():
     """Four devices take the steps of one, whose batch they share; each holds its rows of the basis."""
 
     def run(axis_name, **options):
-        shape = {"sample_every": 1, "num_samples": 4, "n_components": 2, "axis_name": axis_name}
-        tx, params = optperm.dldr(optax.sgd(0.5), **shape), {"w": jnp.ones((fitting.FEATURES, 3))}
+        tx = optperm.dldr(
+            optax.sgd(0.5),
+            optperm.dim_reduce(n_components=2, axis_name=axis_name),
+            sample_every=1,
+            num_samples=4,
+        )
+        params = {"w": jnp.ones((fitting.FEATURES, 3))}
         start = {"opt_state": None} if axis_name else {}
         state = training.TrainState.create(apply_fn=None, params=params, tx=tx, **start)
         options = {"epochs": 2, "batch_size": BATCH, "has_aux": True, **options}
