@@ -40,6 +40,7 @@ Results = tuple[jax.Array, ...]
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
 _INTERFACE_VERSION = 1
+_LEAST = 2.0**-149  # the least positive float32
 _TARGET_NAMES = {"float32": "optperm_permute_rows_f32", "float64": "optperm_permute_rows_f64"}
 
 
@@ -91,8 +92,8 @@ def permute_rows(
     is_double = np.float64 in (weights.dtype, recommendation.dtype)
     dtype = jnp.dtype(np.float64 if is_double else np.float32)
     operands = (
-        recommendation.astype(dtype)[None],
-        weights.astype(dtype)[None],
+        _widened(recommendation, dtype)[None],
+        _widened(weights, dtype)[None],
         ranks[None],
         seeds[None],
         jnp.broadcast_to(aggressiveness, (1, *weights.shape[1:])),
@@ -103,8 +104,34 @@ def permute_rows(
     new_weights, new_ranks, moved = (result[0] for result in results)
     if dtype != weights.dtype:
         # The bits of an entry that stays need not survive the kernel's wider dtype: NaNs may not.
-        new_weights = jnp.where(new_ranks == ranks, weights, new_weights.astype(weights.dtype))
+        new_weights = jnp.where(new_ranks == ranks, weights, _narrowed(new_weights, weights.dtype))
     return new_weights, new_ranks, moved
+
+
+def _widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same numbers in float32 or float64; a plain conversion may take subnormal ones for zero."""
+    if x.dtype == jnp.bfloat16:  # the upper half of a float32
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
+    if (x.dtype, dtype) != (np.float32, np.float64):
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))
+    return jnp.where(magnitude < 0x00800000, subnormal, x.astype(dtype))
+
+
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undoes `_widened`, for numbers that are finite."""
+    if x.dtype == np.float64 and dtype != np.float16:
+        magnitude = (jnp.abs(x) / _LEAST).astype(jnp.int32)
+        subnormal = jnp.where(jnp.signbit(x), magnitude | jnp.int32(-(2**31)), magnitude)
+        subnormal = jax.lax.bitcast_convert_type(subnormal, jnp.float32)
+        x = jnp.where(jnp.abs(x) < 2.0**-126, subnormal, x.astype(jnp.float32))
+    if dtype == jnp.bfloat16:
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+        return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return x.astype(dtype)
 
 
 @functools.cache
@@ -264,9 +291,7 @@ def _permute_by_library(*arrays: np.ndarray, drop_remainder: bool) -> tuple[np.n
     entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
     entry.restype = ctypes.c_bool
     if not entry(ctypes.byref(problem)):
-        raise ValueError(
-            "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
-        )
+        raise ValueError(cycles_numpy.DAMAGED)
     return outputs
 
 

@@ -83,12 +83,25 @@ def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis not in output_axes)
 
 
+def order_keys(values: jax.Array) -> jax.Array:
+    """Integers in the order of floating numbers: 0.0 and -0.0 are tied, all NaNs are tied and last.
+
+    They are made of the bits, since devices and threads differ in whether they compare subnormal numbers
+    or take them for zero.
+    """
+    integers = jnp.dtype(f"int{8 * values.dtype.itemsize}")
+    limits = jnp.iinfo(integers)
+    bits = jax.lax.bitcast_convert_type(values, integers)
+    keys = jnp.where(bits < 0, limits.min - bits, bits)
+    return jnp.where(jnp.isnan(values), jnp.asarray(limits.max, integers), keys)
+
+
 def sort_order(columns: jax.Array) -> jax.Array:
     """Where the smallest entry of each column stands, the next one, and so on. int32.
 
-    Ties are by location, 0.0 and -0.0 being tied; NaN is last.
+    The order is that of `order_keys`, ties by location.
     """
-    order = jnp.argsort(columns, axis=0, stable=True).astype(jnp.int32)
+    order = jnp.argsort(order_keys(columns), axis=0, stable=True).astype(jnp.int32)
     return mark_varying(order, varying_axes(columns))  # of which a sort's other operands lose track
 
 
@@ -142,7 +155,8 @@ def warn_of_constant_vectors(
 
     def is_constant(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         inputs = _input_axes(leaf.ndim, resolve_output_axes(path, leaf, output_axes))
-        return bool(jnp.any(jnp.min(leaf, axis=inputs) == jnp.max(leaf, axis=inputs)))
+        keys = order_keys(leaf)
+        return bool(jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs)))
 
     with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
         constant = [

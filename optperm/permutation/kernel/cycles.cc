@@ -1,6 +1,7 @@
 #include "cycles.h"
 
 #include <algorithm>
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -60,6 +61,21 @@ inline uint32_t MultiplyHigh(uint64_t a, uint64_t b) {
   const uint64_t low = (a & 0xFFFFFFFFu) * b;
   return static_cast<uint32_t>(((a >> 32) * b + (low >> 32)) >> 32);
 }
+
+// Subnormal numbers are numbers while this lives: XLA's threads take them for zero.
+class DefaultFloats {
+ public:
+  DefaultFloats() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloats() { std::fesetenv(&saved_); }
+  DefaultFloats(const DefaultFloats&) = delete;
+  DefaultFloats& operator=(const DefaultFloats&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
 
 // Where a weight is, and its rank, which goes with it wherever it moves.
 struct Home {
@@ -628,6 +644,7 @@ TilePermuter<T>::~TilePermuter() = default;
 
 template <typename T>
 OPTPERM_FOR_EACH_PROCESSOR bool TilePermuter<T>::Permute(int64_t tile) {
+  const DefaultFloats default_floats;
   const Problem<T>& p = problem_;
   const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t batch = tile / tiles, first = tile % tiles * kTileRows;
