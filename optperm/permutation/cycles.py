@@ -39,7 +39,7 @@ Results = tuple[jax.Array, ...]
 
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 _LEAST = 2.0**-149  # the least positive float32
 _TARGET_NAMES = {"float32": "optperm_permute_rows_f32", "float64": "optperm_permute_rows_f64"}
 
@@ -345,8 +345,20 @@ def _library() -> ctypes.CDLL | None:
             continue
         library = ctypes.CDLL(str(path))
         if library.optperm_interface_version() == _INTERFACE_VERSION:
+            library.optperm_set_max_threads(ctypes.c_int64(_max_threads()))
             return library
     return None
+
+
+def _max_threads() -> int:
+    """How many threads a call of the compiled kernel may use, those of other calls not counted."""
+    if "OPTPERM_NUM_THREADS" not in os.environ:
+        affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
+    given = os.environ["OPTPERM_NUM_THREADS"]
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"OPTPERM_NUM_THREADS must be a positive integer, got {given!r}.")
+    return int(given)
 
 
 def _library_paths() -> list[pathlib.Path]:

@@ -1,9 +1,7 @@
 // What XLA calls: the kernel as a typed FFI handler, over XLA's own threads.
-#include <atomic>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
-#include <string>
+#include <algorithm>
+#include <functional>
+#include <utility>
 
 #include "cycles.h"
 #include "xla/ffi/api/ffi.h"
@@ -11,46 +9,6 @@
 namespace {
 
 namespace ffi = xla::ffi;
-
-// The tiles of one call. Each thread takes the next tile until none is left; the calling thread takes
-// part, so that the call ends even if no other thread ever becomes free.
-template <typename T>
-class SharedWork {
- public:
-  explicit SharedWork(const optperm::Problem<T>& problem)
-      : problem_(problem), tiles_(optperm::NumTiles(problem)) {}
-
-  int64_t tiles() const { return tiles_; }
-
-  void TakePart() {
-    int64_t tile = next_.fetch_add(1);
-    if (tile >= tiles_) return;
-    optperm::TilePermuter<T> permuter(problem_);
-    int64_t done = 0;
-    for (; tile < tiles_; tile = next_.fetch_add(1), ++done) {
-      if (!permuter.Permute(tile)) valid_ = false;
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    done_ += done;
-    if (done_ == tiles_) all_done_.notify_all();
-  }
-
-  // Waits for the tiles that other threads have taken. Returns whether all ranks were permutations.
-  bool Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    all_done_.wait(lock, [this] { return done_ == tiles_; });
-    return valid_;
-  }
-
- private:
-  const optperm::Problem<T> problem_;
-  const int64_t tiles_;
-  std::atomic<int64_t> next_{0};
-  std::atomic<bool> valid_{true};
-  std::mutex mutex_;
-  std::condition_variable all_done_;
-  int64_t done_ = 0;
-};
 
 template <typename Buffer>
 bool HasShape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
@@ -73,7 +31,6 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
       !HasShape(*new_ranks, {batch, n, rows}) || !HasShape(*moved, {batch, rows})) {
     return ffi::Error::InvalidArgument("the operands' shapes do not match");
   }
-  if (batch * n * rows == 0) return ffi::Error::Success();
   using T = ffi::NativeType<dtype>;
   const optperm::Problem<T> problem{batch,
                                     rows,
@@ -88,13 +45,9 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
                                     new_weights->typed_data(),
                                     new_ranks->typed_data(),
                                     moved->typed_data()};
-  const auto work = std::make_shared<SharedWork<T>>(problem);
-  const int64_t helpers = std::min<int64_t>(threads.num_threads(), work->tiles()) - 1;
-  for (int64_t i = 0; i < helpers; ++i) {
-    threads.Schedule([work] { work->TakePart(); });
-  }
-  work->TakePart();
-  if (!work->Wait()) {
+  const auto schedule = [&](std::function<void()> function) { threads.Schedule(std::move(function)); };
+  const int64_t count = std::min<int64_t>(threads.num_threads(), optperm::max_threads);
+  if (!optperm::PermuteRows(problem, {std::max<int64_t>(count, 1), schedule})) {
     return ffi::Error::InvalidArgument(
         "the ranks in the state of optperm.sgperm are not permutations: the state is damaged");
   }

@@ -74,15 +74,12 @@ struct Case {
     }
   }
 
-  bool Run() {
+  bool Run(const optperm::Threads& threads = optperm::OwnThreads()) {
     const optperm::Problem<T> problem{batch, rows, n, drop_remainder, recommendation.data(), weights.data(),
                                       ranks.data(), seeds.data(), aggressiveness.data(),
                                       partition_size.data(), new_weights.data(), new_ranks.data(),
                                       moved.data()};
-    optperm::TilePermuter<T> permuter(problem);
-    bool valid = true;
-    for (int64_t tile = 0; tile < optperm::NumTiles(problem); ++tile) valid &= permuter.Permute(tile);
-    return valid;
+    return optperm::PermuteRows(problem, threads);
   }
 };
 
@@ -302,6 +299,31 @@ void TestLongVector(const char* type, int64_t n, int kind) {
   std::printf("a vector of %lld, %s, kind %d: ok\n", static_cast<long long>(n), type, kind);
 }
 
+// Several threads for each weight vector, or one: the same bits.
+template <typename T>
+void TestThreads(const char* type) {
+  constexpr int64_t n = 40000;
+  for (int64_t rows : {1, 3}) {
+    for (int kind = 0; kind < 6; ++kind) {
+      std::mt19937_64 rng(kind);
+      Case<T> c(1, rows, n);
+      Fill(&c, &rng);
+      c.Rank();
+      // A tenth of the entries, all of them, or a few a subset.
+      std::fill(c.partition_size.begin(), c.partition_size.end(), kind % 3 == 0 ? n / 10 : kind % 3 == 1 ? n : 11);
+      Check(c.Run(optperm::Threads{}), "ranks refused by one thread");
+      const std::vector<T> weights = c.new_weights;
+      const std::vector<int32_t> ranks = c.new_ranks, moved = c.moved;
+      Check(c.Run(), "ranks refused by several threads");
+      Check(SameBits(c.new_weights, weights) && SameBits(c.new_ranks, ranks) && c.moved == moved,
+            "one thread and several, kind " + std::to_string(kind));
+      c.ranks[c.At(0, 7, 0)] = c.ranks[c.At(0, n - 7, 0)];
+      Check(!c.Run(), "damaged ranks accepted by several threads");
+    }
+  }
+  std::printf("several threads, %s: ok\n", type);
+}
+
 void TestDamagedRanks() {
   for (int kind = 0; kind < 4; ++kind) {
     Case<float> c(1, 3, 70);
@@ -385,12 +407,15 @@ void TestTranspose() {
 }  // namespace
 
 int main() {
+  optperm::max_threads = 4;
   TestTranspose<float>();
   TestTranspose<double>();
   TestPlaces();
   TestDamagedRanks();
   TestAgainstDescription<float>("float");
   TestAgainstDescription<double>("double");
+  TestThreads<float>("float");
+  TestThreads<double>("double");
   for (int kind = 0; kind < 3; ++kind) {
     TestLongVector<float>("float", 5000, kind);
     TestLongVector<float>("float", 20000, kind);
