@@ -1,13 +1,13 @@
-"""Which kernel searches the cycles, and how JAX calls it.
+"""Which kernel searches the cycles, and how XLA calls it: three kernels, with the same bits.
 
-There are three ways to the same bits:
+- `"ffi"`, on the CPU: XLA calls the compiled kernel, which runs on XLA's threads, without Python.
+- `"callback"`, on other platforms, and on the CPU where XLA refuses the compiled handler: XLA calls
+  Python, which calls the compiled kernel's C entry point, which runs on threads of its own.
+- `"numpy"`, where nothing is compiled: XLA calls Python, which runs `cycles_numpy`.
 
-- `"ffi"`: the compiled kernel as a custom host call of XLA, on the CPU;
-- `"callback"`: the compiled kernel called by its C entry point from a host callback, on other platforms
-  and where XLA refuses the compiled handler;
-- `"numpy"`: `cycles_numpy` from a host callback, where nothing is compiled.
-
-The best that is available is taken. The environment variable OPTPERM_KERNEL names another.
+The best that is available is taken; the environment variable OPTPERM_KERNEL names another. Each is
+one custom call of XLA's, under one batching and one partitioning rule: every device of a mesh calls for
+the rows that it holds. A call uses as many threads as the process may, or OPTPERM_NUM_THREADS.
 """
 
 import ctypes
@@ -23,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
     custom_partitioning,
 )
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,8 +41,8 @@ Results = tuple[jax.Array, ...]
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
 _INTERFACE_VERSION = 2
+_TARGET = "optperm_permute_rows_{}"  # of a dtype
 _LEAST = 2.0**-149  # the least positive float32
-_TARGET_NAMES = {"float32": "optperm_permute_rows_f32", "float64": "optperm_permute_rows_f64"}
 
 
 class _Problem(ctypes.Structure):
@@ -181,11 +182,33 @@ def _on_shards(function: Callable[..., Results], *operands: jax.Array) -> Result
 
 
 def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    on_cpu = _by_ffi if kernel == "ffi" else _by_buffers
+    target = _TARGET.format(operands[1].dtype)
+    attributes = (("drop_remainder", np.bool_(drop_remainder)),)
+
+    def by_target(*operands: jax.Array) -> Results:
+        return _call_target(*operands, target, attributes)
+
+    def by_host(*operands: jax.Array) -> Results:
+        # A lowering learns on which devices the program runs where JAX sees that a target is called.
+        call = jax.make_jaxpr(by_target)(*operands)
+        results = _host_call_p.bind(
+            *operands, kernel=kernel, drop_remainder=drop_remainder, call=call
+        )
+        return tuple(results)
+
+    def by_pure_callback(*operands: jax.Array) -> Results:
+        # The target that `by_host` calls is not there. This has no partitioning rule.
+        permute = functools.partial(
+            _on_flat_rows, functools.partial(_on_host, kernel, drop_remainder)
+        )
+        results = jax.pure_callback(permute, _result_types(operands), *operands)
+        return mark_varying(tuple(results), varying_axes(operands))
+
     return jax.lax.platform_dependent(
         *operands,
-        cpu=functools.partial(on_cpu, kernel, drop_remainder),
-        default=functools.partial(_by_callback, kernel, drop_remainder),
+        cpu=by_target if kernel == "ffi" else by_host,
+        tpu=by_pure_callback,
+        default=by_host,
     )
 
 
@@ -215,23 +238,18 @@ def _on_flat_rows(function: Callable[..., Any], *operands: Any) -> tuple[Any, ..
     return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
 
 
-def _by_ffi(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    del kernel
-    return _partitioned_ffi(*operands, drop_remainder)
-
-
-@functools.partial(custom_partitioning, static_argnums=(6,))
-def _partitioned_ffi(*operands: Any) -> Results:
-    *arrays, drop_remainder = operands
+@functools.partial(custom_partitioning, static_argnums=(6, 7))
+def _call_target(*operands: Any) -> Results:
+    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
+    *arrays, target, attributes = operands
 
     def call(*flat: jax.Array) -> Sequence[jax.Array]:
-        target = jax.ffi.ffi_call(_TARGET_NAMES[flat[1].dtype.name], _result_types(flat))
-        return target(*flat, drop_remainder=np.bool_(drop_remainder))
+        return jax.ffi.ffi_call(target, _result_types(flat))(*flat, **dict(attributes))
 
     return _on_flat_rows(call, *arrays)
 
 
-def _partition(drop_remainder: bool, mesh: Any, operands: Any, results: Any) -> Any:
+def _partition(target: str, attributes: Any, mesh: Any, operands: Any, results: Any) -> Any:
     """Leaves each device the rows that it holds; a row itself is never cut."""
     del results
     batch, _, *rows = operands[1].sharding.spec
@@ -240,59 +258,86 @@ def _partition(drop_remainder: bool, mesh: Any, operands: Any, results: Any) -> 
     )
 
     def on_one_device(*local: jax.Array) -> Results:
-        return _partitioned_ffi.fun(*local, drop_remainder)
+        return _call_target.fun(*local, target, attributes)
 
     return mesh, on_one_device, _of_results(shardings), shardings
 
 
 def _sharding_rule(
-    drop_remainder: bool, mesh: Any, operands: Sequence[Any], results: Any
+    target: str, attributes: Any, mesh: Any, operands: Sequence[Any], results: Any
 ) -> SdyShardingRule:
-    del drop_remainder, mesh, results
+    del target, attributes, mesh, results
     rows = [f"row{axis}" for axis in range(operands[5].rank - 1)]
     axes = tuple(ArrayMapping(*names) for names in _operands_axes("batch", "n", rows, "seed"))
     return SdyShardingRule(axes, _of_results(axes), need_replication_factors=("n", "seed"))
 
 
-_partitioned_ffi.def_partition(_partition, sharding_rule=_sharding_rule)
+_call_target.def_partition(_partition, sharding_rule=_sharding_rule)
 
 
-def _by_buffers(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    def fill(_: Any, outputs: Any, *inputs: Any) -> None:
-        results = _on_host(kernel, drop_remainder, *inputs)
-        for output, result in zip(outputs, results, strict=True):
-            np.asarray(output)[...] = result
-
-    # On the CPU jax.pure_callback can hang under pmap and shard_map; this does not.
-    results = buffer_callback(fill, _result_types(operands))(*operands)
-    return mark_varying(tuple(results), varying_axes(operands))
+_host_call_p = Primitive("optperm_host_call")
+_host_call_p.multiple_results = True
+_host_call_p.def_abstract_eval(lambda *operands, **_: _of_results(operands))
 
 
-def _by_callback(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    host = functools.partial(_on_host, kernel, drop_remainder)
-    results = jax.pure_callback(host, _result_types(operands), *operands)
-    return mark_varying(tuple(results), varying_axes(operands))
+def _lower_host_call(
+    context: mlir.LoweringRuleContext, *operands: Any, kernel: str, drop_remainder: bool, call: Any
+) -> Sequence[Any]:
+    """A call of Python's, as the target that JAX's own callbacks call.
+
+    These have no partitioning rule, and on the CPU `jax.pure_callback` can hang, since it hands arrays
+    to JAX that the device it waits for has to copy.
+    """
+    del call
+    module = context.module_context
+    (platform,) = module.platforms
+    if platform == "cpu":
+        target, on_host = "xla_buffer_python_cpu_callback", _on_buffers
+    else:
+        target, on_host = "xla_ffi_python_gpu_callback", _on_host
+    module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))
+    index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
+
+    def call_python(*operands: jax.Array) -> Results:
+        return _call_target(*operands, target, index)
+
+    return mlir.lower_fun(call_python, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_host_call_p, _lower_host_call)
+
+
+def _on_buffers(kernel: str, drop_remainder: bool, _: Any, *buffers: Any) -> tuple[()]:
+    """Calls a kernel on buffers of the CPU: operands, and results to write."""
+    arrays = [np.asarray(buffer) for buffer in buffers]
+    _permute(kernel, drop_remainder, arrays[:6], arrays[6:])
+    return ()
 
 
 def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Calls a kernel on host arrays."""
+    """Calls a kernel on copies of operands, and returns results to copy."""
     arrays = [np.ascontiguousarray(operand) for operand in operands]
-    permute = cycles_numpy.permute_rows if kernel == "numpy" else _permute_by_library
-    return _on_flat_rows(functools.partial(permute, drop_remainder=drop_remainder), *arrays)
+    results = tuple(np.empty_like(array) for array in _of_results(arrays))
+    _permute(kernel, drop_remainder, arrays, results)
+    return results
 
 
-def _permute_by_library(*arrays: np.ndarray, drop_remainder: bool) -> tuple[np.ndarray, ...]:
-    """Calls the compiled kernel by its C entry point: (batch, n, rows) and (batch, rows)."""
-    _, weights, ranks, _, _, partition_size = arrays
-    outputs = np.empty_like(weights), np.empty_like(ranks), np.empty_like(partition_size)
-    batch, n, rows = weights.shape
-    pointers = (array.ctypes.data for array in (*arrays, *outputs))
+def _permute(
+    kernel: str, drop_remainder: bool, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]
+) -> None:
+    """Fills the results, with a single axis of rows: (batch, n, rows) and (batch, rows)."""
+    batch, n, rows = operands[1].shape
+    if kernel == "numpy":
+        permuted = cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
+        for result, values in zip(results, permuted, strict=True):
+            result[...] = values
+        return
+    pointers = (array.ctypes.data for array in (*operands, *results))
     problem = _Problem(batch, rows, n, drop_remainder, *pointers)
-    entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
+    entry = getattr(_library(), f"{_TARGET.format(operands[1].dtype)}_host")
     entry.restype = ctypes.c_bool
     if not entry(ctypes.byref(problem)):
         raise ValueError(cycles_numpy.DAMAGED)
-    return outputs
 
 
 def chosen_kernel() -> str:
@@ -378,7 +423,7 @@ def _library_paths() -> list[pathlib.Path]:
 def _register() -> str:
     """Registers the compiled handlers with XLA; says why not where that fails."""
     library = _library()
-    for target in _TARGET_NAMES.values():
+    for target in map(_TARGET.format, ("float32", "float64")):
         handler = getattr(library, target, None)
         if handler is None:
             return "it was built without XLA's headers"

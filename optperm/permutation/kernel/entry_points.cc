@@ -14,10 +14,10 @@ OPTPERM_EXPORT int32_t optperm_interface_version() { return 2; }
 
 OPTPERM_EXPORT void optperm_set_max_threads(int64_t count) { optperm::max_threads = count; }
 
-OPTPERM_EXPORT bool optperm_permute_rows_f32_host(const optperm::Problem<float>* problem) {
+OPTPERM_EXPORT bool optperm_permute_rows_float32_host(const optperm::Problem<float>* problem) {
   return optperm::PermuteRows(*problem, optperm::OwnThreads());
 }
 
-OPTPERM_EXPORT bool optperm_permute_rows_f64_host(const optperm::Problem<double>* problem) {
+OPTPERM_EXPORT bool optperm_permute_rows_float64_host(const optperm::Problem<double>* problem) {
   return optperm::PermuteRows(*problem, optperm::OwnThreads());
 }

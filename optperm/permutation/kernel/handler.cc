@@ -75,8 +75,8 @@ auto Binding() {
 #if !defined(_WIN32)
 #pragma GCC visibility push(default)
 #endif
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_f32, PermuteRows<ffi::F32>, Binding<ffi::F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_f64, PermuteRows<ffi::F64>, Binding<ffi::F64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float32, PermuteRows<ffi::F32>, Binding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float64, PermuteRows<ffi::F64>, Binding<ffi::F64>());
 #if !defined(_WIN32)
 #pragma GCC visibility pop
 #endif
