@@ -13,7 +13,6 @@ the rows that it holds. A call uses as many threads as the process may, or OPTPE
 import ctypes
 import functools
 import importlib.metadata
-import math
 import os
 import pathlib
 import warnings
@@ -23,25 +22,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.permutation import cycles_numpy
+from optperm.permutation.row_calls import Results, Signature, batched, call_target
+from optperm.permutation.weight_vectors import inverse, order_of_keys
 
-Results = tuple[jax.Array, ...]
+# Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
+_PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5))
+_REORDER = Signature(("matrix", "matrix"), (1, 1))
 
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
 _INTERFACE_VERSION = 2
 _TARGET = "optperm_permute_rows_{}"  # of a dtype
+_REORDER_TARGET = "optperm_reorder_rows_{}"
+_TARGETS = (
+    *map(_TARGET.format, ("float32", "float64")),
+    *map(_REORDER_TARGET.format, ("int32", "int64")),
+)
 _LEAST = 2.0**-149  # the least positive float32
 
 
@@ -137,48 +138,7 @@ def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
 
 @functools.cache
 def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
-    """The kernel on operands with a leading batch axis, which `jax.vmap` makes larger."""
-    permute = functools.partial(_on_platform, kernel, drop_remainder)
-    permute_shards = jax.jit(functools.partial(_on_shards, permute))
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: jax.Array) -> Results:
-        axis_types = set(jax.typeof(operands[1]).sharding.mesh.axis_types)
-        if AxisType.Explicit in axis_types or axis_types == {AxisType.Manual, AxisType.Auto}:
-            return permute_shards(*operands)
-        return permute(*operands)
-
-    @call.def_vmap
-    def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
-        merged = [
-            (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
-            for x, b in zip(operands, is_batched, strict=True)
-        ]
-        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
-        return results, (True, True, True)
-
-    return call
-
-
-def _on_shards(function: Callable[..., Results], *operands: jax.Array) -> Results:
-    """The function on each device of a mesh, for the rows that this device holds.
-
-    Where the mesh's axes are explicit it is known which rows these are; over the others each device
-    gets all of them.
-    """
-    shardings = [jax.typeof(operand).sharding for operand in operands]
-    mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
-    # Of a batch only some operands may have been spread.
-    batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
-    specs = tuple(P(*axes) for axes in _operands_axes(batch, None, rows, None))
-    spread = (
-        operand
-        if sharding.spec == spec
-        else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, sharding, spec in zip(operands, shardings, specs, strict=True)
-    )
-    on_device = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_of_results(specs))
-    return on_device(*spread)
+    return batched(_PERMUTE, functools.partial(_on_platform, kernel, drop_remainder))
 
 
 def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
@@ -186,7 +146,7 @@ def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
     attributes = (("drop_remainder", np.bool_(drop_remainder)),)
 
     def by_target(*operands: jax.Array) -> Results:
-        return _call_target(*operands, target, attributes)
+        return call_target(_PERMUTE, target, attributes, *operands)
 
     def by_host(*operands: jax.Array) -> Results:
         # A lowering learns on which devices the program runs where JAX sees that a target is called.
@@ -198,10 +158,9 @@ def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
 
     def by_pure_callback(*operands: jax.Array) -> Results:
         # The target that `by_host` calls is not there. This has no partitioning rule.
-        permute = functools.partial(
-            _on_flat_rows, functools.partial(_on_host, kernel, drop_remainder)
-        )
-        results = jax.pure_callback(permute, _result_types(operands), *operands)
+        on_host = functools.partial(_on_host, kernel, drop_remainder)
+        permute = functools.partial(_PERMUTE.on_flat_rows, on_host)
+        results = jax.pure_callback(permute, _PERMUTE.types(operands), *operands)
         return mark_varying(tuple(results), varying_axes(operands))
 
     return jax.lax.platform_dependent(
@@ -212,72 +171,9 @@ def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
     )
 
 
-def _operands_axes(
-    batch: Any, n: Any, rows: Sequence[Any], seed: Any
-) -> tuple[tuple[Any, ...], ...]:
-    """What is said of the axes of a batch of operands, in the order of `permute_rows`."""
-    matrix, vector = (batch, n, *rows), (batch, *rows)
-    return (matrix, matrix, matrix, (*vector, seed), vector, vector)
-
-
-def _of_results(of_operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """New weights, new ranks and counts are like the weights, the ranks and the partition sizes."""
-    return of_operands[1], of_operands[2], of_operands[5]
-
-
-def _result_types(operands: Sequence[jax.Array]) -> Results:
-    return _of_results([jax.typeof(operand) for operand in operands])
-
-
-def _on_flat_rows(function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-    """The function of operands with a single axis of rows, as the kernels have them."""
-    batch, n, *rows = operands[1].shape
-    shapes = _operands_axes(batch, n, [math.prod(rows)], 2)
-    results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
-    likes = _of_results(operands)
-    return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
-
-
-@functools.partial(custom_partitioning, static_argnums=(6, 7))
-def _call_target(*operands: Any) -> Results:
-    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
-    *arrays, target, attributes = operands
-
-    def call(*flat: jax.Array) -> Sequence[jax.Array]:
-        return jax.ffi.ffi_call(target, _result_types(flat))(*flat, **dict(attributes))
-
-    return _on_flat_rows(call, *arrays)
-
-
-def _partition(target: str, attributes: Any, mesh: Any, operands: Any, results: Any) -> Any:
-    """Leaves each device the rows that it holds; a row itself is never cut."""
-    del results
-    batch, _, *rows = operands[1].sharding.spec
-    shardings = tuple(
-        NamedSharding(mesh, P(*axes)) for axes in _operands_axes(batch, None, rows, None)
-    )
-
-    def on_one_device(*local: jax.Array) -> Results:
-        return _call_target.fun(*local, target, attributes)
-
-    return mesh, on_one_device, _of_results(shardings), shardings
-
-
-def _sharding_rule(
-    target: str, attributes: Any, mesh: Any, operands: Sequence[Any], results: Any
-) -> SdyShardingRule:
-    del target, attributes, mesh, results
-    rows = [f"row{axis}" for axis in range(operands[5].rank - 1)]
-    axes = tuple(ArrayMapping(*names) for names in _operands_axes("batch", "n", rows, "seed"))
-    return SdyShardingRule(axes, _of_results(axes), need_replication_factors=("n", "seed"))
-
-
-_call_target.def_partition(_partition, sharding_rule=_sharding_rule)
-
-
 _host_call_p = Primitive("optperm_host_call")
 _host_call_p.multiple_results = True
-_host_call_p.def_abstract_eval(lambda *operands, **_: _of_results(operands))
+_host_call_p.def_abstract_eval(lambda *operands, **_: _PERMUTE.of_results(operands))
 
 
 def _lower_host_call(
@@ -299,7 +195,7 @@ def _lower_host_call(
     index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
 
     def call_python(*operands: jax.Array) -> Results:
-        return _call_target(*operands, target, index)
+        return call_target(_PERMUTE, target, index, *operands)
 
     return mlir.lower_fun(call_python, multiple_results=True)(context, *operands)
 
@@ -317,7 +213,7 @@ def _on_buffers(kernel: str, drop_remainder: bool, _: Any, *buffers: Any) -> tup
 def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
     """Calls a kernel on copies of operands, and returns results to copy."""
     arrays = [np.ascontiguousarray(operand) for operand in operands]
-    results = tuple(np.empty_like(array) for array in _of_results(arrays))
+    results = tuple(np.empty_like(array) for array in _PERMUTE.of_results(arrays))
     _permute(kernel, drop_remainder, arrays, results)
     return results
 
@@ -338,6 +234,38 @@ def _permute(
     entry.restype = ctypes.c_bool
     if not entry(ctypes.byref(problem)):
         raise ValueError(cycles_numpy.DAMAGED)
+
+
+def reorder_rows(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The ranks of entries, and which of others has the same rank: their order, applied to others.
+
+    The compiled library sorts on the CPU, where XLA's sort is slow; elsewhere, and without it, XLA does.
+
+    Args:
+      keys: (n, *rows), signed integers in the order of the entries.
+      ranks: (n, *rows) int32, the ranks of the others in their rows.
+
+    Returns:
+      The rank of each key in its row, ties by location, and the location of the other entry of that
+      rank, both (n, *rows) int32.
+    """
+    if "ffi" not in _probe()[0] or os.environ.get("OPTPERM_KERNEL", "ffi") != "ffi":
+        return _reorder_by_xla(keys, ranks)
+    wide = keys if keys.dtype == np.int64 else keys.astype(jnp.int32)
+    return jax.lax.platform_dependent(wide, ranks, cpu=_reorder_by_target, default=_reorder_by_xla)
+
+
+def _reorder_by_xla(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    new_ranks = inverse(order_of_keys(keys))
+    return new_ranks, jnp.take_along_axis(inverse(ranks), new_ranks, axis=0)
+
+
+def _reorder_by_target(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    operands = keys[None], ranks[None]
+    operands = mark_varying(operands, varying_axes(operands))
+    call = functools.partial(call_target, _REORDER, _REORDER_TARGET.format(keys.dtype), ())
+    new_ranks, sources = batched(_REORDER, call)(*operands)
+    return new_ranks[0], sources[0]
 
 
 def chosen_kernel() -> str:
@@ -361,26 +289,28 @@ def chosen_kernel() -> str:
 @functools.cache
 def available_kernels() -> tuple[str, ...]:
     """The kernels that can run here, best first. Warns, once, if the best of all is not among them."""
+    kernels, lost = _probe()
+    if lost:
+        warnings.warn(lost, RuntimeWarning, stacklevel=2)
+    return kernels
+
+
+def _probe() -> tuple[tuple[str, ...], str]:
+    """The kernels that can run here, best first, and what is lost where that is not all of them."""
     if _library() is None:
-        warnings.warn(
+        return ("numpy",), (
             "optperm runs without its compiled kernel: permuting weights is thousands of times slower, "
             "with the same results. To get it back, make sure that a C++17 compiler is on the PATH and "
-            "install again with: pip install --force-reinstall --no-deps --no-cache-dir optperm",
-            RuntimeWarning,
-            stacklevel=2,
+            "install again with: pip install --force-reinstall --no-deps --no-cache-dir optperm"
         )
-        return ("numpy",)
     refused = _register()
     if refused:
-        warnings.warn(
+        return ("callback", "numpy"), (
             "optperm calls its compiled kernel by a host callback, which is slower, with the same "
             f"results: XLA's direct call is not available ({refused}). To get it back, install "
-            "optperm again beside a supported jaxlib and a C++17 compiler.",
-            RuntimeWarning,
-            stacklevel=2,
+            "optperm again beside a supported jaxlib and a C++17 compiler."
         )
-        return ("callback", "numpy")
-    return KERNELS
+    return KERNELS, ""
 
 
 @functools.cache
@@ -420,10 +350,11 @@ def _library_paths() -> list[pathlib.Path]:
     return [*paths, pathlib.Path(str(installed.locate_file(f"optperm/permutation/kernel/{name}")))]
 
 
+@functools.cache
 def _register() -> str:
     """Registers the compiled handlers with XLA; says why not where that fails."""
     library = _library()
-    for target in map(_TARGET.format, ("float32", "float64")):
+    for target in _TARGETS:
         handler = getattr(library, target, None)
         if handler is None:
             return "it was built without XLA's headers"

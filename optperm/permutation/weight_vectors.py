@@ -101,17 +101,19 @@ def sort_order(columns: jax.Array) -> jax.Array:
 
     The order is that of `order_keys`, ties by location.
     """
-    order = jnp.argsort(order_keys(columns), axis=0, stable=True).astype(jnp.int32)
-    return mark_varying(order, varying_axes(columns))  # of which a sort's other operands lose track
+    return order_of_keys(order_keys(columns))
 
 
-def scatter_columns(columns: jax.Array, places: jax.Array) -> jax.Array:
-    """Puts each entry at its place in its column: `result[places[k, j], j] = columns[k, j]`.
+def order_of_keys(keys: jax.Array) -> jax.Array:
+    """`sort_order` of columns whose `order_keys` these are."""
+    order = jnp.argsort(keys, axis=0, stable=True).astype(jnp.int32)
+    return mark_varying(order, varying_axes(keys))  # of which a sort's other operands lose track
 
-    Where the places are a permutation this undoes `take_along_axis`, for a fraction of a sort's time.
-    """
+
+def inverse(permutations: jax.Array) -> jax.Array:
+    """The inverse permutation of each column: ranks from an order, and the other way round. int32."""
     # The outputs are a batch: unlike jnp.put_along_axis this moves nothing between devices.
-    batch = tuple(range(1, columns.ndim))
+    batch = tuple(range(1, permutations.ndim))
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
         inserted_window_dims=(0,),
@@ -119,18 +121,15 @@ def scatter_columns(columns: jax.Array, places: jax.Array) -> jax.Array:
         operand_batching_dims=batch,
         scatter_indices_batching_dims=batch,
     )
-    zeros = jnp.zeros_like(places, dtype=columns.dtype)
-    return jax.lax.scatter(zeros, places[..., None], columns, dimensions)
-
-
-def ranks_of(order: jax.Array) -> jax.Array:
-    """The rank of each entry in its column, 0 for the smallest, from `sort_order`. int32."""
-    return scatter_columns(jax.lax.broadcasted_iota(jnp.int32, order.shape, 0), order)
+    places = jax.lax.broadcasted_iota(jnp.int32, permutations.shape, 0)
+    return jax.lax.scatter(
+        jnp.zeros_like(permutations), permutations[..., None], places, dimensions
+    )
 
 
 def sort_ranks(columns: jax.Array) -> jax.Array:
     """The rank of each entry in its column: 0 for the smallest, ties by location. int32."""
-    return ranks_of(sort_order(columns))
+    return inverse(sort_order(columns))
 
 
 def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:

@@ -16,10 +16,6 @@
 namespace optperm {
 namespace {
 
-// The most weight vectors in a tile: one cache line of 32-bit entries, so that reading a tile touches each
-// of its lines once.
-constexpr int64_t kTileRows = 16;
-
 // From how many entries on several threads are worth their while for one weight vector.
 constexpr int64_t kLong = 1 << 15;
 
@@ -332,9 +328,7 @@ bool PermuteRows(const Problem<T>& problem, const Threads& threads) {
     }
     return true;
   }
-  // At least two tiles a thread, of whole blocks of four weight vectors where there are enough.
-  int64_t width = std::min(kTileRows, (rows + 2 * threads.count - 1) / (2 * threads.count));
-  if (width > 4) width = (width + 3) / 4 * 4;
+  const int64_t width = TileWidth(rows, threads);
   const int64_t tiles = TilePermuter<T>(problem, width).tiles();
   std::atomic<bool> valid{true};
   Share(threads, tiles, [&](const NextTask& next) {

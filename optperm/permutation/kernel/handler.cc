@@ -1,9 +1,11 @@
 // What XLA calls: the kernel as a typed FFI handler, over XLA's own threads.
 #include <algorithm>
 #include <functional>
+#include <string>
 #include <utility>
 
 #include "cycles.h"
+#include "reorder.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
@@ -14,6 +16,19 @@ template <typename Buffer>
 bool HasShape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dimensions = buffer.dimensions();
   return std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end());
+}
+
+// The kernel on XLA's threads.
+optperm::Threads Shared(ffi::ThreadPool& threads) {
+  const int64_t count = std::min<int64_t>(threads.num_threads(), optperm::max_threads);
+  return {std::max<int64_t>(count, 1),
+          [&](std::function<void()> function) { threads.Schedule(std::move(function)); }};
+}
+
+ffi::Error Result(bool is_valid, const std::string& method) {
+  if (is_valid) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("the ranks in the state of optperm." + method +
+                                     " are not permutations: the state is damaged");
 }
 
 template <ffi::DataType dtype>
@@ -45,17 +60,36 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
                                     new_weights->typed_data(),
                                     new_ranks->typed_data(),
                                     moved->typed_data()};
-  const auto schedule = [&](std::function<void()> function) { threads.Schedule(std::move(function)); };
-  const int64_t count = std::min<int64_t>(threads.num_threads(), optperm::max_threads);
-  if (!optperm::PermuteRows(problem, {std::max<int64_t>(count, 1), schedule})) {
-    return ffi::Error::InvalidArgument(
-        "the ranks in the state of optperm.sgperm are not permutations: the state is damaged");
-  }
-  return ffi::Error::Success();
+  return Result(optperm::PermuteRows(problem, Shared(threads)), "sgperm");
 }
 
 template <ffi::DataType dtype>
-auto Binding() {
+ffi::Error ReorderRows(ffi::ThreadPool threads, ffi::Buffer<dtype> keys, ffi::Buffer<ffi::S32> ranks,
+                       ffi::ResultBuffer<ffi::S32> new_ranks, ffi::ResultBuffer<ffi::S32> sources) {
+  const auto shape = keys.dimensions();
+  if (shape.size() != 3) return ffi::Error::InvalidArgument("keys must be (batch, n, rows)");
+  const int64_t batch = shape[0], n = shape[1], rows = shape[2];
+  if (n > INT32_MAX || !HasShape(ranks, {batch, n, rows}) || !HasShape(*new_ranks, {batch, n, rows}) ||
+      !HasShape(*sources, {batch, n, rows})) {
+    return ffi::Error::InvalidArgument("the operands' shapes do not match");
+  }
+  const optperm::ReorderProblem<ffi::NativeType<dtype>> problem{
+      batch, rows, n, keys.typed_data(), ranks.typed_data(), new_ranks->typed_data(), sources->typed_data()};
+  return Result(optperm::ReorderRows(problem, Shared(threads)), "laperm");
+}
+
+template <ffi::DataType dtype>
+auto ReorderBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .template Arg<ffi::Buffer<dtype>>()
+      .template Arg<ffi::Buffer<ffi::S32>>()
+      .template Ret<ffi::Buffer<ffi::S32>>()
+      .template Ret<ffi::Buffer<ffi::S32>>();
+}
+
+template <ffi::DataType dtype>
+auto PermuteBinding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
       .template Arg<ffi::Buffer<dtype>>()
@@ -75,8 +109,10 @@ auto Binding() {
 #if !defined(_WIN32)
 #pragma GCC visibility push(default)
 #endif
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float32, PermuteRows<ffi::F32>, Binding<ffi::F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float64, PermuteRows<ffi::F64>, Binding<ffi::F64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float32, PermuteRows<ffi::F32>, PermuteBinding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float64, PermuteRows<ffi::F64>, PermuteBinding<ffi::F64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_reorder_rows_int32, ReorderRows<ffi::S32>, ReorderBinding<ffi::S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_reorder_rows_int64, ReorderRows<ffi::S64>, ReorderBinding<ffi::S64>());
 #if !defined(_WIN32)
 #pragma GCC visibility pop
 #endif

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "entries.h"
+#include "key_sorter.h"
 #include "places.h"
-#include "wish_sorter.h"
 
 namespace optperm {
 
@@ -26,7 +26,7 @@ class CycleSearch {
     weight_ = entries.weight;
     size_ = entries.size;
     epsilon_ = epsilon;
-    const int32_t* order = sorter_.Sort(entries);
+    const int32_t* order = sorter_.Sort(entries.wish, entries.size);
     take_ = sorter_.spare();
     Prepare(entries, has_ties);
     uint32_t candidates[kLookAhead];
@@ -241,7 +241,7 @@ class CycleSearch {
   int32_t size_ = 0;
   double epsilon_ = 0;
   Places places_;
-  WishSorter<T> sorter_;
+  KeySorter<Bits<T>, static_cast<Bits<T>>(~kSignBit<T>)> sorter_;
   int32_t* take_ = nullptr;
   std::vector<int32_t> path_, visited_;
 };

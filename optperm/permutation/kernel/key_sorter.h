@@ -1,6 +1,6 @@
-// Sorting a subset by recommendation.
-#ifndef OPTPERM_WISH_SORTER_H_
-#define OPTPERM_WISH_SORTER_H_
+// Sorting places by keys.
+#ifndef OPTPERM_KEY_SORTER_H_
+#define OPTPERM_KEY_SORTER_H_
 
 #include <algorithm>
 #include <cstdint>
@@ -12,27 +12,36 @@
 
 namespace optperm {
 
-// Sorts entries by the size of their wish, ties by place: by radix on as many leading bits as a 32- or
-// 64-bit item holds beside the place, and by insertion where those bits are equal.
-template <typename T>
-class WishSorter {
+// Sorts places by the bits of their keys that a mask leaves, ties by place: by radix on as many leading bits
+// as a 32- or 64-bit item holds beside the place, and by insertion where those bits are equal.
+template <typename Key, Key kMask>
+class KeySorter {
  public:
-  // Places 0, ..., entries.size - 1 in ascending order.
-  const int32_t* Sort(const Entries<T>& entries) {
-    const int32_t size = entries.size;
+  // Places 0, ..., size - 1 in ascending order.
+  const int32_t* Sort(const Key* keys, int32_t size) {
     if (size <= kFew) {
       order_ = first_.Reserve<int32_t>(size);
       spare_ = second_.Reserve<int32_t>(size);
-      Count(entries.wish, size);
+      Count(keys, size);
       return order_;
     }
+    low_ = Masked(keys[0]);
+    Key high = low_;
+    for (int32_t i = 0; i < size; ++i) {
+      low_ = std::min(low_, Masked(keys[i]));
+      high = std::max(high, Masked(keys[i]));
+    }
+    const uint64_t range = high - low_;
     int place_bits = 1;
     while ((int64_t{1} << place_bits) < size) ++place_bits;
-    if (place_bits <= 14) {
-      const int digit_bits = std::min(std::max(place_bits - 1, 4), (32 - place_bits) / 2);
-      Radix<uint32_t, 2>(entries, place_bits, std::min(digit_bits, 10));
+    const int digit_bits = std::min({std::max(place_bits - 1, 4), (32 - place_bits) / 2, 10});
+    // Keys are made of floating numbers. If between two powers of two there are less different leading bits
+    // than a quarter of the places, too many are equal.
+    constexpr int kFraction = sizeof(Key) == 4 ? 23 : 52;
+    if (place_bits <= 14 && Shift(range, 2 * digit_bits) + place_bits <= kFraction + 2) {
+      Radix<uint32_t, 2>(keys, size, range, place_bits, digit_bits);
     } else {
-      Radix<uint64_t, 3>(entries, place_bits, 11);
+      Radix<uint64_t, 3>(keys, size, range, place_bits, 11);
     }
     return order_;
   }
@@ -43,15 +52,23 @@ class WishSorter {
  private:
   static constexpr int32_t kFew = 128;
 
-  static Bits<T> Size(Bits<T> wish) { return wish & ~kSignBit<T>; }
+  static Key Masked(Key key) { return key & kMask; }
+
+  // How many low bits of numbers up to `range` are too many.
+  static int Shift(uint64_t range, int bits) {
+    int shift = 0;
+    while (range >> shift >> bits != 0) ++shift;
+    return shift;
+  }
 
   // For few entries: the place of each in the order is the number of those that come before it.
-  void Count(const Bits<T>* wish, int32_t size) {
-    using Signed = std::make_signed_t<Bits<T>>;
+  void Count(const Key* keys, int32_t size) {
+    using Signed = std::make_signed_t<Key>;  // which more processors compare at once
+    constexpr Key kFlip = Key{1} << (8 * sizeof(Key) - 1);
     Signed sizes[kFew];
     uint8_t equal[kFew] = {};
     const int32_t padded = (size + 15) & ~15;
-    for (int32_t i = 0; i < size; ++i) sizes[i] = Size(wish[i]);
+    for (int32_t i = 0; i < size; ++i) sizes[i] = static_cast<Signed>(Masked(keys[i]) ^ kFlip);
     for (int32_t i = size; i < padded; ++i) sizes[i] = std::numeric_limits<Signed>::max();
     for (int32_t i = 0; i < size; ++i) {
       Signed before = 0;
@@ -61,23 +78,14 @@ class WishSorter {
   }
 
   template <typename Item, int kDigits>
-  void Radix(const Entries<T>& entries, int place_bits, int digit_bits) {
-    const int32_t size = entries.size;
-    const Bits<T>* wish = entries.wish;
-    Bits<T> low = Size(wish[0]), high = low;
-    for (int32_t i = 0; i < size; ++i) {
-      low = std::min(low, Size(wish[i]));
-      high = std::max(high, Size(wish[i]));
-    }
-    int shift = 0;
-    while ((static_cast<uint64_t>(high - low) >> shift) >> (kDigits * digit_bits) != 0) ++shift;
-
+  void Radix(const Key* keys, int32_t size, uint64_t range, int place_bits, int digit_bits) {
+    const int shift = Shift(range, kDigits * digit_bits);
     Item *from = first_.Reserve<Item>(size), *to = second_.Reserve<Item>(size);
     const Item mask = (Item{1} << digit_bits) - 1;
     uint32_t starts[kDigits][1 << 11];
     for (int d = 0; d < kDigits; ++d) std::fill_n(starts[d], mask + 1, 0);
     for (int32_t i = 0; i < size; ++i) {
-      const Item digits = static_cast<Item>((Size(wish[i]) - low) >> shift);
+      const Item digits = static_cast<Item>((Masked(keys[i]) - low_) >> shift);
       from[i] = digits << place_bits | static_cast<Item>(i);
       for (int d = 0; d < kDigits; ++d) ++starts[d][digits >> (d * digit_bits) & mask];
     }
@@ -104,31 +112,32 @@ class WishSorter {
       if ((sorted[i] ^ sorted[i - 1]) > place_mask) continue;
       const int32_t begin = i - 1;
       while (i < size && (sorted[i] ^ sorted[begin]) <= place_mask) ++i;
-      Insert(wish, begin, i);
+      Insert(keys, begin, i);
     }
   }
 
   // Sorts a run of order_ whose places ascend.
-  void Insert(const Bits<T>* wish, int32_t begin, int32_t end) {
-    if (end - begin > 32) return InsertMany(wish, begin, end);
+  void Insert(const Key* keys, int32_t begin, int32_t end) {
+    if (end - begin > 32) return InsertMany(keys, begin, end);
     for (int32_t i = begin + 1; i < end; ++i) {
       const int32_t place = order_[i];
-      const Bits<T> size = Size(wish[place]);
+      const Key size = Masked(keys[place]);
       int32_t j = i;
-      for (; j > begin && Size(wish[order_[j - 1]]) > size; --j) order_[j] = order_[j - 1];
+      for (; j > begin && Masked(keys[order_[j - 1]]) > size; --j) order_[j] = order_[j - 1];
       order_[j] = place;
     }
   }
 
-  OPTPERM_RARE void InsertMany(const Bits<T>* wish, int32_t begin, int32_t end) {
+  OPTPERM_RARE void InsertMany(const Key* keys, int32_t begin, int32_t end) {
     std::stable_sort(order_ + begin, order_ + end,
-                     [&](int32_t a, int32_t b) { return Size(wish[a]) < Size(wish[b]); });
+                     [&](int32_t a, int32_t b) { return Masked(keys[a]) < Masked(keys[b]); });
   }
 
+  Key low_ = 0;
   Buffer first_, second_;
   int32_t *order_ = nullptr, *spare_ = nullptr;
 };
 
 }  // namespace optperm
 
-#endif  // OPTPERM_WISH_SORTER_H_
+#endif  // OPTPERM_KEY_SORTER_H_
