@@ -16,6 +16,7 @@
 #include "columns.h"
 #include "cycles.h"
 #include "places.h"
+#include "reorder.h"
 
 namespace {
 
@@ -404,6 +405,59 @@ void TestTranspose() {
   }
 }
 
+// A stable sort of the keys, and the inverse of the ranks.
+template <typename Key>
+void TestReorder(const char* type) {
+  for (int64_t n : {1, 2, 100, 128, 129, 1000, 5000, 40000}) {
+    for (int kind = 0; kind < 4; ++kind) {
+      std::mt19937_64 rng(n + kind);
+      const int64_t batch = n < 5000 ? 2 : 1, rows = n < 5000 ? 21 : 3;
+      std::vector<Key> keys(batch * n * rows);
+      std::vector<int32_t> ranks(keys.size()), new_ranks(keys.size()), sources(keys.size());
+      for (Key& key : keys) {
+        key = static_cast<Key>(rng());
+        if (kind == 1) key = static_cast<Key>(rng() % 5) - 2;
+        if (kind == 2) key = rng() % 2 ? std::numeric_limits<Key>::max() : std::numeric_limits<Key>::min();
+        if (kind == 3) key >>= 12;
+      }
+      const auto at = [&](int64_t b, int64_t i, int64_t row) { return (b * n + i) * rows + row; };
+      std::vector<int32_t> order(n), old(n);
+      const auto shuffle = [&] {
+        std::iota(old.begin(), old.end(), 0);
+        std::shuffle(old.begin(), old.end(), rng);
+      };
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t row = 0; row < rows; ++row) {
+          shuffle();
+          for (int64_t i = 0; i < n; ++i) ranks[at(b, i, row)] = old[i];
+        }
+      }
+      const optperm::ReorderProblem<Key> problem{batch,        rows,         n,
+                                                 keys.data(),  ranks.data(), new_ranks.data(),
+                                                 sources.data()};
+      Check(optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: ranks refused");
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t row = 0; row < rows; ++row) {
+          std::iota(order.begin(), order.end(), 0);
+          std::stable_sort(order.begin(), order.end(),
+                           [&](int32_t i, int32_t j) { return keys[at(b, i, row)] < keys[at(b, j, row)]; });
+          for (int32_t k = 0; k < n; ++k) {
+            const int64_t place = at(b, order[k], row);
+            Check(new_ranks[place] == k, std::string("reorder: a rank, ") + type);
+            Check(ranks[at(b, sources[place], row)] == k, std::string("reorder: a source, ") + type);
+          }
+        }
+      }
+      if (n == 1) continue;
+      ranks[at(0, 0, 0)] = ranks[at(0, n - 1, 0)];
+      Check(!optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: a rank that stands twice");
+      ranks[at(0, 0, 0)] = -1;
+      Check(!optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: a rank below 0");
+    }
+  }
+  std::printf("reordering by %s: ok\n", type);
+}
+
 }  // namespace
 
 int main() {
@@ -414,6 +468,8 @@ int main() {
   TestDamagedRanks();
   TestAgainstDescription<float>("float");
   TestAgainstDescription<double>("double");
+  TestReorder<int32_t>("int32");
+  TestReorder<int64_t>("int64");
   TestThreads<float>("float");
   TestThreads<double>("double");
   for (int kind = 0; kind < 3; ++kind) {
