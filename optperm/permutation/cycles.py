@@ -206,7 +206,7 @@ mlir.register_lowering(_host_call_p, _lower_host_call)
 def _on_buffers(kernel: str, drop_remainder: bool, _: Any, *buffers: Any) -> tuple[()]:
     """Calls a kernel on buffers of the CPU: operands, and results to write."""
     arrays = [np.asarray(buffer) for buffer in buffers]
-    _permute(kernel, drop_remainder, arrays[:6], arrays[6:])
+    permute_on_host(kernel, drop_remainder, arrays[:6], arrays[6:])
     return ()
 
 
@@ -214,11 +214,11 @@ def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndar
     """Calls a kernel on copies of operands, and returns results to copy."""
     arrays = [np.ascontiguousarray(operand) for operand in operands]
     results = tuple(np.empty_like(array) for array in _PERMUTE.of_results(arrays))
-    _permute(kernel, drop_remainder, arrays, results)
+    permute_on_host(kernel, drop_remainder, arrays, results)
     return results
 
 
-def _permute(
+def permute_on_host(
     kernel: str, drop_remainder: bool, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]
 ) -> None:
     """Fills the results, with a single axis of rows: (batch, n, rows) and (batch, rows)."""

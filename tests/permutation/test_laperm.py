@@ -151,7 +151,9 @@ def test_damaged_ranks_are_refused():
     tx = optperm.laperm(optax.identity(), 1)
     opt_state = tx.init(support.bias(9))
     damaged = opt_state._replace(ranks=opt_state.ranks.at[5].set(9))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"of optperm\.laperm are not permutations"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"of optperm\.laperm are not permutations"
+    ):
         jax.block_until_ready(jax.jit(tx.update)(support.bias(9), damaged, support.bias(9)))
 
 
