@@ -2,8 +2,8 @@
 
 For each shape and partition ratio prints the least time of the whole jitted update (state donated, as in
 a training loop), of its cycle search by XLA's call and by the C entry point without copies, and of
-`np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and its
-temporary memory; and LaPerm's synchronization.
+`np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and
+its temporary memory; and LaPerm's synchronization.
 
     python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4]
 """

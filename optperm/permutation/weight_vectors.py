@@ -208,8 +208,7 @@ def permute_vectors(
         arrays = [weights, *(shard_like(jnp.asarray(each), weights) for each in (ranks, *others))]
         new = function(index, *(to_columns(each, axes) for each in arrays))
         new_weights, new_ranks = (from_columns(each, weights, axes) for each in new)
-        # The new ranks, said so that the compiler sees that they lie where the old ones do.
-        return new_weights, jnp.where(new_ranks == arrays[1], arrays[1], new_ranks)
+        return new_weights, new_ranks
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, weights))
     rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)
