@@ -115,7 +115,7 @@ def _widened(x: jax.Array, dtype: Any) -> jax.Array:
     if x.dtype == jnp.bfloat16:  # the upper half of a float32
         upper = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
         x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
-    if (x.dtype, dtype) != (np.float32, np.float64):
+    if x.dtype != np.float32 or dtype != np.float64:
         return x.astype(dtype)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -187,10 +187,9 @@ def _lower_host_call(
     del call
     module = context.module_context
     (platform,) = module.platforms
-    if platform == "cpu":
-        target, on_host = "xla_buffer_python_cpu_callback", _on_buffers
-    else:
-        target, on_host = "xla_ffi_python_gpu_callback", _on_host
+    on_cpu = platform == "cpu"
+    target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
+    on_host: Callable[..., Any] = _on_buffers if on_cpu else _on_host
     module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))
     index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
 
