@@ -143,6 +143,17 @@ def test_params_sharded_over_outputs_are_permuted_where_they_are(kernel):
         assert array.sharding.is_equivalent_to(start.sharding, 2)
 
 
+def test_programs_for_gpus_call_python():
+    """Lowered for CUDA, which takes no GPU, an update calls Python as `jax.pure_callback` does there."""
+    tx, w = make(), support.bias(12)
+    arguments = w, tx.init(w), w
+    lowered = jax.jit(tx.update).trace(*arguments).lower(lowering_platforms=("cuda",))
+    (call,) = (line for line in lowered.as_text().splitlines() if "python" in line)
+    assert "@xla_ffi_python_gpu_callback" in call
+    assert "index = 0 : ui64" in call
+    assert "tensor<1x12x1xf32>" in call
+
+
 OUTPUTS_CUT = {
     "convolution": ((3, 3, 4, 8), -1, P(None, None, None, ("x", "y"))),
     "first of two outputs": ((6, 4, 8), (1, 2), P(None, "x")),
