@@ -186,8 +186,12 @@ def _lower_host_call(
     """
     del call
     module = context.module_context
-    (platform,) = module.platforms
-    on_cpu = platform == "cpu"
+    if len(module.platforms) > 1:
+        raise NotImplementedError(
+            f"an update that calls Python is compiled for one platform, got {module.platforms}: where "
+            "optperm has its compiled kernel, export the update for the CPU alone"
+        )
+    on_cpu = module.platforms[0] == "cpu"
     target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
     on_host: Callable[..., Any] = _on_buffers if on_cpu else _on_host
     module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))

@@ -139,3 +139,13 @@ def test_an_exported_update_runs_in_another_process(method, tmp_path):
     with np.load(tmp_path / "after.npz") as after:
         support.assert_same_bits(dict(after), optperm.permuted_params(opt_state))
     assert not np.array_equal(optperm.permuted_params(opt_state)["kernel"], params["kernel"])
+
+
+def test_an_update_that_calls_python_is_not_exported(monkeypatch):
+    """For several platforms, of which one needs it, the error says what can be done."""
+    support.require_kernel("ffi")
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    tx, w = optperm.sgperm(), support.bias(5)
+    export = jax.export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])
+    with pytest.raises(NotImplementedError, match=r"one platform, .*export the update for the CPU"):
+        export(w, tx.init(w), w)
