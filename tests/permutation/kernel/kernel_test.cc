@@ -305,13 +305,13 @@ template <typename T>
 void TestThreads(const char* type) {
   constexpr int64_t n = 40000;
   for (int64_t rows : {1, 3}) {
-    for (int kind = 0; kind < 6; ++kind) {
-      std::mt19937_64 rng(kind);
+    for (int kind = 0; kind < 3; ++kind) {
+      std::mt19937_64 rng(kind + rows);
       Case<T> c(1, rows, n);
       Fill(&c, &rng);
       c.Rank();
       // A tenth of the entries, all of them, or a few a subset.
-      std::fill(c.partition_size.begin(), c.partition_size.end(), kind % 3 == 0 ? n / 10 : kind % 3 == 1 ? n : 11);
+      std::fill(c.partition_size.begin(), c.partition_size.end(), kind == 0 ? n / 10 : kind == 1 ? n : 11);
       Check(c.Run(optperm::Threads{}), "ranks refused by one thread");
       const std::vector<T> weights = c.new_weights;
       const std::vector<int32_t> ranks = c.new_ranks, moved = c.moved;
@@ -441,11 +441,12 @@ void TestReorder(const char* type) {
           std::iota(order.begin(), order.end(), 0);
           std::stable_sort(order.begin(), order.end(),
                            [&](int32_t i, int32_t j) { return keys[at(b, i, row)] < keys[at(b, j, row)]; });
+          bool right = true;
           for (int32_t k = 0; k < n; ++k) {
             const int64_t place = at(b, order[k], row);
-            Check(new_ranks[place] == k, std::string("reorder: a rank, ") + type);
-            Check(ranks[at(b, sources[place], row)] == k, std::string("reorder: a source, ") + type);
+            right &= new_ranks[place] == k && ranks[at(b, sources[place], row)] == k;
           }
+          Check(right, std::string("reorder: a rank or a source, ") + type);
         }
       }
       if (n == 1) continue;
