@@ -111,20 +111,12 @@ def _on_shards(
     return on_device(*spread)
 
 
-def call_target(
-    signature: Signature,
-    target: str,
-    attributes: tuple[tuple[str, Any], ...],
-    *operands: jax.Array,
-) -> Results:
-    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
-    return _partitioned(signature, target, attributes, *operands)
-
-
 @functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
-def _partitioned(
+def call_target(
     signature: Signature, target: str, attributes: tuple[tuple[str, Any], ...], *operands: Any
 ) -> Results:
+    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
+
     def call(*flat: jax.Array) -> Sequence[jax.Array]:
         return jax.ffi.ffi_call(target, signature.types(flat))(*flat, **dict(attributes))
 
@@ -142,7 +134,7 @@ def _partition(
     )
 
     def on_one_device(*local: jax.Array) -> Results:
-        return _partitioned.fun(signature, target, attributes, *local)
+        return call_target.fun(signature, target, attributes, *local)
 
     return mesh, on_one_device, signature.of_results(shardings), shardings
 
@@ -162,4 +154,4 @@ def _sharding_rule(
     return SdyShardingRule(axes, signature.of_results(axes), need_replication_factors=whole)
 
 
-_partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
+call_target.def_partition(_partition, sharding_rule=_sharding_rule)
