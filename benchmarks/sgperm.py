@@ -1,13 +1,15 @@
 """Speed of SGPerm's update beside sorting, and beside the original's search in plain Python.
 
-Prints for each shape and partition ratio the median time of the whole jitted update (state donated, as
-in a training loop), of its parts, of `np.argsort(weights, axis=1)` on the same weight vectors, and of
-the search as the original does it, in the same run and in turns.
+For each shape and partition ratio prints the least time of the whole jitted update (state donated, as in
+a training loop), of its cycle search by XLA's call and by the C entry point without copies, and of
+`np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and
+its temporary memory; and LaPerm's synchronization.
 
-    python benchmarks/sgperm.py [--repetitions 31] [--original-rows 2]
+    python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4]
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,15 +17,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optperm
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import sort_ranks
 
 # (weight vectors, entries in each)
-SHAPES = ((1000, 1000), (512, 4608))
+SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))
 PARTITION_RATIOS = (1.0, 0.1)
 AGGRESSIVENESS = 0.1
+LONGEST_ORIGINAL = 10_000  # it takes the square of it
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -118,48 +122,79 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
             drop_remainder=False,
         )
 
-    times: dict[str, list[float]] = {"update": [], "kernel": [], "argsort": []}
+    operands = [np.asarray(x)[None] for x in (grads, params, ranks, seeds)]
+    operands += [np.full((1, rows), AGGRESSIVENESS, np.float32), np.full((1, rows), size, np.int32)]
+    results = [np.empty_like(operands[index]) for index in (1, 2, 5)]
+    laperm = optperm.laperm(optax.identity(), 1)
+    synchronize, laperm_state = jax.jit(laperm.update), laperm.init(params)
+
+    def whole_update() -> None:
+        nonlocal state
+        updates, state = update(gradients, state, params)
+        jax.block_until_ready((updates, state))
+
+    measured: dict[str, Callable[[], object]] = {
+        "update": whole_update,
+        "by XLA": lambda: jax.block_until_ready(kernel(grads)),
+        "by host": lambda: cycles.permute_on_host("callback", False, operands, results),
+        "argsort": lambda: np.argsort(vectors, axis=1),
+        "synchronize": lambda: jax.block_until_ready(synchronize(grads, laperm_state, params)),
+    }
+    walls: dict[str, list[float]] = {name: [] for name in measured}
+    processor = []
     for _ in range(repetitions + 3):
         gradients = jax.block_until_ready(jnp.array(grads, copy=True))
-
-        def whole_update(gradients: jax.Array = gradients) -> None:
-            nonlocal state
-            updates, state = update(gradients, state, params)
-            jax.block_until_ready((updates, state))
-
-        times["update"].append(milliseconds(whole_update))
-        times["kernel"].append(milliseconds(lambda: jax.block_until_ready(kernel(grads))))
-        times["argsort"].append(milliseconds(lambda: np.argsort(vectors, axis=1)))
-    median = {name: statistics.median(taken[3:]) for name, taken in times.items()}
+        for name, function in measured.items():
+            start = time.process_time()
+            walls[name].append(milliseconds(function))
+            if name == "update":
+                processor.append(1e3 * (time.process_time() - start))
+    least = {name: min(taken[3:]) for name, taken in walls.items()}
 
     wishes = np.asarray(grads).T
     original = [
         milliseconds(lambda row=row: original_row(vectors[row].copy(), wishes[row], size, rng))
-        for row in range(original_rows)
+        for row in range(original_rows if n <= LONGEST_ORIGINAL else 0)
     ]
-    whole_original = statistics.median(original) * rows
+    memory = update.lower(grads, state, params).compile().memory_analysis().temp_size_in_bytes
+
+    def beside(name: str, peer: str = "argsort") -> str:
+        return f"{least[name]:9.2f} ms, {least[name] / least[peer]:5.2f} of {peer}"
+
     print(f"{rows} weight vectors of {n}, partition ratio {ratio}")
-    print(f"  update            {median['update']:9.2f} ms")
-    print(f"    cycle search    {median['kernel']:9.2f} ms")
-    print(f"    the rest        {median['update'] - median['kernel']:9.2f} ms")
-    print(f"  np.argsort        {median['argsort']:9.2f} ms, {_ratio(median, 'argsort')} of it")
+    print(f"  argsort           {least['argsort']:9.2f} ms")
+    print(f"  update            {beside('update')}")
+    print(f"    processor       {min(processor[3:]) * 1e6 / (rows * n):9.1f} ns x core a weight")
     print(
-        f"  plain Python      {whole_original:9.0f} ms (from {original_rows} vectors): "
-        f"{whole_original / median['update']:.0f} times the update"
+        f"    XLA's memory    {memory / (rows * n):9.1f} bytes a weight, the kernel's own not counted"
     )
+    print(f"  search, by XLA    {beside('by XLA')}")
+    print(f"  search, by host   {beside('by host', 'by XLA')}")
+    print(f"  LaPerm's sync     {beside('synchronize')}")
+    if original:
+        whole = statistics.median(original) * rows
+        print(
+            f"  plain Python      {whole:9.0f} ms (from {original_rows} vectors): "
+            f"{whole / least['update']:.0f} times the update"
+        )
 
 
-def _ratio(median: dict[str, float], peer: str) -> str:
-    return f"update at {median['update'] / median[peer]:.2f}"
+def numpy_features() -> str:
+    """The instruction sets that NumPy found: its sort for AVX-512 halves the yardstick."""
+    found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
+    return ", ".join(found) or "none"
 
 
 def main() -> None:
     """Measures all shapes and partition ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repetitions", type=int, default=31)
+    parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--original-rows", type=int, default=2)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
-    print(f"kernel: {cycles.chosen_kernel()}")
+    # Before JAX and the kernel start their threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
+    print(f"kernel: {cycles.chosen_kernel()}; cores: {arguments.cores}; NumPy: {numpy_features()}")
     for rows, n in SHAPES:
         for ratio in PARTITION_RATIOS:
             measure(rows, n, ratio, arguments.repetitions, arguments.original_rows)

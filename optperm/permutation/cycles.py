@@ -1,19 +1,18 @@
-"""Which kernel searches the cycles, and how JAX calls it.
+"""Which kernel searches the cycles, and how XLA calls it: three kernels, with the same bits.
 
-There are three ways to the same bits:
+- `"ffi"`, on the CPU: XLA calls the compiled kernel, which runs on XLA's threads, without Python.
+- `"callback"`, on other platforms, and on the CPU where XLA refuses the compiled handler: XLA calls
+  Python, which calls the compiled kernel's C entry point, which runs on threads of its own.
+- `"numpy"`, where nothing is compiled: XLA calls Python, which runs `cycles_numpy`.
 
-- `"ffi"`: the compiled kernel as a custom host call of XLA, on the CPU;
-- `"callback"`: the compiled kernel called by its C entry point from a host callback, on other platforms
-  and where XLA refuses the compiled handler;
-- `"numpy"`: `cycles_numpy` from a host callback, where nothing is compiled.
-
-The best that is available is taken. The environment variable OPTPERM_KERNEL names another.
+The best that is available is taken; the environment variable OPTPERM_KERNEL names another. Each is
+one custom call of XLA's, under one batching and one partitioning rule: every device of a mesh calls for
+the rows that it holds. A call uses as many threads as the process may, or OPTPERM_NUM_THREADS.
 """
 
 import ctypes
 import functools
 import importlib.metadata
-import math
 import os
 import pathlib
 import warnings
@@ -23,24 +22,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    SdyShardingRule,
-    custom_partitioning,
-)
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.permutation import cycles_numpy
+from optperm.permutation.row_calls import Results, Signature, batched, call_target
+from optperm.permutation.weight_vectors import inverse, order_of_keys
 
-Results = tuple[jax.Array, ...]
+# Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
+_PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5))
+_REORDER = Signature(("matrix", "matrix"), (1, 1))
 
 KERNELS = ("ffi", "callback", "numpy")
 # The version of the entry points' signatures, checked against the library's.
-_INTERFACE_VERSION = 1
-_TARGET_NAMES = {"float32": "optperm_permute_rows_f32", "float64": "optperm_permute_rows_f64"}
+_INTERFACE_VERSION = 2
+_TARGET = "optperm_permute_rows_{}"  # of a dtype
+_REORDER_TARGET = "optperm_reorder_rows_{}"
+_TARGETS = (
+    *map(_TARGET.format, ("float32", "float64")),
+    *map(_REORDER_TARGET.format, ("int32", "int64")),
+)
+_LEAST = 2.0**-149  # the least positive float32
 
 
 class _Problem(ctypes.Structure):
@@ -91,8 +94,8 @@ def permute_rows(
     is_double = np.float64 in (weights.dtype, recommendation.dtype)
     dtype = jnp.dtype(np.float64 if is_double else np.float32)
     operands = (
-        recommendation.astype(dtype)[None],
-        weights.astype(dtype)[None],
+        _widened(recommendation, dtype)[None],
+        _widened(weights, dtype)[None],
         ranks[None],
         seeds[None],
         jnp.broadcast_to(aggressiveness, (1, *weights.shape[1:])),
@@ -103,171 +106,169 @@ def permute_rows(
     new_weights, new_ranks, moved = (result[0] for result in results)
     if dtype != weights.dtype:
         # The bits of an entry that stays need not survive the kernel's wider dtype: NaNs may not.
-        new_weights = jnp.where(new_ranks == ranks, weights, new_weights.astype(weights.dtype))
+        new_weights = jnp.where(new_ranks == ranks, weights, _narrowed(new_weights, weights.dtype))
     return new_weights, new_ranks, moved
+
+
+def _widened(x: jax.Array, dtype: Any) -> jax.Array:
+    """The same numbers in float32 or float64; a plain conversion may take subnormal ones for zero."""
+    if x.dtype == jnp.bfloat16:  # the upper half of a float32
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
+    if x.dtype != np.float32 or dtype != np.float64:
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))
+    return jnp.where(magnitude < 0x00800000, subnormal, x.astype(dtype))
+
+
+def _narrowed(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undoes `_widened`, for numbers that are finite."""
+    if x.dtype == np.float64 and dtype != np.float16:
+        magnitude = (jnp.abs(x) / _LEAST).astype(jnp.int32)
+        subnormal = jnp.where(jnp.signbit(x), magnitude | jnp.int32(-(2**31)), magnitude)
+        subnormal = jax.lax.bitcast_convert_type(subnormal, jnp.float32)
+        x = jnp.where(jnp.abs(x) < 2.0**-126, subnormal, x.astype(jnp.float32))
+    if dtype == jnp.bfloat16:
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+        return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return x.astype(dtype)
 
 
 @functools.cache
 def _batched(kernel: str, drop_remainder: bool) -> Callable[..., Results]:
-    """The kernel on operands with a leading batch axis, which `jax.vmap` makes larger."""
-    permute = functools.partial(_on_platform, kernel, drop_remainder)
-    permute_shards = jax.jit(functools.partial(_on_shards, permute))
-
-    @jax.custom_batching.custom_vmap
-    def call(*operands: jax.Array) -> Results:
-        axis_types = set(jax.typeof(operands[1]).sharding.mesh.axis_types)
-        if AxisType.Explicit in axis_types or axis_types == {AxisType.Manual, AxisType.Auto}:
-            return permute_shards(*operands)
-        return permute(*operands)
-
-    @call.def_vmap
-    def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
-        merged = [
-            (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
-            for x, b in zip(operands, is_batched, strict=True)
-        ]
-        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
-        return results, (True, True, True)
-
-    return call
-
-
-def _on_shards(function: Callable[..., Results], *operands: jax.Array) -> Results:
-    """The function on each device of a mesh, for the rows that this device holds.
-
-    Where the mesh's axes are explicit it is known which rows these are; over the others each device
-    gets all of them.
-    """
-    shardings = [jax.typeof(operand).sharding for operand in operands]
-    mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
-    # Of a batch only some operands may have been spread.
-    batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
-    specs = tuple(P(*axes) for axes in _operands_axes(batch, None, rows, None))
-    spread = (
-        operand
-        if sharding.spec == spec
-        else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
-        for operand, sharding, spec in zip(operands, shardings, specs, strict=True)
-    )
-    on_device = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_of_results(specs))
-    return on_device(*spread)
+    return batched(_PERMUTE, functools.partial(_on_platform, kernel, drop_remainder))
 
 
 def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    on_cpu = _by_ffi if kernel == "ffi" else _by_buffers
+    target = _TARGET.format(operands[1].dtype)
+    attributes = (("drop_remainder", np.bool_(drop_remainder)),)
+
+    def by_target(*operands: jax.Array) -> Results:
+        return call_target(_PERMUTE, target, attributes, *operands)
+
+    def by_host(*operands: jax.Array) -> Results:
+        # A lowering learns on which devices the program runs where JAX sees that a target is called.
+        call = jax.make_jaxpr(by_target)(*operands)
+        results = _host_call_p.bind(
+            *operands, kernel=kernel, drop_remainder=drop_remainder, call=call
+        )
+        return tuple(results)
+
+    def by_pure_callback(*operands: jax.Array) -> Results:
+        # The target that `by_host` calls is not there. This has no partitioning rule.
+        on_host = functools.partial(_on_host, kernel, drop_remainder)
+        permute = functools.partial(_PERMUTE.on_flat_rows, on_host)
+        results = jax.pure_callback(permute, _PERMUTE.types(operands), *operands)
+        return mark_varying(tuple(results), varying_axes(operands))
+
     return jax.lax.platform_dependent(
         *operands,
-        cpu=functools.partial(on_cpu, kernel, drop_remainder),
-        default=functools.partial(_by_callback, kernel, drop_remainder),
+        cpu=by_target if kernel == "ffi" else by_host,
+        tpu=by_pure_callback,
+        default=by_host,
     )
 
 
-def _operands_axes(
-    batch: Any, n: Any, rows: Sequence[Any], seed: Any
-) -> tuple[tuple[Any, ...], ...]:
-    """What is said of the axes of a batch of operands, in the order of `permute_rows`."""
-    matrix, vector = (batch, n, *rows), (batch, *rows)
-    return (matrix, matrix, matrix, (*vector, seed), vector, vector)
+_host_call_p = Primitive("optperm_host_call")
+_host_call_p.multiple_results = True
+_host_call_p.def_abstract_eval(lambda *operands, **_: _PERMUTE.of_results(operands))
 
 
-def _of_results(of_operands: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """New weights, new ranks and counts are like the weights, the ranks and the partition sizes."""
-    return of_operands[1], of_operands[2], of_operands[5]
+def _lower_host_call(
+    context: mlir.LoweringRuleContext, *operands: Any, kernel: str, drop_remainder: bool, call: Any
+) -> Sequence[Any]:
+    """A call of Python's, as the target that JAX's own callbacks call.
+
+    These have no partitioning rule, and on the CPU `jax.pure_callback` can hang, since it hands arrays
+    to JAX that the device it waits for has to copy.
+    """
+    del call
+    module = context.module_context
+    if len(module.platforms) > 1:
+        raise NotImplementedError(
+            f"an update that calls Python is compiled for one platform, got {module.platforms}: where "
+            "optperm has its compiled kernel, export the update for the CPU alone"
+        )
+    on_cpu = module.platforms[0] == "cpu"
+    target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
+    on_host: Callable[..., Any] = _on_buffers if on_cpu else _on_host
+    module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))
+    index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
+
+    def call_python(*operands: jax.Array) -> Results:
+        return call_target(_PERMUTE, target, index, *operands)
+
+    return mlir.lower_fun(call_python, multiple_results=True)(context, *operands)
 
 
-def _result_types(operands: Sequence[jax.Array]) -> Results:
-    return _of_results([jax.typeof(operand) for operand in operands])
+mlir.register_lowering(_host_call_p, _lower_host_call)
 
 
-def _on_flat_rows(function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-    """The function of operands with a single axis of rows, as the kernels have them."""
-    batch, n, *rows = operands[1].shape
-    shapes = _operands_axes(batch, n, [math.prod(rows)], 2)
-    results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
-    likes = _of_results(operands)
-    return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
-
-
-def _by_ffi(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    del kernel
-    return _partitioned_ffi(*operands, drop_remainder)
-
-
-@functools.partial(custom_partitioning, static_argnums=(6,))
-def _partitioned_ffi(*operands: Any) -> Results:
-    *arrays, drop_remainder = operands
-
-    def call(*flat: jax.Array) -> Sequence[jax.Array]:
-        target = jax.ffi.ffi_call(_TARGET_NAMES[flat[1].dtype.name], _result_types(flat))
-        return target(*flat, drop_remainder=np.bool_(drop_remainder))
-
-    return _on_flat_rows(call, *arrays)
-
-
-def _partition(drop_remainder: bool, mesh: Any, operands: Any, results: Any) -> Any:
-    """Leaves each device the rows that it holds; a row itself is never cut."""
-    del results
-    batch, _, *rows = operands[1].sharding.spec
-    shardings = tuple(
-        NamedSharding(mesh, P(*axes)) for axes in _operands_axes(batch, None, rows, None)
-    )
-
-    def on_one_device(*local: jax.Array) -> Results:
-        return _partitioned_ffi.fun(*local, drop_remainder)
-
-    return mesh, on_one_device, _of_results(shardings), shardings
-
-
-def _sharding_rule(
-    drop_remainder: bool, mesh: Any, operands: Sequence[Any], results: Any
-) -> SdyShardingRule:
-    del drop_remainder, mesh, results
-    rows = [f"row{axis}" for axis in range(operands[5].rank - 1)]
-    axes = tuple(ArrayMapping(*names) for names in _operands_axes("batch", "n", rows, "seed"))
-    return SdyShardingRule(axes, _of_results(axes), need_replication_factors=("n", "seed"))
-
-
-_partitioned_ffi.def_partition(_partition, sharding_rule=_sharding_rule)
-
-
-def _by_buffers(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    def fill(_: Any, outputs: Any, *inputs: Any) -> None:
-        results = _on_host(kernel, drop_remainder, *inputs)
-        for output, result in zip(outputs, results, strict=True):
-            np.asarray(output)[...] = result
-
-    # On the CPU jax.pure_callback can hang under pmap and shard_map; this does not.
-    results = buffer_callback(fill, _result_types(operands))(*operands)
-    return mark_varying(tuple(results), varying_axes(operands))
-
-
-def _by_callback(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Results:
-    host = functools.partial(_on_host, kernel, drop_remainder)
-    results = jax.pure_callback(host, _result_types(operands), *operands)
-    return mark_varying(tuple(results), varying_axes(operands))
+def _on_buffers(kernel: str, drop_remainder: bool, _: Any, *buffers: Any) -> tuple[()]:
+    """Calls a kernel on buffers of the CPU: operands, and results to write."""
+    arrays = [np.asarray(buffer) for buffer in buffers]
+    permute_on_host(kernel, drop_remainder, arrays[:6], arrays[6:])
+    return ()
 
 
 def _on_host(kernel: str, drop_remainder: bool, *operands: Any) -> tuple[np.ndarray, ...]:
-    """Calls a kernel on host arrays."""
+    """Calls a kernel on copies of operands, and returns results to copy."""
     arrays = [np.ascontiguousarray(operand) for operand in operands]
-    permute = cycles_numpy.permute_rows if kernel == "numpy" else _permute_by_library
-    return _on_flat_rows(functools.partial(permute, drop_remainder=drop_remainder), *arrays)
+    results = tuple(np.empty_like(array) for array in _PERMUTE.of_results(arrays))
+    permute_on_host(kernel, drop_remainder, arrays, results)
+    return results
 
 
-def _permute_by_library(*arrays: np.ndarray, drop_remainder: bool) -> tuple[np.ndarray, ...]:
-    """Calls the compiled kernel by its C entry point: (batch, n, rows) and (batch, rows)."""
-    _, weights, ranks, _, _, partition_size = arrays
-    outputs = np.empty_like(weights), np.empty_like(ranks), np.empty_like(partition_size)
-    batch, n, rows = weights.shape
-    pointers = (array.ctypes.data for array in (*arrays, *outputs))
+def permute_on_host(
+    kernel: str, drop_remainder: bool, operands: Sequence[np.ndarray], results: Sequence[np.ndarray]
+) -> None:
+    """Fills the results, with a single axis of rows: (batch, n, rows) and (batch, rows)."""
+    batch, n, rows = operands[1].shape
+    if kernel == "numpy":
+        permuted = cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
+        for result, values in zip(results, permuted, strict=True):
+            result[...] = values
+        return
+    pointers = (array.ctypes.data for array in (*operands, *results))
     problem = _Problem(batch, rows, n, drop_remainder, *pointers)
-    entry = getattr(_library(), f"{_TARGET_NAMES[weights.dtype.name]}_host")
+    entry = getattr(_library(), f"{_TARGET.format(operands[1].dtype)}_host")
     entry.restype = ctypes.c_bool
     if not entry(ctypes.byref(problem)):
-        raise ValueError(
-            "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
-        )
-    return outputs
+        raise ValueError(cycles_numpy.DAMAGED)
+
+
+def reorder_rows(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The ranks of entries, and which of others has the same rank: their order, applied to others.
+
+    The compiled library sorts on the CPU, where XLA's sort is slow; elsewhere, and without it, XLA does.
+
+    Args:
+      keys: (n, *rows), signed integers in the order of the entries.
+      ranks: (n, *rows) int32, the ranks of the others in their rows.
+
+    Returns:
+      The rank of each key in its row, ties by location, and the location of the other entry of that
+      rank, both (n, *rows) int32.
+    """
+    if "ffi" not in _probe()[0] or os.environ.get("OPTPERM_KERNEL", "ffi") != "ffi":
+        return _reorder_by_xla(keys, ranks)
+    wide = keys if keys.dtype == np.int64 else keys.astype(jnp.int32)
+    return jax.lax.platform_dependent(wide, ranks, cpu=_reorder_by_target, default=_reorder_by_xla)
+
+
+def _reorder_by_xla(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    new_ranks = inverse(order_of_keys(keys))
+    return new_ranks, jnp.take_along_axis(inverse(ranks), new_ranks, axis=0)
+
+
+def _reorder_by_target(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    operands = keys[None], ranks[None]
+    operands = mark_varying(operands, varying_axes(operands))
+    call = functools.partial(call_target, _REORDER, _REORDER_TARGET.format(keys.dtype), ())
+    new_ranks, sources = batched(_REORDER, call)(*operands)
+    return new_ranks[0], sources[0]
 
 
 def chosen_kernel() -> str:
@@ -291,26 +292,28 @@ def chosen_kernel() -> str:
 @functools.cache
 def available_kernels() -> tuple[str, ...]:
     """The kernels that can run here, best first. Warns, once, if the best of all is not among them."""
+    kernels, lost = _probe()
+    if lost:
+        warnings.warn(lost, RuntimeWarning, stacklevel=2)
+    return kernels
+
+
+def _probe() -> tuple[tuple[str, ...], str]:
+    """The kernels that can run here, best first, and what is lost where that is not all of them."""
     if _library() is None:
-        warnings.warn(
+        return ("numpy",), (
             "optperm runs without its compiled kernel: permuting weights is thousands of times slower, "
             "with the same results. To get it back, make sure that a C++17 compiler is on the PATH and "
-            "install again with: pip install --force-reinstall --no-deps --no-cache-dir optperm",
-            RuntimeWarning,
-            stacklevel=2,
+            "install again with: pip install --force-reinstall --no-deps --no-cache-dir optperm"
         )
-        return ("numpy",)
     refused = _register()
     if refused:
-        warnings.warn(
+        return ("callback", "numpy"), (
             "optperm calls its compiled kernel by a host callback, which is slower, with the same "
             f"results: XLA's direct call is not available ({refused}). To get it back, install "
-            "optperm again beside a supported jaxlib and a C++17 compiler.",
-            RuntimeWarning,
-            stacklevel=2,
+            "optperm again beside a supported jaxlib and a C++17 compiler."
         )
-        return ("callback", "numpy")
-    return KERNELS
+    return KERNELS, ""
 
 
 @functools.cache
@@ -320,8 +323,20 @@ def _library() -> ctypes.CDLL | None:
             continue
         library = ctypes.CDLL(str(path))
         if library.optperm_interface_version() == _INTERFACE_VERSION:
+            library.optperm_set_max_threads(ctypes.c_int64(_max_threads()))
             return library
     return None
+
+
+def _max_threads() -> int:
+    """How many threads a call of the compiled kernel may use, those of other calls not counted."""
+    if "OPTPERM_NUM_THREADS" not in os.environ:
+        affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
+    given = os.environ["OPTPERM_NUM_THREADS"]
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"OPTPERM_NUM_THREADS must be a positive integer, got {given!r}.")
+    return int(given)
 
 
 def _library_paths() -> list[pathlib.Path]:
@@ -338,10 +353,11 @@ def _library_paths() -> list[pathlib.Path]:
     return [*paths, pathlib.Path(str(installed.locate_file(f"optperm/permutation/kernel/{name}")))]
 
 
+@functools.cache
 def _register() -> str:
     """Registers the compiled handlers with XLA; says why not where that fails."""
     library = _library()
-    for target in _TARGET_NAMES.values():
+    for target in _TARGETS:
         handler = getattr(library, target, None)
         if handler is None:
             return "it was built without XLA's headers"

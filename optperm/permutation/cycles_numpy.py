@@ -2,7 +2,13 @@
 
 The compiled kernel (kernel/cycles.cc) gives the same result bit for bit; the tests hold the two
 against each other. Step numbers are those of `optperm.permute_by_cycles`.
+
+Some threads, XLA's among them, take subnormal numbers for zero. So weights and recommendations are
+compared by integers made of their bits, and what is computed in float64 is never subnormal.
 """
+
+import math
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +16,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+
+DAMAGED = "the ranks in the state of optperm.sgperm are not permutations: the state is damaged"
 
 
 def permute_rows(
@@ -36,7 +44,13 @@ def permute_rows(
 
     Returns:
       The new weights and ranks, and the number of entries in each row that moved, (batch, rows) int32.
+
+    Raises:
+      ValueError: If the ranks of a row are not a permutation.
     """
+    n = weights.shape[1]
+    if not np.array_equal(np.sort(ranks, axis=1), np.broadcast_to(_column(n), ranks.shape)):
+        raise ValueError(DAMAGED)
     new_weights, new_ranks = weights.copy(), ranks.copy()
     for b, row in np.ndindex(weights.shape[0], weights.shape[2]):
         column = (b, slice(None), row)
@@ -44,33 +58,73 @@ def permute_rows(
             recommendation[column],
             weights[column],
             ranks[column],
-            partition(weights.shape[1], int(partition_size[b, row]), seeds[b, row], drop_remainder),
+            partition(n, int(partition_size[b, row]), seeds[b, row], drop_remainder),
             float(aggressiveness[b, row]),
         )
         new_weights[column], new_ranks[column] = row_weights, row_ranks
     return new_weights, new_ranks, np.sum(new_ranks != ranks, axis=1, dtype=np.int32)
 
 
+def _column(n: int) -> Ints:
+    return np.arange(n, dtype=np.int32)[:, None]
+
+
 def _permute_row(
     m: Floats, weights: Floats, ranks: Ints, labels: Ints, aggressiveness: float
 ) -> tuple[Floats, Ints]:
     new_weights, new_ranks = weights.copy(), ranks.copy()
-    w = weights.astype(np.float64)
     by_rank = np.argsort(ranks)
-    finite = w[np.isfinite(w)]
-    spread = finite.max() - finite.min() if len(finite) else 0.0  # A
-    takes_part = np.isfinite(w) & np.isfinite(m) & (m != 0)
+    is_finite = np.isfinite(weights)
+    takes_part = is_finite & np.isfinite(m) & (order_keys(m) != 0)
+    w, unit = _in_float64(weights, is_finite)
+    finite = w[is_finite]
+    spread = float(finite.max() - finite.min()) if len(finite) else 0.0  # A
+    keys = order_keys(w)
     for label in range(labels.max(initial=-1) + 1):
         subset = by_rank[labels == label]
         subset = subset[takes_part[subset]]
         if len(subset) < 2:
             continue
-        subset = subset[np.lexsort((subset, w[subset]))]  # by weight, ties by location
-        epsilon = spread * (aggressiveness + 1.0 / len(subset))
+        subset = subset[np.lexsort((subset, keys[subset]))]  # by weight, ties by location
+        epsilon = _product(spread, aggressiveness + 1.0 / len(subset), unit)
         taken = subset[search_cycles(w[subset], m[subset], epsilon)]
         new_weights[subset] = weights[taken]
         new_ranks[subset] = ranks[taken]
     return new_weights, new_ranks
+
+
+def order_keys(values: Floats) -> npt.NDArray[np.signedinteger]:
+    """Integers in the order of floating numbers, 0 for both zeros; not for NaNs."""
+    bits = values.view(f"int{8 * values.itemsize}")
+    return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits)
+
+
+def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float64], float]:
+    """The finite weights in a unit in which none that matters is subnormal, and that unit.
+
+    Where all are below 2^-400 the unit is 2^-600. Elsewhere it is 1, and a subnormal weight is too small
+    to change a sum with the range of the weights, or the range is 0.
+    """
+    is_double = weights.dtype == np.float64
+    if is_double and np.any(np.abs(weights[is_finite]) >= 2.0**-400):
+        return weights.astype(np.float64), 1.0
+    # By the definition of the formats: a significand, which is an integer, times a power of two.
+    info = np.finfo(weights.dtype)
+    keys = order_keys(weights).astype(np.int64)
+    exponent = np.abs(keys) >> info.nmant
+    hidden = np.where(exponent > 0, np.int64(1) << info.nmant, 0)
+    significand = np.sign(keys) * ((np.abs(keys) & ((1 << info.nmant) - 1)) | hidden)
+    power = np.maximum(exponent, 1) - (info.maxexp - 1 + info.nmant) + (600 if is_double else 0)
+    w = np.ldexp(significand.astype(np.float64), power.astype(np.intc))
+    return w, 2.0**-600 if is_double else 1.0
+
+
+def _product(spread: float, factor: float, unit: float) -> float:
+    """Spread * factor, rounded as float64 is in a unit of 1: below 2^-1022 to multiples of 2^-1074."""
+    product = spread * factor
+    if unit == 1.0 or product >= 2.0**-422:
+        return product
+    return math.ldexp(round(Fraction(spread) * Fraction(factor) * 2**474), -474)
 
 
 def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:
@@ -118,18 +172,22 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
       (s,) for each place the place whose weight it takes; its own where nothing moves.
     """
     s = len(w)
-    rises = m < 0
+    keys, wishes = order_keys(w), order_keys(m)
+    rises = wishes < 0
     # Neighbors are an interval of the order: a riser's go up from `first` to below `last`, a faller's
     # go down from `first` to above `last`; nearest first either way.
     places = np.arange(s)
-    first = np.where(rises, places + 1, np.searchsorted(w, w, "left") - 1)
+    first = np.where(rises, places + 1, np.searchsorted(keys, keys, "left") - 1)
+    up, down = order_keys(w + epsilon), order_keys(w - epsilon)
     last = np.where(
-        rises, np.searchsorted(w, w + epsilon, "left"), np.searchsorted(w, w - epsilon, "left") - 1
+        rises, np.searchsorted(keys, up, "left"), np.searchsorted(keys, down, "left") - 1
     )
     steps = np.where(rises, 1, -1)
     taken = places.copy()
     memorized = np.zeros(s, np.bool_)
-    for source in np.lexsort((-places, -np.abs(m))):  # descending |m|, then the later place first
+    for source in np.lexsort(
+        (-places, -np.abs(wishes))
+    ):  # descending |m|, then the later place first
         if memorized[source]:
             continue
         cycle = _depth_first(source, first, last, steps, memorized)

@@ -6,26 +6,27 @@ NeurIPS 2020.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.export import register_namedtuple_serialization
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
+from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,
     init_ranks,
+    order_keys,
     permute_vectors,
-    ranks_of,
-    scatter_columns,
-    sort_order,
     warn_of_constant_vectors,
 )
 from optperm.placement import Placement, holding_masks, placing_states
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
 
 
+@functools.partial(register_namedtuple_serialization, serialized_name="optperm.LapermState")
 class LapermState(NamedTuple):
     """State of `laperm`.
 
@@ -199,12 +201,12 @@ def synchronized(
     def reorder(
         _: int, weights: jax.Array, ranks: jax.Array, w: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        values = scatter_columns(weights, ranks)
-        order = sort_order(w)
+        # values[argsort(argsort(w))], values = weights[argsort(ranks)]
+        new_ranks, sources = cycles.reorder_rows(order_keys(w), ranks)
         is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
         return (
-            jnp.where(is_ordered, scatter_columns(values, order), weights),
-            jnp.where(is_ordered, ranks_of(order), ranks),
+            jnp.where(is_ordered, jnp.take_along_axis(weights, sources, axis=0), weights),
+            jnp.where(is_ordered, new_ranks, ranks),
         )
 
     return permute_vectors(reorder, output_axes, state.weights, state.ranks, params)

@@ -6,11 +6,13 @@ arXiv 2003.02570, 2020.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.export import register_namedtuple_serialization
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 
+@functools.partial(
+    register_namedtuple_serialization, serialized_name="optperm.PermuteByCyclesState"
+)
 class PermuteByCyclesState(NamedTuple):
     """State of `permute_by_cycles`.
 
@@ -61,6 +66,7 @@ class PermuteByCyclesState(NamedTuple):
         return self._replace(weights=other.weights, ranks=other.ranks)
 
 
+@functools.partial(register_namedtuple_serialization, serialized_name="optperm.RecommendationState")
 class RecommendationState(NamedTuple):
     """State of the first half of `sgperm`.
 

@@ -83,22 +83,37 @@ def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(rank) if axis not in output_axes)
 
 
+def order_keys(values: jax.Array) -> jax.Array:
+    """Integers in the order of floating numbers: 0.0 and -0.0 are tied, all NaNs are tied and last.
+
+    They are made of the bits, since devices and threads differ in whether they compare subnormal numbers
+    or take them for zero.
+    """
+    integers = jnp.dtype(f"int{8 * values.dtype.itemsize}")
+    limits = jnp.iinfo(integers)
+    bits = jax.lax.bitcast_convert_type(values, integers)
+    keys = jnp.where(bits < 0, limits.min - bits, bits)
+    return jnp.where(jnp.isnan(values), jnp.asarray(limits.max, integers), keys)
+
+
 def sort_order(columns: jax.Array) -> jax.Array:
     """Where the smallest entry of each column stands, the next one, and so on. int32.
 
-    Ties are by location, 0.0 and -0.0 being tied; NaN is last.
+    The order is that of `order_keys`, ties by location.
     """
-    order = jnp.argsort(columns, axis=0, stable=True).astype(jnp.int32)
-    return mark_varying(order, varying_axes(columns))  # of which a sort's other operands lose track
+    return order_of_keys(order_keys(columns))
 
 
-def scatter_columns(columns: jax.Array, places: jax.Array) -> jax.Array:
-    """Puts each entry at its place in its column: `result[places[k, j], j] = columns[k, j]`.
+def order_of_keys(keys: jax.Array) -> jax.Array:
+    """`sort_order` of columns whose `order_keys` these are."""
+    order = jnp.argsort(keys, axis=0, stable=True).astype(jnp.int32)
+    return mark_varying(order, varying_axes(keys))  # of which a sort's other operands lose track
 
-    Where the places are a permutation this undoes `take_along_axis`, for a fraction of a sort's time.
-    """
+
+def inverse(permutations: jax.Array) -> jax.Array:
+    """The inverse permutation of each column: ranks from an order, and the other way round. int32."""
     # The outputs are a batch: unlike jnp.put_along_axis this moves nothing between devices.
-    batch = tuple(range(1, columns.ndim))
+    batch = tuple(range(1, permutations.ndim))
     dimensions = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(),
         inserted_window_dims=(0,),
@@ -106,18 +121,15 @@ def scatter_columns(columns: jax.Array, places: jax.Array) -> jax.Array:
         operand_batching_dims=batch,
         scatter_indices_batching_dims=batch,
     )
-    zeros = jnp.zeros_like(places, dtype=columns.dtype)
-    return jax.lax.scatter(zeros, places[..., None], columns, dimensions)
-
-
-def ranks_of(order: jax.Array) -> jax.Array:
-    """The rank of each entry in its column, 0 for the smallest, from `sort_order`. int32."""
-    return scatter_columns(jax.lax.broadcasted_iota(jnp.int32, order.shape, 0), order)
+    places = jax.lax.broadcasted_iota(jnp.int32, permutations.shape, 0)
+    return jax.lax.scatter(
+        jnp.zeros_like(permutations), permutations[..., None], places, dimensions
+    )
 
 
 def sort_ranks(columns: jax.Array) -> jax.Array:
     """The rank of each entry in its column: 0 for the smallest, ties by location. int32."""
-    return ranks_of(sort_order(columns))
+    return inverse(sort_order(columns))
 
 
 def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
@@ -142,7 +154,8 @@ def warn_of_constant_vectors(
 
     def is_constant(path: tuple[Any, ...], leaf: jax.Array) -> bool:
         inputs = _input_axes(leaf.ndim, resolve_output_axes(path, leaf, output_axes))
-        return bool(jnp.any(jnp.min(leaf, axis=inputs) == jnp.max(leaf, axis=inputs)))
+        keys = order_keys(leaf)
+        return bool(jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs)))
 
     with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
         constant = [
@@ -195,8 +208,7 @@ def permute_vectors(
         arrays = [weights, *(shard_like(jnp.asarray(each), weights) for each in (ranks, *others))]
         new = function(index, *(to_columns(each, axes) for each in arrays))
         new_weights, new_ranks = (from_columns(each, weights, axes) for each in new)
-        # The new ranks, said so that the compiler sees that they lie where the old ones do.
-        return new_weights, jnp.where(new_ranks == arrays[1], arrays[1], new_ranks)
+        return new_weights, new_ranks
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(jax.tree.map(jnp.asarray, weights))
     rest = zip(*(jax.tree.leaves(tree) for tree in (ranks, *others)), strict=True)

@@ -155,6 +155,21 @@ def test_sgperm_digits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
+def test_sgperm_values(tmp_path):
+    """Two values in the right places classify better than Adam's network rounded to two, in fewer bits
+    than one a weight; a permutation of any values takes less than log2 of the longest vector."""
+    curves = run("sgperm_values.py", tmp_path, "--steps", 300, "--seeds", 1, "--hidden", 24)
+    assert list(curves) == ["Adam", "Adam, rounded", "permuted"]
+    (bits, two_values), *_, (most, _) = curves["permuted"]
+    assert 0.8 < bits < 1
+    assert 3 < most < 6
+    (rounded_bits, rounded), *_ = curves["Adam, rounded"]
+    assert rounded_bits == 1
+    assert two_values > max(0.75, rounded + 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lenient")
 def test_laperm_digits(tmp_path):
     """Seldom put in order, the initial weights classify; after every step they learn nothing."""
     found = run("laperm_digits.py", tmp_path, "--epochs", 3)

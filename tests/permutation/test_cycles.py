@@ -194,6 +194,32 @@ def test_a_kernel_that_is_not_there_is_refused(name, error, message, monkeypatch
         cycles.chosen_kernel()
 
 
+@pytest.mark.parametrize("share", [0.001, 0.3, 1.0])
+def test_long_vectors_have_the_same_bits_on_several_threads(share, monkeypatch):
+    """Where there are fewer vectors than threads these share each one, XLA's threads or the kernel's."""
+    n = 40_000
+    rows = random_rows(3, n, 1, np.float32)
+    results = []
+    for kernel in ("ffi", "callback"):
+        support.require_kernel(kernel)
+        monkeypatch.setenv("OPTPERM_KERNEL", kernel)
+        results.append(permute(rows, 0.1, int(share * n), False))
+    support.assert_same_bits(*results)
+    assert results[0][2] > n / 3
+
+
+def test_the_number_of_threads_can_be_set(monkeypatch):
+    """OPTPERM_NUM_THREADS says it; what is no positive integer is refused."""
+    monkeypatch.setenv("OPTPERM_NUM_THREADS", "3")
+    assert cycles._max_threads() == 3
+    for wrong in ("0", "-1", "two", ""):
+        monkeypatch.setenv("OPTPERM_NUM_THREADS", wrong)
+        with pytest.raises(ValueError, match=f"OPTPERM_NUM_THREADS must be .* got '{wrong}'"):
+            cycles._max_threads()
+    monkeypatch.delenv("OPTPERM_NUM_THREADS")
+    assert cycles._max_threads() >= 1
+
+
 def test_missing_library_is_told_once_with_the_remedy(monkeypatch):
     """Without the compiled library there is one warning, which says what to do."""
     cycles.available_kernels.cache_clear()

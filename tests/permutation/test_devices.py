@@ -1,6 +1,7 @@
 """SGPerm on many devices and inside what Optax and Flax wrap around it: always the same bits."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -121,8 +122,8 @@ def test_vmap_over_networks_and_seeds_is_the_loop():
 
 
 def test_params_sharded_over_outputs_are_permuted_where_they_are(kernel):
-    """Weight vectors spread over eight devices give the bits of one; with XLA's direct call each device
-    permutes its own, and no matrix travels."""
+    """Weight vectors spread over eight devices give the bits of one; each device permutes its own, by
+    whichever kernel, and no matrix travels."""
     mesh = Mesh(np.array(jax.devices()), ("model",))
     start, pull = (jax.random.normal(jax.random.key(seed), (30, 16)) for seed in range(2))
     tx = make()
@@ -131,16 +132,26 @@ def test_params_sharded_over_outputs_are_permuted_where_they_are(kernel):
     arguments = start, jax.jit(tx.init)(start), pull
     got, opt_state = loops.compiled(tx)(*arguments)
     support.assert_same_bits(got, expected)
-    if kernel != "ffi":
-        return
     program = loops.compiled(tx).lower(*arguments).compile().as_text()
-    (call,) = (line for line in program.splitlines() if '="optperm_permute_rows_f32"' in line)
+    target = "optperm_permute_rows_float32" if kernel == "ffi" else "xla_buffer_python_cpu_callback"
+    (call,) = (line for line in program.splitlines() if f'="{target}"' in line)
     # Two of the sixteen weight vectors each; only the counts of moved entries may be gathered.
     assert re.search(r"\[(1,30,2|2,30)\]", call)
     assert "16" not in call.split("custom-call")[0]
     assert not re.search(r"\[\d+,\d+\S*\]\S* (all-gather|all-to-all|all-reduce)", program)
     for array in (got, opt_state[1].weights, opt_state[1].ranks):
         assert array.sharding.is_equivalent_to(start.sharding, 2)
+
+
+def test_programs_for_gpus_call_python():
+    """Lowered for CUDA, which takes no GPU, an update calls Python as `jax.pure_callback` does there."""
+    tx, w = make(), support.bias(12)
+    arguments = w, tx.init(w), w
+    lowered = jax.jit(tx.update).trace(*arguments).lower(lowering_platforms=("cuda",))
+    (call,) = (line for line in lowered.as_text().splitlines() if "python" in line)
+    assert "@xla_ffi_python_gpu_callback" in call
+    assert "index = 0 : ui64" in call
+    assert "tensor<1x12x1xf32>" in call
 
 
 OUTPUTS_CUT = {
@@ -154,13 +165,15 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kernel"), [("sgperm", "ffi"), ("sgperm", "callback"), ("laperm", "ffi")]
+)
 @pytest.mark.parametrize("cut", OUTPUTS_CUT)
 @pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
-def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, method, monkeypatch):
+def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, method, kernel, monkeypatch):
     """Of any kind of mesh, where outputs alone are cut, an update gathers nothing."""
-    support.require_kernel("ffi")
-    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    support.require_kernel(kernel)
+    monkeypatch.setenv("OPTPERM_KERNEL", kernel)
     shape, axes, spec = OUTPUTS_CUT[cut]
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType[axis_type],) * 2)
     w, g = (jax.random.normal(jax.random.key(seed), shape) for seed in range(2))
@@ -207,43 +220,66 @@ def test_in_replicas_whose_params_are_sharded(spec, axis_type):
             support.assert_same_bits(jax.jit(run)(starts, pulls), expected)
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="processes cannot be tied to cores"
+)
 @pytest.mark.slow
-def test_large_leaves_on_eight_devices_do_not_hang():
-    """200 steps of a million weights on eight replicas end: the kernel's call cannot deadlock.
+@pytest.mark.parametrize("where", ["pmap", "shard_map", "rows"])
+@pytest.mark.parametrize("kernel", ["ffi", "callback"])
+def test_large_leaves_on_eight_devices_do_not_hang(where, kernel):
+    """200 steps on eight devices of two cores end, in replicas and with rows sharded: the kernel's call
+    cannot deadlock.
 
     Whether it could depends on who waits for whose threads, not on how long the search for cycles takes:
     a twentieth of the entries has a gradient.
     """
-    support.require_kernel("ffi")
+    support.require_kernel(kernel)
     program = """
-        import functools, os
+        import os, sys
+        where, kernel = sys.argv[1:]
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
         os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-        os.environ["OPTPERM_KERNEL"] = "ffi"
-        import jax, jax.numpy as jnp, optperm
-        params = jax.random.normal(jax.random.key(0), (1000, 1000))
-        pulls = jax.random.normal(jax.random.key(1), (1000, 1000))
-        pulls = jnp.where(jnp.arange(1000)[:, None] % 100 < 5, pulls, 0.0)
+        os.environ["OPTPERM_KERNEL"] = kernel
+        import jax, jax.numpy as jnp, numpy as np, optperm
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+        n = 504
+        params = jax.random.normal(jax.random.key(0), (n, n))
+        pulls = jnp.where(jnp.arange(n)[:, None] % 100 < 5, params[::-1], 0.0)
         tx = optperm.sgperm(partition_ratio=1.0)
 
-        @functools.partial(jax.pmap, axis_name="batch")
-        def train(params, seed):
+        def train(params, seed, mean=lambda grads: grads):
             def step(carry, key):
                 params, opt_state = carry
-                grads = jax.lax.pmean(pulls * jax.random.normal(key, (1000, 1)), "batch")
+                grads = mean(pulls * jax.random.normal(key, (n, 1)))
                 updates, opt_state = tx.update(grads, opt_state, params)
                 return (optperm.apply_updates(params, updates, opt_state), opt_state), None
 
             keys = jax.random.split(jax.random.key(seed), 200)
             return jax.lax.scan(step, (params, tx.init(params)), keys)[0][0]
 
-        out = train(jnp.stack([params] * 8), jnp.arange(8))
+        def replica(params, seed):
+            return train(params, seed, lambda grads: jax.lax.pmean(grads, "batch"))
+
+        mesh = Mesh(np.array(jax.devices()), ("batch",))
+        copies = jnp.stack([params] * 8), jnp.arange(8)
+        if where == "pmap":
+            out = jax.pmap(replica, axis_name="batch")(*copies)
+        elif where == "shard_map":
+            run = lambda params, seed: replica(params[0], seed[0])[None]
+            spec = P("batch")
+            out = jax.jit(jax.shard_map(
+                run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            ))(*copies)
+        else:
+            params = jax.device_put(params, NamedSharding(mesh, P(None, "batch")))
+            out = jax.jit(train)(params, 0)[None]
         assert bool(jnp.all(out == out[0]))
         assert bool(jnp.any(out[0] != params))
         assert bool(jnp.all(jnp.sort(out[0], axis=0) == jnp.sort(params, axis=0)))
         print("done")
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
+        [sys.executable, "-c", textwrap.dedent(program), where, kernel],
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,7 +1,11 @@
-"""A trained network as its initial weights and a permutation, and the exact weights in a state."""
+"""A trained network as its initial weights and a permutation, the exact weights in a state, and compiled
+updates that are exported."""
 
 import io
 import json
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -89,3 +93,59 @@ def test_permutation_survives_json_and_npz():
     file.seek(0)
     with np.load(file) as archive:
         support.assert_same_bits(optperm.apply_permutation(params, dict(archive)), trained)
+
+
+# Optax leaves it to its users to register its states for serialization: the inner optimizer has none.
+METHODS = {
+    "sgperm": "optperm.sgperm(0.5, partition_ratio=0.7)",
+    "laperm": """optperm.laperm(
+        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)), sync_every=1
+    )""",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exported_update_runs_in_another_process(method, tmp_path):
+    """By the recipe of docs/permutation.md: serialized here, it gives the same bits there."""
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by flatbuffers")
+    support.require_kernel("ffi")
+    tx, params = eval(METHODS[method]), support.random_params()
+    arguments = support.random_like(params, 1), tx.init(params), params
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call(f"optperm_{call}")
+        for call in ("permute_rows_float32", "reorder_rows_int32")
+    ]
+    exported = jax.export.export(jax.jit(tx.update), disabled_checks=checks)(*arguments)
+    (tmp_path / "update").write_bytes(exported.serialize())
+    np.savez(tmp_path / "grads.npz", **arguments[0])
+    np.savez(tmp_path / "params.npz", **params)
+    program = """
+        import pathlib, sys
+        import jax, numpy as np, optax, optperm
+        from optperm.permutation import cycles
+
+        folder = pathlib.Path(sys.argv[1])
+        cycles.available_kernels()  # XLA learns of the compiled one
+        update = jax.export.deserialize((folder / "update").read_bytes()).call
+        grads, params = (dict(np.load(folder / name)) for name in ("grads.npz", "params.npz"))
+        tx = eval(sys.argv[2])
+        _, opt_state = update(grads, tx.init(params), params)
+        np.savez(folder / "after.npz", **optperm.permuted_params(opt_state))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), METHODS[method]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    _, opt_state = jax.jit(tx.update)(*arguments)
+    with np.load(tmp_path / "after.npz") as after:
+        support.assert_same_bits(dict(after), optperm.permuted_params(opt_state))
+    assert not np.array_equal(optperm.permuted_params(opt_state)["kernel"], params["kernel"])
+
+
+def test_an_update_that_calls_python_is_not_exported(monkeypatch):
+    """For several platforms, of which one needs it, the error says what can be done."""
+    support.require_kernel("ffi")
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
+    tx, w = optperm.sgperm(), support.bias(5)
+    export = jax.export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])
+    with pytest.raises(NotImplementedError, match=r"one platform, .*export the update for the CPU"):
+        export(w, tx.init(w), w)

@@ -18,9 +18,10 @@ def run(*command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitize", ["OFF", "ON"])
+@pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_the_kernel_alone(tmp_path, sanitize):
-    """Bit for bit what a search through neighbor lists gives, and no access out of bounds."""
+    """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor
+    any that is not synchronized."""
     if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):
         pytest.skip("OPTPERM_TEST_WITHOUT_KERNEL is set")
     cmake = shutil.which("cmake")

@@ -118,6 +118,45 @@ def test_every_row_is_its_initial_values_in_the_order_of_the_current_ones(
         support.assert_permutes(p, initial)
 
 
+@pytest.mark.parametrize("dtype", support.DTYPES)
+def test_the_compiled_sort_gives_the_bits_of_xlas(dtype, monkeypatch):
+    """With ties, subnormal numbers, zeros of both signs and a row that holds a NaN."""
+    support.require_kernel("ffi")
+    rng = np.random.default_rng(0)
+    initial, moved = (
+        (np.round(rng.normal(size=(40, 3, 5)) * 6) / rng.choice([6, 6e9, 6e40], (40, 3, 5))).astype(
+            support.DTYPES[dtype]
+        )
+        for _ in range(2)
+    )
+    moved[7, 1, 2] = np.nan
+    results = []
+    with jax.enable_x64(dtype == "float64"):
+        initial = jnp.asarray(initial)
+        for kernel in ("ffi", "numpy"):
+            monkeypatch.setenv("OPTPERM_KERNEL", kernel)
+            tx = optperm.laperm(optax.identity(), 1, output_axes=(1, 2))
+            update = jax.jit(tx.update).lower(initial, tx.init(initial), initial).compile()
+            assert ("optperm_reorder_rows" in update.as_text()) == (kernel == "ffi")
+            start = tx.init(initial)
+            results.append(update(jnp.zeros_like(initial), start, jnp.asarray(moved))[1])
+    support.assert_same_bits(results[0].weights, results[1].weights)
+    support.assert_same_bits(results[0].ranks, results[1].ranks)
+    assert np.mean(np.asarray(results[0].ranks) != np.asarray(start.ranks)) > 0.5
+
+
+def test_damaged_ranks_are_refused():
+    """By the compiled sort: a state whose ranks are no permutation is an error."""
+    support.require_kernel("ffi")
+    tx = optperm.laperm(optax.identity(), 1)
+    opt_state = tx.init(support.bias(9))
+    damaged = opt_state._replace(ranks=opt_state.ranks.at[5].set(9))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"of optperm\.laperm are not permutations"
+    ):
+        jax.block_until_ready(jax.jit(tx.update)(support.bias(9), damaged, support.bias(9)))
+
+
 def test_synchronizing_each_step_learns_nothing_where_steps_are_small():
     """No weight gets past its neighbor in one step; in fifty it does, and the loss falls."""
     x = jax.random.normal(jax.random.key(0), (64, 10))

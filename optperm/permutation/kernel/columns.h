@@ -2,9 +2,11 @@
 #ifndef OPTPERM_COLUMNS_H_
 #define OPTPERM_COLUMNS_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <utility>
+
+#include "threads.h"
 
 namespace optperm {
 
@@ -62,6 +64,15 @@ void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width,
   for (; i < lines; ++i) {
     for (int64_t j = 0; j < width; ++j) to[j * to_stride + i] = from[i * from_stride + j];
   }
+}
+
+// How many neighboring columns a thread works on at once: at most one cache line of 32-bit entries, so that
+// reading touches each line once. At least two such tiles a thread, and whole blocks of four where there are
+// enough columns.
+inline int64_t TileWidth(int64_t columns, const Threads& threads) {
+  const int64_t tiles = 2 * threads.count;
+  const int64_t width = std::clamp<int64_t>((columns + tiles - 1) / tiles, 1, 16);
+  return width > 4 ? (width + 3) / 4 * 4 : width;
 }
 
 }  // namespace optperm

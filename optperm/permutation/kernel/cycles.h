@@ -3,8 +3,8 @@
 #define OPTPERM_CYCLES_H_
 
 #include <cstdint>
-#include <memory>
-#include <vector>
+
+#include "threads.h"
 
 namespace optperm {
 
@@ -28,30 +28,13 @@ struct Problem {
   int32_t* moved;                 // (batch, rows) how many entries moved
 };
 
-// The work is cut into tiles of neighboring weight vectors, which may be permuted in any order, by any
-// thread.
+// Permutes all weight vectors. Returns false, with the outputs undefined, if the ranks of one are not a
+// permutation of 0, ..., n - 1.
+//
+// Neighboring weight vectors make tiles, which the threads share. Of long vectors that are fewer than the
+// threads one is permuted at a time, and the threads share its subsets.
 template <typename T>
-int64_t NumTiles(const Problem<T>& problem);
-
-// Permutes tiles, one at a time; the working memory is kept from tile to tile. One for each thread.
-template <typename T>
-class TilePermuter {
- public:
-  explicit TilePermuter(const Problem<T>& problem);
-  ~TilePermuter();
-
-  // Returns false, with the tile's outputs undefined, if the ranks of a weight vector are not a
-  // permutation of 0, ..., n - 1.
-  bool Permute(int64_t tile);
-
- private:
-  class Row;
-  const Problem<T> problem_;
-  const int64_t stride_;  // between the columns of the buffers below
-  std::unique_ptr<Row> row_;
-  std::vector<T> recommendation_, weights_;
-  std::vector<int32_t> ranks_;
-};
+bool PermuteRows(const Problem<T>& problem, const Threads& threads);
 
 }  // namespace optperm
 

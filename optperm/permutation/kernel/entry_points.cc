@@ -1,4 +1,4 @@
-// What Python calls: the kernel by plain C functions, on one thread.
+// What Python calls: the kernel by plain C functions, on threads of the library.
 #include <cstdint>
 
 #include "cycles.h"
@@ -9,27 +9,15 @@
 #define OPTPERM_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-namespace {
-
-// Returns whether the ranks were permutations.
-template <typename T>
-bool PermuteRows(const optperm::Problem<T>& problem) {
-  optperm::TilePermuter<T> permuter(problem);
-  for (int64_t tile = 0; tile < optperm::NumTiles(problem); ++tile) {
-    if (!permuter.Permute(tile)) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
 // Counts up whenever the functions below change.
-OPTPERM_EXPORT int32_t optperm_interface_version() { return 1; }
+OPTPERM_EXPORT int32_t optperm_interface_version() { return 2; }
 
-OPTPERM_EXPORT bool optperm_permute_rows_f32_host(const optperm::Problem<float>* problem) {
-  return PermuteRows(*problem);
+OPTPERM_EXPORT void optperm_set_max_threads(int64_t count) { optperm::max_threads = count; }
+
+OPTPERM_EXPORT bool optperm_permute_rows_float32_host(const optperm::Problem<float>* problem) {
+  return optperm::PermuteRows(*problem, optperm::OwnThreads());
 }
 
-OPTPERM_EXPORT bool optperm_permute_rows_f64_host(const optperm::Problem<double>* problem) {
-  return PermuteRows(*problem);
+OPTPERM_EXPORT bool optperm_permute_rows_float64_host(const optperm::Problem<double>* problem) {
+  return optperm::PermuteRows(*problem, optperm::OwnThreads());
 }

@@ -1,61 +1,34 @@
 // What XLA calls: the kernel as a typed FFI handler, over XLA's own threads.
-#include <atomic>
-#include <condition_variable>
-#include <memory>
-#include <mutex>
+#include <algorithm>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "cycles.h"
+#include "reorder.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
 
-// The tiles of one call. Each thread takes the next tile until none is left; the calling thread takes
-// part, so that the call ends even if no other thread ever becomes free.
-template <typename T>
-class SharedWork {
- public:
-  explicit SharedWork(const optperm::Problem<T>& problem)
-      : problem_(problem), tiles_(optperm::NumTiles(problem)) {}
-
-  int64_t tiles() const { return tiles_; }
-
-  void TakePart() {
-    int64_t tile = next_.fetch_add(1);
-    if (tile >= tiles_) return;
-    optperm::TilePermuter<T> permuter(problem_);
-    int64_t done = 0;
-    for (; tile < tiles_; tile = next_.fetch_add(1), ++done) {
-      if (!permuter.Permute(tile)) valid_ = false;
-    }
-    const std::lock_guard<std::mutex> lock(mutex_);
-    done_ += done;
-    if (done_ == tiles_) all_done_.notify_all();
-  }
-
-  // Waits for the tiles that other threads have taken. Returns whether all ranks were permutations.
-  bool Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    all_done_.wait(lock, [this] { return done_ == tiles_; });
-    return valid_;
-  }
-
- private:
-  const optperm::Problem<T> problem_;
-  const int64_t tiles_;
-  std::atomic<int64_t> next_{0};
-  std::atomic<bool> valid_{true};
-  std::mutex mutex_;
-  std::condition_variable all_done_;
-  int64_t done_ = 0;
-};
-
 template <typename Buffer>
 bool HasShape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dimensions = buffer.dimensions();
   return std::equal(dimensions.begin(), dimensions.end(), shape.begin(), shape.end());
+}
+
+// The kernel on XLA's threads.
+optperm::Threads Shared(ffi::ThreadPool& threads) {
+  const int64_t count = std::min<int64_t>(threads.num_threads(), optperm::max_threads);
+  return {std::max<int64_t>(count, 1),
+          [&](std::function<void()> function) { threads.Schedule(std::move(function)); }};
+}
+
+ffi::Error Result(bool is_valid, const std::string& method) {
+  if (is_valid) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("the ranks in the state of optperm." + method +
+                                     " are not permutations: the state is damaged");
 }
 
 template <ffi::DataType dtype>
@@ -73,7 +46,6 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
       !HasShape(*new_ranks, {batch, n, rows}) || !HasShape(*moved, {batch, rows})) {
     return ffi::Error::InvalidArgument("the operands' shapes do not match");
   }
-  if (batch * n * rows == 0) return ffi::Error::Success();
   using T = ffi::NativeType<dtype>;
   const optperm::Problem<T> problem{batch,
                                     rows,
@@ -88,21 +60,36 @@ ffi::Error PermuteRows(ffi::ThreadPool threads, ffi::Buffer<dtype> recommendatio
                                     new_weights->typed_data(),
                                     new_ranks->typed_data(),
                                     moved->typed_data()};
-  const auto work = std::make_shared<SharedWork<T>>(problem);
-  const int64_t helpers = std::min<int64_t>(threads.num_threads(), work->tiles()) - 1;
-  for (int64_t i = 0; i < helpers; ++i) {
-    threads.Schedule([work] { work->TakePart(); });
-  }
-  work->TakePart();
-  if (!work->Wait()) {
-    return ffi::Error::InvalidArgument(
-        "the ranks in the state of optperm.sgperm are not permutations: the state is damaged");
-  }
-  return ffi::Error::Success();
+  return Result(optperm::PermuteRows(problem, Shared(threads)), "sgperm");
 }
 
 template <ffi::DataType dtype>
-auto Binding() {
+ffi::Error ReorderRows(ffi::ThreadPool threads, ffi::Buffer<dtype> keys, ffi::Buffer<ffi::S32> ranks,
+                       ffi::ResultBuffer<ffi::S32> new_ranks, ffi::ResultBuffer<ffi::S32> sources) {
+  const auto shape = keys.dimensions();
+  if (shape.size() != 3) return ffi::Error::InvalidArgument("keys must be (batch, n, rows)");
+  const int64_t batch = shape[0], n = shape[1], rows = shape[2];
+  if (n > INT32_MAX || !HasShape(ranks, {batch, n, rows}) || !HasShape(*new_ranks, {batch, n, rows}) ||
+      !HasShape(*sources, {batch, n, rows})) {
+    return ffi::Error::InvalidArgument("the operands' shapes do not match");
+  }
+  const optperm::ReorderProblem<ffi::NativeType<dtype>> problem{
+      batch, rows, n, keys.typed_data(), ranks.typed_data(), new_ranks->typed_data(), sources->typed_data()};
+  return Result(optperm::ReorderRows(problem, Shared(threads)), "laperm");
+}
+
+template <ffi::DataType dtype>
+auto ReorderBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .template Arg<ffi::Buffer<dtype>>()
+      .template Arg<ffi::Buffer<ffi::S32>>()
+      .template Ret<ffi::Buffer<ffi::S32>>()
+      .template Ret<ffi::Buffer<ffi::S32>>();
+}
+
+template <ffi::DataType dtype>
+auto PermuteBinding() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::ThreadPool>()
       .template Arg<ffi::Buffer<dtype>>()
@@ -122,8 +109,10 @@ auto Binding() {
 #if !defined(_WIN32)
 #pragma GCC visibility push(default)
 #endif
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_f32, PermuteRows<ffi::F32>, Binding<ffi::F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_f64, PermuteRows<ffi::F64>, Binding<ffi::F64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float32, PermuteRows<ffi::F32>, PermuteBinding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_permute_rows_float64, PermuteRows<ffi::F64>, PermuteBinding<ffi::F64>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_reorder_rows_int32, ReorderRows<ffi::S32>, ReorderBinding<ffi::S32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(optperm_reorder_rows_int64, ReorderRows<ffi::S64>, ReorderBinding<ffi::S64>());
 #if !defined(_WIN32)
 #pragma GCC visibility pop
 #endif

@@ -16,6 +16,7 @@
 #include "columns.h"
 #include "cycles.h"
 #include "places.h"
+#include "reorder.h"
 
 namespace {
 
@@ -74,15 +75,12 @@ struct Case {
     }
   }
 
-  bool Run() {
+  bool Run(const optperm::Threads& threads = optperm::OwnThreads()) {
     const optperm::Problem<T> problem{batch, rows, n, drop_remainder, recommendation.data(), weights.data(),
                                       ranks.data(), seeds.data(), aggressiveness.data(),
                                       partition_size.data(), new_weights.data(), new_ranks.data(),
                                       moved.data()};
-    optperm::TilePermuter<T> permuter(problem);
-    bool valid = true;
-    for (int64_t tile = 0; tile < optperm::NumTiles(problem); ++tile) valid &= permuter.Permute(tile);
-    return valid;
+    return optperm::PermuteRows(problem, threads);
   }
 };
 
@@ -302,6 +300,31 @@ void TestLongVector(const char* type, int64_t n, int kind) {
   std::printf("a vector of %lld, %s, kind %d: ok\n", static_cast<long long>(n), type, kind);
 }
 
+// Several threads for each weight vector, or one: the same bits.
+template <typename T>
+void TestThreads(const char* type) {
+  constexpr int64_t n = 40000;
+  for (int64_t rows : {1, 3}) {
+    for (int kind = 0; kind < 3; ++kind) {
+      std::mt19937_64 rng(kind + rows);
+      Case<T> c(1, rows, n);
+      Fill(&c, &rng);
+      c.Rank();
+      // A tenth of the entries, all of them, or a few a subset.
+      std::fill(c.partition_size.begin(), c.partition_size.end(), kind == 0 ? n / 10 : kind == 1 ? n : 11);
+      Check(c.Run(optperm::Threads{}), "ranks refused by one thread");
+      const std::vector<T> weights = c.new_weights;
+      const std::vector<int32_t> ranks = c.new_ranks, moved = c.moved;
+      Check(c.Run(), "ranks refused by several threads");
+      Check(SameBits(c.new_weights, weights) && SameBits(c.new_ranks, ranks) && c.moved == moved,
+            "one thread and several, kind " + std::to_string(kind));
+      c.ranks[c.At(0, 7, 0)] = c.ranks[c.At(0, n - 7, 0)];
+      Check(!c.Run(), "damaged ranks accepted by several threads");
+    }
+  }
+  std::printf("several threads, %s: ok\n", type);
+}
+
 void TestDamagedRanks() {
   for (int kind = 0; kind < 4; ++kind) {
     Case<float> c(1, 3, 70);
@@ -382,15 +405,74 @@ void TestTranspose() {
   }
 }
 
+// A stable sort of the keys, and the inverse of the ranks.
+template <typename Key>
+void TestReorder(const char* type) {
+  for (int64_t n : {1, 2, 100, 128, 129, 1000, 5000, 40000}) {
+    for (int kind = 0; kind < 4; ++kind) {
+      std::mt19937_64 rng(n + kind);
+      const int64_t batch = n < 5000 ? 2 : 1, rows = n < 5000 ? 21 : 3;
+      std::vector<Key> keys(batch * n * rows);
+      std::vector<int32_t> ranks(keys.size()), new_ranks(keys.size()), sources(keys.size());
+      for (Key& key : keys) {
+        key = static_cast<Key>(rng());
+        if (kind == 1) key = static_cast<Key>(rng() % 5) - 2;
+        if (kind == 2) key = rng() % 2 ? std::numeric_limits<Key>::max() : std::numeric_limits<Key>::min();
+        if (kind == 3) key >>= 12;
+      }
+      const auto at = [&](int64_t b, int64_t i, int64_t row) { return (b * n + i) * rows + row; };
+      std::vector<int32_t> order(n), old(n);
+      const auto shuffle = [&] {
+        std::iota(old.begin(), old.end(), 0);
+        std::shuffle(old.begin(), old.end(), rng);
+      };
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t row = 0; row < rows; ++row) {
+          shuffle();
+          for (int64_t i = 0; i < n; ++i) ranks[at(b, i, row)] = old[i];
+        }
+      }
+      const optperm::ReorderProblem<Key> problem{batch,        rows,         n,
+                                                 keys.data(),  ranks.data(), new_ranks.data(),
+                                                 sources.data()};
+      Check(optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: ranks refused");
+      for (int64_t b = 0; b < batch; ++b) {
+        for (int64_t row = 0; row < rows; ++row) {
+          std::iota(order.begin(), order.end(), 0);
+          std::stable_sort(order.begin(), order.end(),
+                           [&](int32_t i, int32_t j) { return keys[at(b, i, row)] < keys[at(b, j, row)]; });
+          bool right = true;
+          for (int32_t k = 0; k < n; ++k) {
+            const int64_t place = at(b, order[k], row);
+            right &= new_ranks[place] == k && ranks[at(b, sources[place], row)] == k;
+          }
+          Check(right, std::string("reorder: a rank or a source, ") + type);
+        }
+      }
+      if (n == 1) continue;
+      ranks[at(0, 0, 0)] = ranks[at(0, n - 1, 0)];
+      Check(!optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: a rank that stands twice");
+      ranks[at(0, 0, 0)] = -1;
+      Check(!optperm::ReorderRows(problem, optperm::OwnThreads()), "reorder: a rank below 0");
+    }
+  }
+  std::printf("reordering by %s: ok\n", type);
+}
+
 }  // namespace
 
 int main() {
+  optperm::max_threads = 4;
   TestTranspose<float>();
   TestTranspose<double>();
   TestPlaces();
   TestDamagedRanks();
   TestAgainstDescription<float>("float");
   TestAgainstDescription<double>("double");
+  TestReorder<int32_t>("int32");
+  TestReorder<int64_t>("int64");
+  TestThreads<float>("float");
+  TestThreads<double>("double");
   for (int kind = 0; kind < 3; ++kind) {
     TestLongVector<float>("float", 5000, kind);
     TestLongVector<float>("float", 20000, kind);

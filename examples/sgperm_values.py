@@ -1,0 +1,119 @@
+"""SGPerm alone trains networks of 2, 3, 4 or 16 values: what is learned is where each value stands.
+
+Its size is the seed and the logarithm of the number of arrangements. Beside it Adam, as it is and with
+each layer rounded after training to as many values (k-means). Draws test accuracy over bits a weight.
+
+    python examples/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
+"""
+
+import argparse
+import math
+from collections import defaultdict
+from statistics import NormalDist
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from digits import MLP, accuracy, cross_entropy, load
+from matplotlib.figure import Figure
+
+import optperm
+
+VALUES = (2, 3, 4, 16)
+
+
+def draw(model: MLP, seed: int, count: int | None) -> Any:
+    """Initial params: of `count` values, quantiles of a normal distribution, or without it normal."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 64)))["params"]
+    rng = np.random.default_rng(seed)
+
+    def leaf(like: Any) -> jax.Array:
+        scale = math.sqrt(2 / like.shape[0]) if like.ndim > 1 else 0.1
+        quantiles = [NormalDist().inv_cdf((i + 0.5) / (count or 1)) for i in range(count or 1)]
+        values = rng.choice(quantiles, like.shape) if count else rng.normal(size=like.shape)
+        return jnp.asarray(scale * values, jnp.float32)
+
+    return jax.tree.map(leaf, shapes)
+
+
+def train(model: MLP, tx: Any, params: Any, steps: int, seed: int) -> Any:
+    """Steps of batches of 64 drawn at random."""
+    x, y = map(jnp.asarray, load()[0])
+
+    def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+        rows = jax.random.choice(key, len(x), (64,))
+        params, opt_state = carry
+        loss_fn = lambda p: cross_entropy(model.apply({"params": p}, x[rows]), y[rows])  # noqa: E731
+        updates, opt_state = tx.update(jax.grad(loss_fn)(params), opt_state, params)
+        return (optperm.apply_updates(params, updates, opt_state), opt_state), None
+
+    keys = jax.random.split(jax.random.key(seed), steps)
+    return jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), keys)[0][0])(params)
+
+
+def rounded(params: Any, count: int) -> Any:
+    """Each leaf with the nearest of as many values, found by k-means."""
+
+    def leaf(w: jax.Array) -> jax.Array:
+        values = np.quantile(w, (np.arange(count) + 0.5) / count)
+        for _ in range(30):
+            nearest = np.argmin(np.abs(np.ravel(w)[:, None] - values), axis=1)
+            sums, counts = (
+                np.bincount(nearest, np.ravel(w), count),
+                np.bincount(nearest, None, count),
+            )
+            values = np.where(counts, sums / np.maximum(counts, 1), values)
+        return jnp.asarray(values[nearest].reshape(w.shape), jnp.float32)
+
+    return jax.tree.map(leaf, params)
+
+
+def bits(params: Any) -> float:
+    """Bits a weight of an arrangement: log2 of n! / (c_1! c_2! ...) for each weight vector."""
+    leaves = [w.T.reshape(-1, len(w)) for w in jax.tree.leaves(params)]
+    sizes = [np.unique(vector, return_counts=True)[1] for leaf in leaves for vector in leaf]
+    nats = [math.lgamma(sum(c) + 1) - sum(math.lgamma(each + 1) for each in c) for c in sizes]
+    return sum(nats) / math.log(2) / sum(map(sum, sizes))
+
+
+def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
+    """Trains, prints and draws; returns bits a weight and the mean accuracy of each network."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("--steps", 2000), ("--seeds", 3), ("--hidden", 64)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--out", default="sgperm-values.png")
+    options = parser.parse_args(argv)
+    model, (_, (x, y)) = MLP(hidden=options.hidden), load()
+    found: dict[tuple[str, float], list[float]] = defaultdict(list)
+
+    def note(name: str, size: float, params: Any) -> None:
+        found[name, size].append(float(accuracy(model.apply({"params": params}, x), y)))
+
+    permute = optperm.sgperm(1.0, aggressiveness_decay=1.0, momentum=0.99)
+    for seed in range(options.seeds):
+        for count in (*VALUES, None):
+            start, size = draw(model, seed, count), round(bits(draw(model, 0, count)), 2)
+            note("permuted", size, train(model, permute, start, options.steps, seed))
+        moved = train(model, optax.adam(1e-3), start, options.steps, seed)
+        note("Adam", 32, moved)
+        note("Adam", 16, jax.tree.map(lambda w: w.astype(jnp.float16).astype(w.dtype), moved))
+        for count in VALUES:
+            note("Adam, rounded", round(math.log2(count), 2), rounded(moved, count))
+
+    curves = defaultdict(list)
+    for (name, size), reached in sorted(found.items()):
+        curves[name].append((size, float(np.mean(reached))))
+        print(f"{name}: {size:g} bits a weight, test accuracy {np.mean(reached):.3f}")
+    axes = (figure := Figure(figsize=(7, 3.5), layout="constrained")).subplots()
+    for name, points in curves.items():
+        axes.semilogx(*zip(*points, strict=True), "o-", base=2, label=name)
+    axes.set(xlabel="bits a weight, beside the seed and the values", ylabel="test accuracy")
+    axes.legend()
+    figure.savefig(options.out, dpi=120)
+    return curves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Custom calls of XLA's on weight vectors: one batching and one partitioning rule around any target.
+
+Every operand belongs to weight vectors ("rows"), which are independent of each other. So a batch of
+calls is one call with more of them, and each device of a mesh calls for the rows that it holds.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Results = tuple[jax.Array, ...]
+
+
+class Signature(NamedTuple):
+    """What a call takes and gives. The operand of index 1 is a matrix, and lies where the rows do.
+
+    Attributes:
+      operands: For each one "matrix", (batch, n, *rows), "vector", (batch, *rows), or "pair",
+        (batch, *rows, 2). There may be any number of axes of rows.
+      results: For each one the index of the operand of whose shape and dtype it is.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[int, ...]
+
+    def axes(self, batch: Any, n: Any, rows: Sequence[Any], pair: Any) -> list[tuple[Any, ...]]:
+        """What is said of the axes, for each operand."""
+        of = {
+            "matrix": (batch, n, *rows),
+            "vector": (batch, *rows),
+            "pair": (batch, *rows, pair),
+        }
+        return [of[kind] for kind in self.operands]
+
+    def of_results(self, of_operands: Sequence[Any]) -> tuple[Any, ...]:
+        """What is said of the operands, for each result."""
+        return tuple(of_operands[index] for index in self.results)
+
+    def types(self, operands: Sequence[jax.Array]) -> Results:
+        """The types of the results."""
+        return self.of_results([jax.typeof(operand) for operand in operands])
+
+    def on_flat_rows(self, function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
+        """The function of operands with a single axis of rows, as the targets have them."""
+        batch, n, *rows = operands[1].shape
+        shapes = self.axes(batch, n, [math.prod(rows)], 2)
+        results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
+        likes = self.of_results(operands)
+        return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
+
+
+def batched(signature: Signature, function: Callable[..., Results]) -> Callable[..., Results]:
+    """The function of operands with a leading batch axis, which `jax.vmap` makes larger.
+
+    On a mesh on which it is known where the rows lie each device calls it for its own.
+    """
+    on_shards = jax.jit(functools.partial(_on_shards, signature, function))
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: jax.Array) -> Results:
+        axis_types = set(jax.typeof(operands[1]).sharding.mesh.axis_types)
+        if AxisType.Explicit in axis_types or axis_types == {AxisType.Manual, AxisType.Auto}:
+            return on_shards(*operands)
+        return function(*operands)
+
+    @call.def_vmap
+    def batch(size: int, is_batched: list[bool], *operands: jax.Array) -> tuple[Results, Any]:
+        merged = [
+            (x if b else jnp.broadcast_to(x, (size, *x.shape))).reshape(-1, *x.shape[1 + b :])
+            for x, b in zip(operands, is_batched, strict=True)
+        ]
+        results = tuple(x.reshape(size, -1, *x.shape[1:]) for x in call(*merged))
+        return results, (True,) * len(results)
+
+    return call
+
+
+def _on_shards(
+    signature: Signature, function: Callable[..., Results], *operands: jax.Array
+) -> Results:
+    """The function on each device of a mesh, for the rows that this device holds.
+
+    Where the mesh's axes are explicit it is known which rows these are; over the others each device
+    gets all of them.
+    """
+    shardings = [jax.typeof(operand).sharding for operand in operands]
+    mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
+    # Of a batch only some operands may have been spread.
+    batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
+    specs = tuple(P(*axes) for axes in signature.axes(batch, None, rows, None))
+    spread = (
+        operand
+        if sharding.spec == spec
+        else jax.sharding.reshard(operand, NamedSharding(mesh, spec))
+        for operand, sharding, spec in zip(operands, shardings, specs, strict=True)
+    )
+    on_device = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=signature.of_results(specs)
+    )
+    return on_device(*spread)
+
+
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
+def call_target(
+    signature: Signature, target: str, attributes: tuple[tuple[str, Any], ...], *operands: Any
+) -> Results:
+    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
+
+    def call(*flat: jax.Array) -> Sequence[jax.Array]:
+        return jax.ffi.ffi_call(target, signature.types(flat))(*flat, **dict(attributes))
+
+    return signature.on_flat_rows(call, *operands)
+
+
+def _partition(
+    signature: Signature, target: str, attributes: Any, mesh: Any, operands: Any, results: Any
+) -> Any:
+    """Leaves each device the rows that it holds; a row itself is never cut."""
+    del results
+    batch, _, *rows = operands[1].sharding.spec
+    shardings = tuple(
+        NamedSharding(mesh, P(*axes)) for axes in signature.axes(batch, None, rows, None)
+    )
+
+    def on_one_device(*local: jax.Array) -> Results:
+        return call_target.fun(signature, target, attributes, *local)
+
+    return mesh, on_one_device, signature.of_results(shardings), shardings
+
+
+def _sharding_rule(
+    signature: Signature,
+    target: str,
+    attributes: Any,
+    mesh: Any,
+    operands: Sequence[Any],
+    results: Any,
+) -> SdyShardingRule:
+    del target, attributes, mesh, results
+    rows = [f"row{axis}" for axis in range(operands[1].rank - 2)]
+    axes = tuple(ArrayMapping(*names) for names in signature.axes("batch", "n", rows, "pair"))
+    whole = ("n", "pair") if "pair" in signature.operands else ("n",)
+    return SdyShardingRule(axes, signature.of_results(axes), need_replication_factors=whole)
+
+
+call_target.def_partition(_partition, sharding_rule=_sharding_rule)
