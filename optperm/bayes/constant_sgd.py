@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.gradient_noise import scale_by_gradient_noise
+from optperm.bayes.gradient_noise import scaled_by_noise
+from optperm.bayes.masters import with_masters
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
+from optperm.bayes.noise_plan import plan
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
@@ -29,11 +31,17 @@ def constant_sgd(
     temperature: optax.ScalarOrSchedule = 1.0,
     k_coef: float | jax.Array = 1.0,
     t0: float | jax.Array = 10.0,
-    burn_in: int | jax.Array = 10,
+    burn_in: int | jax.Array | None = None,
     burn_in_optimizer: optax.GradientTransformation | None = None,
     freeze_after: int | jax.Array | None = None,
+    estimate_after: int | jax.Array | None = None,
+    estimate_every: int | jax.Array = 1,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
+    fill: bool = True,
+    stability: float | jax.Array = 0.2,
+    rho: float | jax.Array = 1.0,
+    seed: int | jax.Array = 0,
     chunk_size: int | None = None,
     max_full_size: int | None = None,
     axis_name: AxisName | None = None,
@@ -85,7 +93,7 @@ def constant_sgd(
       >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
       >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
-      >>> tx = optperm.constant_sgd(1000, 10, burn_in=100, burn_in_optimizer=optax.sgd(0.1))
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000, burn_in_optimizer=optax.sgd(0.1))
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
@@ -96,7 +104,7 @@ def constant_sgd(
       >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
       >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 20_000))
       >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
-      >>> bool(jnp.allclose(jnp.cov(draws[1000:].T), exact, atol=2e-4))
+      >>> bool(jnp.allclose(jnp.cov(draws[2000:].T), exact, atol=2e-4))
       True
 
     References:
@@ -104,36 +112,64 @@ def constant_sgd(
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill)
+    momentum_factor, mean_factor = 1.0, 1.0
+    if momentum is not None:
+        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
+        momentum = _as_float(momentum)
+        momentum_factor = 1.0 - momentum
+        # With momentum steps diverge from lambda_max(H A) = 2 (1 + mu) on.
+        mean_factor = momentum_factor / (1.0 + momentum)
+    step_factor = _times(learning_rate, mean_factor)
+    if fill:
+        stability, rho = _filled_limits(learning_rate, stability, rho)
+        learning_rate = 1.0
     sampling = [
-        scale_by_gradient_noise(
+        scaled_by_noise(
             num_data,
             batch_size,
+            due,
             preconditioner=preconditioner,
             estimator=estimator,
             temperature=temperature,
             k_coef=k_coef,
             t0=t0,
-            burn_in=burn_in,
-            freeze_after=freeze_after,
             max_step=max_step,
             damping=damping,
+            stability=stability,
+            rho=rho,
+            seed=seed,
             chunk_size=chunk_size,
             max_full_size=max_full_size,
             axis_name=axis_name,
+            step_factor=step_factor,
         )
     ]
-    factor: float | jax.Array = 1.0
     if momentum is not None:
-        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
-        momentum = _as_float(momentum)
         sampling.append(optax.trace(momentum))
-        factor = 1.0 - momentum
-    size = _times(learning_rate, factor)
+    size = _times(learning_rate, momentum_factor)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
+    if burn_in_optimizer is None and fill:
+        burn_in_optimizer = optax.adam(1e-2)
     if burn_in_optimizer is None:
-        return optax.with_extra_args_support(sampler)
+        return with_masters(optax.with_extra_args_support(sampler))
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return switch_after(burn_in, burn_in_optimizer, sampler, track=True)
+    return with_masters(switch_after(due.burn_in, burn_in_optimizer, sampler, track=True))
+
+
+def _filled_limits(
+    learning_rate: optax.ScalarOrSchedule, stability: Any, rho: Any
+) -> tuple[Any, Any]:
+    """c and rho for steps that are as much shorter, whose noise is filled up accordingly."""
+    if callable(learning_rate):
+        raise ValueError(
+            "learning_rate must be a number with fill=True, got a schedule: steps of another size "
+            "sample another temperature. Pass a schedule for temperature, or fill=False."
+        )
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
+    checks.check_positive("learning_rate", learning_rate)
+    return _times(learning_rate, stability), _times(learning_rate, rho)
 
 
 def _times(

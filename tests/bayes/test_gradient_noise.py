@@ -124,7 +124,7 @@ def test_a_frozen_estimate_is_not_computed():
         rows = jnp.asarray(batch_gradients(0))
         return jax.pure_callback(count, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
 
-    tx = optperm.scale_by_gradient_noise(N, S, freeze_after=2)
+    tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, freeze_after=2)
     step = jax.jit(lambda s: tx.update(jnp.ones(D), s, jnp.ones(D), per_example_grad_fn=gradients))
     state = tx.init(jnp.ones(D))
     for _ in range(5):
@@ -204,7 +204,7 @@ def test_temperature_multiplies_the_steps():
 
 def test_momentum_is_that_of_optax_with_shorter_steps():
     rows = [batch_gradients(seed) for seed in range(5)]
-    tx = optperm.constant_sgd(N, S, momentum=0.8, burn_in=1, learning_rate=0.5)
+    tx = optperm.constant_sgd(N, S, fill=False, momentum=0.8, burn_in=1, learning_rate=0.5)
     velocity = np.zeros(D)
     for (updates, _), (h_g, _) in zip(run(tx, *rows), run(by_noise(), *rows), strict=True):
         velocity = 0.8 * velocity + h_g
@@ -214,8 +214,11 @@ def test_momentum_is_that_of_optax_with_shorter_steps():
 def test_an_optimizer_may_burn_in():
     """It moves the params, and the noise is estimated along its way."""
     batches = [batch_gradients(step) for step in range(5)]
-    trail = run(optperm.constant_sgd(N, S, burn_in=3, burn_in_optimizer=optax.sgd(0.1)), *batches)
-    alone = run(optperm.constant_sgd(N, S, burn_in=3), *batches)
+    trail = run(
+        optperm.constant_sgd(N, S, fill=False, burn_in=3, burn_in_optimizer=optax.sgd(0.1)),
+        *batches,
+    )
+    alone = run(optperm.constant_sgd(N, S, fill=False, burn_in=3), *batches)
     for step, rows in enumerate(batches):
         expected = -0.1 * rows.mean(axis=0) if step < 3 else alone[step][0]
         np.testing.assert_allclose(trail[step][0], expected, rtol=1e-6)
