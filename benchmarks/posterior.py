@@ -214,7 +214,7 @@ def make_reference(num_draws: int = 20_000, chains: int = 4) -> None:
         )
         if problem.size < 100:
             kept[f"{name}.covariance"] = np.float32(np.cov(flat.T))
-    np.savez_compressed(REFERENCE, **kept)
+        np.savez_compressed(REFERENCE, **kept)
 
 
 class Found(NamedTuple):

@@ -14,9 +14,11 @@ from optperm.bayes.gradient_noise import scaled_by_noise
 from optperm.bayes.masters import with_masters
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
 from optperm.bayes.noise_plan import plan
+from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import find_states
 from optperm.switching import switch_after
 
 
@@ -114,6 +116,8 @@ def constant_sgd(
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill)
     momentum_factor, mean_factor = 1.0, 1.0
+    if momentum is None and fill:
+        momentum = _filled_momentum(batch_size)
     if momentum is not None:
         checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
         momentum = _as_float(momentum)
@@ -121,9 +125,13 @@ def constant_sgd(
         # With momentum steps diverge from lambda_max(H A) = 2 (1 + mu) on.
         mean_factor = momentum_factor / (1.0 + momentum)
     step_factor = _times(learning_rate, mean_factor)
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
+    size, limits = _times(learning_rate, momentum_factor), (stability, rho)
     if fill:
-        stability, rho = _filled_limits(learning_rate, stability, rho)
-        learning_rate = 1.0
+        # Shorter steps are those of more noise that is filled in, whose law is the same.
+        limits = tuple(_times(learning_rate, _as_float(number)) for number in limits)
+        size = momentum_factor
     sampling = [
         scaled_by_noise(
             num_data,
@@ -136,40 +144,47 @@ def constant_sgd(
             t0=t0,
             max_step=max_step,
             damping=damping,
-            stability=stability,
-            rho=rho,
+            stability=limits[0],
+            rho=limits[1],
             seed=seed,
             chunk_size=chunk_size,
             max_full_size=max_full_size,
             axis_name=axis_name,
-            step_factor=step_factor,
+            step_factor=mean_factor if fill else step_factor,
         )
     ]
     if momentum is not None:
         sampling.append(optax.trace(momentum))
-    size = _times(learning_rate, momentum_factor)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
     if burn_in_optimizer is None and fill:
         burn_in_optimizer = optax.adam(1e-2)
     if burn_in_optimizer is None:
-        return with_masters(optax.with_extra_args_support(sampler))
+        return _watched(with_masters(optax.with_extra_args_support(sampler)))
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return with_masters(switch_after(due.burn_in, burn_in_optimizer, sampler, track=True))
+    switched = switch_after(due.burn_in, burn_in_optimizer, sampler, track=True)
+    return _watched(with_masters(switched))
 
 
-def _filled_limits(
-    learning_rate: optax.ScalarOrSchedule, stability: Any, rho: Any
-) -> tuple[Any, Any]:
-    """c and rho for steps that are as much shorter, whose noise is filled up accordingly."""
-    if callable(learning_rate):
-        raise ValueError(
-            "learning_rate must be a number with fill=True, got a schedule: steps of another size "
-            "sample another temperature. Pass a schedule for temperature, or fill=False."
-        )
-    checks.check_positive("stability", stability)
-    checks.check_positive("rho", rho)
-    checks.check_positive("learning_rate", learning_rate)
-    return _times(learning_rate, stability), _times(learning_rate, rho)
+def _watched(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """A sampler that says when it does not sample, where its state can be seen."""
+
+    def update(g: optax.Updates, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        updates, state = inner.update(g, state, params, **extra_args)
+        for found in find_states(state, GradientNoiseState):
+            warn_if_unstable(found)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _filled_momentum(batch_size: int | jax.Array) -> float | jax.Array:
+    """By which c allows steps S times as long, as the batches' own curvatures vary S times less."""
+    if checks.is_concrete_number(batch_size):
+        return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
+    size = jnp.asarray(batch_size, jnp.float32)
+    return jnp.minimum(0.9, (size - 1) / (size + 1))
 
 
 def _times(

@@ -159,6 +159,8 @@ def scale_by_gradient_noise(
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
     return scaled_by_noise(
         num_data,
         batch_size,
@@ -191,8 +193,8 @@ def scaled_by_noise(
     t0: float | jax.Array,
     max_step: float | jax.Array | None,
     damping: float | jax.Array,
-    stability: float | jax.Array,
-    rho: float | jax.Array,
+    stability: optax.ScalarOrSchedule,
+    rho: optax.ScalarOrSchedule,
     seed: int | jax.Array,
     chunk_size: int | None,
     max_full_size: int | None,
@@ -203,7 +205,7 @@ def scaled_by_noise(
     checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
     checks.check_choice("estimator", estimator, tuple(ESTIMATES))
     _check_data(num_data, batch_size)
-    _check_steps(temperature, k_coef, t0, max_step, damping, stability, rho)
+    _check_steps(temperature, k_coef, t0, max_step, damping)
     checks.check_seed("seed", seed)
     if chunk_size is not None:
         checks.check_static_count("chunk_size", chunk_size)
@@ -233,15 +235,21 @@ def scaled_by_noise(
         covariance = outer(
             jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
         )
-        count = jnp.zeros([], jnp.int32)
         zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
+        # Each its own array: states may be donated.
+        counts = {
+            name: jnp.zeros([], jnp.int32) for name in ("count", "steps", "estimates", "unstable")
+        }
+        largest_found = {
+            name: zero.copy() for name in ("filling", "curvature", "stability", "largest_noise")
+        }
         return GradientNoiseState(
-            **dict.fromkeys(("count", "steps", "estimates", "unstable"), count),
-            weight=zero.astype(jnp.float32),
+            **counts,
+            weight=jnp.array(zero, jnp.float32),
             covariance=covariance,
             factor=jnp.zeros_like(covariance) if is_full else (),
-            **limits(count, params),
-            **dict.fromkeys(("filling", "curvature", "stability", "largest_noise"), zero),
+            **limits(counts["count"], params),
+            **largest_found,
             curvature_direction=normal_like(key_data(0), params),
             noise_direction=normal_like(key_data(1), params) if fill else (),
             key=key_data(seed),
@@ -258,9 +266,11 @@ def scaled_by_noise(
     def refill(latest: GradientNoiseState) -> GradientNoiseState:
         if not fill:
             return latest
-        dtype = latest.scale.dtype
-        bound = None if is_full else jnp.asarray(rho, dtype)
-        return refilled(latest, jnp.asarray(stability, dtype), bound)
+        c, most, factor = (
+            resolve_schedule("learning_rate", number, latest.count, latest.scale.dtype)
+            for number in (stability, rho, step_factor)
+        )
+        return refilled(latest, c / factor, None if is_full else most, factor)
 
     def factorize(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
         examples = batch_size - 1 if estimator == "per_example" else batch.replicas
@@ -389,8 +399,6 @@ def _check_steps(
     t0: object,
     max_step: object,
     damping: object,
-    stability: object,
-    rho: object,
 ) -> None:
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     checks.check_positive("k_coef", k_coef)
@@ -398,5 +406,3 @@ def _check_steps(
     if max_step is not None:
         checks.check_positive("max_step", max_step)
     checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
-    checks.check_positive("stability", stability)
-    checks.check_positive("rho", rho)

@@ -220,7 +220,10 @@ def _inner(one: optax.Updates, other: optax.Updates) -> jax.Array:
 
 
 def refilled(
-    state: GradientNoiseState, stability: jax.Array, rho: jax.Array | None
+    state: GradientNoiseState,
+    stability: jax.Array,
+    rho: jax.Array | None,
+    step_factor: jax.Array,
 ) -> GradientNoiseState:
     r"""The state with the noise that is filled in from the largest eigenvalues found so far.
 
@@ -233,6 +236,7 @@ def refilled(
       state: The state before.
       stability: c.
       rho: :math:`\rho`; None with the full preconditioner, which needs no more than the first.
+      step_factor: What the steps are multiplied by later on.
     """
     bounds = [
         state.scale * state.curvature / stability,
@@ -242,7 +246,8 @@ def refilled(
     if rho is not None:
         bounds.append(state.largest_noise / rho)
     filling = functools.reduce(jnp.maximum, bounds)
-    eigenvalue = jnp.where(filling > 0, state.scale * state.curvature / filling, 0.0)
+    eigenvalue = step_factor * state.scale * state.curvature / filling
+    eigenvalue = jnp.where(filling > 0, eigenvalue, 0.0)
     return state._replace(
         filling=jnp.maximum(filling, 0.0), stability=eigenvalue.astype(filling.dtype)
     )
@@ -281,7 +286,8 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
     Raises:
       ValueError: If steps were not taken, because they would diverge.
     """
-    if isinstance(state.stability, jax.core.Tracer) or isinstance(state.unstable, jax.core.Tracer):
+    numbers = state.stability, state.unstable, state.steps
+    if not all(_can_be_seen(number) for number in numbers):
         return
     largest = float(np.max(state.stability))
     if np.any(np.asarray(state.unstable) > 0):
@@ -297,6 +303,11 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
             f"{off:.2g} times what it should be. Use constant_sgd(..., fill=True), or smaller batches.",
             stacklevel=3,
         )
+
+
+def _can_be_seen(number: Any) -> bool:
+    is_array = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
+    return is_array and (number.is_fully_addressable or number.is_fully_replicated)
 
 
 def _check_size(size: int, factor: jax.Array) -> None:

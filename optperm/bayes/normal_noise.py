@@ -32,7 +32,8 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     key = _as_key(data)
 
     def draw(path: Any, leaf: Any) -> jax.Array:
-        leaf_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         drawn = jax.random.normal(leaf_key, jnp.shape(leaf), accumulation_dtype(leaf))
         return shard_like(drawn, leaf)
 
