@@ -1,22 +1,23 @@
 """How far the draws of samplers are from posteriors that are known, and what they cost.
 
 The problems: logistic regression on scikit-learn's breast cancer data with all features and with 8, a
-linear regression on its diabetes data, a quadratic whose gradient noise is not its curvature; and, with
---only digits, softmax regression on its digits. Diabetes and the quadratic have exact posteriors; the
-others are compared with long runs of NUTS by BlackJAX, kept in benchmarks/posterior_reference.npz, which
+linear regression on its diabetes data, a quadratic whose gradient noise is not its curvature; and
+softmax regression on its digits, if asked for. Diabetes and the quadratic have exact posteriors; the
+others are compared with long runs of NUTS by BlackJAX, kept in benchmarks/posterior_reference.npz,
+which
 
     python benchmarks/posterior.py --make-reference
 
-makes. Every sampler takes the same batches' size, chains and steps. Printed for each is, over all params,
-the least, median and largest ratio of its standard deviations to the reference's, the largest error of a
-mean in those, the divergence of the draws' Gaussian from the reference's, and the seconds.
+makes. Every sampler takes the same batches' size, chains and steps. Printed for each is, over all
+params, the least, median and largest ratio of its standard deviations to the reference's, the largest
+error of a mean in those, the divergence of the draws' Gaussian from the reference's, and the seconds.
 
 Constant SGD runs with its defaults. SGLD and SGHMC show the best of a grid of step sizes, chosen in
 hindsight by the reference itself, which a user has not; the grid is printed. "Mandt" is constant SGD
 without filled noise, which says so where it is unstable; it and BlackJAX's own SGLD start at the mode.
 "Laplace" is the Gaussian at the mode.
 
-    python benchmarks/posterior.py [--only table|cost|chains|all] [--smoke] [--json FILE]
+    python benchmarks/posterior.py [--problems digits ...] [--batch-sizes 8 32] [--json FILE]
 """
 
 import argparse
@@ -161,7 +162,7 @@ def reference(name: str) -> Reference:
         covariance = np.linalg.inv(problem.num_data * hessian)
         return Reference(mode, np.sqrt(np.diag(covariance)), covariance)
     with np.load(REFERENCE) as kept:
-        covariance = kept[f"{name}.covariance"] if f"{name}.covariance" in kept else None
+        covariance = kept.get(f"{name}.covariance")
         covariance = None if covariance is None else covariance.astype(np.float64)
         mean, deviation = (
             kept[f"{name}.{part}"].astype(np.float64) for part in ("mean", "deviation")
@@ -230,8 +231,8 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         least, median, most = self.ratios
         return (
-            f"sd {least:5.2f} {median:5.2f} {most:5.2f} ({self.in_range:4.0%}), mean {self.mean_error:5.2f}, "
-            f"KL {self.divergence:8.3g}, {self.seconds:5.1f} s{self.says}"
+            f"sd {least:5.2f} {median:5.2f} {most:5.2f} ({self.in_range:4.0%}), "
+            f"mean {self.mean_error:5.2f}, KL {self.divergence:8.3g}, {self.seconds:5.1f} s{self.says}"
         )
 
     @property

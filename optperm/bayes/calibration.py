@@ -52,8 +52,8 @@ def calibration(
       num_bins: B.
 
     Returns:
-      A `Calibration`. Traced, where Python cannot see the labels, its error and accuracies are NaN if one
-      is out of range.
+      A `Calibration`. Traced, where Python cannot see the labels, its error and accuracies are NaN if
+      one is out of range.
 
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.

@@ -51,44 +51,66 @@ def constant_sgd(
     r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
 
     .. math::
-      v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
 
-    with the :math:`H` of `optperm.scale_by_gradient_noise`, which says what it needs of the loss and of
-    the data. The factor :math:`1 - \mu` keeps the stationary distribution, to first order
-    in the length of the steps, where it is without momentum. Draw batches with replacement, or large
-    shuffles from many examples: within an epoch, what one batch misses another one has, and their noise
-    cancels.
+    with the :math:`H` and the filled noise :math:`\xi_t` of `optperm.scale_by_gradient_noise`,
+    which says what it needs of the loss and of the data; the prior is in the loss
+    (`optperm.normal_prior`). By default nothing has to be chosen: noise is filled in until the
+    steps are short enough. With `fill=False` it is Mandt, Hoffman and Blei's method, :math:`\xi_t =
+    0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor :math:`1 - \mu`
+    keeps the stationary distribution, to first order in the length of the steps, where it is
+    without momentum. Draw batches with replacement, or large shuffles from many examples: within an
+    epoch, what one batch misses another one has, and their noise cancels.
 
     Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
     the way (`burn_in_optimizer`), or begin at params that are trained. `optperm.draw_samples` collects
-    the iterates of many chains.
+    the iterates of many chains, and `optperm.posterior_report` says whether they are to be trusted. An
+    update outside of `jax.jit` raises if steps would diverge; in a compiled loop the state's `unstable`
+    counts them. Params of 16 bits, which cannot hold such small steps, have a copy in float32 in the
+    state.
 
     Args:
       num_data: N, the number of training examples.
       batch_size: S, the number of examples in a batch, of all replicas together.
-      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling.
+      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling. With
+        filled noise it multiplies `stability` and `rho` instead, which keeps the law.
       preconditioner: "scalar", "diagonal" or "full".
       estimator: "per_example", "single_example" or "two_batches".
-      momentum: :math:`\mu`, in [0, 1); None for none.
+      momentum: :math:`\mu`, in [0, 1). None for none; with filled noise for
+        :math:`\min(.9, (S - 1) / (S + 1))`, by which steps are S times as long at the same `stability`.
       temperature: Factor on the posterior's covariance, a number or a schedule of the step.
       k_coef: Weight of new estimates of the noise.
       t0: Steps before that weight falls.
-      burn_in: Steps that estimate the noise before the first one that samples.
-      burn_in_optimizer: What moves the params meanwhile; None leaves them where they are.
-      freeze_after: Steps after which the noise is taken to be constant; None for never.
-      max_step: The largest step size, None for no limit. Set it for networks.
+      burn_in: Steps before the first one that samples. None for 4,000 with filled noise, else 10.
+      burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise;
+        else they stay where they are, as they do with `optax.set_to_zero()`.
+      freeze_after: Steps after which the noise is taken to be constant. None for twice `burn_in` with
+        filled noise, else for never.
+      estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
+        filled noise, when its optimizer should have settled, else for none.
+      estimate_every: Steps from one estimate to the next.
+      max_step: The largest step size, None for no limit.
       damping: The least noise, in the units of :math:`C`.
+      fill: Whether noise is filled in; False for Mandt's method.
+      stability: c, how long steps may be: with filled noise :math:`\lambda_{\max}(H A)` is c, times
+        (1 + :math:`\mu`) / (1 - :math:`\mu`).
+      rho: With filled noise, but for the full preconditioner, at least :math:`1 / \rho` of what there is
+        is filled in.
+      seed: Seed of the filled noise. `optperm.draw_samples` gives each chain noise of its own; chains of
+        your own take states that were initialized with different seeds.
       chunk_size: How many gradients of examples to hold at once; None for all.
       max_full_size: The largest number of params for which the full preconditioner is built; None
         for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread.
 
     Returns:
-      A transformation. It needs `params` and the estimator's extra argument.
+      A transformation. It needs `params`, the estimator's extra argument, and with filled noise
+      `grad_fn`.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range; else as `optperm.scale_by_gradient_noise`.
+      ValueError: If an argument is out of range, or steps would diverge; else as
+        `optperm.scale_by_gradient_noise`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -115,7 +137,8 @@ def constant_sgd(
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill)
-    momentum_factor, mean_factor = 1.0, 1.0
+    momentum_factor: Any = 1.0
+    mean_factor: Any = 1.0
     if momentum is None and fill:
         momentum = _filled_momentum(batch_size)
     if momentum is not None:

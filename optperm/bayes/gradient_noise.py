@@ -25,21 +25,23 @@ from optperm.bayes.noise_plan import Plan, plan
 from optperm.bayes.noise_state import (
     UNSTABLE,
     GradientNoiseState,
+    initial_state,
     refilled,
     warn_if_unstable,
     with_curvature,
     with_estimate,
     with_factor,
 )
-from optperm.bayes.normal_noise import fold, key_data, normal_like
+from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
-from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_state, mask_like
 from optperm.contract.transformation import transformation
 
 _MAX_FULL_SIZE = 4096
+_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
 
 
 def scale_by_gradient_noise(
@@ -99,6 +101,22 @@ def scale_by_gradient_noise(
     - "two_batches": the squared difference of the gradients of the batch and of its first half, times
       S, from `grad_fn`; for losses whose examples cannot be told apart, such as with BatchNorm.
 
+    With filled noise (`fill`), what is preconditioned is :math:`g + \xi`, and :math:`b \ge 0` limits the
+    steps:
+
+    .. math::
+      H = \frac{2 S T}{N} (C + b I)^{-1}, \qquad \xi \sim N(0, (b / S) I), \qquad
+      b = \max\left(\frac{2 S T \lambda_{\max}(A)}{N c}, \frac{\lambda_{\max}(C)}{\rho}\right)
+
+    The noise of :math:`g + \xi` has the covariance :math:`(C + b I) / S`, so that each step's is
+    :math:`(2 T / N) H` whatever b is: nothing has to be cut off, and C need not be invertible. Without
+    noise of the batches this is stochastic gradient Langevin dynamics; b = 0 is the method above. The
+    full preconditioner does without the second bound, which a diagonal needs where it credits
+    directions with noise that they lack. The eigenvalues are found by power iterations, that of
+    :math:`A` by a Hessian-vector product in every tenth step until :math:`C` is constant. Without filled
+    noise they tell :math:`\lambda_{\max}(H A)` in the burn-in, if `grad_fn` is passed: at 2 and more steps
+    would diverge, and none is taken.
+
     All of them are made by `optperm.evaluate`. Estimates that are not finite are left out, and so are
     the steps of entries whose gradient is not. An entry without any noise takes a step of `max_step`;
     without that limit, none.
@@ -116,14 +134,21 @@ def scale_by_gradient_noise(
       k_coef: k.
       t0: :math:`t_0`.
       burn_in: Steps that only estimate :math:`C`; their updates are zero. The very first step is one
-        in any case.
-      freeze_after: Steps after which :math:`C` is constant, as a stationary distribution needs it; None
-        for never.
-      max_step: The largest step size, for the eigenvalues of :math:`H`; None for no limit. Where it
-        binds, the full preconditioner is made smaller in all directions, by
-        :math:`2 S T / (N \text{max\_step})` added to the diagonal of :math:`C`.
+        in any case, and the full preconditioner without filled noise waits for 2 D estimates. None for
+        4,000 with filled noise, else 10.
+      freeze_after: Steps after which :math:`C` is constant, as a stationary distribution needs it. None
+        for twice `burn_in` with filled noise, else for never.
+      estimate_after: Steps before the first estimate of :math:`C`. None for half of `burn_in` with
+        filled noise, else for none.
+      estimate_every: Steps from one estimate of :math:`C` to the next.
+      max_step: The largest step size, for the eigenvalues of :math:`H`; None for no limit. With filled
+        noise a bound on b, else larger eigenvalues are cut off, and the law with them.
       damping: The least noise: :math:`C_{kk}` is at least this large. With the full preconditioner it
-        is added to the diagonal.
+        is added to the diagonal. With filled noise it is a bound on b.
+      fill: Whether noise is filled in. It takes `grad_fn` too.
+      stability: c, the largest eigenvalue of :math:`H A` with filled noise, in (0, 2).
+      rho: :math:`\rho > 0`: the noise that is filled in is at least :math:`1 / \rho` of what there is.
+      seed: Seed of the filled noise. The key is in the state.
       chunk_size: How many gradients "per_example" holds at once; None for all.
       max_full_size: The largest D for which the full preconditioner is built; None for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread: the estimate is that of
@@ -202,27 +227,18 @@ def scaled_by_noise(
     step_factor: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """What `scale_by_gradient_noise` gives, by a plan, and by what its updates are multiplied later."""
-    checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
-    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    _check_data(num_data, batch_size)
+    _check(num_data, batch_size, preconditioner, estimator, seed, chunk_size, axis_name)
     _check_steps(temperature, k_coef, t0, max_step, damping)
-    checks.check_seed("seed", seed)
-    if chunk_size is not None:
-        checks.check_static_count("chunk_size", chunk_size)
     largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
     checks.check_static_count("max_full_size", largest)
-    checks.check_axis_name("axis_name", axis_name)
-
     is_full, outer, fill = preconditioner == "full", OUTER[preconditioner], due.fill
 
     def limits(count: jax.Array, params: optax.Params) -> dict[str, jax.Array]:
         dtype = accumulation_dtype(params)
-        share = jnp.asarray(batch_size, dtype) / jnp.asarray(num_data, dtype)
-        return {
-            "scale": 2 * share * resolve_schedule("temperature", temperature, count, dtype),
-            "damping": jnp.asarray(damping, dtype),
-            "max_step": jnp.asarray(float("inf") if max_step is None else max_step, dtype),
-        }
+        numbers = batch_size, num_data, damping, float("inf") if max_step is None else max_step
+        s, n, least, largest_step = (jnp.asarray(number, dtype) for number in numbers)
+        scale = 2 * (s / n) * resolve_schedule("temperature", temperature, count, dtype)
+        return {"scale": scale, "damping": least, "max_step": largest_step}
 
     def init(params: optax.Params) -> GradientNoiseState:
         size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
@@ -232,36 +248,18 @@ def scaled_by_noise(
                 f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
                 "max_full_size if that fits into memory."
             )
-        covariance = outer(
-            jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
-        )
-        zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
-        # Each its own array: states may be donated.
-        counts = {
-            name: jnp.zeros([], jnp.int32) for name in ("count", "steps", "estimates", "unstable")
-        }
-        largest_found = {
-            name: zero.copy() for name in ("filling", "curvature", "stability", "largest_noise")
-        }
-        return GradientNoiseState(
-            **counts,
-            weight=jnp.array(zero, jnp.float32),
-            covariance=covariance,
-            factor=jnp.zeros_like(covariance) if is_full else (),
-            **limits(counts["count"], params),
-            **largest_found,
-            curvature_direction=normal_like(key_data(0), params),
-            noise_direction=normal_like(key_data(1), params) if fill else (),
-            key=key_data(seed),
-        )
+        numbers = limits(jnp.zeros([], jnp.int32), params)
+        return initial_state(params, outer, numbers, seed, is_full=is_full, fill=fill)
 
     def estimate(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
         # kappa_t = min(1, k / (t_0 + t))
         age = due.age(latest.count).astype(jnp.float32)
         kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + age))
-        kept = with_product(outer, latest.noise_direction) if fill else outer
-        found = ESTIMATES[estimator](batch, kept)
-        return with_estimate(latest, *(found if fill else (found, ())), kappa)
+        if not fill:
+            return with_estimate(latest, ESTIMATES[estimator](batch, outer), (), kappa)
+        kept = with_product(outer, latest.noise_direction)
+        sample, products = ESTIMATES[estimator](batch, kept)
+        return with_estimate(latest, sample, products, kappa)
 
     def refill(latest: GradientNoiseState) -> GradientNoiseState:
         if not fill:
@@ -328,16 +326,13 @@ def scaled_by_noise(
         warn_if_unstable(following)
         return new_updates, following
 
-    is_diagonal, curvature = preconditioner == "diagonal", {}
-    if fill:
-        curvature = {"grad_fn": "the gradient of the batch at given params"}
     return transformation(
         init,
         update,
         method="scale_by_gradient_noise",
-        like=(lambda state: state.covariance) if is_diagonal else None,
+        like=(lambda state: state.covariance) if preconditioner == "diagonal" else None,
         dtypes=False,
-        needs=NEEDS[estimator] | curvature,
+        needs=NEEDS[estimator] | (_CURVATURE if fill else {}),
         axis_name=axis_name,
     )
 
@@ -379,6 +374,24 @@ def noise_covariance(opt_state: Any) -> Any:
       [1.3333, 1.3333]
     """
     return find_state(opt_state, GradientNoiseState, method="scale_by_gradient_noise").covariance
+
+
+def _check(
+    num_data: object,
+    batch_size: object,
+    preconditioner: object,
+    estimator: object,
+    seed: object,
+    chunk_size: object,
+    axis_name: object,
+) -> None:
+    checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
+    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
+    _check_data(num_data, batch_size)
+    checks.check_seed("seed", seed)
+    if chunk_size is not None:
+        checks.check_static_count("chunk_size", chunk_size)
+    checks.check_axis_name("axis_name", axis_name)
 
 
 def _check_data(num_data: object, batch_size: object) -> None:

@@ -157,9 +157,9 @@ def sghmc(
       v_{t+1} = (1 - \alpha) v_t - \eta N g_t + \sqrt{2 (\alpha - \hat\beta) \eta T} \, \xi_t, \qquad
       \theta_{t+1} = \theta_t + v_{t+1}, \qquad \xi_t \sim N(0, I)
 
-    Chen et al.'s equation 15, with :math:`g_t` the gradient of the mean loss over a batch, the prior inside
-    of it (`optperm.normal_prior`). :math:`\hat\beta` is the share of the friction that the noise of
-    :math:`g_t` makes up for: :math:`\eta N^2 R / 2` where its covariance is :math:`R`.
+    Chen et al.'s equation 15, with :math:`g_t` the gradient of the mean loss over a batch, the prior
+    inside of it (`optperm.normal_prior`). :math:`\hat\beta` is the share of the friction that the noise
+    of :math:`g_t` makes up for: :math:`\eta N^2 R / 2` where its covariance is :math:`R`.
 
     Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
     states that were initialized with different seeds.
@@ -173,8 +173,8 @@ def sghmc(
       seed: Seed of the noise. The key is in the state.
 
     Returns:
-      A transformation whose state is an `SghmcState`, beside a float32 copy of params of 16 bits. Entries
-      whose gradient is not finite stay where they are, and so does their velocity.
+      A transformation whose state is an `SghmcState`, beside a float32 copy of params of 16 bits.
+      Entries whose gradient is not finite stay where they are, and so does their velocity.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.

@@ -1,4 +1,4 @@
-"""What `optperm.scale_by_gradient_noise` keeps, the steps that follow from it, and whether they sample."""
+"""What `optperm.scale_by_gradient_noise` keeps, the steps that follow from it, and if they sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+from optperm.bayes.noise_estimates import Outer
+from optperm.bayes.normal_noise import key_data, normal_like
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
 
@@ -113,6 +116,45 @@ class GradientNoiseState(NamedTuple):
             return None
         sizes, _ = ravel_pytree(jax.tree.map(self._step_size, self.covariance))
         return jnp.mean(sizes >= self.max_step.astype(sizes.dtype))
+
+
+def initial_state(
+    params: optax.Params,
+    outer: Outer,
+    limits: dict[str, jax.Array],
+    seed: int | jax.Array,
+    *,
+    is_full: bool,
+    fill: bool,
+) -> GradientNoiseState:
+    """The state before the first step.
+
+    Args:
+      params: The params.
+      outer: What is kept of C.
+      limits: Scale, damping and the largest step.
+      seed: That of the filled noise.
+      is_full: Whether there is a factor.
+      fill: Whether there is noise to fill in.
+    """
+    covariance = outer(
+        jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
+    )
+    zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
+    # Each is an array of its own: states may be donated.
+    counts = ("count", "steps", "estimates", "unstable")
+    found = ("filling", "curvature", "stability", "largest_noise")
+    return GradientNoiseState(
+        **{name: jnp.zeros([], jnp.int32) for name in counts},
+        **{name: zero.copy() for name in found},
+        weight=jnp.array(zero, jnp.float32),
+        covariance=covariance,
+        factor=jnp.zeros_like(covariance) if is_full else (),
+        **limits,
+        curvature_direction=normal_like(key_data(0), params),
+        noise_direction=normal_like(key_data(1), params) if fill else (),
+        key=key_data(seed),
+    )
 
 
 def with_estimate(

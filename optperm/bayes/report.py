@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,8 +166,8 @@ def _of_state(
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if idle > int(samples.next_step) - drawn:
         found.append(
-            f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no estimate "
-            f"of the noise (there are {int(np.min(state.estimates))}), and only "
+            f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no "
+            f"estimate of the noise (there are {int(np.min(state.estimates))}), and only "
             f"{int(samples.next_step) - drawn} came before the first draw. Pass a longer warmup to "
             "draw_samples; if there are no estimates, see that the gradient of each example is finite."
         )
@@ -251,7 +252,7 @@ def _largest_r_hat(draws: Any) -> float:
 def _smallest_ess(draws: Any) -> float | None:
     if importlib.util.find_spec("arviz") is None:
         return None
-    import arviz  # noqa: PLC0415
+    arviz = importlib.import_module("arviz")
 
     from optperm.bayes.sampling import samples_as_dict  # noqa: PLC0415
 

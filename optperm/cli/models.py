@@ -13,7 +13,6 @@ import numpy as np
 import optax
 
 import optperm
-
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
 from optperm.training.evaluations import Evaluator

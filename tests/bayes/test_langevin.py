@@ -76,7 +76,7 @@ def test_sghmc_has_its_exact_law(friction, noise_estimate):
 
 
 def test_updates_are_those_of_the_equations():
-    """With a schedule of the step, and no noise at temperature zero; entries that are not finite stay."""
+    """By a schedule of the step, without noise at temperature zero; what is not finite stays."""
     w, g = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, -1.0, jnp.nan])
 
     def schedule(count):

@@ -61,7 +61,7 @@ def unstable(preconditioner="full", **options):
 
 @functools.cache
 def stuck():
-    """Mandt's method after its burn-in, in a loop of the user's own: params and state, then and later."""
+    """Mandt's method after its burn-in, in a loop of the user's own: params and states from then on."""
     tx = unstable()
     step = jax.jit(stepper(tx))
     w = jnp.zeros(D)
@@ -168,9 +168,8 @@ def test_examples_without_a_gradient_are_named():
 def test_the_share_at_max_step_is_named():
     """There the temperature has no effect."""
     tx = optperm.constant_sgd(N, S, fill=False, burn_in=50, max_step=1e-3, freeze_after=50)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match=r"100.0% of the params take steps of the size max_step"):
         draw(tx, warmup=60, num_draws=20)
-    assert "100.0% of the params take steps of the size max_step" in str(caught[0].message)
 
 
 def test_too_few_estimates_are_named():
