@@ -19,6 +19,7 @@ from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_states
+from optperm.contract.transformation import transformation
 from optperm.switching import switch_after
 
 
@@ -193,13 +194,13 @@ def _watched(
 ) -> optax.GradientTransformationExtraArgs:
     """A sampler that says when it does not sample, where its state can be seen."""
 
-    def update(g: optax.Updates, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(g: optax.Updates, state: Any, params: Any, **extra_args: Any) -> Any:
         updates, state = inner.update(g, state, params, **extra_args)
         for found in find_states(state, GradientNoiseState):
             warn_if_unstable(found)
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return transformation(inner.init, update, method="constant_sgd", is_wrapper=True)
 
 
 def _filled_momentum(batch_size: int | jax.Array) -> float | jax.Array:

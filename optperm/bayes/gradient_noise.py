@@ -19,7 +19,7 @@ from optperm.bayes.noise_estimates import (
     BatchGradients,
     Estimator,
     Preconditioner,
-    with_product,
+    product_with,
 )
 from optperm.bayes.noise_plan import Plan, plan
 from optperm.bayes.noise_state import (
@@ -31,6 +31,8 @@ from optperm.bayes.noise_state import (
     with_curvature,
     with_estimate,
     with_factor,
+    with_largest_noise,
+    with_stability,
 )
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
@@ -114,8 +116,8 @@ def scale_by_gradient_noise(
     full preconditioner does without the second bound, which a diagonal needs where it credits
     directions with noise that they lack. The eigenvalues are found by power iterations, that of
     :math:`A` by a Hessian-vector product in every tenth step until :math:`C` is constant. Without filled
-    noise they tell :math:`\lambda_{\max}(H A)` in the burn-in, if `grad_fn` is passed: at 2 and more steps
-    would diverge, and none is taken.
+    noise they tell :math:`\lambda_{\max}(H A)` in the burn-in, if `grad_fn` is passed: at 2 and more
+    steps would diverge, and none is taken.
 
     All of them are made by `optperm.evaluate`. Estimates that are not finite are left out, and so are
     the steps of entries whose gradient is not. An entry without any noise takes a step of `max_step`;
@@ -227,10 +229,7 @@ def scaled_by_noise(
     step_factor: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """What `scale_by_gradient_noise` gives, by a plan, and by what its updates are multiplied later."""
-    _check(num_data, batch_size, preconditioner, estimator, seed, chunk_size, axis_name)
-    _check_steps(temperature, k_coef, t0, max_step, damping)
-    largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
-    checks.check_static_count("max_full_size", largest)
+    _check(dict(locals()))
     is_full, outer, fill = preconditioner == "full", OUTER[preconditioner], due.fill
 
     def limits(count: jax.Array, params: optax.Params) -> dict[str, jax.Array]:
@@ -241,25 +240,16 @@ def scaled_by_noise(
         return {"scale": scale, "damping": least, "max_step": largest_step}
 
     def init(params: optax.Params) -> GradientNoiseState:
-        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        if is_full and size > largest:
-            raise ValueError(
-                f"The full preconditioner of {size} params is a matrix of {size} x {size}; at most "
-                f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
-                "max_full_size if that fits into memory."
-            )
-        numbers = limits(jnp.zeros([], jnp.int32), params)
-        return initial_state(params, outer, numbers, seed, is_full=is_full, fill=fill)
+        if is_full:
+            _check_full_size(params, max_full_size)
+        at_first = limits(jnp.zeros([], jnp.int32), params)
+        return initial_state(params, outer, at_first, seed, is_full=is_full, fill=fill)
 
     def estimate(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
         # kappa_t = min(1, k / (t_0 + t))
         age = due.age(latest.count).astype(jnp.float32)
         kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + age))
-        if not fill:
-            return with_estimate(latest, ESTIMATES[estimator](batch, outer), (), kappa)
-        kept = with_product(outer, latest.noise_direction)
-        sample, products = ESTIMATES[estimator](batch, kept)
-        return with_estimate(latest, sample, products, kappa)
+        return with_estimate(latest, ESTIMATES[estimator](batch, outer), kappa)
 
     def refill(latest: GradientNoiseState) -> GradientNoiseState:
         if not fill:
@@ -278,9 +268,15 @@ def scaled_by_noise(
         return with_factor(refill(latest), is_enough, is_limited=is_limited)
 
     def probe(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
-        dtype, taken = latest.stability.dtype, due.probes_before(latest.count)
-        factor = resolve_schedule("learning_rate", step_factor, latest.count, dtype)
-        return with_curvature(latest, batch.curvature_product, taken, None if fill else factor)
+        taken = due.probes_before(latest.count)
+        if fill:
+            product = ESTIMATES[estimator](batch, product_with(latest.noise_direction))
+            latest = with_largest_noise(latest, product, taken)
+            return with_curvature(latest, batch.curvature_product, taken)
+        factor = resolve_schedule(
+            "learning_rate", step_factor, latest.count, latest.stability.dtype
+        )
+        return with_stability(latest, batch.curvature_product, taken, factor)
 
     def update(
         g: optax.Updates, state: GradientNoiseState, params: optax.Params, **extra_args: Any
@@ -376,22 +372,33 @@ def noise_covariance(opt_state: Any) -> Any:
     return find_state(opt_state, GradientNoiseState, method="scale_by_gradient_noise").covariance
 
 
-def _check(
-    num_data: object,
-    batch_size: object,
-    preconditioner: object,
-    estimator: object,
-    seed: object,
-    chunk_size: object,
-    axis_name: object,
-) -> None:
-    checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
-    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    _check_data(num_data, batch_size)
-    checks.check_seed("seed", seed)
-    if chunk_size is not None:
-        checks.check_static_count("chunk_size", chunk_size)
-    checks.check_axis_name("axis_name", axis_name)
+def _check_full_size(params: optax.Params, max_full_size: int | None) -> None:
+    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+    largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
+    if size > largest:
+        raise ValueError(
+            f"The full preconditioner of {size} params is a matrix of {size} x {size}; at most "
+            f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
+            "max_full_size if that fits into memory."
+        )
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raises what `scale_by_gradient_noise` says about arguments that can be judged by themselves."""
+    checks.check_choice("preconditioner", given["preconditioner"], tuple(OUTER))
+    checks.check_choice("estimator", given["estimator"], tuple(ESTIMATES))
+    _check_data(given["num_data"], given["batch_size"])
+    checks.check_in_range("temperature", given["temperature"], 0.0, float("inf"))
+    checks.check_positive("k_coef", given["k_coef"])
+    for name in ("t0", "damping"):
+        checks.check_in_range(name, given[name], 0.0, float("inf"), may_be_schedule=False)
+    if given["max_step"] is not None:
+        checks.check_positive("max_step", given["max_step"])
+    checks.check_seed("seed", given["seed"])
+    for name in ("chunk_size", "max_full_size"):
+        if given[name] is not None:
+            checks.check_static_count(name, given[name])
+    checks.check_axis_name("axis_name", given["axis_name"])
 
 
 def _check_data(num_data: object, batch_size: object) -> None:
@@ -404,18 +411,3 @@ def _check_data(num_data: object, batch_size: object) -> None:
             f"num_data must be at least batch_size, got {num_data} examples in all and "
             f"{batch_size} in a batch. num_data comes first."
         )
-
-
-def _check_steps(
-    temperature: object,
-    k_coef: object,
-    t0: object,
-    max_step: object,
-    damping: object,
-) -> None:
-    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
-    checks.check_positive("k_coef", k_coef)
-    checks.check_in_range("t0", t0, 0.0, float("inf"), may_be_schedule=False)
-    if max_step is not None:
-        checks.check_positive("max_step", max_step)
-    checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)

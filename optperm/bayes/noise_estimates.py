@@ -1,6 +1,5 @@
 """Estimates of the covariance of one example's gradient, from the gradients of one step."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -95,10 +94,10 @@ OUTER: dict[Preconditioner, Outer] = {
 }
 
 
-def with_product(outer: Outer, direction: optax.Updates) -> Outer:
-    """What is kept of a sum of outer products, and beside it the sum's product with a direction."""
+def product_with(direction: optax.Updates) -> Outer:
+    """Of a sum of outer products, its product with a direction."""
 
-    def both(deviations: optax.Updates) -> Any:
+    def product(deviations: optax.Updates) -> optax.Updates:
         dtype, zero = accumulation_dtype(deviations), jnp.zeros([], accumulation_dtype(deviations))
         parts = jax.tree.map(
             lambda d, v: jnp.sum(d * v[None].astype(d.dtype), axis=tuple(range(1, d.ndim))),
@@ -106,12 +105,11 @@ def with_product(outer: Outer, direction: optax.Updates) -> Outer:
             direction,
         )
         along = sum((part.astype(dtype) for part in jax.tree.leaves(parts)), start=zero)
-        product = jax.tree.map(
+        return jax.tree.map(
             lambda d: jnp.sum(d * _along(along.astype(d.dtype), d), axis=0), deviations
         )
-        return outer(deviations), product
 
-    return both
+    return product
 
 
 class _Sums(NamedTuple):
@@ -187,11 +185,11 @@ def per_example(batch: BatchGradients, outer: Outer) -> Any:
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
-    """Of which rows every entry is NaN, (rows,)."""
-    flags = [
-        jnp.all(jnp.isnan(leaf), axis=tuple(range(1, leaf.ndim))) for leaf in jax.tree.leaves(rows)
-    ]
-    return unshard(functools.reduce(jnp.logical_and, flags))
+    """Of which rows every entry is NaN, (rows,), by the smallest leaf: it is quickly looked through."""
+    leaves = jax.tree.leaves(rows)
+    smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
+    flags = jnp.all(jnp.isnan(smallest), axis=tuple(range(1, smallest.ndim)))
+    return unshard(flags)
 
 
 def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:

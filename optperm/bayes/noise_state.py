@@ -157,18 +157,15 @@ def initial_state(
     )
 
 
-def with_estimate(
-    state: GradientNoiseState, sample: Any, products: Any, kappa: jax.Array
-) -> GradientNoiseState:
+def with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
     """The state with one more estimate of C, if it is finite.
 
     Args:
       state: The state before.
       sample: The estimate.
-      products: Its product with the state's direction of the noise, if there is one.
       kappa: The weight.
     """
-    is_sound = all_finite((sample, products))
+    is_sound = all_finite(sample)
 
     # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
     weight = state.weight + kappa * (1 - state.weight)
@@ -180,45 +177,64 @@ def with_estimate(
         mixed = (1 - rate).astype(old.dtype) * old + rate.astype(old.dtype) * new
         return jnp.where(is_sound, mixed, old)
 
-    following = state._replace(
+    return state._replace(
         estimates=state.estimates + is_sound.astype(jnp.int32),
         weight=jnp.where(is_sound, weight, state.weight),
         covariance=jax.tree.map(towards, state.covariance, sample),
     )
-    if not jax.tree.leaves(state.noise_direction):
-        return following
 
-    # lambda_max(C), by v = the direction of the noise
+
+def with_largest_noise(
+    state: GradientNoiseState, product: optax.Updates, taken: jax.Array
+) -> GradientNoiseState:
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(C)`.
+
+    Args:
+      state: The state before.
+      product: That of an estimate of C with the state's direction of the noise.
+      taken: Steps of the iteration before this one.
+    """
+    # lambda = mean of v^T C v
     v = state.noise_direction
-    largest, direction = _iterated(
-        state.largest_noise, v, products, _inner(v, products), state.estimates
-    )
-    return following._replace(largest_noise=largest, noise_direction=direction)
+    largest, direction = _iterated(state.largest_noise, v, product, _inner(v, product), taken)
+    return state._replace(largest_noise=largest, noise_direction=direction)
 
 
 def with_curvature(
     state: GradientNoiseState,
     product_fn: Callable[[optax.Updates], optax.Updates],
     taken: jax.Array,
-    step_factor: jax.Array | None,
 ) -> GradientNoiseState:
-    r"""The state with one more step of the power iteration that tells how long steps may be.
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(A)`.
 
     Args:
       state: The state before.
       product_fn: The product of a batch's :math:`A` with a tree like params.
       taken: Steps of the iteration before this one.
-      step_factor: What the steps are multiplied by later on, for :math:`\lambda_{\max}(H A)`; None for
-        :math:`\lambda_{\max}(A)`, by which the noise is filled up.
     """
+    # lambda = mean of s^T A s
     s = state.curvature_direction
-    if step_factor is None:
-        # lambda = mean of s^T A s
-        product = product_fn(s)
-        largest, direction = _iterated(state.curvature, s, product, _inner(s, product), taken)
-        return state._replace(curvature=largest, curvature_direction=direction)
+    product = product_fn(s)
+    largest, direction = _iterated(state.curvature, s, product, _inner(s, product), taken)
+    return state._replace(curvature=largest, curvature_direction=direction)
 
+
+def with_stability(
+    state: GradientNoiseState,
+    product_fn: Callable[[optax.Updates], optax.Updates],
+    taken: jax.Array,
+    step_factor: jax.Array,
+) -> GradientNoiseState:
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(H A)`.
+
+    Args:
+      state: The state before.
+      product_fn: The product of a batch's :math:`A` with a tree like params.
+      taken: Steps of the iteration before this one.
+      step_factor: What the steps are multiplied by later on.
+    """
     # lambda = mean of v^T A v / s^T v, v = H s
+    s = state.curvature_direction
     v = state.preconditioned(s)
     product = product_fn(v)
     quotient = step_factor * _inner(v, product) / _inner(s, v)

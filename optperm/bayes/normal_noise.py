@@ -32,7 +32,8 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     key = _as_key(data)
 
     def draw(path: Any, leaf: Any) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # A variable of `flax.nnx` has its array one step further down.
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
         leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         drawn = jax.random.normal(leaf_key, jnp.shape(leaf), accumulation_dtype(leaf))
         return shard_like(drawn, leaf)

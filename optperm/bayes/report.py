@@ -47,7 +47,7 @@ class PosteriorReport(NamedTuple):
 
 
 def posterior_report(
-    samples: Samples, opt_state: Any = None, *, least_curvature: float | None = None
+    samples: Any, opt_state: Any = None, *, least_curvature: float | None = None
 ) -> PosteriorReport:
     r"""Says, and prints, whether draws are to be trusted, from the chains and their optimizer states.
 
