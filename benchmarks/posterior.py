@@ -26,7 +26,7 @@ import json
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -458,8 +458,8 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Runs what is asked for."""
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Runs what is asked for, and returns the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--make-reference", action="store_true")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS)[:4])
@@ -468,13 +468,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--defaults", action="store_true", help="constant SGD alone")
     parser.add_argument("--json", type=pathlib.Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.make_reference:
         make_reference()
-        return
+        return []
     rows = table(arguments)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
+    return rows
 
 
 if __name__ == "__main__":

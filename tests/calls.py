@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from transformations import INF, SHARE, TRANSFORMATIONS
+from transformations import ABOVE_ZERO, INF, SHARE, TRANSFORMATIONS
 
 import optperm
 
@@ -164,6 +164,7 @@ LIMITS = {
     "freeze": {"fraction": SHARE},
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "pca_basis": {"num_snapshots": None},
+    "posterior_report": {"least_curvature": ABOVE_ZERO},
     "prune": {"fraction": SHARE},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}

@@ -205,6 +205,7 @@ def _watched(
 
 def _filled_momentum(batch_size: int | jax.Array) -> float | jax.Array:
     """By which c allows steps S times as long, as the batches' own curvatures vary S times less."""
+    checks.check_count("batch_size", batch_size)
     if checks.is_concrete_number(batch_size):
         return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
     size = jnp.asarray(batch_size, jnp.float32)

@@ -199,13 +199,16 @@ def sghmc(
     """
     _check(step_size, num_data, temperature, seed)
     checks.check_in_range("friction", friction, 0.0, 1.0, may_be_schedule=False)
-    checks.check_in_range("noise_estimate", noise_estimate, 0.0, 1.0, may_be_schedule=False)
+    most = float(friction) if checks.is_concrete_number(friction) else 1.0
+    checks.check_in_range(
+        "noise_estimate",
+        noise_estimate,
+        0.0,
+        most,
+        may_be_schedule=False,
+        advice="It is at most friction: take a smaller step_size or more friction.",
+    )
     numbers = friction, noise_estimate
-    if all(map(checks.is_concrete_number, numbers)) and noise_estimate > friction:
-        raise ValueError(
-            f"noise_estimate must be at most friction, got {noise_estimate} and {friction}: there is no "
-            "noise to add. Take a smaller step_size or more friction."
-        )
 
     def init(params: optax.Params) -> SghmcState:
         velocity = jax.tree.map(

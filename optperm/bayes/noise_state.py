@@ -347,7 +347,7 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
     numbers = state.stability, state.unstable, state.steps
     if not all(_can_be_seen(number) for number in numbers):
         return
-    largest = float(np.max(state.stability))
+    largest = float(np.max(np.asarray(state.stability)))
     if np.any(np.asarray(state.unstable) > 0):
         raise ValueError(
             f"These steps do not sample, they diverge: lambda_max(H A) is {largest:.3g}, 2 or more, so "

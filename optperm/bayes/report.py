@@ -162,12 +162,12 @@ def _of_state(
 ) -> tuple[float | None, float | None, float | None, float | None]:
     """Stability, relaxation times, estimates and share at the largest step; adds what is wrong."""
     warn_if_unstable(state)
-    stability = float(np.max(state.stability)) or None
+    stability = float(np.max(np.asarray(state.stability))) or None
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if idle > int(samples.next_step) - drawn:
         found.append(
             f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no "
-            f"estimate of the noise (there are {int(np.min(state.estimates))}), and only "
+            f"estimate of the noise (there are {int(np.min(np.asarray(state.estimates)))}), and only "
             f"{int(samples.next_step) - drawn} came before the first draw. Pass a longer warmup to "
             "draw_samples; if there are no estimates, see that the gradient of each example is finite."
         )
@@ -181,7 +181,7 @@ def _of_state(
             )
     share = estimates = None
     if not isinstance(state.factor, tuple):
-        estimates = float(np.min(state.estimates)) / state.covariance.shape[-1]
+        estimates = float(np.min(np.asarray(state.estimates))) / state.covariance.shape[-1]
         if estimates < _LEAST_ESTIMATES:
             found.append(
                 f"The full preconditioner has {estimates:.3g} estimates of the noise for each "
