@@ -173,7 +173,7 @@ def compare_posteriors() -> None:
         print(f"  {name}")
         for preconditioner in PRECONDITIONERS:
             tx = optperm.constant_sgd(
-                N, S, preconditioner=preconditioner, burn_in=300, freeze_after=1000
+                N, S, preconditioner=preconditioner, fill=False, burn_in=300, freeze_after=1000
             )
 
             def step(params: Any, opt_state: Any, key: jax.Array, tx: Any = tx) -> Any:

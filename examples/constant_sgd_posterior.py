@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     found, draws = {}, {}
     for name, preconditioner in steps.items():
         tx = optperm.constant_sgd(
-            n, BATCH, preconditioner=name, burn_in=ESTIMATION, freeze_after=ESTIMATION
+            n, BATCH, preconditioner=name, fill=False, burn_in=ESTIMATION, freeze_after=ESTIMATION
         )
         samples = sample(tx, mode, data, arguments.draws)
         flat = draws[name] = np.asarray(samples.params["w"]).reshape(-1, d)

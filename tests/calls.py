@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from transformations import INF, SHARE, TRANSFORMATIONS
+from transformations import ABOVE_ZERO, INF, SHARE, TRANSFORMATIONS
 
 import optperm
 
@@ -74,9 +74,14 @@ FUNCTIONS = {
         "other_mean": jnp.ones(2),
         "other_covariance": jnp.eye(2),
     },
+    "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
+    "posterior_report": {
+        "samples": optperm.Samples(DRAWS, PARAMS, (), jnp.int32(2), jnp.int32(1)),
+        "least_curvature": 1.0,
+    },
     "posterior_predictive": {
         "predict_fn": lambda params, inputs: jnp.ones(2),
         "samples_params": DRAWS,
@@ -159,6 +164,7 @@ LIMITS = {
     "freeze": {"fraction": SHARE},
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "pca_basis": {"num_snapshots": None},
+    "posterior_report": {"least_curvature": ABOVE_ZERO},
     "prune": {"fraction": SHARE},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}

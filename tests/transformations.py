@@ -143,7 +143,10 @@ SHARE = {"high": 1.0}
 ABOVE_ZERO = {"is_open": True}
 FROM_ZERO = {"minimum": 0}
 SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
-NOISE_LIMITS = {"k_coef": ABOVE_ZERO, "burn_in": FROM_ZERO, "max_step": ABOVE_ZERO}
+NOISE_LIMITS = {
+    **dict.fromkeys(("k_coef", "max_step", "stability", "rho"), ABOVE_ZERO),
+    **dict.fromkeys(("burn_in", "estimate_after", "seed"), FROM_ZERO),
+}
 REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
 CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
@@ -368,6 +371,15 @@ TRANSFORMATIONS = (
         no_minimum="makes no steps downhill by itself; constant_sgd does",
     ),
     Transformation(
+        optperm.scale_by_gradient_noise,
+        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3, "fill": True},
+        other_name="scale_by_gradient_noise-filled",
+        knows="shapes",
+        extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
+        no_minimum="makes no steps downhill by itself; constant_sgd does",
+        sums_over_params=True,
+    ),
+    Transformation(
         optperm.constant_sgd,
         {
             "num_data": 1000,
@@ -380,7 +392,39 @@ TRANSFORMATIONS = (
         limits={**NOISE_LIMITS, "momentum": SHARE},
         lenient=True,
         knows="shapes",
+        extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.constant_sgd,
+        {
+            "num_data": 1000,
+            "batch_size": 2,
+            "momentum": 0.5,
+            "burn_in": 2,
+            "burn_in_optimizer": optax.sgd(2e-3),
+            "max_step": 2e-3,
+            "fill": False,
+        },
+        other_name="constant_sgd-mandt",
+        lenient=True,
+        knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
         hands_on=True,
+    ),
+    Transformation(
+        optperm.sgld,
+        {"step_size": 4e-6, "num_data": 1000},
+        limits={"seed": FROM_ZERO},
+        knows="nothing",
+        no_minimum="samples",
+    ),
+    Transformation(
+        optperm.sghmc,
+        {"step_size": 1e-6, "num_data": 1000, "friction": 0.5},
+        limits={"friction": SHARE, "noise_estimate": {"high": 0.5}, "seed": FROM_ZERO},
+        knows="shapes",
+        no_minimum="samples",
     ),
 )

@@ -1,4 +1,5 @@
 """Sampling a posterior.
 
-Constant SGD, and what to do with its draws. See ``examples/constant_sgd_posterior.py``.
+Constant SGD and Langevin dynamics, and what to do with their draws.
+See ``examples/constant_sgd_posterior.py``.
 """

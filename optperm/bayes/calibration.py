@@ -52,7 +52,8 @@ def calibration(
       num_bins: B.
 
     Returns:
-      A `Calibration`.
+      A `Calibration`. Traced, where Python cannot see the labels, its error and accuracies are NaN if
+      one is out of range.
 
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
@@ -86,14 +87,21 @@ def calibration(
     def sum_by_bin(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, bins, num_segments=num_bins)
 
+    labels = unshard(jnp.asarray(labels))
+    is_label = jnp.all((labels >= 0) & (labels < probabilities.shape[1]))
+
+    def checked(found: jax.Array) -> jax.Array:
+        # Traced labels are not looked at by Python: those of no class make everything NaN.
+        return jnp.where(is_label, found, jnp.nan)
+
     counts = sum_by_bin(jnp.ones(confidences.shape, jnp.int32))
     safe_counts = jnp.maximum(counts, 1).astype(confidences.dtype)
     gaps = jnp.abs(sum_by_bin(is_right - confidences))
     return Calibration(
-        expected_calibration_error=jnp.sum(gaps) / confidences.size,
+        expected_calibration_error=checked(jnp.sum(gaps) / confidences.size),
         counts=counts,
         confidence=sum_by_bin(confidences) / safe_counts,
-        accuracy=sum_by_bin(is_right) / safe_counts,
+        accuracy=checked(sum_by_bin(is_right) / safe_counts),
     )
 
 

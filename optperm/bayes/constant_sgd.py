@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.gradient_noise import scale_by_gradient_noise
+from optperm.bayes.gradient_noise import scaled_by_noise
+from optperm.bayes.masters import with_masters
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
+from optperm.bayes.noise_plan import plan
+from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import find_states
+from optperm.contract.transformation import transformation
 from optperm.switching import switch_after
 
 
@@ -29,11 +34,17 @@ def constant_sgd(
     temperature: optax.ScalarOrSchedule = 1.0,
     k_coef: float | jax.Array = 1.0,
     t0: float | jax.Array = 10.0,
-    burn_in: int | jax.Array = 10,
+    burn_in: int | jax.Array | None = None,
     burn_in_optimizer: optax.GradientTransformation | None = None,
     freeze_after: int | jax.Array | None = None,
+    estimate_after: int | jax.Array | None = None,
+    estimate_every: int | jax.Array = 1,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
+    fill: bool = True,
+    stability: float | jax.Array = 0.2,
+    rho: float | jax.Array = 1.0,
+    seed: int | jax.Array = 0,
     chunk_size: int | None = None,
     max_full_size: int | None = None,
     axis_name: AxisName | None = None,
@@ -41,51 +52,73 @@ def constant_sgd(
     r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
 
     .. math::
-      v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
 
-    with the :math:`H` of `optperm.scale_by_gradient_noise`, which says what it needs of the loss and of
-    the data. The factor :math:`1 - \mu` keeps the stationary distribution, to first order
-    in the length of the steps, where it is without momentum. Draw batches with replacement, or large
-    shuffles from many examples: within an epoch, what one batch misses another one has, and their noise
-    cancels.
+    with the :math:`H` and the filled noise :math:`\xi_t` of `optperm.scale_by_gradient_noise`,
+    which says what it needs of the loss and of the data; the prior is in the loss
+    (`optperm.normal_prior`). By default nothing has to be chosen: noise is filled in until the
+    steps are short enough. With `fill=False` it is Mandt, Hoffman and Blei's method, :math:`\xi_t =
+    0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor :math:`1 - \mu`
+    keeps the stationary distribution, to first order in the length of the steps, where it is
+    without momentum. Draw batches with replacement, or large shuffles from many examples: within an
+    epoch, what one batch misses another one has, and their noise cancels.
 
     Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
     the way (`burn_in_optimizer`), or begin at params that are trained. `optperm.draw_samples` collects
-    the iterates of many chains.
+    the iterates of many chains, and `optperm.posterior_report` says whether they are to be trusted. An
+    update outside of `jax.jit` raises if steps would diverge; in a compiled loop the state's `unstable`
+    counts them. Params of 16 bits, which cannot hold such small steps, have a copy in float32 in the
+    state.
 
     Args:
       num_data: N, the number of training examples.
       batch_size: S, the number of examples in a batch, of all replicas together.
-      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling.
+      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling. With
+        filled noise it multiplies `stability` and `rho` instead, which keeps the law.
       preconditioner: "scalar", "diagonal" or "full".
       estimator: "per_example", "single_example" or "two_batches".
-      momentum: :math:`\mu`, in [0, 1); None for none.
+      momentum: :math:`\mu`, in [0, 1). None for none; with filled noise for
+        :math:`\min(.9, (S - 1) / (S + 1))`, by which steps are S times as long at the same `stability`.
       temperature: Factor on the posterior's covariance, a number or a schedule of the step.
       k_coef: Weight of new estimates of the noise.
       t0: Steps before that weight falls.
-      burn_in: Steps that estimate the noise before the first one that samples.
-      burn_in_optimizer: What moves the params meanwhile; None leaves them where they are.
-      freeze_after: Steps after which the noise is taken to be constant; None for never.
-      max_step: The largest step size, None for no limit. Set it for networks.
+      burn_in: Steps before the first one that samples. None for 4,000 with filled noise, else 10.
+      burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise;
+        else they stay where they are, as they do with `optax.set_to_zero()`.
+      freeze_after: Steps after which the noise is taken to be constant. None for twice `burn_in` with
+        filled noise, else for never.
+      estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
+        filled noise, when its optimizer should have settled, else for none.
+      estimate_every: Steps from one estimate to the next.
+      max_step: The largest step size, None for no limit.
       damping: The least noise, in the units of :math:`C`.
+      fill: Whether noise is filled in; False for Mandt's method.
+      stability: c, how long steps may be: with filled noise :math:`\lambda_{\max}(H A)` is c, times
+        (1 + :math:`\mu`) / (1 - :math:`\mu`).
+      rho: With filled noise, but for the full preconditioner, at least :math:`1 / \rho` of what there is
+        is filled in.
+      seed: Seed of the filled noise. `optperm.draw_samples` gives each chain noise of its own; chains of
+        your own take states that were initialized with different seeds.
       chunk_size: How many gradients of examples to hold at once; None for all.
       max_full_size: The largest number of params for which the full preconditioner is built; None
         for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread.
 
     Returns:
-      A transformation. It needs `params` and the estimator's extra argument.
+      A transformation. It needs `params`, the estimator's extra argument, and with filled noise
+      `grad_fn`.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range; else as `optperm.scale_by_gradient_noise`.
+      ValueError: If an argument is out of range, or steps would diverge; else as
+        `optperm.scale_by_gradient_noise`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
       >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
-      >>> tx = optperm.constant_sgd(1000, 10, burn_in=100, burn_in_optimizer=optax.sgd(0.1))
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000, burn_in_optimizer=optax.sgd(0.1))
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
@@ -96,7 +129,7 @@ def constant_sgd(
       >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
       >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 20_000))
       >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
-      >>> bool(jnp.allclose(jnp.cov(draws[1000:].T), exact, atol=2e-4))
+      >>> bool(jnp.allclose(jnp.cov(draws[2000:].T), exact, atol=2e-4))
       True
 
     References:
@@ -104,36 +137,79 @@ def constant_sgd(
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill)
+    momentum_factor: Any = 1.0
+    mean_factor: Any = 1.0
+    if momentum is None and fill:
+        momentum = _filled_momentum(batch_size)
+    if momentum is not None:
+        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
+        momentum = _as_float(momentum)
+        momentum_factor = 1.0 - momentum
+        # With momentum steps diverge from lambda_max(H A) = 2 (1 + mu) on.
+        mean_factor = momentum_factor / (1.0 + momentum)
+    step_factor = _times(learning_rate, mean_factor)
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
+    size, limits = _times(learning_rate, momentum_factor), (stability, rho)
+    if fill:
+        # Shorter steps are those of more noise that is filled in, whose law is the same.
+        limits = tuple(_times(learning_rate, _as_float(number)) for number in limits)
+        size = momentum_factor
     sampling = [
-        scale_by_gradient_noise(
+        scaled_by_noise(
             num_data,
             batch_size,
+            due,
             preconditioner=preconditioner,
             estimator=estimator,
             temperature=temperature,
             k_coef=k_coef,
             t0=t0,
-            burn_in=burn_in,
-            freeze_after=freeze_after,
             max_step=max_step,
             damping=damping,
+            stability=limits[0],
+            rho=limits[1],
+            seed=seed,
             chunk_size=chunk_size,
             max_full_size=max_full_size,
             axis_name=axis_name,
+            step_factor=mean_factor if fill else step_factor,
         )
     ]
-    factor: float | jax.Array = 1.0
     if momentum is not None:
-        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
-        momentum = _as_float(momentum)
         sampling.append(optax.trace(momentum))
-        factor = 1.0 - momentum
-    size = _times(learning_rate, factor)
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
+    if burn_in_optimizer is None and fill:
+        burn_in_optimizer = optax.adam(1e-2)
     if burn_in_optimizer is None:
-        return optax.with_extra_args_support(sampler)
+        return _watched(with_masters(optax.with_extra_args_support(sampler)))
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return switch_after(burn_in, burn_in_optimizer, sampler, track=True)
+    switched = switch_after(due.burn_in, burn_in_optimizer, sampler, track=True)
+    return _watched(with_masters(switched))
+
+
+def _watched(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """A sampler that says when it does not sample, where its state can be seen."""
+
+    def update(g: optax.Updates, state: Any, params: Any, **extra_args: Any) -> Any:
+        updates, state = inner.update(g, state, params, **extra_args)
+        for found in find_states(state, GradientNoiseState):
+            warn_if_unstable(found)
+        return updates, state
+
+    return transformation(inner.init, update, method="constant_sgd", is_wrapper=True)
+
+
+def _filled_momentum(batch_size: int | jax.Array) -> float | jax.Array:
+    """By which c allows steps S times as long, as the batches' own curvatures vary S times less."""
+    checks.check_count("batch_size", batch_size)
+    if checks.is_concrete_number(batch_size):
+        return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
+    size = jnp.asarray(batch_size, jnp.float32)
+    return jnp.minimum(0.9, (size - 1) / (size + 1))
 
 
 def _times(

@@ -6,12 +6,11 @@ JMLR 18(134), 2017.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.flatten_util import ravel_pytree
 
 from optperm.bayes.noise_estimates import (
     ESTIMATES,
@@ -20,80 +19,31 @@ from optperm.bayes.noise_estimates import (
     BatchGradients,
     Estimator,
     Preconditioner,
+    product_with,
 )
+from optperm.bayes.noise_plan import Plan, plan
+from optperm.bayes.noise_state import (
+    UNSTABLE,
+    GradientNoiseState,
+    initial_state,
+    refilled,
+    warn_if_unstable,
+    with_curvature,
+    with_estimate,
+    with_factor,
+    with_largest_noise,
+    with_stability,
+)
+from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.contract.mapped_axes import AxisName, cond, mark_varying, varying_axes
+from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import unshard
 from optperm.contract.states import find_state, mask_like
 from optperm.contract.transformation import transformation
 
-if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32, PyTree
-
 _MAX_FULL_SIZE = 4096
-
-
-class GradientNoiseState(NamedTuple):
-    r"""State of `scale_by_gradient_noise`.
-
-    Attributes:
-      count: Steps taken.
-      weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
-      covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
-        diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
-      factor: With the full preconditioner, the Cholesky factor of what is inverted; zero as long as
-        there is none. Else an empty tuple.
-      scale: :math:`2 S T / N`, as of the last step.
-      damping: The least noise, in the units of :math:`C`.
-      max_step: The largest step size; infinite for no limit.
-    """
-
-    count: Int32[Array, ""]  # type: ignore[assignment]
-    weight: Float32[Array, ""]
-    covariance: Float[Array, ""] | Float[Array, "d d"] | PyTree[Float[Array, "?*shape"], "Params"]
-    factor: PyTree[Float[Array, "d d"]]
-    scale: Float[Array, ""]
-    damping: Float[Array, ""]
-    max_step: Float[Array, ""]
-
-    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """H g, in the dtypes of g.
-
-        Args:
-          grads: g, a tree like the params; the diagonal preconditioner leaves out itself what it does
-            not see under `optax.masked` or `optax.partition`, the others cannot.
-        """
-        if not isinstance(self.factor, tuple):
-            moves = self._solve(grads)
-        elif _is_number(self.covariance):
-            h = self._step_size(self.covariance)
-            moves = jax.tree.map(lambda g: h * jnp.asarray(g, h.dtype), grads)
-        else:
-            grads = mask_like(grads, self.covariance)
-            steps = jax.tree.map(self._step_size, self.covariance)
-            moves = jax.tree.map(lambda h, g: h * jnp.asarray(g, h.dtype), steps, grads)
-        return cast_like(moves, grads)
-
-    def _step_size(self, covariance: jax.Array) -> jax.Array:
-        """Of entries with this noise; without any noise and without a limit there is no step."""
-        scale, damping, limit = (
-            jnp.asarray(x, covariance.dtype) for x in (self.scale, self.damping, self.max_step)
-        )
-        step = jnp.minimum(scale / jnp.maximum(covariance, damping), limit)
-        return jnp.where(jnp.isfinite(step), step, jnp.zeros_like(step))
-
-    def _solve(self, grads: optax.Updates) -> optax.Updates:
-        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), unshard(grads))
-        flat, unflatten = ravel_pytree(grads)
-        _check_size(flat.size, self.factor)
-        solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
-        step = self.scale * solution
-        return unflatten(jnp.where(self._has_factor(), step, jnp.zeros_like(step)))
-
-    def _has_factor(self) -> jax.Array:
-        return jnp.all(jnp.diagonal(self.factor) > 0)
+_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
 
 
 def scale_by_gradient_noise(
@@ -105,10 +55,16 @@ def scale_by_gradient_noise(
     temperature: optax.ScalarOrSchedule = 1.0,
     k_coef: float | jax.Array = 1.0,
     t0: float | jax.Array = 10.0,
-    burn_in: int | jax.Array = 10,
+    burn_in: int | jax.Array | None = None,
     freeze_after: int | jax.Array | None = None,
+    estimate_after: int | jax.Array | None = None,
+    estimate_every: int | jax.Array = 1,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
+    fill: bool = False,
+    stability: float | jax.Array = 0.2,
+    rho: float | jax.Array = 1.0,
+    seed: int | jax.Array = 0,
     chunk_size: int | None = None,
     max_full_size: int | None = None,
     axis_name: AxisName | None = None,
@@ -147,6 +103,22 @@ def scale_by_gradient_noise(
     - "two_batches": the squared difference of the gradients of the batch and of its first half, times
       S, from `grad_fn`; for losses whose examples cannot be told apart, such as with BatchNorm.
 
+    With filled noise (`fill`), what is preconditioned is :math:`g + \xi`, and :math:`b \ge 0` limits the
+    steps:
+
+    .. math::
+      H = \frac{2 S T}{N} (C + b I)^{-1}, \qquad \xi \sim N(0, (b / S) I), \qquad
+      b = \max\left(\frac{2 S T \lambda_{\max}(A)}{N c}, \frac{\lambda_{\max}(C)}{\rho}\right)
+
+    The noise of :math:`g + \xi` has the covariance :math:`(C + b I) / S`, so that each step's is
+    :math:`(2 T / N) H` whatever b is: nothing has to be cut off, and C need not be invertible. Without
+    noise of the batches this is stochastic gradient Langevin dynamics; b = 0 is the method above. The
+    full preconditioner does without the second bound, which a diagonal needs where it credits
+    directions with noise that they lack. The eigenvalues are found by power iterations, that of
+    :math:`A` by a Hessian-vector product in every tenth step until :math:`C` is constant. Without filled
+    noise they tell :math:`\lambda_{\max}(H A)` in the burn-in, if `grad_fn` is passed: at 2 and more
+    steps would diverge, and none is taken.
+
     All of them are made by `optperm.evaluate`. Estimates that are not finite are left out, and so are
     the steps of entries whose gradient is not. An entry without any noise takes a step of `max_step`;
     without that limit, none.
@@ -164,14 +136,21 @@ def scale_by_gradient_noise(
       k_coef: k.
       t0: :math:`t_0`.
       burn_in: Steps that only estimate :math:`C`; their updates are zero. The very first step is one
-        in any case.
-      freeze_after: Steps after which :math:`C` is constant, as a stationary distribution needs it; None
-        for never.
-      max_step: The largest step size, for the eigenvalues of :math:`H`; None for no limit. Where it
-        binds, the full preconditioner is made smaller in all directions, by
-        :math:`2 S T / (N \text{max\_step})` added to the diagonal of :math:`C`.
+        in any case, and the full preconditioner without filled noise waits for 2 D estimates. None for
+        4,000 with filled noise, else 10.
+      freeze_after: Steps after which :math:`C` is constant, as a stationary distribution needs it. None
+        for twice `burn_in` with filled noise, else for never.
+      estimate_after: Steps before the first estimate of :math:`C`. None for half of `burn_in` with
+        filled noise, else for none.
+      estimate_every: Steps from one estimate of :math:`C` to the next.
+      max_step: The largest step size, for the eigenvalues of :math:`H`; None for no limit. With filled
+        noise a bound on b, else larger eigenvalues are cut off, and the law with them.
       damping: The least noise: :math:`C_{kk}` is at least this large. With the full preconditioner it
-        is added to the diagonal.
+        is added to the diagonal. With filled noise it is a bound on b.
+      fill: Whether noise is filled in. It takes `grad_fn` too.
+      stability: c, the largest eigenvalue of :math:`H A` with filled noise, in (0, 2).
+      rho: :math:`\rho > 0`: the noise that is filled in is at least :math:`1 / \rho` of what there is.
+      seed: Seed of the filled noise. The key is in the state.
       chunk_size: How many gradients "per_example" holds at once; None for all.
       max_full_size: The largest D for which the full preconditioner is built; None for 4096.
       axis_name: The mapped axis, or several, over which each batch is spread: the estimate is that of
@@ -207,83 +186,141 @@ def scale_by_gradient_noise(
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
-    checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
-    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
-    _check_data(num_data, batch_size)
-    _check_steps(temperature, k_coef, t0, burn_in, freeze_after, max_step, damping)
-    if chunk_size is not None:
-        checks.check_static_count("chunk_size", chunk_size)
-    largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
-    checks.check_static_count("max_full_size", largest)
-    checks.check_axis_name("axis_name", axis_name)
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
+    return scaled_by_noise(
+        num_data,
+        batch_size,
+        plan(burn_in, freeze_after, estimate_after, estimate_every, fill),
+        preconditioner=preconditioner,
+        estimator=estimator,
+        temperature=temperature,
+        k_coef=k_coef,
+        t0=t0,
+        max_step=max_step,
+        damping=damping,
+        stability=stability,
+        rho=rho,
+        seed=seed,
+        chunk_size=chunk_size,
+        max_full_size=max_full_size,
+        axis_name=axis_name,
+    )
 
-    is_full, outer = preconditioner == "full", OUTER[preconditioner]
+
+def scaled_by_noise(
+    num_data: int | jax.Array,
+    batch_size: int | jax.Array,
+    due: Plan,
+    *,
+    preconditioner: Preconditioner,
+    estimator: Estimator,
+    temperature: optax.ScalarOrSchedule,
+    k_coef: float | jax.Array,
+    t0: float | jax.Array,
+    max_step: float | jax.Array | None,
+    damping: float | jax.Array,
+    stability: optax.ScalarOrSchedule,
+    rho: optax.ScalarOrSchedule,
+    seed: int | jax.Array,
+    chunk_size: int | None,
+    max_full_size: int | None,
+    axis_name: AxisName | None,
+    step_factor: optax.ScalarOrSchedule = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    """What `scale_by_gradient_noise` gives, by a plan, and by what its updates are multiplied later."""
+    _check(dict(locals()))
+    is_full, outer, fill = preconditioner == "full", OUTER[preconditioner], due.fill
 
     def limits(count: jax.Array, params: optax.Params) -> dict[str, jax.Array]:
         dtype = accumulation_dtype(params)
-        share = jnp.asarray(batch_size, dtype) / jnp.asarray(num_data, dtype)
-        return {
-            "scale": 2 * share * resolve_schedule("temperature", temperature, count, dtype),
-            "damping": jnp.asarray(damping, dtype),
-            "max_step": jnp.asarray(float("inf") if max_step is None else max_step, dtype),
-        }
+        numbers = batch_size, num_data, damping, float("inf") if max_step is None else max_step
+        s, n, least, largest_step = (jnp.asarray(number, dtype) for number in numbers)
+        scale = 2 * (s / n) * resolve_schedule("temperature", temperature, count, dtype)
+        return {"scale": scale, "damping": least, "max_step": largest_step}
 
     def init(params: optax.Params) -> GradientNoiseState:
-        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        if is_full and size > largest:
-            raise ValueError(
-                f"The full preconditioner of {size} params is a matrix of {size} x {size}; at most "
-                f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
-                "max_full_size if that fits into memory."
-            )
-        covariance = outer(
-            jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
+        if is_full:
+            _check_full_size(params, max_full_size)
+        at_first = limits(jnp.zeros([], jnp.int32), params)
+        return initial_state(params, outer, at_first, seed, is_full=is_full, fill=fill)
+
+    def estimate(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
+        # kappa_t = min(1, k / (t_0 + t))
+        age = due.age(latest.count).astype(jnp.float32)
+        kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + age))
+        return with_estimate(latest, ESTIMATES[estimator](batch, outer), kappa)
+
+    def refill(latest: GradientNoiseState) -> GradientNoiseState:
+        if not fill:
+            return latest
+        c, most, factor = (
+            resolve_schedule("learning_rate", number, latest.count, latest.scale.dtype)
+            for number in (stability, rho, step_factor)
         )
-        count = jnp.zeros([], jnp.int32)
-        return GradientNoiseState(
-            count=count,
-            weight=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
-            covariance=covariance,
-            factor=jnp.zeros_like(covariance) if is_full else (),
-            **limits(count, params),
+        return refilled(latest, c / factor, None if is_full else most, factor)
+
+    def factorize(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
+        examples = batch_size - 1 if estimator == "per_example" else batch.replicas
+        is_enough = latest.estimates * examples >= 2 * len(latest.covariance)
+        is_enough |= (latest.damping > 0) | fill
+        is_limited = max_step is not None and not fill
+        return with_factor(refill(latest), is_enough, is_limited=is_limited)
+
+    def probe(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
+        taken = due.probes_before(latest.count)
+        if fill:
+            product = ESTIMATES[estimator](batch, product_with(latest.noise_direction))
+            latest = with_largest_noise(latest, product, taken)
+            return with_curvature(latest, batch.curvature_product, taken)
+        factor = resolve_schedule(
+            "learning_rate", step_factor, latest.count, latest.stability.dtype
         )
+        return with_stability(latest, batch.curvature_product, taken, factor)
 
     def update(
         g: optax.Updates, state: GradientNoiseState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, GradientNoiseState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
-
-        # H_t g_t, by the C of the step before
         now = state._replace(**limits(state.count, params))
-        is_moving = (now.count >= burn_in) & (now.weight > 0)
-        h_g = cast_like(now.preconditioned(g), params)
-        new_updates = jax.tree.map(
-            lambda x: jnp.where(is_moving & jnp.isfinite(x), x, jnp.zeros_like(x)), h_g
-        )
-
-        # kappa_t = min(1, k / (t_0 + t)), and C_t with C^_t in it
         grad = extra_args.get("grad")
         grad = g if grad is None else mask_like(grad, params)
         batch = BatchGradients(params, grad, extra_args, batch_size, chunk_size, axis_name)
 
-        def estimate() -> GradientNoiseState:
-            t = now.count.astype(jnp.float32)
-            kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + t))
-            return _with_estimate(now, ESTIMATES[estimator](batch, outer), kappa)
+        # H_t (g_t + xi_t), xi_t ~ N(0, b_t / S), by the C and the b of the step before
+        noisy = _with_noise(g, now, batch_size) if fill else g
+        h_g = cast_like(now.preconditioned(noisy), params)
+        is_due = (now.count >= due.burn_in) & (now.weight > 0)
+        is_moving = is_due & (now.stability < UNSTABLE)
+        new_updates = jax.tree.map(
+            lambda x: jnp.where(is_moving & jnp.isfinite(x), x, jnp.zeros_like(x)), h_g
+        )
 
-        if freeze_after is None:
-            is_estimating, following = jnp.ones([], bool), estimate()
-        else:
-            is_estimating = now.count < freeze_after
-            following = cond(is_estimating, estimate, lambda: now)
+        # C_t, with C^_t in it
+        following = cond(due.estimates(now.count), lambda: estimate(now, batch), lambda: now)
 
-        # L_t L_t^T = C_t, where H_{t+1} = 2 S T / N C_t^{-1} takes it
+        # L_t L_t^T = C_t + b_t I, where H_{t+1} = 2 S T / N (C_t + b_t I)^{-1} takes it
         if is_full:
-            is_stale = is_estimating | (now.scale != state.scale)
-            is_needed = is_stale & (now.count + 1 >= burn_in)
-            following = cond(is_needed, _with_factor, lambda latest: latest, following)
-        return new_updates, following._replace(count=optax.safe_increment(state.count))
+            is_stale = due.factorizes(now.count) | (now.scale != state.scale)
+            following = cond(
+                is_stale, lambda latest: factorize(latest, batch), lambda same: same, following
+            )
+
+        # lambda_max(A), or without filled noise lambda_max(H A)
+        if extra_args.get("grad_fn") is not None:
+            is_due_to = due.probes(now.count)
+            following = cond(
+                is_due_to, lambda latest: probe(latest, batch), lambda same: same, following
+            )
+        following = following if is_full else refill(following)
+        following = following._replace(
+            count=optax.safe_increment(state.count),
+            steps=now.steps + is_moving.astype(jnp.int32),
+            unstable=now.unstable + (is_due & ~is_moving).astype(jnp.int32),
+        )
+        warn_if_unstable(following)
+        return new_updates, following
 
     return transformation(
         init,
@@ -291,41 +328,20 @@ def scale_by_gradient_noise(
         method="scale_by_gradient_noise",
         like=(lambda state: state.covariance) if preconditioner == "diagonal" else None,
         dtypes=False,
-        needs=NEEDS[estimator],
+        needs=NEEDS[estimator] | (_CURVATURE if fill else {}),
         axis_name=axis_name,
     )
 
 
-def _with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
-    """The state with one more estimate of the covariance, if it is finite."""
-    is_sound = all_finite(sample)
-
-    # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
-    weight = state.weight + kappa * (1 - state.weight)
-    rate = jnp.where(weight > 0, kappa / weight, 0.0)
-
-    # C_t = C_{t-1} + kappa_t / w_t (C^_t - C_{t-1})
-    def towards(old: jax.Array, new: jax.Array) -> jax.Array:
-        # In this form a rate of 1 gives the new one, bit for bit.
-        mixed = (1 - rate).astype(old.dtype) * old + rate.astype(old.dtype) * new
-        return jnp.where(is_sound, mixed, old)
-
-    return state._replace(
-        weight=jnp.where(is_sound, weight, state.weight),
-        covariance=jax.tree.map(towards, state.covariance, sample),
+def _with_noise(
+    g: optax.Updates, state: GradientNoiseState, batch_size: int | jax.Array
+) -> optax.Updates:
+    """The gradient, and noise of the covariance b / S."""
+    data = fold(state.key, state.count)
+    deviation = jnp.sqrt(state.filling / jnp.asarray(batch_size, state.filling.dtype))
+    return jax.tree.map(
+        lambda g, xi: g.astype(xi.dtype) + deviation.astype(xi.dtype) * xi, g, normal_like(data, g)
     )
-
-
-def _with_factor(state: GradientNoiseState) -> GradientNoiseState:
-    """The state with the factor for the next step, if there is one."""
-    identity = jnp.identity(len(state.covariance), dtype=state.covariance.dtype)
-    damped = state.covariance + state.damping * identity
-    # All eigenvalues of H are at most max_step if those of C are at least this.
-    floor = state.scale / state.max_step
-    is_within = jnp.all(jnp.isfinite(jnp.linalg.cholesky(damped - floor * identity)))
-    factor = jnp.linalg.cholesky(jnp.where(is_within, damped, damped + floor * identity))
-    is_sound = jnp.all(jnp.isfinite(factor)) & (state.weight > 0)
-    return state._replace(factor=jnp.where(is_sound, factor, state.factor))
 
 
 def noise_covariance(opt_state: Any) -> Any:
@@ -356,15 +372,33 @@ def noise_covariance(opt_state: Any) -> Any:
     return find_state(opt_state, GradientNoiseState, method="scale_by_gradient_noise").covariance
 
 
-def _check_size(size: int, factor: jax.Array) -> None:
-    if size != len(factor):
+def _check_full_size(params: optax.Params, max_full_size: int | None) -> None:
+    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+    largest = _MAX_FULL_SIZE if max_full_size is None else max_full_size
+    if size > largest:
         raise ValueError(
-            f"The optimizer state was made for {len(factor)} params, but there are {size} here."
+            f"The full preconditioner of {size} params is a matrix of {size} x {size}; at most "
+            f"max_full_size={largest} are allowed. Use preconditioner='diagonal', or raise "
+            "max_full_size if that fits into memory."
         )
 
 
-def _is_number(tree: Any) -> bool:
-    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 0
+def _check(given: dict[str, Any]) -> None:
+    """Raises what `scale_by_gradient_noise` says about arguments that can be judged by themselves."""
+    checks.check_choice("preconditioner", given["preconditioner"], tuple(OUTER))
+    checks.check_choice("estimator", given["estimator"], tuple(ESTIMATES))
+    _check_data(given["num_data"], given["batch_size"])
+    checks.check_in_range("temperature", given["temperature"], 0.0, float("inf"))
+    checks.check_positive("k_coef", given["k_coef"])
+    for name in ("t0", "damping"):
+        checks.check_in_range(name, given[name], 0.0, float("inf"), may_be_schedule=False)
+    if given["max_step"] is not None:
+        checks.check_positive("max_step", given["max_step"])
+    checks.check_seed("seed", given["seed"])
+    for name in ("chunk_size", "max_full_size"):
+        if given[name] is not None:
+            checks.check_static_count(name, given[name])
+    checks.check_axis_name("axis_name", given["axis_name"])
 
 
 def _check_data(num_data: object, batch_size: object) -> None:
@@ -377,23 +411,3 @@ def _check_data(num_data: object, batch_size: object) -> None:
             f"num_data must be at least batch_size, got {num_data} examples in all and "
             f"{batch_size} in a batch. num_data comes first."
         )
-
-
-def _check_steps(
-    temperature: object,
-    k_coef: object,
-    t0: object,
-    burn_in: object,
-    freeze_after: object,
-    max_step: object,
-    damping: object,
-) -> None:
-    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
-    checks.check_positive("k_coef", k_coef)
-    checks.check_in_range("t0", t0, 0.0, float("inf"), may_be_schedule=False)
-    checks.check_count("burn_in", burn_in, minimum=0)
-    if freeze_after is not None:
-        checks.check_count("freeze_after", freeze_after)
-    if max_step is not None:
-        checks.check_positive("max_step", max_step)
-    checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
@@ -44,6 +44,17 @@ class BatchGradients(NamedTuple):
     def replicas(self) -> int:
         """Over how many the batch is spread."""
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    def curvature_product(self, direction: optax.Updates) -> optax.Updates:
+        """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes."""
+
+        def gradient(params: optax.Params) -> optax.Updates:
+            grads = self.extras["grad_fn"](params)
+            return _checked_gradients(grads, self, "grad_fn(params)", axes=0)
+
+        tangents = cast_like(direction, self.params)
+        _, product = jax.jvp(gradient, (self.params,), (tangents,))
+        return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
 
 
 # An unbiased estimate of C, the covariance of one example's gradient: as much of it as `Outer` keeps.
@@ -83,44 +94,75 @@ OUTER: dict[Preconditioner, Outer] = {
 }
 
 
-class _Moments(NamedTuple):
-    """Mean and spread of some gradients.
+def product_with(direction: optax.Updates) -> Outer:
+    """Of a sum of outer products, its product with a direction."""
+
+    def product(deviations: optax.Updates) -> optax.Updates:
+        dtype, zero = accumulation_dtype(deviations), jnp.zeros([], accumulation_dtype(deviations))
+        parts = jax.tree.map(
+            lambda d, v: jnp.sum(d * v[None].astype(d.dtype), axis=tuple(range(1, d.ndim))),
+            deviations,
+            direction,
+        )
+        along = sum((part.astype(dtype) for part in jax.tree.leaves(parts)), start=zero)
+        return jax.tree.map(
+            lambda d: jnp.sum(d * _along(along.astype(d.dtype), d), axis=0), deviations
+        )
+
+    return product
+
+
+class _Sums(NamedTuple):
+    """What is summed over some examples, each by its gradient's deviation d from one center.
 
     Attributes:
       count: How many, (); a float.
-      mean: Their mean, a tree like params.
-      spread: Of the sum of outer products of their deviations from it, what is kept.
+      deviations: The sum of d, a tree like params.
+      products: Of the sum of d d^T, what is kept.
     """
 
     count: Any
-    mean: optax.Updates
-    spread: Any
+    deviations: optax.Updates
+    products: Any
 
 
 def per_example(batch: BatchGradients, outer: Outer) -> Any:
     r"""The unbiased covariance of the gradients of the batch's examples.
 
-    .. math:: \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
+    .. math::
+      \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
+      = \frac{1}{S - 1} \left( \sum_n d_n d_n^T - S \bar d \bar d^T \right), \qquad d_n = g_n - g_S
+
+    With the batch's gradient :math:`g_S`, which is known and close to the mean, for a center one pass
+    over the examples is enough. A gradient that is NaN in every entry is no example's: so a loss that
+    divides by the batch's weights makes it of a row of weight 0, which fills a batch up.
     """
     grad_fn = batch.extras["per_example_grad_fn"]
+    center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
 
     def gradients(**part: Any) -> optax.Updates:
         grads = grad_fn(batch.params, **part)
         return _checked_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
 
-    def moments(rows: optax.Updates) -> _Moments:
-        rows = jax.tree.map(lambda g: g.astype(accumulation_dtype(g)), rows)
-        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0), rows)
-        deviations = jax.tree.map(lambda g, m: g - m[None], rows, mean)
-        return _Moments(jnp.asarray(_length(rows), jnp.float32), mean, outer(deviations))
+    def sums(rows: optax.Updates) -> _Sums:
+        is_example = jnp.logical_not(_is_nan(rows))
 
-    def chunk(start: Any, size: int) -> _Moments:
-        return moments(gradients(start=start, size=size))
+        def deviation(g: jax.Array, mean: jax.Array) -> jax.Array:
+            dtype = accumulation_dtype(g)
+            d = g.astype(dtype) - mean[None].astype(dtype)
+            return jnp.where(_along(is_example, d), d, jnp.zeros_like(d))
+
+        deviations = jax.tree.map(deviation, rows, center)
+        total = jax.tree.map(lambda d: jnp.sum(d, axis=0), deviations)
+        return _Sums(jnp.sum(is_example, dtype=jnp.float32), total, outer(deviations))
+
+    def chunk(start: Any, size: int) -> _Sums:
+        return sums(gradients(start=start, size=size))
 
     if batch.chunk_size is None:
         rows = gradients()
         _check_batch(_length(rows), batch)
-        found = moments(rows)
+        found = sums(rows)
     else:
         _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
         here = _length(jax.eval_shape(gradients))
@@ -130,19 +172,29 @@ def per_example(batch: BatchGradients, outer: Outer) -> Any:
         found = jax.lax.fori_loop(
             1,
             whole,
-            lambda i, so_far: _join(so_far, chunk(i * chunk_size, chunk_size), outer),
+            lambda i, so_far: optax.tree.add(so_far, chunk(i * chunk_size, chunk_size)),
             chunk(0, chunk_size),
         )
         if rest:
-            found = _join(found, chunk(whole * chunk_size, rest), outer)
-    count, spread = found.count, found.spread
+            found = optax.tree.add(found, chunk(whole * chunk_size, rest))
     if batch.axis_name is not None:
-        # Each replica's deviations from its own mean, and of that from the mean of all.
-        mean = jax.lax.pmean(found.mean, batch.axis_name)
-        between = _outer_of(jax.tree.map(jnp.subtract, found.mean, mean), count, outer)
-        spread = jax.lax.psum(jax.tree.map(jnp.add, spread, between), batch.axis_name)
-        count = count * batch.replicas
-    return _rescale(spread, 1 / (count - 1))
+        found = jax.lax.psum(found, batch.axis_name)
+    of_mean = _outer_of(_rescale(found.deviations, 1 / found.count), found.count, outer)
+    spread = jax.tree.map(jnp.subtract, found.products, of_mean)
+    return _rescale(spread, 1 / (found.count - 1))
+
+
+def _is_nan(rows: optax.Updates) -> jax.Array:
+    """Of which rows every entry is NaN, (rows,), by the smallest leaf: it is quickly looked through."""
+    leaves = jax.tree.leaves(rows)
+    smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
+    flags = jnp.all(jnp.isnan(smallest), axis=tuple(range(1, smallest.ndim)))
+    return unshard(flags)
+
+
+def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:
+    """One number a row, shaped so that it meets the whole row."""
+    return numbers.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
 def single_example(batch: BatchGradients, outer: Outer) -> Any:
@@ -198,18 +250,6 @@ NEEDS: dict[Estimator, dict[str, str]] = {
 
 def _length(rows: optax.Updates) -> int:
     return int(jax.tree.leaves(rows)[0].shape[0])
-
-
-def _join(a: _Moments, b: _Moments, outer: Outer) -> _Moments:
-    """The moments of both, from how far their means lie apart (Chan, Golub and LeVeque)."""
-    count = a.count + b.count
-    apart = jax.tree.map(jnp.subtract, b.mean, a.mean)
-    between = _outer_of(apart, a.count * b.count / count, outer)
-    return _Moments(
-        count,
-        jax.tree.map(lambda m, d: m + d * (b.count / count).astype(d.dtype), a.mean, apart),
-        jax.tree.map(lambda x, y, z: x + y + z, a.spread, b.spread, between),
-    )
 
 
 def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:

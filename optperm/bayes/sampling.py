@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes.langevin import SghmcState, SgldState
+from optperm.bayes.noise_state import GradientNoiseState
+from optperm.bayes.normal_noise import fold
+from optperm.bayes.report import warn_of_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.shardings import take
@@ -19,6 +23,8 @@ from optperm.contract.states import without_variables
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree, Shaped
 
+# The states whose key is that of noise which each chain has to draw for itself.
+_NOISY = (GradientNoiseState, SgldState, SghmcState)
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
 
@@ -31,12 +37,14 @@ class Samples(NamedTuple):
       last_params: The iterates at the end, whose leaves have a leading axis of chains.
       last_opt_state: The optimizer states at the end, with the same axis.
       next_step: Steps that each chain has taken; `first_step` to go on from.
+      thinning: Steps from one draw to the next.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
     last_params: PyTree[Shaped[Array, "chain ..."]]
     last_opt_state: PyTree[Shaped[Array, "chain ..."]]
     next_step: Int32[Array, ""]
+    thinning: Int32[Array, ""]
 
 
 def draw_samples(
@@ -131,7 +139,16 @@ def draw_samples(
     if stacked:
         _check_stacked("params", params, num_chains)
         _check_stacked("opt_state", opt_state, num_chains)
-    return _run_chains(
+    # What is the same in all chains, such as counts, stays one number: what a state does on a count
+    # alone, `jax.vmap` would do in every step if each chain had one of its own.
+    is_shared = [not stacked or _is_shared(leaf, num_chains) for leaf in jax.tree.leaves(opt_state)]
+    if stacked:
+        leaves, form = jax.tree.flatten(opt_state)
+        leaves = [
+            leaf[0] if shared else leaf for leaf, shared in zip(leaves, is_shared, strict=True)
+        ]
+        opt_state = jax.tree.unflatten(form, leaves)
+    samples = _run_chains(
         step,
         params,
         opt_state,
@@ -143,11 +160,15 @@ def draw_samples(
         num_draws=num_draws,
         average=average,
         stacked=stacked,
+        is_shared=tuple(is_shared),
     )
+    warn_of_draws(samples)
+    return samples
 
 
 @functools.partial(
-    jax.jit, static_argnames=("step", "num_chains", "num_draws", "average", "stacked")
+    jax.jit,
+    static_argnames=("step", "num_chains", "num_draws", "average", "stacked", "is_shared"),
 )
 def _run_chains(
     step: StepFn,
@@ -162,9 +183,18 @@ def _run_chains(
     num_draws: int,
     average: bool,
     stacked: bool,
+    is_shared: tuple[bool, ...],
 ) -> Samples:
-    def run_chain(chain: jax.Array, params: optax.Params, opt_state: Any) -> tuple[Any, Any, Any]:
-        chain_key = jax.random.fold_in(key, chain)
+    chains = jnp.arange(num_chains, dtype=jnp.int32)
+    chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
+    axes = jax.tree.unflatten(
+        jax.tree.structure(opt_state), [None if shared else 0 for shared in is_shared]
+    )
+    opt_state, axes = _with_noise_of_their_own(opt_state, axes, chain_keys)
+
+    def run_chain(
+        chain_key: jax.Array, params: optax.Params, opt_state: Any
+    ) -> tuple[Any, Any, Any]:
 
         def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             params, opt_state = carry
@@ -199,12 +229,48 @@ def _run_chains(
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
         return draws, *carry
 
-    start_axis = 0 if stacked else None
-    draws, last_params, last_opt_state = jax.vmap(run_chain, in_axes=(0, start_axis, start_axis))(
-        jnp.arange(num_chains, dtype=jnp.int32), params, opt_state
-    )
+    draws, last_params, last_opt_state = jax.vmap(
+        run_chain, in_axes=(0, 0 if stacked else None, axes)
+    )(chain_keys, params, opt_state)
     next_step = first_step + warmup + num_draws * thinning
-    return Samples(draws, last_params, last_opt_state, next_step)
+    return Samples(draws, last_params, last_opt_state, next_step, thinning)
+
+
+def _is_shared(leaf: Any, num_chains: int) -> bool:
+    """Whether a number of each chain is seen to be the same in all of them."""
+    if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
+        return False
+    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+        return False
+    values = np.asarray(leaf)
+    return bool(np.all(values == values[0]))
+
+
+def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
+    """The states of all chains and their axes, each with its own key for the noise that it adds.
+
+    Keys that differ already are those of chains that go on.
+    """
+
+    def separate(node: Any, axis: Any) -> tuple[Any, Any]:
+        if not isinstance(node, _NOISY):
+            return node, axis
+        numbers = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(chain_keys)
+        keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
+        own = jax.vmap(fold)(keys, numbers)
+        if axis.key is not None:
+            is_same = (len(keys) > 1) & jnp.all(keys == keys[:1])
+            own = jnp.where(is_same, own, keys)
+        return node._replace(key=own), axis._replace(key=0)
+
+    def is_noisy(node: Any) -> bool:
+        return isinstance(node, _NOISY)
+
+    nodes, form = jax.tree.flatten(opt_state, is_leaf=is_noisy)
+    axes = jax.tree.leaves(axes, is_leaf=lambda node: is_noisy(node) or node is None)
+    pairs = [separate(*pair) for pair in zip(nodes, axes, strict=True)]
+    states, axes = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(form, states), jax.tree.unflatten(form, axes)
 
 
 def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:

@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax.flatten_util import ravel_pytree
 
 import optperm
 from optperm.contract import checks
@@ -220,7 +218,6 @@ def _constant_sgd(
     *,
     burn_in_learning_rate: float,
     prior_precision: float,
-    momentum: float,
     draw_every: int,
     max_draws: int,
     num_data: int,
@@ -231,11 +228,11 @@ def _constant_sgd(
         raise ValueError(
             "estimator must be per_example or two_batches: a batch has no example apart."
         )
+    del prior_precision  # it is in the loss
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
     return optax.chain(
         optperm.record_trajectory(draw_every, max_draws),
-        optax.add_decayed_weights(prior_precision / num_data),
-        optperm.constant_sgd(num_data, batch_size, momentum=momentum or None, **options),
+        optperm.constant_sgd(num_data, batch_size, **options),
     )
 
 
@@ -243,8 +240,6 @@ def _posterior(
     opt_state: Any,
     step: int,
     *,
-    preconditioner: str,
-    max_step: float,
     burn_in: int,
     draw_every: int,
     **_: Hyperparameter,
@@ -256,12 +251,9 @@ def _posterior(
     if valid < 1:
         return None
     draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
-    if preconditioner == "full":
-        return draws, None
     (noise,) = find_states(opt_state, optperm.GradientNoiseState)
-    ones = jax.tree.map(lambda row: jnp.ones_like(row[0, 0]), draws)
-    sizes = ravel_pytree(noise.preconditioned(ones))[0]
-    return draws, float(jnp.mean(sizes >= jnp.float32(max_step)))
+    share = noise.share_at_max_step()
+    return draws, None if share is None else float(share)
 
 
 _ENTRIES = (

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
 from optperm.training.evaluations import Evaluator
@@ -95,13 +96,21 @@ def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def loss_function(model: Network) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """The mean loss over a batch, and the share of its examples that are classified right."""
+def loss_function(
+    model: Network, prior_precision: float = 0.0, num_data: int = 1
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """The mean loss over a batch, and the share of its examples that are classified right.
+
+    With a prior precision the loss has a normal prior in it, of so many training examples.
+    """
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs = logits(model, params, batch["x"])
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
-        return jnp.mean(losses), {"accuracy": _accuracy(outputs, batch["y"])}
+        loss = jnp.mean(losses)
+        if prior_precision:
+            loss += optperm.normal_prior(params, prior_precision, num_data)
+        return loss, {"accuracy": _accuracy(outputs, batch["y"])}
 
     return loss_fn
 

@@ -107,13 +107,14 @@ class Training:
             known.append(self._record(event.epoch, event.step, params, event.metrics))
             on_record(known[-1])
 
+        prior = float(self.hyperparameters.get("prior_precision", 0.0))
         try:
             result = fit(
                 # Without an optimizer state fit makes one, where it is to lie.
                 TrainState.create(
                     apply_fn=self.model.apply, params=self.initial, tx=self._tx, opt_state=None
                 ),
-                models.loss_function(self.model),
+                models.loss_function(self.model, prior, len(self.data.x_train)),
                 {"x": self.data.x_train, "y": self.data.y_train},
                 epochs=epochs,
                 batch_size=self.batch_size,

@@ -13,7 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
+from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import Callback, EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
@@ -429,6 +431,8 @@ class _Run:
         self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         self._say(metrics)
+        for sampler in find_states(self.carry.opt_state, GradientNoiseState):
+            warn_if_unstable(sampler)
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop

@@ -68,3 +68,14 @@ def test_dtypes(dtype):
         assert found.confidence.dtype == (dtype if dtype == "float64" else "float32")
         error = 1 - float(jnp.asarray(0.6, dtype))
         assert float(found.expected_calibration_error) == pytest.approx(error, abs=1e-4)
+
+
+@pytest.mark.parametrize("label", [-1, 2])
+def test_a_label_of_no_class_is_not_a_wrong_prediction(label):
+    """Under jit, where Python cannot see it, nothing is said of such labels as if it were known."""
+    probabilities = jnp.array([[0.75, 0.25]] * 4)
+    compute = jax.jit(optperm.calibration)
+    found = compute(probabilities, jnp.array([0, 0, 0, label]))
+    assert np.isnan(found.expected_calibration_error)
+    assert np.all(np.isnan(found.accuracy))
+    assert float(compute(probabilities, jnp.array([0, 0, 0, 1])).expected_calibration_error) == 0

@@ -58,7 +58,13 @@ def on_a_quadratic(preconditioner, seed, momentum=None):
         return (jnp.asarray(HESSIAN, jnp.float32) @ params)[None] + noise
 
     tx = optperm.constant_sgd(
-        N, S, preconditioner=preconditioner, momentum=momentum, burn_in=200, freeze_after=500
+        N,
+        S,
+        preconditioner=preconditioner,
+        momentum=momentum,
+        fill=False,
+        burn_in=200,
+        freeze_after=500,
     )
     mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, warmup=1500, thinning=150)
     diagonal = np.diag(NOISE)
@@ -112,7 +118,7 @@ def test_regression_with_heteroscedastic_noise():
     # The first two are fifty times as far off as they must be: a few draws tell.
     for preconditioner, number in [("scalar", 32), ("diagonal", 32), ("full", 256)]:
         tx = optperm.constant_sgd(
-            N, S, preconditioner=preconditioner, burn_in=300, freeze_after=800
+            N, S, preconditioner=preconditioner, fill=False, burn_in=300, freeze_after=800
         )
         drawn = chains(tx, gradients, start, 0, warmup=1200, thinning=100, number=number)
         found[preconditioner] = divergence(*drawn, optimum, hessian)

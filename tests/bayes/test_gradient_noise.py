@@ -124,7 +124,7 @@ def test_a_frozen_estimate_is_not_computed():
         rows = jnp.asarray(batch_gradients(0))
         return jax.pure_callback(count, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
 
-    tx = optperm.scale_by_gradient_noise(N, S, freeze_after=2)
+    tx = optperm.scale_by_gradient_noise(N, S, burn_in=1, freeze_after=2)
     step = jax.jit(lambda s: tx.update(jnp.ones(D), s, jnp.ones(D), per_example_grad_fn=gradients))
     state = tx.init(jnp.ones(D))
     for _ in range(5):
@@ -204,7 +204,7 @@ def test_temperature_multiplies_the_steps():
 
 def test_momentum_is_that_of_optax_with_shorter_steps():
     rows = [batch_gradients(seed) for seed in range(5)]
-    tx = optperm.constant_sgd(N, S, momentum=0.8, burn_in=1, learning_rate=0.5)
+    tx = optperm.constant_sgd(N, S, fill=False, momentum=0.8, burn_in=1, learning_rate=0.5)
     velocity = np.zeros(D)
     for (updates, _), (h_g, _) in zip(run(tx, *rows), run(by_noise(), *rows), strict=True):
         velocity = 0.8 * velocity + h_g
@@ -214,8 +214,11 @@ def test_momentum_is_that_of_optax_with_shorter_steps():
 def test_an_optimizer_may_burn_in():
     """It moves the params, and the noise is estimated along its way."""
     batches = [batch_gradients(step) for step in range(5)]
-    trail = run(optperm.constant_sgd(N, S, burn_in=3, burn_in_optimizer=optax.sgd(0.1)), *batches)
-    alone = run(optperm.constant_sgd(N, S, burn_in=3), *batches)
+    trail = run(
+        optperm.constant_sgd(N, S, fill=False, burn_in=3, burn_in_optimizer=optax.sgd(0.1)),
+        *batches,
+    )
+    alone = run(optperm.constant_sgd(N, S, fill=False, burn_in=3), *batches)
     for step, rows in enumerate(batches):
         expected = -0.1 * rows.mean(axis=0) if step < 3 else alone[step][0]
         np.testing.assert_allclose(trail[step][0], expected, rtol=1e-6)
@@ -245,3 +248,99 @@ def test_the_batch_size_may_be_an_array():
     support.assert_same_bits(run(tx, rows), run(by_noise(), rows))
     with pytest.raises(ValueError, match="batch_size is 9"):
         run(optperm.scale_by_gradient_noise(N, jnp.array(9)), rows)
+
+
+def test_full_waits_for_enough_estimates():
+    """A hundred params and batches of ten: what factorizes first is far from the covariance."""
+    d, tx = 100, optperm.scale_by_gradient_noise(N, S, preconditioner="full")
+
+    @jax.jit
+    def step(state, key):
+        rows = jax.random.normal(key, (S, d))
+        extras = {"per_example_grad_fn": lambda w: rows}
+        return tx.update(jnp.mean(rows, axis=0), state, jnp.zeros(d), **extras)
+
+    state = tx.init(jnp.zeros(d))
+    for index in range(30):
+        updates, state = step(state, jax.random.fold_in(jax.random.key(0), index))
+        # 2 D estimates of S - 1 degrees of freedom each; then H is about 2 S / N and not a thousandfold.
+        assert bool(jnp.any(updates != 0)) == (index * (S - 1) >= 2 * d)
+        assert float(jnp.linalg.norm(updates)) < 30 * 2 * S / N * np.sqrt(d / S)
+
+
+def test_a_limit_of_full_changes_nothing_else():
+    """Just below the largest eigenvalue of H, and well below: the other eigenvalues stay."""
+    rows = batch_gradients(0)
+    free = 2 * S / N * np.linalg.inv(np.cov(rows.T))
+    values, vectors = np.linalg.eigh(free)
+    for limit in (values[-1] * 0.999, values[-1] * 0.5, values[0] * 0.5):
+        ((_, state),) = run(by_noise(preconditioner="full", max_step=limit), rows)
+        wanted = vectors * np.minimum(values, limit) @ vectors.T
+        np.testing.assert_allclose(matrix(state), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_rows_of_weight_zero_are_no_examples(chunk_size):
+    """A mean by weights makes 0 / 0 of a lone one: the estimate is that of the others."""
+    x, weights = jnp.float32(batch_gradients(0)), jnp.ones(S).at[-3:].set(0.0)
+
+    def loss_fn(w, batch):
+        rows, weights = batch
+        return jnp.sum(weights * (rows @ w)) / jnp.sum(weights)
+
+    w = jnp.zeros(D)
+    e = optperm.evaluate(loss_fn, w, (x, weights))
+    for preconditioner in PRECONDITIONERS:
+        tx = by_noise(preconditioner=preconditioner, chunk_size=chunk_size)
+        _, state = tx.update(e.grad, tx.init(w), w, **e.extra_args)
+        exact = np.cov(np.asarray(x)[:-3].T)
+        wanted = {"scalar": np.trace(exact) / D, "diagonal": np.diag(exact), "full": exact}
+        np.testing.assert_allclose(state.covariance, wanted[preconditioner], rtol=1e-5, atol=1e-6)
+
+
+def test_estimates_begin_and_recur_as_they_are_told():
+    """From `estimate_after` on, each `estimate_every` steps: the plain mean of those alone."""
+    batches = [batch_gradients(seed, scale=1.0 + seed) for seed in range(10)]
+    tx = by_noise(burn_in=10, estimate_after=3, estimate_every=2, freeze_after=10)
+    trail = run(tx, *batches)
+    used = [rows.var(axis=0, ddof=1) for rows in batches[3::2]]
+    np.testing.assert_allclose(trail[-1][1].covariance, np.mean(used, axis=0), rtol=1e-5)
+    assert int(trail[-1][1].estimates) == len(used)
+    assert not np.any(trail[2][1].covariance)
+
+
+@pytest.mark.parametrize("name", ["burn_in", "estimate_after"])
+def test_noise_is_not_frozen_before_it_is_used(name):
+    options = {"burn_in": 1, "freeze_after": 5, name: 6}
+    with pytest.raises(
+        ValueError, match=f"freeze_after must be at least {name}, got freeze_after=5"
+    ):
+        optperm.scale_by_gradient_noise(N, S, **options)
+
+
+def test_the_estimate_forgets_the_way_to_the_mode():
+    """By the defaults for filled noise; one from the start is of the transient."""
+    x = jax.random.normal(jax.random.key(0), (N, D))
+    y = x @ jnp.array([30.0, -20.0, 10.0]) + jax.random.normal(jax.random.key(1), (N,))
+    mode = np.linalg.lstsq(np.asarray(x), np.asarray(y))[0]
+    exact = np.asarray((x @ mode - y)[:, None] * x).var(axis=0)
+
+    def frozen(**options):
+        tx = optperm.constant_sgd(N, S, burn_in=400, burn_in_optimizer=optax.sgd(0.02), **options)
+
+        def step(carry, key):
+            w, state = carry
+            rows = jax.random.randint(key, (S,), 0, N)
+            e = optperm.evaluate(
+                lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2, w, (x[rows], y[rows])
+            )
+            updates, state = tx.update(e.grad, state, w, **e.extra_args)
+            return (optax.apply_updates(w, updates), state), None
+
+        start = jnp.zeros(D), tx.init(jnp.zeros(D))
+        keys = jax.random.split(jax.random.key(2), 1000)
+        (_, state), _ = jax.lax.scan(step, start, keys)
+        return np.median(np.asarray(optperm.noise_covariance(state)) / exact)
+
+    assert frozen() == pytest.approx(1, rel=0.15)
+    assert frozen(estimate_after=0, fill=False, freeze_after=800) > 4

@@ -78,6 +78,16 @@ def test_constant_sgd_posterior(tmp_path):
     assert sampled == pytest.approx(computed, rel=0.1)
 
 
+@pytest.mark.usefixtures("lenient")
+def test_posterior_benchmark(capsys):
+    """Constant SGD by its defaults, but for fewer steps, on the smallest problem: near the posterior."""
+    flags = ["--problems", "quadratic", "--batch-sizes", "32", "--seeds", "1", "--steps", "5000"]
+    (row,) = load("../benchmarks/posterior.py")["main"]([*flags, "--defaults"])
+    assert row["passes"]
+    assert row["divergence"] < 0.1
+    assert "constant_sgd full" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
 def test_dldr_digits(tmp_path):

@@ -18,10 +18,14 @@ def warm(preconditioner, wrap=lambda tx: tx):
     rows = jax.tree.map(lambda p: support.random_like(jnp.zeros((12, *p.shape)), p.size), PARAMS)
     scales = {"w": jnp.geomspace(0.1, 10.0, 6).reshape(1, 3, 2), "b": jnp.array([[5.0, 0.2]])}
     rows = jax.tree.map(jnp.multiply, rows, scales)
-    noise = wrap(optperm.constant_sgd(100, 12, preconditioner=preconditioner, burn_in=1))
+    noise = wrap(
+        optperm.constant_sgd(100, 12, preconditioner=preconditioner, burn_in=1, fill=False)
+    )
     tx = optax.chain(noise, wrap(optperm.mask_elements()))
     grads = jax.tree.map(lambda r: r.mean(axis=0), rows)
-    _, state = tx.update(grads, tx.init(PARAMS), PARAMS, per_example_grad_fn=lambda params: rows)
+    state = tx.init(PARAMS)
+    for _ in range(2):  # as one batch has too few examples for the full preconditioner
+        _, state = tx.update(grads, state, PARAMS, per_example_grad_fn=lambda params: rows)
     flat = np.stack([ravel_pytree(jax.tree.map(lambda r, i=i: r[i], rows))[0] for i in range(12)])
     return state, np.cov(flat.T)
 

@@ -1,0 +1,482 @@
+"""How far the draws of samplers are from posteriors that are known, and what they cost.
+
+The problems: logistic regression on scikit-learn's breast cancer data with all features and with 8, a
+linear regression on its diabetes data, a quadratic whose gradient noise is not its curvature; and
+softmax regression on its digits, if asked for. Diabetes and the quadratic have exact posteriors; the
+others are compared with long runs of NUTS by BlackJAX, kept in benchmarks/posterior_reference.npz,
+which
+
+    python benchmarks/posterior.py --make-reference
+
+makes. Every sampler takes the same batches' size, chains and steps. Printed for each is, over all
+params, the least, median and largest ratio of its standard deviations to the reference's, the largest
+error of a mean in those, the divergence of the draws' Gaussian from the reference's, and the seconds.
+
+Constant SGD runs with its defaults. SGLD and SGHMC show the best of a grid of step sizes, chosen in
+hindsight by the reference itself, which a user has not; the grid is printed. "Mandt" is constant SGD
+without filled noise, which says so where it is unstable; it and BlackJAX's own SGLD start at the mode.
+"Laplace" is the Gaussian at the mode.
+
+    python benchmarks/posterior.py [--problems digits ...] [--batch-sizes 8 32] [--json FILE]
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+
+import optperm
+
+REFERENCE = pathlib.Path(__file__).with_name("posterior_reference.npz")
+CHAINS, STEPS, START, THINNING = 4, 40_000, 8_000, 10
+# What sds and means of the draws have to keep to.
+SD_RATIOS, MEAN_ERROR = (0.8, 1.25), 0.3
+# Largest eigenvalues of a step's h A.
+GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+class Problem(NamedTuple):
+    """A posterior.
+
+    Attributes:
+      name: What it is called.
+      data: A tree of arrays with a leading axis of examples; noise for the quadratic.
+      loss_fn: `loss_fn(params, batch)`, the mean loss with the prior.
+      size: D.
+      num_data: N.
+    """
+
+    name: str
+    data: Any
+    loss_fn: Callable[[Any, Any], jax.Array]
+    size: int
+    num_data: int
+
+
+def cancer(features: int) -> Problem:
+    """Logistic regression, prior N(0, 1), with a bias."""
+    x, y = load_breast_cancer(return_X_y=True)
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    x = np.concatenate([x[:, :features], np.ones((len(x), 1))], axis=1)
+    data, n = {"x": jnp.float32(x), "y": jnp.float32(2 * y - 1)}, len(x)
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        losses = jax.nn.softplus(-batch["y"] * (batch["x"] @ w))
+        return jnp.mean(losses) + optperm.normal_prior(w, 1.0, n)
+
+    return Problem(f"cancer{features + 1}", data, loss_fn, features + 1, n)
+
+
+def diabetes() -> Problem:
+    """Linear regression with the residuals' variance for noise, prior N(0, 1)."""
+    x, y = load_diabetes(return_X_y=True)
+    x, y = (x - x.mean(axis=0)) / x.std(axis=0), (y - y.mean()) / y.std()
+    deviation = np.std(y - x @ np.linalg.lstsq(x, y, rcond=None)[0])
+    data, n = {"x": jnp.float32(x / deviation), "y": jnp.float32(y / deviation)}, len(x)
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        residuals = batch["x"] @ w - batch["y"]
+        return 0.5 * jnp.mean(residuals**2) + optperm.normal_prior(w, 1.0, n)
+
+    return Problem("diabetes", data, loss_fn, 10, n)
+
+
+HESSIAN = np.array([[2.0, 0.5, 0.0], [0.5, 1.0, 0.3], [0.0, 0.3, 0.5]])
+
+
+def quadratic() -> Problem:
+    """Mandt's, of 1,000 examples, each with another slope of the covariance C."""
+    noise = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
+    raw = np.random.default_rng(0).normal(size=(1000, 3))
+    raw = (raw - raw.mean(axis=0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(raw.T, ddof=0))).T
+    slopes = jnp.float32(raw @ np.linalg.cholesky(noise).T)
+    hessian = jnp.float32(HESSIAN)
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        return 0.5 * w @ hessian @ w + jnp.mean(batch @ w)
+
+    return Problem("quadratic", slopes, loss_fn, 3, 1000)
+
+
+def digits() -> Problem:
+    """Softmax regression on 8 x 8 images, prior N(0, 1)."""
+    x, y = load_digits(return_X_y=True)
+    x = np.concatenate([x / 16, np.ones((len(x), 1))], axis=1)
+    data, n = {"x": jnp.float32(x), "y": jnp.int32(y)}, len(x)
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        logits = batch["x"] @ w.reshape(65, 10)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return jnp.mean(losses) + optperm.normal_prior(w, 1.0, n)
+
+    return Problem("digits", data, loss_fn, 650, n)
+
+
+PROBLEMS = {
+    "cancer31": lambda: cancer(30),
+    "cancer9": lambda: cancer(8),
+    "diabetes": diabetes,
+    "quadratic": quadratic,
+    "digits": digits,
+}
+
+
+class Reference(NamedTuple):
+    """The mean (D,), the standard deviations (D,) and, where it is kept, the covariance (D, D)."""
+
+    mean: np.ndarray
+    deviation: np.ndarray
+    covariance: np.ndarray | None
+
+
+def mode_and_hessian(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """By Newton's method in float64."""
+    with jax.enable_x64(True):
+        data = jax.tree.map(
+            lambda x: jnp.asarray(np.asarray(x), jnp.float64) if x.dtype == jnp.float32 else x,
+            problem.data,
+        )
+        w = jnp.zeros(problem.size, jnp.float64)
+        for _ in range(30):
+            hessian = jax.hessian(problem.loss_fn)(w, data)
+            w = w - jnp.linalg.solve(hessian, jax.grad(problem.loss_fn)(w, data))
+        return np.asarray(w), np.asarray(hessian)
+
+
+@functools.cache
+def reference(name: str) -> Reference:
+    """Exact where it is, else from the file."""
+    if name in ("diabetes", "quadratic"):
+        problem = PROBLEMS[name]()
+        mode, hessian = mode_and_hessian(problem)
+        covariance = np.linalg.inv(problem.num_data * hessian)
+        return Reference(mode, np.sqrt(np.diag(covariance)), covariance)
+    with np.load(REFERENCE) as kept:
+        covariance = kept.get(f"{name}.covariance")
+        covariance = None if covariance is None else covariance.astype(np.float64)
+        mean, deviation = (
+            kept[f"{name}.{part}"].astype(np.float64) for part in ("mean", "deviation")
+        )
+        return Reference(mean, deviation, covariance)
+
+
+def make_reference(num_draws: int = 20_000, chains: int = 4) -> None:
+    """Runs NUTS on the problems without an exact posterior, and writes what is kept of it."""
+    import blackjax  # noqa: PLC0415
+
+    kept = {}
+    for name in ("cancer31", "cancer9", "digits"):
+        problem, draws = PROBLEMS[name](), num_draws if name != "digits" else num_draws // 8
+        mode, hessian = mode_and_hessian(problem)
+        root = np.linalg.cholesky(np.linalg.inv(problem.num_data * hessian))
+        start, scale = jnp.float32(mode), jnp.float32(root)
+
+        def log_density(
+            z: jax.Array, problem: Problem = problem, start: Any = start, scale: Any = scale
+        ) -> jax.Array:
+            return -problem.num_data * problem.loss_fn(start + scale @ z, problem.data)
+
+        kernel = blackjax.nuts(log_density, 0.5, jnp.ones(problem.size))
+
+        @jax.jit
+        @jax.vmap
+        def run(key: jax.Array, kernel: Any = kernel, size: int = problem.size) -> jax.Array:
+            first = kernel.init(jax.random.normal(jax.random.fold_in(key, 0), (size,)))
+
+            def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+                state, _ = kernel.step(key, state)
+                return state, state.position
+
+            return jax.lax.scan(step, first, jax.random.split(key, draws + 500))[1][500:]  # noqa: B023
+
+        z = np.asarray(run(jax.random.split(jax.random.key(0), chains)), np.float64)
+        w = mode + z @ root.T
+        flat = w.reshape(-1, problem.size)
+        deviation = flat.std(axis=0)
+        halves = [half.reshape(-1, problem.size) for half in (w[: chains // 2], w[chains // 2 :])]
+        apart = np.abs(halves[0].mean(axis=0) - halves[1].mean(axis=0)) / deviation
+        ratio = halves[0].std(axis=0) / halves[1].std(axis=0)
+        print(
+            f"{name}: the halves' means agree to {apart.max():.3f} sd, sds to {abs(ratio - 1).max():.3f}"
+        )
+        kept[f"{name}.mean"], kept[f"{name}.deviation"] = (
+            np.float32(flat.mean(0)),
+            np.float32(deviation),
+        )
+        if problem.size < 100:
+            kept[f"{name}.covariance"] = np.float32(np.cov(flat.T))
+        np.savez_compressed(REFERENCE, **kept)
+
+
+class Found(NamedTuple):
+    """How far draws are from the reference: what is printed, and what else there is to say."""
+
+    ratios: tuple[float, float, float]
+    in_range: float
+    mean_error: float
+    divergence: float
+    seconds: float
+    says: str = ""
+
+    def __str__(self) -> str:
+        least, median, most = self.ratios
+        return (
+            f"sd {least:5.2f} {median:5.2f} {most:5.2f} ({self.in_range:4.0%}), "
+            f"mean {self.mean_error:5.2f}, KL {self.divergence:8.3g}, {self.seconds:5.1f} s{self.says}"
+        )
+
+    @property
+    def passes(self) -> bool:
+        """Whether all sds and means are near enough."""
+        low, high = SD_RATIOS
+        return low <= self.ratios[0] and self.ratios[2] <= high and self.mean_error <= MEAN_ERROR
+
+
+def compared(draws: np.ndarray, name: str, seconds: float, says: str = "") -> Found:
+    """Draws (chain, draw, D) beside the reference."""
+    flat, known = np.asarray(draws, np.float64).reshape(-1, draws.shape[-1]), reference(name)
+    if not np.all(np.isfinite(flat)) or np.abs(flat).max() > 1e6:
+        nowhere = float("inf")
+        return Found((nowhere,) * 3, 0.0, nowhere, nowhere, seconds, says)
+    ratio = flat.std(axis=0) / known.deviation
+    error = np.abs(flat.mean(axis=0) - known.mean) / known.deviation
+    divergence = float("nan")
+    if known.covariance is not None:
+        with jax.enable_x64(True):
+            try:
+                moments = flat.mean(axis=0), np.cov(flat.T), known.mean, known.covariance
+                divergence = float(optperm.gaussian_kl(*moments))
+            except ValueError:
+                divergence = float("inf")
+    three = float(ratio.min()), float(np.median(ratio)), float(ratio.max())
+    inside = float(np.mean((ratio >= SD_RATIOS[0]) & (ratio <= SD_RATIOS[1])))
+    return Found(three, inside, float(error.max()), divergence, seconds, says)
+
+
+def draw(
+    problem: Problem, tx: Any, batch_size: int, seed: int, steps: int, *, start: Any = None
+) -> np.ndarray:
+    """Every tenth iterate from a fifth of the steps on, (chain, draw, D); from zero, or from a start."""
+    n = problem.num_data
+
+    def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
+        rows = jax.random.randint(key, (batch_size + 1,), 0, n)
+        batch, example = (
+            jax.tree.map(lambda x, part=part: x[rows[part]], problem.data)
+            for part in (slice(None, -1), slice(-1, None))
+        )
+        e = optperm.evaluate(problem.loss_fn, params, batch, example=example)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return optax.apply_updates(params, updates), opt_state
+
+    first = jnp.zeros(problem.size) if start is None else jnp.float32(start)
+    warmup = steps * START // STEPS
+    return np.asarray(
+        optperm.draw_samples(
+            step,
+            first,
+            tx.init(first),
+            jax.random.key(seed),
+            num_chains=CHAINS,
+            num_draws=(steps - warmup) // THINNING,
+            thinning=THINNING,
+            warmup=warmup,
+        ).params
+    )
+
+
+def timed(run: Callable[[], np.ndarray], name: str) -> Found:
+    """What draws come to, with the seconds they took, compilation included."""
+    start, says = time.perf_counter(), ""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            draws = run()
+        except ValueError as error:
+            nowhere = float("nan")
+            seconds = time.perf_counter() - start
+            return Found((nowhere,) * 3, 0, nowhere, nowhere, seconds, f"  refused: {error}"[:90])
+    if caught:
+        says = "  warned: " + "; ".join(sorted({str(w.message)[:60] for w in caught}))
+    return compared(draws, name, time.perf_counter() - start, says)
+
+
+def filled(
+    problem: Problem, batch_size: int, preconditioner: str, steps: int, **options: Any
+) -> Any:
+    """Constant SGD with its defaults; a shorter burn-in where there are fewer steps."""
+    if steps != STEPS:
+        options["burn_in"] = steps * START // STEPS // 2
+    if batch_size == 1:
+        options["estimator"] = "single_example"
+    return optperm.constant_sgd(
+        problem.num_data, batch_size, preconditioner=preconditioner, **options
+    )
+
+
+def best_of(
+    build: Callable[[float], Any],
+    sizes: Any,
+    problem: Problem,
+    batch_size: int,
+    seed: int,
+    steps: int,
+) -> tuple[Found, float]:
+    """The run of a grid whose draws are nearest, by sds and means."""
+    runs = []
+    for size in sizes:
+        found = timed(lambda: draw(problem, build(size), batch_size, seed, steps), problem.name)  # noqa: B023
+        low, _, high = np.log(np.maximum(found.ratios, 1e-9))
+        runs.append((max(-low, high, found.mean_error), found, size))
+    _, found, size = min(runs, key=lambda run: run[0] if np.isfinite(run[0]) else np.inf)
+    return found, size
+
+
+def blackjax_sgld(
+    problem: Problem, batch_size: int, epsilon: float, seed: int, steps: int, start: Any
+) -> np.ndarray:
+    """The draws of BlackJAX's own SGLD."""
+    import blackjax  # noqa: PLC0415
+
+    n, warmup = problem.num_data, steps * START // STEPS
+
+    def log_density_gradient(w: jax.Array, batch: Any) -> jax.Array:
+        return -n * jax.grad(problem.loss_fn)(w, batch)
+
+    kernel = blackjax.sgld(log_density_gradient)
+
+    @jax.jit
+    @jax.vmap
+    def run(key: jax.Array) -> jax.Array:
+        def step(w: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            batch_key, noise_key = jax.random.split(key)
+            rows = jax.random.randint(batch_key, (batch_size,), 0, n)
+            batch = jax.tree.map(lambda x: x[rows], problem.data)
+            w = kernel.step(noise_key, w, batch, epsilon / 2)  # its step is half of Welling's
+            return w, w
+
+        return jax.lax.scan(step, jnp.float32(start), jax.random.split(key, steps))[1]
+
+    return np.asarray(run(jax.random.split(jax.random.key(seed), CHAINS))[:, warmup::THINNING])
+
+
+def rows_of(
+    problem: Problem, batch_size: int, seed: int, steps: int, *, everything: bool
+) -> Iterator[tuple[str, Found]]:
+    """Each sampler's name and what it came to."""
+    kinds = ("full", "diagonal") if problem.size < 100 else ("diagonal", "full")
+    for kind in kinds if everything else kinds[:1]:
+        tx = filled(problem, batch_size, kind, steps)
+        yield (
+            f"constant_sgd {kind}",
+            timed(lambda tx=tx: draw(problem, tx, batch_size, seed, steps), problem.name),
+        )
+    if not everything:
+        return
+    n, (mode, hessian) = problem.num_data, mode_and_hessian(problem)
+    largest = float(np.linalg.eigvalsh(hessian)[-1])
+    sizes = [2 * c / (n * largest) for c in GRID]
+    found, size = best_of(
+        lambda eps: optperm.sgld(eps, n, seed=seed), sizes, problem, batch_size, seed, steps
+    )
+    yield f"sgld, best, h A {size * n * largest / 2:.3g}", found
+    friction = 0.1
+    sizes = [friction * c / (n * largest) for c in GRID]
+    found, size = best_of(
+        lambda eta: optperm.sghmc(eta, n, friction, seed=seed),
+        sizes,
+        problem,
+        batch_size,
+        seed,
+        steps,
+    )
+    yield f"sghmc, best, h A {size * n * largest / friction:.3g}", found
+    runs = [2 * c / (n * largest) for c in GRID]
+    of_blackjax = [
+        timed(
+            lambda eps=eps: blackjax_sgld(problem, batch_size, eps, seed, steps, mode), problem.name
+        )
+        for eps in runs
+    ]
+    yield (
+        "BlackJAX sgld, best",
+        min(
+            of_blackjax,
+            key=lambda f: (
+                max(-np.log(f.ratios[0]), np.log(f.ratios[2]), f.mean_error)
+                if np.isfinite(f.mean_error)
+                else np.inf
+            ),
+        ),
+    )
+    for kind in ("diagonal", "full"):
+        more = {"estimator": "single_example"} if batch_size == 1 else {}
+        tx = optperm.constant_sgd(
+            n, batch_size, preconditioner=kind, fill=False, burn_in=1000, freeze_after=4000, **more
+        )
+        yield (
+            f"Mandt {kind}",
+            timed(
+                lambda tx=tx: draw(problem, tx, batch_size, seed, steps, start=mode), problem.name
+            ),
+        )
+    laplace = np.random.default_rng(seed).multivariate_normal(
+        mode, np.linalg.inv(n * hessian), (CHAINS, 3200)
+    )
+    yield "Laplace", compared(laplace, problem.name, 0.0)
+
+
+def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints and returns all figures."""
+    rows = []
+    print(
+        f"{CHAINS} chains of {arguments.steps} steps; the grid's largest eigenvalues of h A: {GRID}"
+    )
+    for name in arguments.problems:
+        problem = PROBLEMS[name]()
+        for batch_size in arguments.batch_sizes:
+            for seed in range(arguments.seeds):
+                everything = not arguments.defaults and seed == 0
+                for method, found in rows_of(
+                    problem, batch_size, seed, arguments.steps, everything=everything
+                ):
+                    print(f"{name:10} S {batch_size:3} seed {seed} {method:26} {found}", flush=True)
+                    figures = found._asdict() | {"passes": found.passes, "seed": seed}
+                    rows.append(
+                        {"problem": name, "batch_size": batch_size, "method": method, **figures}
+                    )
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Runs what is asked for, and returns the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--make-reference", action="store_true")
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS)[:4])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--defaults", action="store_true", help="constant SGD alone")
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args(argv)
+    if arguments.make_reference:
+        make_reference()
+        return []
+    rows = table(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""Stochastic gradient Langevin dynamics, without momentum and with it.
+
+M. Welling and Y. W. Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", ICML 2011;
+T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo", ICML 2014.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes.masters import with_masters
+from optperm.bayes.normal_noise import fold, key_data, normal_like
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import shard_like
+from optperm.contract.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree, UInt32
+
+
+class SgldState(NamedTuple):
+    """State of `sgld`.
+
+    Attributes:
+      count: Steps taken.
+      key: The raw random key of the noise.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+
+
+class SghmcState(NamedTuple):
+    r"""State of `sghmc`.
+
+    Attributes:
+      count: Steps taken.
+      velocity: :math:`v`, a tree like params, in float32 or wider.
+      key: The raw random key of the noise.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    velocity: PyTree[Float[Array, "?*shape"], "Params"]
+    key: UInt32[Array, "2"]
+
+
+def sgld(
+    step_size: optax.ScalarOrSchedule,
+    num_data: int | jax.Array,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    preconditioner: optax.Params | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Stochastic gradient Langevin dynamics: half a step downhill, and noise.
+
+    .. math::
+      \theta_{t+1} = \theta_t - \frac{\epsilon}{2} N M g_t + \sqrt{\epsilon T} M^{1/2} \xi_t,
+      \qquad \xi_t \sim N(0, I)
+
+    with :math:`g_t` the gradient of the mean loss over a batch, the prior inside of it
+    (`optperm.normal_prior`). The smaller :math:`\epsilon`, the nearer the iterates' distribution to the
+    posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
+    :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
+    control variates of Baker et al.). A schedule makes the steps fall, or fall again and again
+    (cyclical SGLD).
+
+    Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
+    states that were initialized with different seeds.
+
+    Args:
+      step_size: :math:`\epsilon`, a number or a schedule of the step.
+      num_data: N, the number of training examples.
+      temperature: T, a number or a schedule of the step.
+      preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
+      seed: Seed of the noise. The key is in the state.
+
+    Returns:
+      A transformation whose state is an `SgldState`, beside a float32 copy of params of 16 bits. Entries
+      whose gradient is not finite stay where they are.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the preconditioner does not match the params.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.sgld(1e-4, num_data=1000)  # for the posterior N(3, 1/1000)
+      >>> def step(carry, _):
+      ...     mean, opt_state = carry
+      ...     updates, opt_state = tx.update(mean - 3.0, opt_state, mean)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, length=50_000)
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    References:
+      Welling and Teh, *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, ICML 2011
+    """
+    _check(step_size, num_data, temperature, seed)
+    if preconditioner is not None:
+        checks.check_real_floating(
+            "preconditioner", preconditioner, advice="Pass positive numbers."
+        )
+        for leaf in jax.tree.leaves(preconditioner):
+            if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
+                raise ValueError("preconditioner must be above 0 in every entry.")
+
+    def init(params: optax.Params) -> SgldState:
+        if preconditioner is not None:
+            checks.check_same_tree(
+                "preconditioner", preconditioner, params, source="params", dtypes=False
+            )
+        return SgldState(jnp.zeros([], jnp.int32), key_data(seed))
+
+    def update(
+        g: optax.Updates, state: SgldState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, SgldState]:
+        dtype = accumulation_dtype(params)
+        epsilon = resolve_schedule("step_size", step_size, state.count, dtype)
+        t = resolve_schedule("temperature", temperature, state.count, dtype)
+        n = jnp.asarray(num_data, dtype)
+        xi = normal_like(fold(state.key, state.count), params)
+        m = jax.tree.map(jnp.ones_like, xi) if preconditioner is None else preconditioner
+
+        # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
+        def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:
+            m = shard_like(jnp.asarray(m, xi.dtype), xi)
+            drift = (epsilon / 2 * n).astype(xi.dtype) * m * g.astype(xi.dtype)
+            u = jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
+            return jnp.where(jnp.isfinite(u), u, jnp.zeros_like(u))
+
+        return jax.tree.map(move, g, xi, m), SgldState(optax.safe_increment(state.count), state.key)
+
+    return with_masters(transformation(init, update, method="sgld"))
+
+
+def sghmc(
+    step_size: optax.ScalarOrSchedule,
+    num_data: int | jax.Array,
+    friction: float | jax.Array,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    noise_estimate: float | jax.Array = 0.0,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Stochastic gradient Hamiltonian Monte Carlo: momentum with friction, and the noise that it takes.
+
+    .. math::
+      v_{t+1} = (1 - \alpha) v_t - \eta N g_t + \sqrt{2 (\alpha - \hat\beta) \eta T} \, \xi_t, \qquad
+      \theta_{t+1} = \theta_t + v_{t+1}, \qquad \xi_t \sim N(0, I)
+
+    Chen et al.'s equation 15, with :math:`g_t` the gradient of the mean loss over a batch, the prior
+    inside of it (`optperm.normal_prior`). :math:`\hat\beta` is the share of the friction that the noise
+    of :math:`g_t` makes up for: :math:`\eta N^2 R / 2` where its covariance is :math:`R`.
+
+    Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
+    states that were initialized with different seeds.
+
+    Args:
+      step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
+      num_data: N, the number of training examples.
+      friction: :math:`\alpha`, in [0, 1]: 1 less the decay of the momentum.
+      temperature: T, a number or a schedule of the step.
+      noise_estimate: :math:`\hat\beta`, at most `friction`.
+      seed: Seed of the noise. The key is in the state.
+
+    Returns:
+      A transformation whose state is an `SghmcState`, beside a float32 copy of params of 16 bits.
+      Entries whose gradient is not finite stay where they are, and so does their velocity.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.sghmc(1e-5, num_data=1000, friction=0.1)  # for the posterior N(3, 1/1000)
+      >>> def step(carry, _):
+      ...     mean, opt_state = carry
+      ...     updates, opt_state = tx.update(mean - 3.0, opt_state, mean)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, length=50_000)
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    References:
+      Chen, Fox and Guestrin, `Stochastic Gradient Hamiltonian Monte Carlo
+      <https://arxiv.org/abs/1402.4102>`_, ICML 2014
+    """
+    _check(step_size, num_data, temperature, seed)
+    checks.check_in_range("friction", friction, 0.0, 1.0, may_be_schedule=False)
+    most = float(friction) if checks.is_concrete_number(friction) else 1.0
+    checks.check_in_range(
+        "noise_estimate",
+        noise_estimate,
+        0.0,
+        most,
+        may_be_schedule=False,
+        advice="It is at most friction: take a smaller step_size or more friction.",
+    )
+    numbers = friction, noise_estimate
+
+    def init(params: optax.Params) -> SghmcState:
+        velocity = jax.tree.map(
+            lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params
+        )
+        return SghmcState(jnp.zeros([], jnp.int32), velocity, key_data(seed))
+
+    def update(
+        g: optax.Updates, state: SghmcState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, SghmcState]:
+        dtype = accumulation_dtype(params)
+        eta = resolve_schedule("step_size", step_size, state.count, dtype)
+        t = resolve_schedule("temperature", temperature, state.count, dtype)
+        alpha, beta = (jnp.asarray(number, dtype) for number in numbers)
+        drift = eta * jnp.asarray(num_data, dtype)
+        deviation = jnp.sqrt(2 * (alpha - beta) * eta * t)
+        xi = normal_like(fold(state.key, state.count), params)
+
+        # v' = (1 - alpha) v - eta N g + sqrt(2 (alpha - beta) eta T) xi, u = v'
+        def next_velocity(v: jax.Array, g: jax.Array, xi: jax.Array) -> jax.Array:
+            kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
+            return kept - drift.astype(v.dtype) * g.astype(v.dtype)
+
+        velocity = jax.tree.map(next_velocity, state.velocity, g, xi)
+        u = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.zeros_like(v)), velocity)
+        velocity = jax.tree.map(
+            lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
+        )
+        return u, SghmcState(optax.safe_increment(state.count), velocity, state.key)
+
+    return with_masters(
+        transformation(
+            init, update, method="sghmc", like=lambda state: state.velocity, dtypes=False
+        )
+    )
+
+
+def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:
+    checks.check_in_range("step_size", step_size, 0.0, float("inf"))
+    checks.check_count("num_data", num_data)
+    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
+    checks.check_seed("seed", seed)

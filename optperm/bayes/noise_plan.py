@@ -1,0 +1,119 @@
+"""Which step estimates what: the noise of the gradients, and how long steps may be."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optperm.contract import checks
+
+_FILLED_BURN_IN, _PLAIN_BURN_IN = 4000, 10
+_LONGEST = 2**31 - 1
+# A Hessian-vector product is taken in every tenth step, but in a short burn-in more often.
+_PROBE_EVERY, _PROBES = 10, 100
+
+
+class Plan(NamedTuple):
+    """What is due when.
+
+    Attributes:
+      burn_in: The first step that moves params.
+      freeze_after: The first step from which on C is constant; None for never.
+      estimate_after: The first step that estimates C.
+      estimate_every: Steps from one estimate of C to the next.
+      fill: Whether noise is filled in.
+    """
+
+    burn_in: int | jax.Array
+    freeze_after: int | jax.Array | None
+    estimate_after: int | jax.Array
+    estimate_every: int | jax.Array
+    fill: bool
+
+    def estimates(self, count: jax.Array) -> jax.Array | bool:
+        """Whether a step estimates C; a Python bool where all of them do."""
+        every_step = checks.is_concrete_number(self.estimate_every) and self.estimate_every == 1
+        from_start = checks.is_concrete_number(self.estimate_after) and self.estimate_after == 0
+        if self.freeze_after is None and every_step and from_start:
+            return True
+        since = count - self.estimate_after
+        return self._is_open(count) & (since % self.estimate_every == 0)
+
+    def probes(self, count: jax.Array) -> jax.Array:
+        """Whether a step takes a Hessian-vector product."""
+        is_due = (count - self.estimate_after) % self._period == 0
+        if self.fill:
+            return is_due & self._is_open(count)
+        return (
+            is_due & (count >= self.estimate_after) & (count < jnp.maximum(self.burn_in, _PROBES))
+        )
+
+    def probes_before(self, count: jax.Array) -> jax.Array:
+        """How many of those were due before a step."""
+        return (count - self.estimate_after) // self._period
+
+    def factorizes(self, count: jax.Array) -> jax.Array | bool:
+        """Whether a step makes the next one's factor of a full preconditioner anew."""
+        if not self.fill:
+            return (self.estimates(count) & (count + 1 >= self.burn_in)) | self.probes(count)
+        is_last = count + 1 == (_LONGEST if self.freeze_after is None else self.freeze_after)
+        is_first = count + 1 == jnp.asarray(self.burn_in)
+        return self.probes(count) | is_first | is_last
+
+    def age(self, count: jax.Array) -> jax.Array:
+        """Estimates before a step, by which later ones weigh less.
+
+        With filled noise those of the burn-in, where an optimizer moved, count as a few.
+        """
+        start = jnp.asarray(self.estimate_after, jnp.int32)
+        if self.fill:
+            start = jnp.where(count >= self.burn_in, self.burn_in, start)
+        return (count - start) // self.estimate_every
+
+    @property
+    def _period(self) -> jax.Array:
+        return jnp.clip(jnp.asarray(self.burn_in, jnp.int32) // _PROBES, 1, _PROBE_EVERY)
+
+    def _is_open(self, count: jax.Array) -> jax.Array:
+        is_open = count >= self.estimate_after
+        return is_open if self.freeze_after is None else is_open & (count < self.freeze_after)
+
+
+def plan(
+    burn_in: int | jax.Array | None,
+    freeze_after: int | jax.Array | None,
+    estimate_after: int | jax.Array | None,
+    estimate_every: int | jax.Array,
+    fill: bool,
+) -> Plan:
+    """A plan from checked arguments, of which some have defaults that depend on others.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If one is out of range, or C would be constant before it is used or estimated.
+    """
+    checks.check_flag("fill", fill)
+    burn_in = (_FILLED_BURN_IN if fill else _PLAIN_BURN_IN) if burn_in is None else burn_in
+    checks.check_count("burn_in", burn_in, minimum=0)
+    checks.check_count("estimate_every", estimate_every)
+    if estimate_after is None:
+        estimate_after = burn_in // 2 if fill else 0
+    checks.check_count("estimate_after", estimate_after, minimum=0)
+    if freeze_after is None:
+        freeze_after = _twice(burn_in) if fill else None
+    else:
+        checks.check_count("freeze_after", freeze_after)
+        for name, least in (("burn_in", burn_in), ("estimate_after", estimate_after)):
+            if all(map(checks.is_concrete_number, (freeze_after, least))) and freeze_after < least:
+                raise ValueError(
+                    f"freeze_after must be at least {name}, got freeze_after={freeze_after} and "
+                    f"{name}={least}: the noise would be taken to be constant before it is known where "
+                    "the chain samples."
+                )
+    return Plan(burn_in, freeze_after, estimate_after, estimate_every, bool(fill))
+
+
+def _twice(burn_in: int | jax.Array) -> int | jax.Array:
+    if checks.is_concrete_number(burn_in):
+        return min(max(2 * int(burn_in), 1), _LONGEST)
+    return jnp.maximum(2 * burn_in, 1)

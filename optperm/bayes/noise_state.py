@@ -1,0 +1,379 @@
+"""What `optperm.scale_by_gradient_noise` keeps, the steps that follow from it, and if they sample."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optperm.bayes.noise_estimates import Outer
+from optperm.bayes.normal_noise import key_data, normal_like
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import unshard
+from optperm.contract.states import mask_like
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
+
+# Above the first, variances are off by more than a third; at the second one steps diverge.
+DOUBTFUL, UNSTABLE = 0.5, 2.0
+# A power iteration takes so many of its products for the weight of a new one.
+_FORGETTING = 5.0
+
+
+class GradientNoiseState(NamedTuple):
+    r"""State of `scale_by_gradient_noise`.
+
+    Attributes:
+      count: Steps taken.
+      steps: Those of them that moved params by the preconditioned gradient.
+      estimates: How many estimates are in :math:`C`.
+      weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
+      covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
+        diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
+      factor: With the full preconditioner, the Cholesky factor of what is inverted; zero as long as
+        there is none. Else an empty tuple.
+      scale: :math:`2 S T / N`, as of the last step.
+      damping: The least noise, in the units of :math:`C`.
+      max_step: The largest step size; infinite for no limit.
+      filling: :math:`b`, the noise that is filled in, in the units of :math:`C`; 0 without.
+      curvature: With filled noise :math:`\lambda_{\max}(A)`, else 0.
+      stability: :math:`\lambda_{\max}(H A)`, of the steps as they are taken; 0 where it is not known.
+      largest_noise: With filled noise :math:`\lambda_{\max}(C)`, else 0.
+      curvature_direction: The vector of the power iteration of :math:`A`, or of :math:`H A`.
+      noise_direction: That of :math:`C`; without filled noise an empty tuple.
+      unstable: How many steps were not taken because they would diverge.
+      key: The raw random key of the filled noise.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    steps: Int32[Array, ""]
+    estimates: Int32[Array, ""]
+    weight: Float32[Array, ""]
+    covariance: Float[Array, ""] | Float[Array, "d d"] | PyTree[Float[Array, "?*shape"], "Params"]
+    factor: PyTree[Float[Array, "d d"]]
+    scale: Float[Array, ""]
+    damping: Float[Array, ""]
+    max_step: Float[Array, ""]
+    filling: Float[Array, ""]
+    curvature: Float[Array, ""]
+    stability: Float[Array, ""]
+    largest_noise: Float[Array, ""]
+    curvature_direction: PyTree[Float[Array, "?*shape"], "Params"]
+    noise_direction: Any
+    unstable: Int32[Array, ""]
+    key: UInt32[Array, "2"]
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """H g, in the dtypes of g.
+
+        Args:
+          grads: g, a tree like the params; the diagonal preconditioner leaves out itself what it does
+            not see under `optax.masked` or `optax.partition`, the others cannot.
+        """
+        if not isinstance(self.factor, tuple):
+            moves = self._solve(grads)
+        elif _is_number(self.covariance):
+            h = self._step_size(self.covariance)
+            moves = jax.tree.map(lambda g: h * jnp.asarray(g, h.dtype), grads)
+        else:
+            grads = mask_like(grads, self.covariance)
+            steps = jax.tree.map(self._step_size, self.covariance)
+            moves = jax.tree.map(lambda h, g: h * jnp.asarray(g, h.dtype), steps, grads)
+        return cast_like(moves, grads)
+
+    def _step_size(self, covariance: jax.Array) -> jax.Array:
+        """Of entries with this noise; without any noise and without a limit there is no step."""
+        scale, damping, limit, filling = (
+            jnp.asarray(x, covariance.dtype)
+            for x in (self.scale, self.damping, self.max_step, self.filling)
+        )
+        step = jnp.minimum(scale / jnp.maximum(covariance + filling, damping), limit)
+        return jnp.where(jnp.isfinite(step), step, jnp.zeros_like(step))
+
+    def _solve(self, grads: optax.Updates) -> optax.Updates:
+        grads = jax.tree.map(lambda g: jnp.asarray(g, self.factor.dtype), unshard(grads))
+        flat, unflatten = ravel_pytree(grads)
+        _check_size(flat.size, self.factor)
+        solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
+        step = self.scale * solution
+        return unflatten(jnp.where(self._has_factor(), step, jnp.zeros_like(step)))
+
+    def _has_factor(self) -> jax.Array:
+        return jnp.all(jnp.diagonal(self.factor) > 0)
+
+    def share_at_max_step(self) -> jax.Array | None:
+        """The share of the params whose step is the largest allowed; None where a step mixes them."""
+        if not isinstance(self.factor, tuple):
+            return None
+        sizes, _ = ravel_pytree(jax.tree.map(self._step_size, self.covariance))
+        return jnp.mean(sizes >= self.max_step.astype(sizes.dtype))
+
+
+def initial_state(
+    params: optax.Params,
+    outer: Outer,
+    limits: dict[str, jax.Array],
+    seed: int | jax.Array,
+    *,
+    is_full: bool,
+    fill: bool,
+) -> GradientNoiseState:
+    """The state before the first step.
+
+    Args:
+      params: The params.
+      outer: What is kept of C.
+      limits: Scale, damping and the largest step.
+      seed: That of the filled noise.
+      is_full: Whether there is a factor.
+      fill: Whether there is noise to fill in.
+    """
+    covariance = outer(
+        jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
+    )
+    zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
+    # Each is an array of its own: states may be donated.
+    counts = ("count", "steps", "estimates", "unstable")
+    found = ("filling", "curvature", "stability", "largest_noise")
+    return GradientNoiseState(
+        **{name: jnp.zeros([], jnp.int32) for name in counts},
+        **{name: zero.copy() for name in found},
+        weight=jnp.array(zero, jnp.float32),
+        covariance=covariance,
+        factor=jnp.zeros_like(covariance) if is_full else (),
+        **limits,
+        curvature_direction=normal_like(key_data(0), params),
+        noise_direction=normal_like(key_data(1), params) if fill else (),
+        key=key_data(seed),
+    )
+
+
+def with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
+    """The state with one more estimate of C, if it is finite.
+
+    Args:
+      state: The state before.
+      sample: The estimate.
+      kappa: The weight.
+    """
+    is_sound = all_finite(sample)
+
+    # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
+    weight = state.weight + kappa * (1 - state.weight)
+    rate = jnp.where(weight > 0, kappa / weight, 0.0)
+
+    # C_t = C_{t-1} + kappa_t / w_t (C^_t - C_{t-1})
+    def towards(old: jax.Array, new: jax.Array) -> jax.Array:
+        # In this form a rate of 1 gives the new one, bit for bit.
+        mixed = (1 - rate).astype(old.dtype) * old + rate.astype(old.dtype) * new
+        return jnp.where(is_sound, mixed, old)
+
+    return state._replace(
+        estimates=state.estimates + is_sound.astype(jnp.int32),
+        weight=jnp.where(is_sound, weight, state.weight),
+        covariance=jax.tree.map(towards, state.covariance, sample),
+    )
+
+
+def with_largest_noise(
+    state: GradientNoiseState, product: optax.Updates, taken: jax.Array
+) -> GradientNoiseState:
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(C)`.
+
+    Args:
+      state: The state before.
+      product: That of an estimate of C with the state's direction of the noise.
+      taken: Steps of the iteration before this one.
+    """
+    # lambda = mean of v^T C v
+    v = state.noise_direction
+    largest, direction = _iterated(state.largest_noise, v, product, _inner(v, product), taken)
+    return state._replace(largest_noise=largest, noise_direction=direction)
+
+
+def with_curvature(
+    state: GradientNoiseState,
+    product_fn: Callable[[optax.Updates], optax.Updates],
+    taken: jax.Array,
+) -> GradientNoiseState:
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(A)`.
+
+    Args:
+      state: The state before.
+      product_fn: The product of a batch's :math:`A` with a tree like params.
+      taken: Steps of the iteration before this one.
+    """
+    # lambda = mean of s^T A s
+    s = state.curvature_direction
+    product = product_fn(s)
+    largest, direction = _iterated(state.curvature, s, product, _inner(s, product), taken)
+    return state._replace(curvature=largest, curvature_direction=direction)
+
+
+def with_stability(
+    state: GradientNoiseState,
+    product_fn: Callable[[optax.Updates], optax.Updates],
+    taken: jax.Array,
+    step_factor: jax.Array,
+) -> GradientNoiseState:
+    r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(H A)`.
+
+    Args:
+      state: The state before.
+      product_fn: The product of a batch's :math:`A` with a tree like params.
+      taken: Steps of the iteration before this one.
+      step_factor: What the steps are multiplied by later on.
+    """
+    # lambda = mean of v^T A v / s^T v, v = H s
+    s = state.curvature_direction
+    v = state.preconditioned(s)
+    product = product_fn(v)
+    quotient = step_factor * _inner(v, product) / _inner(s, v)
+    largest, direction = _iterated(state.stability, s, product, quotient, taken)
+    return state._replace(stability=largest, curvature_direction=direction)
+
+
+def _iterated(
+    largest: jax.Array,
+    direction: optax.Updates,
+    product: optax.Updates,
+    quotient: jax.Array,
+    taken: jax.Array,
+) -> tuple[jax.Array, optax.Updates]:
+    """A running mean of quotients and of normalized products, in which older ones fade."""
+    rate = _FORGETTING / (taken.astype(largest.dtype) + _FORGETTING)
+    rate = jnp.where(largest == 0, 1.0, rate).astype(largest.dtype)
+    quotient = quotient.astype(largest.dtype)
+    mean = largest + rate * (quotient - largest)
+    size = jnp.sqrt(_inner(product, product)).astype(largest.dtype)
+    # Divided by its size where the mean is not one to divide by.
+    divisor = jnp.where(mean > 0, mean, size)
+    mixed = jax.tree.map(
+        lambda s, a: (1 - rate).astype(s.dtype) * s + (rate / divisor).astype(s.dtype) * a,
+        direction,
+        product,
+    )
+    norm = jnp.sqrt(_inner(mixed, mixed))
+    is_sound = jnp.isfinite(quotient) & jnp.isfinite(norm) & (norm > 0)
+    moved = jax.tree.map(
+        lambda m, s: jnp.where(is_sound, m / norm.astype(m.dtype), s), mixed, direction
+    )
+    return jnp.where(jnp.isfinite(quotient), mean, largest), moved
+
+
+def _inner(one: optax.Updates, other: optax.Updates) -> jax.Array:
+    """The inner product of two trees, in float32 or wider."""
+    dtype = accumulation_dtype(one)
+    parts = jax.tree.map(lambda a, b: jnp.sum(a * b.astype(a.dtype)).astype(dtype), one, other)
+    return sum(jax.tree.leaves(parts), start=jnp.zeros([], dtype))
+
+
+def refilled(
+    state: GradientNoiseState,
+    stability: jax.Array,
+    rho: jax.Array | None,
+    step_factor: jax.Array,
+) -> GradientNoiseState:
+    r"""The state with the noise that is filled in from the largest eigenvalues found so far.
+
+    .. math::
+      b = \max\left(\frac{2 S T \lambda_{\max}(A)}{N c}, \frac{\lambda_{\max}(C)}{\rho}, \dots\right)
+
+    `damping` and `max_step` are bounds on b too: so both keep the law.
+
+    Args:
+      state: The state before.
+      stability: c.
+      rho: :math:`\rho`; None with the full preconditioner, which needs no more than the first.
+      step_factor: What the steps are multiplied by later on.
+    """
+    bounds = [
+        state.scale * state.curvature / stability,
+        state.damping,
+        state.scale / state.max_step,
+    ]
+    if rho is not None:
+        bounds.append(state.largest_noise / rho)
+    filling = functools.reduce(jnp.maximum, bounds)
+    eigenvalue = step_factor * state.scale * state.curvature / filling
+    eigenvalue = jnp.where(filling > 0, eigenvalue, 0.0)
+    return state._replace(
+        filling=jnp.maximum(filling, 0.0), stability=eigenvalue.astype(filling.dtype)
+    )
+
+
+def with_factor(
+    state: GradientNoiseState, is_enough: jax.Array, *, is_limited: bool
+) -> GradientNoiseState:
+    """The state with the factor for the next step, if there is one.
+
+    Args:
+      state: The state before.
+      is_enough: Whether there are enough estimates to be inverted.
+      is_limited: Whether the eigenvalues of H have a limit that filled noise does not keep already.
+    """
+    identity = jnp.identity(len(state.covariance), dtype=state.covariance.dtype)
+    matrix = state.covariance + jnp.maximum(state.damping, state.filling) * identity
+    if is_limited:
+        # All eigenvalues of H are at most max_step if those of C are at least this.
+        values, vectors = jnp.linalg.eigh(matrix)
+        missing = jnp.maximum(state.scale / state.max_step - values, 0.0)
+        matrix += jnp.matmul(
+            vectors * missing[None], vectors.T, precision=jax.lax.Precision.HIGHEST
+        )
+    factor = jnp.linalg.cholesky(matrix)
+    is_sound = jnp.all(jnp.isfinite(factor)) & (state.weight > 0) & is_enough
+    return state._replace(factor=jnp.where(is_sound, factor, state.factor))
+
+
+def warn_if_unstable(state: GradientNoiseState) -> None:
+    """Warns of, or raises about, steps that do not sample, where the state can be looked at.
+
+    Args:
+      state: Of one chain or of several; nothing is said of a traced one.
+
+    Raises:
+      ValueError: If steps were not taken, because they would diverge.
+    """
+    numbers = state.stability, state.unstable, state.steps
+    if not all(_can_be_seen(number) for number in numbers):
+        return
+    largest = float(np.max(np.asarray(state.stability)))
+    if np.any(np.asarray(state.unstable) > 0):
+        raise ValueError(
+            f"These steps do not sample, they diverge: lambda_max(H A) is {largest:.3g}, 2 or more, so "
+            "none was taken. Use constant_sgd(..., fill=True), or smaller batches, a smaller max_step "
+            "or more damping."
+        )
+    if largest > DOUBTFUL and np.any(np.asarray(state.steps) > 0):
+        off = 1 / max(1 - largest / 2, 1e-3)
+        warnings.warn(
+            f"lambda_max(H A) is {largest:.3g}: in that direction the variance of the draws is about "
+            f"{off:.2g} times what it should be. Use constant_sgd(..., fill=True), or smaller batches.",
+            stacklevel=3,
+        )
+
+
+def _can_be_seen(number: Any) -> bool:
+    is_array = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
+    return is_array and (number.is_fully_addressable or number.is_fully_replicated)
+
+
+def _check_size(size: int, factor: jax.Array) -> None:
+    if size != len(factor):
+        raise ValueError(
+            f"The optimizer state was made for {len(factor)} params, but there are {size} here."
+        )
+
+
+def _is_number(tree: Any) -> bool:
+    return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 0

@@ -1,0 +1,53 @@
+"""Where a prior goes: into the loss."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+
+
+def normal_prior(
+    params: optax.Params, precision: float | jax.Array, num_data: int | jax.Array
+) -> jax.Array:
+    r"""What a normal prior adds to the mean loss.
+
+    .. math::
+      -\frac{1}{N} \log p(\theta) = \frac{p}{2 N} \|\theta\|^2 + \text{const}, \qquad
+      \theta \sim N(0, I / p)
+
+    The loss of a sampler is the mean over examples of the negative log-likelihood, and this::
+
+        def loss_fn(params, batch):
+            losses = negative_log_likelihood(params, batch)  # one for each example
+            return jnp.mean(losses) + optperm.normal_prior(params, precision, num_data)
+
+    So each gradient has the prior in it: that of a batch, those of its examples, whose covariance it
+    leaves as it is, and the curvature. The mean must be over examples by equal weights: of a batch of
+    one, a mean by weights would forget the weight.
+
+    Args:
+      params: The params, a tree.
+      precision: p, in the units of 1 / params squared; 0 for no prior.
+      num_data: N, the number of training examples.
+
+    Returns:
+      A scalar, in float32, or float64 if a parameter is.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> float(optperm.normal_prior({"w": jnp.array([3.0, 4.0])}, precision=2.0, num_data=100))
+      0.25
+    """
+    checks.check_real_floating("params", params)
+    checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)
+    checks.check_count("num_data", num_data)
+    dtype = accumulation_dtype(params)
+    squares = [jnp.sum(jnp.asarray(p, accumulation_dtype(p)) ** 2) for p in jax.tree.leaves(params)]
+    total = sum((square.astype(dtype) for square in squares), start=jnp.zeros([], dtype))
+    return jnp.asarray(precision, dtype) / (2 * jnp.asarray(num_data, dtype)) * total

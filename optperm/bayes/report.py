@@ -1,0 +1,260 @@
+"""Whether draws are what they should be: what the chains and their optimizer states tell of it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.bayes.langevin import SghmcState, SgldState
+from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.contract import checks
+from optperm.contract.states import find_states
+
+if TYPE_CHECKING:
+    from optperm.bayes.sampling import Samples
+
+# Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
+_LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE, _LARGEST_R_HAT, _DRAWS = 20.0, 9.0, 0.03, 1.1, 40
+
+
+class PosteriorReport(NamedTuple):
+    r"""What `posterior_report` found. None stands for what there is not.
+
+    Attributes:
+      r_hat: The largest split R-hat of any parameter.
+      ess: The smallest bulk effective sample size of any parameter, if ArviZ is installed.
+      stability: :math:`\lambda_{\max}(H A)`; variances are off by about 1 / (1 - that / 2).
+      times: How many times the longest relaxation time fits into each chain's draws.
+      estimates_per_param: Estimates of the gradient noise, by the number of params.
+      share_at_max_step: The share of params whose steps have the largest size allowed, whatever the
+        temperature.
+      warnings: What is wrong, a sentence each.
+    """
+
+    r_hat: float
+    ess: float | None
+    stability: float | None
+    times: float | None
+    estimates_per_param: float | None
+    share_at_max_step: float | None
+    warnings: tuple[str, ...]
+
+
+def posterior_report(
+    samples: Any, opt_state: Any = None, *, least_curvature: float | None = None
+) -> PosteriorReport:
+    r"""Says, and prints, whether draws are to be trusted, from the chains and their optimizer states.
+
+    Of constant SGD (`optperm.constant_sgd`) it warns if :math:`\lambda_{\max}(H A)` is above .5, if the
+    full preconditioner has fewer than 9 estimates of the noise a parameter, if without filled noise
+    more than 3 % of the steps have the size `max_step`, or if the draws are of steps that did not
+    sample. Of all samplers it warns if draws are not finite, if a split R-hat is above 1.1, or if chains
+    are shorter than 20 relaxation times :math:`\tau = 1 / (h \lambda_{\min}(A))`. What passes may still
+    be wrong.
+
+    Args:
+      samples: What `optperm.draw_samples` returned.
+      opt_state: The optimizer states at the end, with an axis of chains or of one chain; those of the
+        samples by default.
+      least_curvature: :math:`\lambda_{\min}(A)`, the least curvature of the mean loss, if it is known:
+        a normal prior of precision p gives at least p / N of it.
+
+    Returns:
+      A `PosteriorReport`, which has been printed, and each of its warnings given as a `UserWarning`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If steps were not taken because they would diverge, or `samples` holds no draws.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> tx = optperm.sgld(2e-4, num_data=1000)
+      >>> def step(params, opt_state, key):  # the posterior is N(0, 1/1000)
+      ...     updates, opt_state = tx.update(params, opt_state, params)
+      ...     return params + updates, opt_state
+      >>> w = jnp.zeros(())
+      >>> samples = optperm.draw_samples(
+      ...     step, w, tx.init(w), jax.random.key(0), num_chains=4, num_draws=1000, thinning=50
+      ... )
+      >>> report = optperm.posterior_report(samples)  # doctest: +ELLIPSIS
+      split R-hat, largest           1.00...
+      >>> report.warnings
+      ()
+    """
+    if not hasattr(samples, "last_opt_state"):
+        raise TypeError(
+            f"samples must be what draw_samples returned, got {type(samples).__name__}."
+        )
+    if least_curvature is not None:
+        checks.check_positive("least_curvature", least_curvature)
+    opt_state = samples.last_opt_state if opt_state is None else opt_state
+    report = _report(samples, opt_state, least_curvature)
+    lines = {
+        "split R-hat, largest": report.r_hat,
+        "bulk effective sample size, least": report.ess,
+        "lambda_max(H A)": report.stability,
+        "relaxation times a chain": report.times,
+        "estimates of the noise a param": report.estimates_per_param,
+        "share of steps at max_step": report.share_at_max_step,
+    }
+    for name, value in lines.items():
+        if value is not None:
+            print(f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}")
+    for warning in report.warnings:
+        warnings.warn(warning, stacklevel=2)
+    return report
+
+
+def warn_of_draws(samples: Samples) -> None:
+    """Gives the warnings of a report on draws of a sampler of this library, where they can be seen.
+
+    Args:
+      samples: The draws; nothing is said of traced ones.
+
+    Raises:
+      ValueError: If steps were not taken because they would diverge.
+    """
+    leaves = jax.tree.leaves(samples)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    kinds = (GradientNoiseState, SgldState, SghmcState)
+    if find_states(samples.last_opt_state, kinds):
+        for warning in _report(samples, samples.last_opt_state, None, with_ess=False).warnings:
+            warnings.warn(warning, stacklevel=3)
+    elif not _is_finite(samples.params):
+        warnings.warn(_INFINITE, stacklevel=3)
+
+
+_INFINITE = "Some draws are not finite: the steps are too large, or the loss is not finite."
+
+
+def _report(
+    samples: Samples, opt_state: Any, least_curvature: float | None, *, with_ess: bool = True
+) -> PosteriorReport:
+    found, states = [], find_states(opt_state, GradientNoiseState)
+    r_hat = _largest_r_hat(samples.params)
+    drawn = _num_draws(samples) * int(samples.thinning)
+    if not _is_finite(samples.params):
+        found.append(_INFINITE)
+    elif _num_draws(samples) >= _DRAWS and not r_hat <= _LARGEST_R_HAT:
+        found.append(
+            f"The largest split R-hat is {r_hat:.3g}: the chains have not mixed. Draw longer ones, with "
+            "more warmup."
+        )
+    of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
+    figures = of_each[0] if len(of_each) == 1 else (None,) * 4
+    ess = _smallest_ess(samples.params) if with_ess else None
+    return PosteriorReport(r_hat, ess, *figures, tuple(found))
+
+
+def _of_state(
+    state: GradientNoiseState,
+    least_curvature: float | None,
+    drawn: int,
+    samples: Samples,
+    found: list[str],
+) -> tuple[float | None, float | None, float | None, float | None]:
+    """Stability, relaxation times, estimates and share at the largest step; adds what is wrong."""
+    warn_if_unstable(state)
+    stability = float(np.max(np.asarray(state.stability))) or None
+    idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
+    if idle > int(samples.next_step) - drawn:
+        found.append(
+            f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no "
+            f"estimate of the noise (there are {int(np.min(np.asarray(state.estimates)))}), and only "
+            f"{int(samples.next_step) - drawn} came before the first draw. Pass a longer warmup to "
+            "draw_samples; if there are no estimates, see that the gradient of each example is finite."
+        )
+    times = None
+    if least_curvature is not None:
+        times = drawn * float(np.min(_typical_step(state))) * least_curvature
+        if times < _LEAST_TIMES:
+            found.append(
+                f"Each chain is {times:.3g} relaxation times long, and draws of fewer than "
+                f"{_LEAST_TIMES:.0f} are too narrow: draw longer chains, from larger batches."
+            )
+    share = estimates = None
+    if not isinstance(state.factor, tuple):
+        estimates = float(np.min(np.asarray(state.estimates))) / state.covariance.shape[-1]
+        if estimates < _LEAST_ESTIMATES:
+            found.append(
+                f"The full preconditioner has {estimates:.3g} estimates of the noise for each "
+                f"parameter, and it takes {_LEAST_ESTIMATES:.0f}: raise freeze_after, or use "
+                "preconditioner='diagonal'."
+            )
+    elif not np.any(np.asarray(state.filling) > 0):
+        share = float(np.max(_shares(state)))
+        if share > _LARGEST_SHARE:
+            found.append(
+                f"{share:.1%} of the params take steps of the size max_step, on which the temperature "
+                "has no effect: there the draws do not follow the posterior. Use fill=True."
+            )
+    return stability, times, estimates, share
+
+
+def _shares(state: GradientNoiseState) -> Any:
+    share = GradientNoiseState.share_at_max_step
+    return jax.vmap(share)(state) if jnp.ndim(state.count) else share(state)
+
+
+def _typical_step(state: GradientNoiseState) -> np.ndarray:
+    """The step along directions of little noise: 2 S T / N by b, or by the mean noise if b is 0."""
+    noise = state.filling
+    if not np.any(np.asarray(noise) > 0):
+        is_full, lead = not isinstance(state.factor, tuple), jnp.ndim(state.count)
+        parts = [jnp.diagonal(state.covariance, axis1=-2, axis2=-1)] if is_full else None
+        leaves = parts or jax.tree.leaves(state.covariance)
+        flat = [leaf.reshape(*leaf.shape[:lead], -1) for leaf in leaves]
+        noise = jnp.mean(jnp.concatenate(flat, axis=-1), axis=-1)
+    return np.asarray(state.scale, np.float64) / np.maximum(np.asarray(noise, np.float64), 1e-300)
+
+
+def _num_draws(samples: Samples) -> int:
+    leaves = jax.tree.leaves(samples.params)
+    if not leaves or jnp.ndim(leaves[0]) < 2:
+        raise ValueError("samples holds no draws: pass what draw_samples returned.")
+    return int(leaves[0].shape[1])
+
+
+def _is_finite(tree: Any) -> bool:
+    return all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in _floating(tree))
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+
+
+def _largest_r_hat(draws: Any) -> float:
+    """Of each parameter, from the halves of all chains; NaN of fewer than four draws."""
+    largest = [float("nan")]
+    for leaf in _floating(draws):
+        values = np.asarray(leaf, np.float64)
+        half = values.shape[1] // 2
+        if half < 2 or not values.size:
+            continue
+        halves = np.concatenate([values[:, :half], values[:, -half:]])
+        within = halves.var(axis=1, ddof=1).mean(axis=0)
+        between = halves.mean(axis=1).var(axis=0, ddof=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.sqrt((half - 1) / half + between / within)
+        # What never moves has no R-hat.
+        moving = ratio[(within > 0) | (between > 0)]
+        largest += [float(moving.max())] if moving.size else []
+    return float(np.nanmax(largest)) if len(largest) > 1 else float("nan")
+
+
+def _smallest_ess(draws: Any) -> float | None:
+    if importlib.util.find_spec("arviz") is None:
+        return None
+    arviz = importlib.import_module("arviz")
+
+    from optperm.bayes.sampling import samples_as_dict  # noqa: PLC0415
+
+    sizes = arviz.ess(arviz.convert_to_dataset(samples_as_dict(draws)))
+    return min(float(sizes[name].min()) for name in sizes.data_vars)

@@ -1,0 +1,294 @@
+"""Filled noise: the exact law of its steps, and chains that sample where Mandt's steps do not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+PRECONDITIONERS = ("scalar", "diagonal", "full")
+N, S, D = 1000, 8, 4
+
+
+@functools.cache
+def regression():
+    """A linear regression whose posterior is exact, with collinear features of several sizes."""
+    rng = np.random.default_rng(0)
+    mix = np.eye(D) + 0.5 * np.triu(rng.normal(size=(D, D)), 1)
+    x = rng.normal(size=(N, D)) @ mix * np.array([1.0, 0.7, 1.5, 0.5])
+    y = x @ rng.normal(size=D) + rng.normal(size=N)
+    hessian = (x.T @ x + np.eye(D)) / N
+    covariance = np.linalg.inv(N * hessian)
+    return jnp.float32(x), jnp.float32(y), hessian, covariance @ x.T @ y, covariance
+
+
+def loss_fn(w, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2) + optperm.normal_prior(w, 1.0, N)
+
+
+def stepper(tx, batch_size=S, loss_fn=loss_fn):
+    x, y, *_ = regression()
+
+    def step(w, opt_state, key):
+        rows = jax.random.randint(key, (batch_size + 1,), 0, N)
+        batch, example = ((x[r], y[r]) for r in (rows[:-1], rows[-1:]))
+        e = optperm.evaluate(loss_fn, w, batch, example=example)
+        updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+        return optax.apply_updates(w, updates), opt_state
+
+    return step
+
+
+def draw(tx, start=None, *, batch_size=S, **options):
+    w = jnp.zeros(D) if start is None else jnp.asarray(start, jnp.float32)
+    options = {"num_chains": 4, "num_draws": 500, "thinning": 10} | options
+    return optperm.draw_samples(
+        stepper(tx, batch_size), w, tx.init(w), jax.random.key(0), **options
+    )
+
+
+def ratios_and_errors(draws):
+    *_, mean, covariance = regression()
+    flat, sd = np.asarray(draws, np.float64).reshape(-1, D), np.sqrt(np.diag(covariance))
+    return flat.std(axis=0) / sd, np.abs(flat.mean(axis=0) - mean) / sd
+
+
+def warm(preconditioner, **options):
+    """A state with all estimates, made at the mode."""
+    options = {"burn_in": 50, "freeze_after": 100, "momentum": 0.0} | options
+    options = {"burn_in_optimizer": optax.set_to_zero()} | options
+    tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, **options)
+    step, w = stepper(tx), jnp.float32(regression()[3])
+
+    def take(state, key):
+        return step(w, state, key)[1], None
+
+    state, _ = jax.lax.scan(
+        take, tx.init(w), jax.random.split(jax.random.key(0), options["freeze_after"])
+    )
+    return tx, state, w
+
+
+def is_noise(node):
+    return isinstance(node, optperm.GradientNoiseState)
+
+
+def noise_state(opt_state):
+    """The one of the sampler."""
+    (state,) = filter(is_noise, jax.tree.leaves(opt_state, is_leaf=is_noise))
+    return state
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_each_step_has_the_noise_that_its_size_asks_for(preconditioner):
+    """With the gradient's own noise of covariance C / S the updates' is (2 T / N) H, whatever b; here
+    C is the one that the state holds."""
+    temperature = 1.7
+    tx, state, w = warm(preconditioner, temperature=temperature)
+    noise = noise_state(state)
+    h = np.stack([noise.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    c = {
+        "scalar": lambda: float(noise.covariance) * np.eye(D),
+        "diagonal": lambda: np.diag(noise.covariance),
+        "full": lambda: np.asarray(noise.covariance),
+    }[preconditioner]()
+    b = float(noise.filling)
+    np.testing.assert_allclose(
+        h, 2 * S * temperature / N * np.linalg.inv(c + b * np.eye(D)), rtol=1e-3, atol=1e-6
+    )
+    extras = {"per_example_grad_fn": lambda p: jnp.zeros((S, D)), "grad_fn": lambda p: p}
+
+    @jax.vmap
+    def updates(number):
+        # The state is frozen; each step has noise of its own.
+        at = jax.tree.map(
+            lambda node: node._replace(count=1000 + number) if is_noise(node) else node,
+            state,
+            is_leaf=is_noise,
+        )
+        return tx.update(jnp.zeros(D), at, w, **extras)[0]
+
+    number = 40_000
+    found = np.cov(np.asarray(updates(jnp.arange(number)), np.float64).T)
+    filled = h @ (b / S * np.eye(D)) @ h
+    sizes = np.sqrt(np.outer(np.diag(filled), np.diag(filled)))
+    assert np.abs((found - filled) / sizes).max() < 5 * np.sqrt(2 / number)
+    np.testing.assert_allclose(
+        filled + h @ c @ h / S, 2 * temperature / N * h, rtol=1e-3, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("preconditioner", PRECONDITIONERS)
+def test_b_is_set_by_the_largest_eigenvalues(preconditioner):
+    """Of the Hessian and of the gradients' covariance, both found by power iteration."""
+    hessian = regression()[2]
+    x, y, *_ = regression()
+    rows = (np.asarray(x) @ regression()[3] - np.asarray(y))[:, None] * np.asarray(x)
+    exact_a, exact_c = (np.linalg.eigvalsh(m)[-1] for m in (hessian, np.cov(rows.T)))
+    noise = noise_state(warm(preconditioner, burn_in=1000, freeze_after=2000)[1])
+    assert float(noise.curvature) == pytest.approx(exact_a, rel=0.25)
+    assert float(noise.largest_noise) == pytest.approx(exact_c, rel=0.35)
+    bound = 2 * S / N * float(noise.curvature) / 0.2
+    wanted = bound if preconditioner == "full" else max(bound, float(noise.largest_noise))
+    assert float(noise.filling) == pytest.approx(wanted, rel=0.02)
+    assert int(noise.estimates) > 0
+
+
+@pytest.mark.parametrize(
+    ("preconditioner", "batch_size", "momentum"),
+    [("full", S, None), ("full", 32, 0.0), ("diagonal", 32, None)],
+)
+def test_unattended_chains_sample_the_posterior(preconditioner, batch_size, momentum):
+    """From zero, by the defaults but for a shorter burn-in."""
+    tx = optperm.constant_sgd(
+        N, batch_size, preconditioner=preconditioner, momentum=momentum, burn_in=1000
+    )
+    samples = draw(tx, batch_size=batch_size, warmup=2000, num_draws=1500)
+    ratio, error = ratios_and_errors(samples.params)
+    assert ratio.min() > 0.85
+    assert ratio.max() < 1.18
+    assert error.max() < 0.25
+
+
+def test_smaller_learning_rates_keep_the_law():
+    """Steps are half as long, and their noise is filled up accordingly, by a schedule too."""
+    state = warm("full", learning_rate=0.5)[1]
+    whole, half = noise_state(warm("full")[1]), noise_state(state)
+    assert float(half.filling) == pytest.approx(2 * float(whole.filling), rel=1e-5)
+    assert float(half.stability) == pytest.approx(0.1, rel=0.05)
+    scheduled = warm("full", learning_rate=optax.constant_schedule(0.5))[1]
+    np.testing.assert_allclose(noise_state(scheduled).filling, half.filling, rtol=1e-6)
+
+
+def test_max_step_and_damping_keep_the_law_too():
+    """Both are bounds on b: no step is longer, none has less noise than it should."""
+    noise = noise_state(warm("full", max_step=1e-3)[1])
+    h = np.stack([noise.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    assert np.linalg.eigvalsh(h).max() <= 1e-3 * (1 + 1e-5)
+    c = np.asarray(noise.covariance) + float(noise.filling) * np.eye(D)
+    np.testing.assert_allclose(h, 2 * S / N * np.linalg.inv(c), rtol=1e-3, atol=1e-7)
+    assert float(noise_state(warm("diagonal", damping=50.0)[1]).filling) == 50
+
+
+def test_chains_have_noise_of_their_own():
+    """Each chain, each start and each leaf; and a seed decides it."""
+    tx = optperm.sgld(1e-4, N)
+
+    def step(w, opt_state, key):
+        del key
+        updates, opt_state = tx.update(jax.tree.map(jnp.zeros_like, w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    run = functools.partial(optperm.draw_samples, step, num_chains=3, num_draws=2)
+    one = run(w, tx.init(w), jax.random.key(0)).params
+    numbers = np.concatenate([np.asarray(leaf)[:, 0].ravel() for leaf in one.values()])
+    assert len(np.unique(numbers)) == len(numbers)
+    other = run(w, tx.init(w), jax.random.key(1)).params
+    assert not np.any(np.asarray(one["a"]) == np.asarray(other["a"]))
+    # A start that was stacked from one state is taken apart too, and what goes on is left alone.
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), (w, tx.init(w)))
+    again = run(*stacked, jax.random.key(0), stacked=True)
+    support.assert_same_bits(again.params, one)
+    seeded = optperm.sgld(1e-4, N, seed=1).init(w)
+    assert not np.any(np.asarray(run(w, seeded, jax.random.key(0)).params["a"]) == one["a"])
+
+
+def test_parts_of_a_partition_draw_other_noise():
+    """Two samplers of one seed, on leaves of one shape."""
+    tx = optax.partition(
+        {"x": optperm.sgld(1e-4, N), "y": optperm.sgld(1e-4, N)}, {"a": "x", "b": "y"}
+    )
+    w = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    updates, _ = tx.update(w, tx.init(w), w)
+    assert not np.any(np.asarray(updates["a"]) == np.asarray(updates["b"]))
+
+
+@pytest.mark.filterwarnings("ignore:Some draws are of steps that did not sample")
+@pytest.mark.filterwarnings("ignore:The full preconditioner has")
+@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+def test_a_run_in_two_parts_is_the_run_in_one(preconditioner):
+    """Bit for bit, cut in the burn-in, while estimating, and frozen."""
+    tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=20)
+    step, w = stepper(tx), jnp.zeros(D)
+    run = functools.partial(optperm.draw_samples, step, num_chains=2)
+    key = jax.random.key(0)
+    for thinning in (7, 15, 30):
+        whole = run(w, tx.init(w), key, num_draws=4, thinning=thinning)
+        first = run(w, tx.init(w), key, num_draws=2, thinning=thinning)
+        second = run(
+            first.last_params,
+            first.last_opt_state,
+            key,
+            num_draws=2,
+            thinning=thinning,
+            stacked=True,
+            first_step=first.next_step,
+        )
+        support.assert_same_bits(second.params, whole.params[:, 2:])
+        support.assert_same_bits(second.last_opt_state, whole.last_opt_state)
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+def test_replicas_take_the_same_steps(mapping, preconditioner):
+    """A batch spread over four replicas: each takes the noisy step of the whole batch."""
+    x, y, *_ = regression()
+    tx = optperm.constant_sgd(
+        N, S, preconditioner=preconditioner, burn_in=1, freeze_after=2, axis_name=replicas.AXIS
+    )
+    alone = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=1, freeze_after=2)
+
+    def run(x, y, *, tx=tx, axis_name=replicas.AXIS):
+        w = jnp.float32(regression()[3])
+        state = tx.init(w)
+        for index in range(3):
+            part = (x[index], y[index])
+            e = optperm.evaluate(loss_fn, w, part, axis_name=axis_name)
+            updates, state = tx.update(e.grad, state, w, **e.extra_args)
+            w = optax.apply_updates(w, updates)
+        return w
+
+    rows = np.arange(3 * S).reshape(3, S)
+    whole = jax.jit(functools.partial(run, tx=alone, axis_name=None))(x[rows], y[rows])
+    parts = np.moveaxis(rows.reshape(3, 4, S // 4), 1, 0)
+    found = replicas.MAPPINGS[mapping](run, 4)(x[parts], y[parts])
+    for index in range(4):
+        support.assert_same_bits(replicas.take(found, index), replicas.take(found, 0))
+    np.testing.assert_allclose(replicas.take(found, 0), whole, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(whole, regression()[3], atol=1e-4)
+
+
+def test_params_of_16_bits_have_a_master():
+    """The draws of bfloat16 params have the variance that those of float32 have, to their rounding."""
+    tx = optperm.constant_sgd(N, 32, preconditioner="full", burn_in=500)
+
+    def narrow_loss(w, batch):
+        return loss_fn(w.astype(jnp.float32), batch)
+
+    w = jnp.zeros(D, jnp.bfloat16)
+    samples = optperm.draw_samples(
+        stepper(tx, 32, narrow_loss),
+        w,
+        tx.init(w),
+        jax.random.key(0),
+        num_chains=4,
+        num_draws=1000,
+        thinning=10,
+        warmup=1000,
+    )
+    state = samples.last_opt_state
+    assert isinstance(state, optperm.MasterState)
+    support.assert_same_bits(samples.last_params, state.masters.astype(jnp.bfloat16))
+    ratio, _ = ratios_and_errors(samples.params)
+    *_, mean, covariance = regression()
+    rounding = 2.0**-8 * np.abs(mean) / np.sqrt(12) / np.sqrt(np.diag(covariance))
+    np.testing.assert_allclose(ratio, np.sqrt(1 + rounding**2), rtol=0.2)

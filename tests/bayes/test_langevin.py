@@ -1,0 +1,137 @@
+"""SGLD and SGHMC at finite steps, against the exact laws of Gaussians, and their recursions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+N = 100
+HESSIAN = np.array([[1.0, 0.4], [0.4, 0.5]])
+ROOT = np.array([[0.2, 0.0], [-0.1, 0.1]])  # of the covariance of the batch's gradient
+
+
+def draws(tx, *, num_draws=400, thinning=25):
+    """Of 64 chains on a quadratic with Gaussian noise, flat."""
+    hessian, root = jnp.float32(HESSIAN), jnp.float32(ROOT)
+
+    def step(w, opt_state, key):
+        g = hessian @ w + root @ jax.random.normal(key, (2,))
+        updates, opt_state = tx.update(g, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = jnp.zeros(2)
+    samples = optperm.draw_samples(
+        step,
+        w,
+        tx.init(w),
+        jax.random.key(0),
+        num_chains=64,
+        num_draws=num_draws,
+        thinning=thinning,
+        warmup=500,
+    )
+    return np.asarray(samples.params, np.float64).reshape(-1, 2)
+
+
+def assert_has_law(flat, wanted):
+    """Asserts moments within what so many draws may be off."""
+    sizes = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
+    assert np.abs((np.cov(flat.T) - wanted) / sizes).max() < 0.04
+    assert np.abs(flat.mean(axis=0) / np.sqrt(np.diag(wanted))).max() < 0.04
+
+
+@pytest.mark.parametrize("preconditioner", [None, (3.0, 0.5)])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_sgld_has_its_exact_law(preconditioner, temperature):
+    """Constant SGD with H = eps N M / 2, to whose noise 4 T / (eps N^2) M^-1 is added; at steps that are
+    not small, and not at any of the posterior."""
+    epsilon = 4e-3
+    m = np.ones(2) if preconditioner is None else np.array(preconditioner)
+    h = epsilon * N / 2 * m
+    noise = ROOT @ ROOT.T + np.diag(4 * temperature / (epsilon * N**2) / m)
+    wanted = np.asarray(optperm.stationary_covariance(h, HESSIAN, noise))
+    given = None if preconditioner is None else jnp.float32(m)
+    assert_has_law(draws(optperm.sgld(epsilon, N, temperature, given)), wanted)
+    posterior = temperature * np.linalg.inv(N * HESSIAN)
+    assert np.abs(np.diag(wanted) / np.diag(posterior) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize(("friction", "noise_estimate"), [(0.2, 0.0), (0.5, 0.1), (1.0, 0.0)])
+def test_sghmc_has_its_exact_law(friction, noise_estimate):
+    """Momentum SGD with H = eta N and the decay 1 - alpha, to whose noise 2 (alpha - beta) T / (eta N^2)
+    is added."""
+    eta, temperature = 2e-3, 1.5
+    added = 2 * (friction - noise_estimate) * temperature / (eta * N**2)
+    wanted = np.asarray(
+        optperm.stationary_covariance(
+            eta * N, HESSIAN, ROOT @ ROOT.T + added * np.eye(2), momentum=1 - friction
+        )
+    )
+    tx = optperm.sghmc(eta, N, friction, temperature, noise_estimate)
+    assert_has_law(draws(tx), wanted)
+
+
+def test_updates_are_those_of_the_equations():
+    """By a schedule of the step, without noise at temperature zero; what is not finite stays."""
+    w, g = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.5, -1.0, jnp.nan])
+
+    def schedule(count):
+        return jnp.where(count < 1, 0.1, 0.05)
+
+    tx = optperm.sgld(schedule, 10, temperature=0.0)
+    state = tx.init(w)
+    for epsilon in (0.1, 0.05):
+        updates, state = tx.update(g, state, w)
+        np.testing.assert_allclose(updates, [-epsilon * 5 * 0.5, epsilon * 5, 0.0], rtol=1e-6)
+    tx = optperm.sghmc(schedule, 10, 0.25, temperature=0.0)
+    state, v = tx.init(w), np.zeros(2)
+    for eta in (0.1, 0.05):
+        updates, state = tx.update(g, state, w)
+        v = 0.75 * v - eta * 10 * np.array([0.5, -1.0])
+        np.testing.assert_allclose(updates, [*v, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(state.velocity, [*v, 0.0], rtol=1e-6)
+
+
+def test_control_variates_take_the_noise_of_the_batches_away():
+    """SVRG in front of SGLD: near a snapshot at the mode steps are those of whole gradients."""
+    rng = np.random.default_rng(0)
+    data = jnp.float32(rng.normal(size=(N, 2)) * 3.0)
+
+    def loss_fn(w, batch):
+        return 0.5 * jnp.mean(jnp.sum((batch - w[None]) ** 2, axis=-1))
+
+    mode = jnp.mean(data, axis=0)
+    plain = optperm.sgld(1e-2, N)
+    tx = optax.chain(optperm.svrg(), plain)
+    state = optperm.take_snapshot(tx.init(mode), mode, jax.grad(loss_fn)(mode, data))
+    w = mode + 0.3
+    e = optperm.evaluate(loss_fn, w, data[:3])
+    updates, _ = tx.update(e.grad, state, w, **e.extra_args)
+    exact, _ = plain.update(jax.grad(loss_fn)(w, data), plain.init(w), w)
+    noisy, _ = plain.update(e.grad, plain.init(w), w)
+    np.testing.assert_allclose(updates, exact, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(noisy, exact, rtol=0.05)
+
+
+def test_bad_arguments():
+    w = jnp.ones(2)
+    with pytest.raises(ValueError, match=r"noise_estimate must be in \[0, 0.1\].*at most friction"):
+        optperm.sghmc(1e-3, N, 0.1, noise_estimate=0.2)
+    with pytest.raises(ValueError, match="preconditioner must be above 0"):
+        optperm.sgld(1e-3, N, preconditioner=jnp.array([1.0, 0.0]))
+    with pytest.raises(ValueError, match=r"preconditioner is float32\[3\]"):
+        optperm.sgld(1e-3, N, preconditioner=jnp.ones(3)).init(w)
+
+
+def test_a_seed_decides_the_noise():
+    w = jnp.zeros(3)
+    one, two, other = (
+        optperm.sgld(1e-3, N, seed=seed).update(w, optperm.sgld(1e-3, N, seed=seed).init(w), w)[0]
+        for seed in (0, 0, 1)
+    )
+    support.assert_same_bits(one, two)
+    assert not np.any(np.asarray(one) == np.asarray(other))
