@@ -25,8 +25,9 @@ RUNS = [
     ("svrg.py", f"--only networks {FIT}"),
     ("svrg.py", "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1"),
 ]
-# What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
-ELSEWHERE = {"kills.py", "dim_reduce.py"}
+# What has tests of its own: in training/test_checkpoints.py, benchmarks/test_dim_reduce.py and
+# examples/test_examples.py.
+ELSEWHERE = {"kills.py", "dim_reduce.py", "posterior.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 

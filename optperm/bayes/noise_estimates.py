@@ -46,15 +46,41 @@ class BatchGradients(NamedTuple):
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
-        """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes."""
+        """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
+
+        Where a loss has no forward derivative, as with a `jax.custom_vjp` in it, by a difference.
+        """
 
         def gradient(params: optax.Params) -> optax.Updates:
             grads = self.extras["grad_fn"](params)
             return _checked_gradients(grads, self, "grad_fn(params)", axes=0)
 
         tangents = cast_like(direction, self.params)
-        _, product = jax.jvp(gradient, (self.params,), (tangents,))
+        try:
+            _, product = jax.jvp(gradient, (self.params,), (tangents,))
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            product = self._difference(gradient, tangents)
         return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
+
+    def _difference(
+        self, gradient: Callable[[optax.Params], optax.Updates], v: optax.Updates
+    ) -> optax.Updates:
+        """(g(theta + h v) - g(theta - h v)) / 2 h, h where rounding costs least."""
+        dtype = accumulation_dtype(self.params)
+        epsilon = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(self.params))
+        size = optax.tree.norm(self.params).astype(dtype)
+        length = optax.tree.norm(v).astype(dtype)
+        h = epsilon ** (1 / 3) * jnp.maximum(size, 1.0) / jnp.where(length > 0, length, 1.0)
+
+        def at(sign: float) -> optax.Updates:
+            moved = jax.tree.map(lambda p, d: p + (sign * h).astype(p.dtype) * d, self.params, v)
+            return gradient(moved)
+
+        return jax.tree.map(
+            lambda up, down: (up - down) / (2 * h).astype(up.dtype), at(1.0), at(-1.0)
+        )
 
 
 # An unbiased estimate of C, the covariance of one example's gradient: as much of it as `Outer` keeps.

@@ -11,6 +11,7 @@ import replicas
 import support
 
 import optperm
+from optperm.contract.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
 PRECONDITIONERS = ("scalar", "diagonal", "full")
@@ -292,3 +293,32 @@ def test_params_of_16_bits_have_a_master():
     *_, mean, covariance = regression()
     rounding = 2.0**-8 * np.abs(mean) / np.sqrt(12) / np.sqrt(np.diag(covariance))
     np.testing.assert_allclose(ratio, np.sqrt(1 + rounding**2), rtol=0.2)
+
+
+@jax.custom_vjp
+def halved_square(x):
+    return 0.5 * x**2
+
+
+halved_square.defvjp(lambda x: (halved_square(x), x), lambda x, g: (g * x,))
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_a_loss_without_a_forward_derivative_has_its_curvature_by_a_difference(fill):
+    """As `jax.custom_vjp` makes them: the same eigenvalues to three digits."""
+
+    def custom_loss(w, batch):
+        x, y = batch
+        return jnp.mean(halved_square(x @ w - y)) + optperm.normal_prior(w, 1.0, N)
+
+    found = []
+    for loss in (loss_fn, custom_loss):
+        tx = optperm.constant_sgd(N, S, fill=fill, burn_in=40, freeze_after=200)
+        step, w = jax.jit(stepper(tx, loss_fn=loss)), jnp.ones(D)
+        opt_state = tx.init(w)
+        for key in jax.random.split(jax.random.key(0), 40):
+            w, opt_state = step(w, opt_state, key)
+        state = find_state(opt_state, optperm.GradientNoiseState, method="constant_sgd")
+        found.append(float(state.curvature if fill else state.stability))
+    assert found[0] > 1e-4
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
