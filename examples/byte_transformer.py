@@ -35,7 +35,7 @@ def run(name: str, tx: Any, plan: Any, params: Any, batches: Any, mesh: Mesh) ->
 
     def step(params: Any, opt_state: Any, ids: jax.Array, commit: Any) -> tuple[Any, Any]:
         grads = jax.grad(loss_fn)(params, ids)
-        grads = jax.lax.pmean(grads, AXIS) if name == "in step" else grads
+        grads = jax.lax.pmean(grads, AXIS) if "in step" in name else grads
         updates, opt_state = tx.update(grads, opt_state, params, commit=commit)
         return optperm.apply_updates(params, updates, opt_state), opt_state
 
