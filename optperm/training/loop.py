@@ -175,7 +175,7 @@ def fit(
       >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
       >>> def loss_fn(params, batch):
       ...     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
-      >>> result = fit(state, loss_fn, data, epochs=8, batch_size=32)
+      >>> result = fit(state, loss_fn, data, epochs=12, batch_size=32)
       >>> bool(result.history.epochs["loss"][-1] < 1e-3)
       True
       >>> result = fit(result, loss_fn, data, epochs=10, batch_size=32)  # two more
