@@ -121,6 +121,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     """
     # States hold plain arrays where params may hold variables of flax.nnx.
     whole, params = params, trained_part(params)
+    params = params if params is whole else _where_updated(params, updates)
     structure = jax.tree.structure(params)
     before = without_variables(params)
     checks.check_arrays("params", before)
@@ -153,6 +154,18 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         moved = jax.tree.map(_keep_held, is_trainable, moved, before, is_leaf=is_masked)
     moved = jax.tree.unflatten(structure, jax.tree.leaves(moved))
     return moved if params is whole else fill_masked(moved, whole)
+
+
+def _where_updated(params: Any, updates: Any) -> Any:
+    """Of a model what has updates: None there stands for what is not trained."""
+
+    def is_none(node: Any) -> bool:
+        return node is None
+
+    try:
+        return jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=is_none)
+    except ValueError:  # the trees do not match, which is said later
+        return params
 
 
 def _check_fits(params: optax.Params, held: Any) -> None:

@@ -178,9 +178,9 @@ def fit(
       >>> result = fit(state, loss_fn, data, epochs=12, batch_size=32)
       >>> bool(result.history.epochs["loss"][-1] < 1e-3)
       True
-      >>> result = fit(result, loss_fn, data, epochs=10, batch_size=32)  # two more
+      >>> result = fit(result, loss_fn, data, epochs=14, batch_size=32)  # two more
       >>> int(result.state.step)
-      20
+      28
     """
     given = dict(locals())
     _check(given)
@@ -484,6 +484,11 @@ class _Run:
         """Saves what has been trained before an error is raised."""
         if "is not bound here" in str(error):
             error.add_note("fit maps over an axis with devices, mesh or replicas.")
+        if "needs the extra argument full_grad_fn" in str(error):
+            error.add_note(
+                "fit takes full gradients between steps: leave out refresh_every and "
+                "refresh_probability, and pass epoch_start=optperm.take_snapshot."
+            )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:

@@ -27,8 +27,8 @@ class MarsState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      last: The gradient of the last step, or with `exact` its params; before the first one zero, or the
-        initial params.
+      last: The last finite gradient, in float32 or wider, and infinity before there is one; or with
+        `exact` the last params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -65,7 +65,8 @@ def mars(
     what is random from a key in the batch, so that both gradients see the same.
 
     An entry whose correction is not finite passes through uncorrected, and what is not finite does not
-    count in a norm.
+    count in a norm. Where something makes zeros of it, as `optax.zero_nans`, put that behind: a gradient
+    of zero is one to compare the next with.
 
     Args:
       gamma: :math:`\gamma \ge 0`, a number or a schedule of the step.
@@ -104,7 +105,10 @@ def mars(
     checks.check_flag("exact", exact)
 
     def init(params: optax.Params) -> MarsState:
-        last = jax.tree.map(jnp.array, params) if exact else optax.tree.zeros_like(params)
+        def unknown(p: Any) -> jax.Array:
+            return jnp.full_like(p, jnp.inf, accumulation_dtype(p))
+
+        last = jax.tree.map(jnp.array if exact else unknown, params)
         return MarsState(jnp.zeros([], jnp.int32), last)
 
     def update(
@@ -119,19 +123,22 @@ def mars(
         beta_1 = jnp.asarray(b1, float)
         scale = resolve_schedule("gamma", gamma, state.count, float) * beta_1 / (1.0 - beta_1)
 
-        def correct(g: Any, g_last: Any) -> jax.Array:
-            wide = accumulation_dtype((g, g_last))
+        def correct(g: Any, g_last: Any, theta: Any) -> jax.Array:
+            wide, own = accumulation_dtype((g, g_last)), jnp.result_type(theta)
             g, g_last, k, limit = (jnp.asarray(x, wide) for x in (g, g_last, scale, max_norm))
 
             # c = g + gamma b1 / (1 - b1) (g - g_{t-1})
             c = g + k * (g - g_last)
-            c = jnp.where((state.count > 0) & jnp.isfinite(c), c, g)
+            c = jnp.where((state.count > 0) & jnp.isfinite(c.astype(own)), c, g)
 
-            # c <- c min(1, max_norm / |c|)
-            norm = jnp.sqrt(jnp.sum(jnp.square(zero_if_not_finite(c))))
-            return c * jnp.where(norm > limit, limit / norm, 1.0)
+            # c <- c min(1, max_norm / |c|), with |c| = m |c / m| so that no square overflows
+            finite = zero_if_not_finite(c)
+            m = jnp.max(jnp.abs(finite), initial=0.0)
+            m = jnp.where(m > 0, m, 1.0)
+            norm = jnp.sqrt(jnp.sum(jnp.square(finite / m)))
+            return c * jnp.where(norm > limit / m, limit / m / norm, 1.0)
 
-        new_grads, last = in_order(jax.tree.map(correct, grads, last_grads), state.last)
+        new_grads, last = in_order(jax.tree.map(correct, grads, last_grads, params), state.last)
         last = where_finite(params if exact else grads, last)
         return new_grads, MarsState(optax.safe_increment(state.count), last)
 
@@ -140,5 +147,6 @@ def mars(
         update,
         method="mars",
         like=lambda state: state.last,
+        dtypes=exact,
         needs=BATCH_GRADIENT if exact else None,
     )

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import support
 from transformations import TRANSFORMATIONS
@@ -106,3 +107,15 @@ def test_a_full_gradient_is_that_of_the_filtered_model():
     found = jax.tree.leaves(optperm.full_gradient(loss_fn, trained, BATCHES))
     expected = optperm.full_gradient(loss_of_dict, START, BATCHES)
     support.assert_close(found, jax.tree.leaves(expected), rtol=1e-5)
+
+
+def test_floating_leaves_may_be_held_too():
+    """By a filter of the user's, as Equinox freezes layers: None in the updates."""
+    model, tx = model_of(START), optax.sgd(0.1)
+    e = optperm.evaluate(loss_of_model, model, BATCHES[0])
+    frozen = eqx.tree_at(lambda tree: tree.kernel, e.grad, None)
+    trained = eqx.tree_at(lambda tree: tree.kernel, eqx.filter(model, eqx.is_inexact_array), None)
+    updates, opt_state = tx.update(frozen, tx.init(trained), trained)
+    moved = optperm.apply_updates(model, updates, opt_state)
+    np.testing.assert_array_equal(moved.kernel, model.kernel)
+    np.testing.assert_allclose(moved.bias, model.bias - 0.1 * e.grad.bias, rtol=1e-6)

@@ -403,3 +403,12 @@ def test_seconds_are_of_the_epochs():
 
     result = fitting.fit("linen", "adam", epochs=2, train_data=slow)
     assert np.all(result.history.epochs["seconds"] > 0.05)
+
+
+def test_refreshes_within_steps_are_refused_with_what_to_do():
+    tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
+    with pytest.raises(ValueError, match="full_grad_fn") as caught:
+        training.fit(
+            fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
+        )
+    assert "epoch_start=optperm.take_snapshot" in "".join(caught.value.__notes__)

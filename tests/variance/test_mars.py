@@ -145,3 +145,35 @@ def test_four_devices_train_as_one(mapping, exact):
     expected, _ = train(params, batches, axis_name=None)
     for index in range(4):
         support.assert_close(replicas.take(got, index), expected, rtol=1e-12, atol=1e-13)
+
+
+def last_update(gradients, params, **options):
+    tx = optperm.mars(**{"gamma": 1.0, "b1": 0.95, "max_norm": jnp.inf} | options)
+    state = tx.init(params)
+    for g in gradients:
+        updates, state = tx.update(g, state, params)
+    return np.asarray(updates, np.float64)
+
+
+def test_a_first_gradient_that_is_not_finite_is_no_last_one():
+    """A loss scale that overflows at first: the next gradient is the first."""
+    bad, good = jnp.array([jnp.nan, 1.0]), jnp.array([1.0, 1.0])
+    np.testing.assert_array_equal(last_update([bad, good], jnp.zeros(2)), [1.0, 1.0])
+    np.testing.assert_allclose(last_update([bad, good, 2 * good], jnp.zeros(2)), [21.0, 21.0], 1e-5)
+
+
+def test_gradients_are_kept_wider_than_bfloat16_params():
+    """Equal gradients need no correction, whatever the dtype of the params."""
+    g = jnp.array([1.003, 1.0038, 0.5019])
+    found = last_update([g, g, g], jnp.zeros(3, jnp.bfloat16))
+    np.testing.assert_allclose(found, g, rtol=2**-8)
+
+
+def test_a_correction_that_overflows_float16_is_left_out():
+    pair = jnp.array([-20000.0, 1.0], jnp.float16), jnp.array([20000.0, 1.0], jnp.float16)
+    np.testing.assert_array_equal(last_update(pair, jnp.zeros(2, jnp.float16), b1=0.9), [20000, 1])
+
+
+def test_norms_whose_squares_overflow_clip_all_the_same():
+    g = jnp.array([3e25, 4e25])
+    np.testing.assert_allclose(last_update([g], jnp.zeros(2), max_norm=1.0), [0.6, 0.8], rtol=1e-6)
