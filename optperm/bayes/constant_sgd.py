@@ -60,8 +60,17 @@ def constant_sgd(
     steps are short enough. With `fill=False` it is Mandt, Hoffman and Blei's method, :math:`\xi_t =
     0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor :math:`1 - \mu`
     keeps the stationary distribution, to first order in the length of the steps, where it is
-    without momentum. Draw batches with replacement, or large shuffles from many examples: within an
-    epoch, what one batch misses another one has, and their noise cancels.
+    without momentum.
+
+    Draw batches with replacement. Within a shuffled epoch what one batch misses another one has, and
+    their noise cancels: draws are then too narrow by a fifth and more, however many examples there are.
+    So are those of `optperm.training.fit` from arrays; pass it a function of the epoch that draws its
+    batches. Nothing that changes the noise of gradients, as `optperm.svrg` and clipping do, belongs in
+    front: :math:`C` is that of the plain ones. A loss that sums over examples is another posterior's.
+
+    The diagonal and the scalar preconditioner do not know how gradients are correlated: there variances
+    are between about half and twice the right ones (features with a mean that is not zero are enough).
+    The full one knows.
 
     Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
     the way (`burn_in_optimizer`), or begin at params that are trained. `optperm.draw_samples` collects
@@ -85,8 +94,8 @@ def constant_sgd(
       burn_in: Steps before the first one that samples. None for 4,000 with filled noise, else 10.
       burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise;
         else they stay where they are, as they do with `optax.set_to_zero()`.
-      freeze_after: Steps after which the noise is taken to be constant. None for twice `burn_in` with
-        filled noise, else for never.
+      freeze_after: Steps after which the noise is taken to be constant. None with filled noise for
+        twice `burn_in`, at least 1,000 steps after it, else for never.
       estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
         filled noise, when its optimizer should have settled, else for none.
       estimate_every: Steps from one estimate to the next.

@@ -139,7 +139,7 @@ def scale_by_gradient_noise(
         in any case, and the full preconditioner without filled noise waits for 2 D estimates. None for
         4,000 with filled noise, else 10.
       freeze_after: Steps after which :math:`C` is constant, as a stationary distribution needs it. None
-        for twice `burn_in` with filled noise, else for never.
+        with filled noise for twice `burn_in`, at least 1,000 steps after it, else for never.
       estimate_after: Steps before the first estimate of :math:`C`. None for half of `burn_in` with
         filled noise, else for none.
       estimate_every: Steps from one estimate of :math:`C` to the next.
@@ -231,6 +231,7 @@ def scaled_by_noise(
     """What `scale_by_gradient_noise` gives, by a plan, and by what its updates are multiplied later."""
     _check(dict(locals()))
     is_full, outer, fill = preconditioner == "full", OUTER[preconditioner], due.fill
+    is_scheduled = fill and any(map(callable, (stability, step_factor)))
 
     def limits(count: jax.Array, params: optax.Params) -> dict[str, jax.Array]:
         dtype = accumulation_dtype(params)
@@ -264,8 +265,7 @@ def scaled_by_noise(
         examples = batch_size - 1 if estimator == "per_example" else batch.replicas
         is_enough = latest.estimates * examples >= 2 * len(latest.covariance)
         is_enough |= (latest.damping > 0) | fill
-        is_limited = max_step is not None and not fill
-        return with_factor(refill(latest), is_enough, is_limited=is_limited)
+        return with_factor(refill(latest), is_enough, is_limited=max_step is not None and not fill)
 
     def probe(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
         taken = due.probes_before(latest.count)
@@ -302,7 +302,11 @@ def scaled_by_noise(
 
         # L_t L_t^T = C_t + b_t I, where H_{t+1} = 2 S T / N (C_t + b_t I)^{-1} takes it
         if is_full:
-            is_stale = due.factorizes(now.count) | (now.scale != state.scale)
+            is_stale = (
+                due.factorizes(now.count)
+                | (now.scale != state.scale)
+                | (is_scheduled and refill(following).filling != following.filling)
+            )
             following = cond(
                 is_stale, lambda latest: factorize(latest, batch), lambda same: same, following
             )

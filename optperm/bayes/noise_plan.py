@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from optperm.contract import checks
 
 _FILLED_BURN_IN, _PLAIN_BURN_IN = 4000, 10
-_LONGEST = 2**31 - 1
+_LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
 # A Hessian-vector product is taken in every tenth step, but in a short burn-in more often.
 _PROBE_EVERY, _PROBES = 10, 100
 
@@ -100,7 +100,7 @@ def plan(
         estimate_after = burn_in // 2 if fill else 0
     checks.check_count("estimate_after", estimate_after, minimum=0)
     if freeze_after is None:
-        freeze_after = _twice(burn_in) if fill else None
+        freeze_after = _long_enough(burn_in) if fill else None
     else:
         checks.check_count("freeze_after", freeze_after)
         for name, least in (("burn_in", burn_in), ("estimate_after", estimate_after)):
@@ -113,7 +113,8 @@ def plan(
     return Plan(burn_in, freeze_after, estimate_after, estimate_every, bool(fill))
 
 
-def _twice(burn_in: int | jax.Array) -> int | jax.Array:
+def _long_enough(burn_in: int | jax.Array) -> int | jax.Array:
+    """Twice the burn-in, but for enough estimates where that is short."""
     if checks.is_concrete_number(burn_in):
-        return min(max(2 * int(burn_in), 1), _LONGEST)
-    return jnp.maximum(2 * burn_in, 1)
+        return min(int(burn_in) + max(int(burn_in), _LEAST_OPEN), _LONGEST)
+    return burn_in + jnp.maximum(burn_in, _LEAST_OPEN)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from optperm.bayes.sampling import Samples
 
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
-_LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE, _LARGEST_R_HAT, _DRAWS = 20.0, 9.0, 0.03, 1.1, 40
+_LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
+# Of fewer draws R-hat tells less: so large it is of so many and more.
+_LARGEST_R_HAT = ((1.1, 40), (3.0, 20))
 
 
 class PosteriorReport(NamedTuple):
@@ -142,7 +144,7 @@ def _report(
     drawn = _num_draws(samples) * int(samples.thinning)
     if not _is_finite(samples.params):
         found.append(_INFINITE)
-    elif _num_draws(samples) >= _DRAWS and not r_hat <= _LARGEST_R_HAT:
+    elif any(_num_draws(samples) >= n and not r_hat <= most for most, n in _LARGEST_R_HAT):
         found.append(
             f"The largest split R-hat is {r_hat:.3g}: the chains have not mixed. Draw longer ones, with "
             "more warmup."

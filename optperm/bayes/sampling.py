@@ -259,8 +259,10 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
         own = jax.vmap(fold)(keys, numbers)
         if axis.key is not None:
-            is_same = (len(keys) > 1) & jnp.all(keys == keys[:1])
-            own = jnp.where(is_same, own, keys)
+            # Of chains with one key all but the first need another; of all the same, each does.
+            equal = jnp.all(keys[:, None] == keys[None], axis=-1)
+            is_copy = jnp.any(jnp.tril(equal, k=-1), axis=1) | jnp.all(equal[0]) & (len(keys) > 1)
+            own = jnp.where(is_copy[:, None], own, keys)
         return node._replace(key=own), axis._replace(key=0)
 
     def is_noisy(node: Any) -> bool:

@@ -222,8 +222,9 @@ def sgperm(
     initialize them at random or train them with another optimizer (`optax.partition`).
 
     The recommendation stays with the location, not with the weight. Only its sign and its order matter,
-    so the learning rate has no effect but beside a momentum that changes. An entry whose gradient is not
-    finite sits out the step and keeps its recommendation.
+    so the learning rate has no effect but beside a momentum that changes, and where its product with a
+    gradient is too small for the dtype of the params: for float16 take 1.0. An entry whose gradient is
+    not finite sits out the step and keeps its recommendation.
 
     It is a whole optimizer and the last of its chain: gradients may be changed before it (clipped,
     averaged over replicas), but what follows it, weight decay for instance, would break the permutation.

@@ -118,9 +118,9 @@ def dim_reduce(
     the state counts the steps in a row for which a search found nothing.
 
     A step costs two passes over :math:`P`, and one evaluation of the loss for each trial of the line
-    search. Trials do not touch the state of `optimizer`. A trial whose loss is not finite is rejected;
-    a gradient that is not finite, or whose projection is not, skips the step: everything but the count
-    stays as it was.
+    search. Trials do not touch the state of `optimizer`. A trial whose loss is not finite is rejected,
+    and none is made where the loss itself is not; a gradient that is not finite, or whose projection is
+    not, skips the step: everything but the count stays as it was.
 
     Inside of `optax.MultiSteps` it would search along the mean gradient of several batches with the
     loss of the last one. `optperm.set_basis` refuses that; inside of `optperm.dldr` it cannot be seen.
@@ -240,7 +240,9 @@ def dim_reduce(
         p_d, p_gk = lift(P, jnp.stack([d, gk]))  # P'd and P'g_k
         # m <- gamma m + g - P'g_k
         r = optax.tree.sub(g, p_gk)
-        is_finite, is_rounding = _size_of_residual(r, norm(gk))
+        size = norm(gk)
+        length = jnp.where(size > 0, size, jnp.ones_like(size))
+        is_finite, is_rounding = _size_of_residual(r, size)
         share = jnp.where(is_safe & is_rounding, 0.0, jnp.ones_like(f))
         m = jax.tree.map(_decayed(gamma_t, share, is_finite), state.residual, r)
         # XLA would compute it anew for the step, from a copy of the old one.
@@ -254,11 +256,13 @@ def dim_reduce(
             step, stepped = u(_scaled(-c, p_d))
             trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
             is_plain = optimizer is None or not is_safe
-            predicted = c * dot(gk, d) if is_plain else _predicted(g, step, f)
+            # In this order nothing overflows, whatever the scale of the loss.
+            slope = length * dot(gk / length, c * d)
+            predicted = slope if is_plain else _predicted(g, step, f)
             return judge(c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search)
 
         first = first_length(learned, f, gk, line_search)
-        num_trials = jnp.where(is_finite & P.is_set, max_trials, 0)
+        num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
         found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
         c = found.step_length
         # theta <- theta + u(alpha m - c P'd)

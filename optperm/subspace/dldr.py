@@ -91,8 +91,8 @@ def dldr(
     `jax.lax.scan` through the switch, and resumes from a checkpoint at any step. The snapshots take the
     memory of m params, and the basis is written over them. Under `jax.vmap` (not over an axis of
     replicas but over independent trainings) both phases and the basis are computed in every step. Where
-    the snapshots do not differ, or are not finite, there is no subspace, and the first phase goes on;
-    `subspace.is_set` in the state of the subspace optimizer tells.
+    the snapshots do not differ (for `twa`: are zero), or are not finite, there is no subspace, and the
+    first phase goes on; `subspace.is_set` in the state of the subspace optimizer tells.
 
     With `restart="last"` the second phase goes on from the params as they are at the last snapshot, in
     that step. Else that step puts them on another point, exactly (with `optperm.apply_updates`), and

@@ -84,7 +84,7 @@ def with_pair(state: QuasiNewtonState, gk: jax.Array, line_search: LineSearch) -
     else:
         is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         # B_0 = (s'y / y'y) I at the first pair
-        scale = ys / norm(y) / norm(y)
+        scale = _over_square(ys, norm(y))
         hessian = jnp.where(state.has_pair, hessian, scale * jnp.eye(s.size, dtype=s.dtype))
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
@@ -107,7 +107,7 @@ def first_length(
     one = jnp.ones_like(f)
     if line_search == "mindspore":
         return one
-    polyak = jnp.abs(f) / norm(gk) / norm(gk)
+    polyak = _over_square(jnp.abs(f), norm(gk))
     polyak = jnp.where(jnp.isfinite(polyak) & (polyak > 0), polyak, one)
     fresh = jnp.where(state.has_pair, one, polyak)
     return jnp.where(state.first_length > 0, state.first_length, fresh)
@@ -218,6 +218,11 @@ def _where(condition: jax.Array, state: QuasiNewtonState, other: Any) -> QuasiNe
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of vectors or matrices, in full precision."""
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A / b^2, where b^2 may be too large or too small; XLA would make one division of two."""
+    return jax.lax.optimization_barrier(a / b) / b
 
 
 def norm(vector: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ import replicas
 import support
 
 import optperm
+from optperm.bayes.noise_plan import plan
 from optperm.contract.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
@@ -201,6 +202,15 @@ def test_chains_have_noise_of_their_own():
     support.assert_same_bits(again.params, one)
     seeded = optperm.sgld(1e-4, N, seed=1).init(w)
     assert not np.any(np.asarray(run(w, seeded, jax.random.key(0)).params["a"]) == one["a"])
+    # In the place of a chain the copy of another one has noise of its own, and those keep theirs.
+    first = run(w, tx.init(w), jax.random.key(0))
+    picked = jax.tree.map(
+        lambda leaf: leaf[jnp.array([0, 0, 1])], (first.last_params, first.last_opt_state)
+    )
+    keys = np.asarray(picked[1].key)
+    after = np.asarray(run(*picked, jax.random.key(2), stacked=True).last_opt_state.key)
+    np.testing.assert_array_equal(after[[0, 2]], keys[[0, 2]])
+    assert np.any(after[1] != keys[1])
 
 
 def test_parts_of_a_partition_draw_other_noise():
@@ -322,3 +332,25 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature_by_a_difference(f
         found.append(float(state.curvature if fill else state.stability))
     assert found[0] > 1e-4
     assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
+def test_a_short_burn_in_still_leaves_enough_estimates():
+    """C is not frozen after the one estimate that a burn-in of no steps would leave."""
+    freezes = [plan(burn_in, None, None, 1, True).freeze_after for burn_in in (0, 500, 1000, 4000)]
+    assert freezes == [1000, 1500, 2000, 8000]
+
+
+def test_a_full_preconditioner_follows_a_schedule_after_it_is_frozen():
+    """Its factor is that of the noise which the learning rate of the step asks for."""
+    rate = optax.piecewise_constant_schedule(1.0, {110: 0.25})
+    tx, state, w = warm("full", learning_rate=rate)
+    before, step = noise_state(state), jax.jit(stepper(tx))
+    for key in jax.random.split(jax.random.key(1), 20):
+        w, state = step(w, state, key)
+    after = noise_state(state)
+    # The curvature's last estimate is in it now too.
+    assert float(after.filling) == pytest.approx(4 * float(before.filling), rel=0.1)
+    expected = np.asarray(after.covariance) + float(after.filling) * np.eye(D)
+    np.testing.assert_allclose(
+        np.asarray(after.factor) @ np.asarray(after.factor).T, expected, 1e-4
+    )
