@@ -56,8 +56,9 @@ def draw(losses: dict[str, list[float]], sent: dict[str, float], out: str) -> No
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     axes.set(xscale="log", xlabel="bytes a step", ylabel="nats a byte, held out")
+    axes.set_xlim(15, 4 * max(sent.values()))
     for name, values in losses.items():
         at = max(sent[name], 100.0)
-        axes.errorbar(at, np.mean(values), np.std(values), fmt="o", label=name)
-    axes.legend(fontsize="small")
+        axes.errorbar(at, np.mean(values), np.std(values), fmt="o")
+        axes.annotate(name, (at, np.mean(values)), (-6, 4), textcoords="offset points", ha="right")
     figure.savefig(out, dpi=120)

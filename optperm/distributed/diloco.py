@@ -93,9 +93,9 @@ def diloco(
     once, without a delay, and takes the place of what was on its way. Exchanges by a plan, and
     compressed ones, give the outer optimizer no extra arguments.
 
-    The outer momentum of the paper needs many commits, and the faster the replicas move the less of it is
-    good: with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small transformer
-    (`examples/byte_transformer.py`), with twenty averaging by `optax.sgd(1.0)`. MuLoCo is
+    The outer momentum of the paper needs many commits, and the faster the replicas move the less of it
+    is good: with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small
+    transformer (`examples/byte_transformer.py`), with twenty averaging by `optax.sgd(1.0)`. MuLoCo is
     `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
 
     Args:
