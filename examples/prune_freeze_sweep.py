@@ -34,12 +34,11 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
     x, y = sets[0]
     # The next number up: p n rounds to no less than an integer that it should be.
     fractions = jnp.minimum(np.nextafter(np.float32(p), np.float32(2)), 1)
-    plain = {"fill": False, "burn_in": 0}
-    sampler = optperm.constant_sgd(len(x), BATCH, max_step=0.25, freeze_after=steps[0], **plain)
+    size, chosen = len(x), {"max_step": 0.25, "freeze_after": steps[0]}
     if legacy:  # Its estimate of the noise began with random numbers, and its steps had no limit.
-        one = {"learning_rate": 0.01, "estimator": "single_example", "max_step": jnp.inf}
+        chosen = {"learning_rate": 0.01, "estimator": "single_example", "max_step": jnp.inf}
         size = (x.shape[1] + 1) * hidden + (hidden + 1) * 10
-        sampler = optperm.constant_sgd(size, BATCH, **plain, **one)
+    sampler = optperm.constant_sgd(size, BATCH, fill=False, burn_in=0, **chosen)
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def loss_fn(params: dict, batch: tuple) -> jax.Array:

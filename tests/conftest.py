@@ -1,6 +1,8 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
+import itertools
 import os
+import pathlib
 import tempfile
 
 # What one test has compiled, no other one and none of the programs they start compiles again, in
@@ -30,6 +32,7 @@ from optperm.permutation import cycles
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+_TESTS = itertools.count(1)
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("optperm")
 
@@ -37,6 +40,17 @@ hypothesis.settings.load_profile("optperm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
     cycles.available_kernels()
+
+
+def pytest_runtest_teardown(item):
+    """Forgets compiled programs before a process has more memory maps than Linux allows (65,530).
+
+    Each program takes several; where one more is refused, XLA crashes.
+    """
+    del item
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_TESTS) % 50 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
 
 
 def pytest_sessionfinish(session):
