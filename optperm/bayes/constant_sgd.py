@@ -192,7 +192,7 @@ def constant_sgd(
     if burn_in_optimizer is None and fill:
         burn_in_optimizer = optax.adam(1e-2)
     if burn_in_optimizer is None:
-        return _watched(with_masters(optax.with_extra_args_support(sampler)))
+        return with_masters(optax.with_extra_args_support(sampler))
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
     switched = switch_after(due.burn_in, burn_in_optimizer, sampler, track=True)
     return _watched(with_masters(switched))
@@ -201,7 +201,7 @@ def constant_sgd(
 def _watched(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """A sampler that says when it does not sample, where its state can be seen."""
+    """A sampler that says when it does not sample, though `switch_after` traces its steps."""
 
     def update(g: optax.Updates, state: Any, params: Any, **extra_args: Any) -> Any:
         updates, state = inner.update(g, state, params, **extra_args)

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 
 from optperm.bayes.masters import with_masters
-from optperm.bayes.normal_noise import fold, key_data, normal_like
+from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.keys import key_data
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation

@@ -43,7 +43,9 @@ def with_masters(
 
     def init(params: optax.Params) -> Any:
         state = inner.init(params)
-        if all(jnp.finfo(leaf.dtype).bits > 16 for leaf in map(jnp.asarray, _leaves(params))):
+        if all(
+            jnp.finfo(leaf.dtype).bits > 16 for leaf in map(jnp.asarray, jax.tree.leaves(params))
+        ):
             return state
         return MasterState(jax.tree.map(_wide, params), state)
 
@@ -65,10 +67,6 @@ def with_masters(
         return updates, MasterState(cast_like(masters, state.masters), inner_state)
 
     return transformation(init, update, method="constant_sgd", is_wrapper=True)
-
-
-def _leaves(params: optax.Params) -> list[Any]:
-    return jax.tree.leaves(params)
 
 
 def _wide(leaf: Any) -> jax.Array:

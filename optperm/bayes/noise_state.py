@@ -14,8 +14,9 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from optperm.bayes.noise_estimates import Outer
-from optperm.bayes.normal_noise import key_data, normal_like
+from optperm.bayes.normal_noise import normal_like
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like

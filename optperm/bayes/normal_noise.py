@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.keys import as_key
 from optperm.contract.shardings import shard_like
-
-
-def key_data(seed: int | jax.Array) -> jax.Array:
-    """The raw data of a seed's key, (2,), as a state holds it."""
-    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
 
 
 def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
     """The raw data of a key into which numbers are folded."""
-    key = _as_key(data)
+    key = as_key(data)
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return jax.random.key_data(key)
@@ -30,7 +26,7 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
     A leaf's numbers follow from its path, so that the parts of `optax.partition` draw other ones. One
     vector for all leaves would be faster, and lie on the wrong devices where leaves are sharded.
     """
-    key = _as_key(data)
+    key = as_key(data)
 
     def draw(path: Any, leaf: Any) -> jax.Array:
         # A variable of `flax.nnx` has its array one step further down.
@@ -40,7 +36,3 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
         return shard_like(drawn, leaf)
 
     return jax.tree_util.tree_map_with_path(draw, tree)
-
-
-def _as_key(data: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(data, impl="threefry2x32")

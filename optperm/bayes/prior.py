@@ -48,6 +48,5 @@ def normal_prior(
     checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)
     checks.check_count("num_data", num_data)
     dtype = accumulation_dtype(params)
-    squares = [jnp.sum(jnp.asarray(p, accumulation_dtype(p)) ** 2) for p in jax.tree.leaves(params)]
-    total = sum((square.astype(dtype) for square in squares), start=jnp.zeros([], dtype))
-    return jnp.asarray(precision, dtype) / (2 * jnp.asarray(num_data, dtype)) * total
+    squares = optax.tree.norm(optax.tree.cast(params, dtype), squared=True)
+    return jnp.asarray(precision, dtype) / (2 * jnp.asarray(num_data, dtype)) * squares

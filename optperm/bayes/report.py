@@ -19,6 +19,8 @@ from optperm.contract.states import find_states
 if TYPE_CHECKING:
     from optperm.bayes.sampling import Samples
 
+# The states of what samples, each with the key of noise that every chain has to draw for itself.
+SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
 # Of fewer draws R-hat tells less: so large it is of so many and more.
@@ -125,8 +127,7 @@ def warn_of_draws(samples: Samples) -> None:
     leaves = jax.tree.leaves(samples)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
-    kinds = (GradientNoiseState, SgldState, SghmcState)
-    if find_states(samples.last_opt_state, kinds):
+    if find_states(samples.last_opt_state, SAMPLERS):
         for warning in _report(samples, samples.last_opt_state, None, with_ess=False).warnings:
             warnings.warn(warning, stacklevel=3)
     elif not _is_finite(samples.params):

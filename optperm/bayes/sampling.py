@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optperm.bayes.langevin import SghmcState, SgldState
-from optperm.bayes.noise_state import GradientNoiseState
 from optperm.bayes.normal_noise import fold
-from optperm.bayes.report import warn_of_draws
+from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.shardings import take
@@ -23,8 +21,6 @@ from optperm.contract.states import without_variables
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree, Shaped
 
-# The states whose key is that of noise which each chain has to draw for itself.
-_NOISY = (GradientNoiseState, SgldState, SghmcState)
 # (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
 StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
 
@@ -253,7 +249,7 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
     """
 
     def separate(node: Any, axis: Any) -> tuple[Any, Any]:
-        if not isinstance(node, _NOISY):
+        if not isinstance(node, SAMPLERS):
             return node, axis
         numbers = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(chain_keys)
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
@@ -266,7 +262,7 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
         return node._replace(key=own), axis._replace(key=0)
 
     def is_noisy(node: Any) -> bool:
-        return isinstance(node, _NOISY)
+        return isinstance(node, SAMPLERS)
 
     nodes, form = jax.tree.flatten(opt_state, is_leaf=is_noisy)
     axes = jax.tree.leaves(axes, is_leaf=lambda node: is_noisy(node) or node is None)

@@ -16,6 +16,7 @@ from jax.export import register_namedtuple_serialization
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.keys import as_key, key_data
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 from optperm.permutation import cycles
@@ -153,7 +154,7 @@ def permute_by_cycles(
         warn_of_constant_vectors(params, output_axes, example="optperm.sgperm()")
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
-            key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+            key=key_data(seed),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
             share_moved=jnp.zeros([], jnp.float32),
@@ -164,7 +165,7 @@ def permute_by_cycles(
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count)
-        key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+        key = as_key(state.key)
         step_key = jax.random.fold_in(key, state.count)
         moved: list[jax.Array] = []
 

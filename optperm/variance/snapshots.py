@@ -11,6 +11,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.keys import as_key, key_data
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import mask_like
@@ -60,7 +61,7 @@ def initial_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
     """Without a snapshot yet."""
     return SvrgState(
         count=jnp.zeros([], jnp.int32),
-        key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")),
+        key=key_data(seed),
         snapshot=Snapshot(
             is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
             params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
@@ -151,7 +152,7 @@ def is_due(
     """Whether this step asks for the full gradient; the same on all replicas."""
     if refresh_probability is None:
         return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
-    key = jax.random.wrap_key_data(state.key, impl="threefry2x32")
+    key = as_key(state.key)
     p = resolve_schedule("refresh_probability", refresh_probability, state.count)
     coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
     return coin | ~state.snapshot.is_taken
