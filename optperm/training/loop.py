@@ -1,75 +1,31 @@
 """`fit`: trains a Flax model by any method."""
 
-import dataclasses
-import functools
-import inspect
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
-from optperm.contract.states import find_states
 from optperm.training import processes
-from optperm.training.callbacks import Callback, EarlyStopping, Event, as_callbacks, wants_to_stop
-from optperm.training.checkpoints import CheckpointError, Checkpoints
-from optperm.training.data import ArrayFeed, Fed, StreamFeed, is_arrays
+from optperm.training.callbacks import as_callbacks
+from optperm.training.checkpoints import Checkpoints
+from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
 from optperm.training.evaluations import Evaluator
 from optperm.training.history import History
 from optperm.training.layout import Layout, layout_of
-from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
+from optperm.training.run import FitResult, Position, Run
+from optperm.training.steps import Model, copied, plain, typed
 from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
-from optperm.variance.full_gradient import full_gradient
 
-# Why training ended.
-Ended = Literal["finished", "stopped", "interrupted"]
 _COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
     "checkpoint_keep",
 )
-_ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
-
-
-class Position(NamedTuple):
-    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
-
-    step: int = 0
-    epoch: int = 1
-    offset: int = 0
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class FitResult:
-    """What `fit` came to, and what it goes on from.
-
-    Attributes:
-      state: The trained `TrainState`; None for a model of `flax.nnx`. Of replicas that train each by
-        itself (`optperm.agn`, `optperm.diloco`) its params are the center's, its model state the mean.
-      model: The trained model of `flax.nnx`, the one that was passed; None for a `TrainState`.
-      optimizer: Its optimizer; None for a `TrainState`.
-      history: What was recorded.
-      ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
-      epoch: Whole epochs done, since the start of the first run.
-      step: Steps done, likewise.
-    """
-
-    state: TrainState | None
-    model: Any
-    optimizer: Any
-    history: History
-    ended: Ended
-    epoch: int
-    step: int
-    # Where and what another run goes on with, from where, and its batches, if they are no arrays.
-    _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
 
 
 def fit(
@@ -212,7 +168,7 @@ def fit(
         processes.check_same({**facts, **feed.facts(), **counts, **digest})
     evaluated = eval_batch_size or batch_size, model, Layout(layout.mesh, layout.batch)
     old = earlier.history if earlier else History()
-    run = _Run(
+    run = Run(
         *((state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux)),
         evaluator=eval_fn and Evaluator(eval_fn, eval_data, *evaluated),
         every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
@@ -289,240 +245,3 @@ def _moved(earlier: FitResult, layout: Layout) -> TrainState:
         )
     placed = layout.place(jax.tree.map(np.asarray, plain(carry)))
     return copied(typed(layout.deal(placed) if layout.own else placed, carry))
-
-
-@dataclasses.dataclass
-class _Run:
-    """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
-
-    source: tuple[Any, Any]
-    model: Model
-    layout: Layout
-    feed: ArrayFeed | StreamFeed
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    evaluator: Evaluator | None
-    every: dict[int, tuple[Callback, ...]]
-    epoch_end: tuple[Callback, ...]
-    epoch_start: Callable[..., Any] | None
-    steps_per_call: int
-    carry: TrainState
-    at: Position
-    history: History
-    checkpoints: Checkpoints | None = None
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    show: Any = None
-
-    def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
-        """Says where checkpoints go, and goes to one if that is asked for."""
-        arrays, layout = plain(self.carry), self.layout
-        leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
-        form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
-        digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
-        each = {"each replica with its own": layout.own}
-        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **each}
-
-        def like(run: dict[str, Any]) -> Any:
-            same = not layout.own or run["replicas"] == layout.parts
-            return arrays if same else layout.lead(arrays, run["replicas"])
-
-        if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
-            arrays, rows, run = checkpoints.read(chosen, like, self.facts)
-            if layout.own and run["replicas"] != layout.parts:
-                arrays = layout.deal(arrays)
-            self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
-            self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-            self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
-
-    def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
-        """Trains until the end of a number of epochs or steps, whichever comes first."""
-        self._since, stop, error, code = time.perf_counter(), False, None, 0
-        if self.at.epoch <= epochs and self.at.step < steps:
-            self._drop_part()
-        if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
-            stop = self._end_epoch()  # an error came between the epoch's last step and its row
-        early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
-        is_between = self.history.last and not self.at.offset
-        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
-            return "stopped"
-        what = self.model, self.loss_fn, self.layout, self.carry
-        compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
-        while self.at.epoch <= epochs and self.at.step < steps:
-            # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
-            code = 3 if error else 2 if interrupt.requested else int(stop)
-            code = int(processes.gather(np.int32(code)).max())
-            if code:
-                break
-            try:
-                if not self.at.offset:
-                    self._start_epoch()
-                self.feed.begin(self.at.epoch, self.at.offset)
-                fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
-                stop = self._after(fed, steps)
-            except (Exception, SystemExit) as raised:  # what has been trained is saved first
-                error = raised
-        if code == 3 and error is None:
-            error = RuntimeError("another process has failed: see what it says.")
-        if error is not None:
-            self._rescue(error)
-            raise error
-        return _ENDED[code]
-
-    def _drop_part(self) -> None:
-        """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self.history.last.get("step") == self.at.step:
-            row = self.history.epoch_rows.pop()
-            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
-
-    def _limit(self, steps: float) -> int:
-        """How many steps may be taken until something happens."""
-        at = self.at.step
-        most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
-        return int(most) if self.checkpoints is None else self.checkpoints.until_next(at, int(most))
-
-    def _start_epoch(self) -> None:
-        change, carry, layout = self.epoch_start, self.carry, self.layout
-        if change is not None:
-            try:
-                inspect.signature(change).bind(1)
-            except TypeError:
-                pass  # it takes more than the number of an epoch: it is the change itself
-            else:
-                change = change(self.at.epoch)
-        if change is None:
-            return
-        checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
-        if self.show is not None:
-            self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
-        with layout.context():
-            loss = self.model.loss(self.loss_fn, self.has_aux)
-            bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
-            batches = self.feed.all_batches(self.at.epoch)
-            grad = full_gradient(bound, carry.params, batches, has_aux=True)
-            there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
-        says = "The optimizer state that epoch_start's function returned"
-        checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
-
-    def _after(self, fed: Fed, steps: float) -> bool:
-        """What happens after some steps; whether a callback wants to stop."""
-        stop, at = False, self.at
-        epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
-        self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
-        self._tick()
-        self.history.add_steps(fed.columns, fed.steps)
-        if fed.columns and self.show is not None:
-            self._say(self.history.means(1))
-        for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
-            event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
-            stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
-        # That an epoch was over may be found only when a batch more is asked for.
-        is_end = fed.is_over or self.at.step >= steps
-        if is_end and self.history.last.get("step") != self.at.step:
-            stop |= self._end_epoch()
-        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
-            self._save(self.checkpoints)
-        return stop
-
-    def _end_epoch(self) -> bool:
-        evaluated, at = self._evaluate() if self.evaluator else {}, self.at
-        self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
-        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
-        self._say(metrics)
-        for sampler in find_states(self.carry.opt_state, GradientNoiseState):
-            warn_if_unstable(sampler)
-        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
-        self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
-        return stop
-
-    @property
-    def _epoch(self) -> int:
-        """The epoch of the last step."""
-        return self.at.epoch if self.at.offset else self.at.epoch - 1
-
-    def _say(self, metrics: Mapping[str, float]) -> None:
-        if self.show is None:
-            return
-        text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
-        self.show(self.at.step, " ".join(text))
-
-    def _event(self, metrics: Callable[[], Mapping[str, float]]) -> Event:
-        history = self.history
-        return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
-
-    def _evaluate(self) -> dict[str, float]:
-        if self.evaluator is None:
-            raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluator.evaluate(self._trained(), self._epoch)
-
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
-        self._since = now
-
-    def _trained(self) -> TrainState:
-        """The carry, or what has been trained of those of all replicas."""
-        with self.layout.context():
-            return trained(self.carry, self.layout) if self.layout.own else self.carry
-
-    def _shown(self) -> Any:
-        """A new train state, or a new model, of arrays of its own."""
-        return self.model.shown(self.layout.bring_home(copied(self._trained())))
-
-    def _save(self, checkpoints: Checkpoints) -> None:
-        self._tick()
-        # Copies, as they are written while training goes on.
-        run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
-        run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        run |= {"iterator": self.feed.state(), "replicas": self.layout.parts}
-        rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
-
-    def _rescue(self, error: BaseException) -> None:
-        """Saves what has been trained before an error is raised."""
-        if "is not bound here" in str(error):
-            error.add_note("fit maps over an axis with devices, mesh or replicas.")
-        if "needs the extra argument full_grad_fn" in str(error):
-            error.add_note(
-                "fit takes full gradients between steps: leave out refresh_every and "
-                "refresh_probability, and pass epoch_start=optperm.take_snapshot."
-            )
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-            return
-        try:
-            self.result("stopped")
-        except CheckpointError as other:
-            if isinstance(error, CheckpointError):
-                error.result = other.result
-            else:
-                error.add_note(f"What had been trained could not be saved: {other}")
-
-    def result(self, ended: Ended) -> FitResult:
-        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, (source, optimizer) = self.layout.bring_home(self._trained()), self.source
-        if self.model.graphdef is not None:
-            own = copied(state)
-            nnx.update(source, own.params, own.model_state[1])
-            nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
-            optimizer.step.set_value(own.step)
-        is_linen, at = self.model.graphdef is None, self.at
-        result = FitResult(
-            state if is_linen else None,
-            None if is_linen else source,
-            optimizer,
-            self.history,
-            ended,
-            at.epoch - 1,
-            at.step,
-            (self.layout, self.carry, at, self.feed if isinstance(self.feed, StreamFeed) else None),
-        )
-        if self.checkpoints is not None:
-            try:
-                self._save(self.checkpoints)
-                self.checkpoints.close()
-            except CheckpointError as error:
-                error.result = result
-                raise
-        return result
