@@ -18,6 +18,7 @@ import loops
 import numpy as np
 import optax
 import pytest
+import support
 from calls import BATCH, CASES, PARAMETERS, PARAMS, SNAPSHOTS, loss_fn, sgd
 from hypothesis import strategies as st
 from transformations import TRANSFORMATIONS
@@ -88,16 +89,41 @@ def test_limits_themselves_are_allowed():
         calls.call(name, change)
 
 
+SCHEDULED = [
+    (name, argument)
+    for name in CASES
+    for argument, parameter in inspect.signature(getattr(optperm, name)).parameters.items()
+    if "Schedule" in str(parameter.annotation) or (argument == "sync_every" and name == "laperm")
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), SCHEDULED)
+def test_a_schedule_out_of_range(name, argument):
+    """It is named where Python sees it, and moved to the nearest limit where it is traced."""
+
+    def build(number):
+        return getattr(optperm, name)(**{**CASES[name], argument: lambda count: number + 0 * count})
+
+    low, limit = build(-1), build(argument == "sync_every")
+    message = f"What the schedule {argument} returns must be .*, got -1"
+    with pytest.raises(ValueError, match=message):
+        loops.make_step(low, everything)(PARAMS, low.init(PARAMS), BATCH)
+    start = PARAMS, jax.jit(low.init)(PARAMS)
+    got, wanted = (loops.compiled(tx, everything)(*start, BATCH) for tx in (low, limit))
+    support.assert_close(got, wanted, rtol=1e-6)
+
+
+def everything(params, batch):
+    """The gradient, and all that a method may ask for."""
+    e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
+    return e.grad, {"full_grad_fn": lambda p: p, **e.extra_args}
+
+
 def exercise(tx):
     """What two steps give, traced after `init`."""
-
-    def evaluate(params, batch):
-        e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
-        return e.grad, {"full_grad_fn": lambda p: p, **e.extra_args}
-
     start = PARAMS, tx.init(PARAMS)
     chex.assert_trees_all_equal_shapes_and_dtypes(
-        jax.eval_shape(loops.make_step(tx, evaluate), *start, BATCH), start
+        jax.eval_shape(loops.make_step(tx, everything), *start, BATCH), start
     )
 
 

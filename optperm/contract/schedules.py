@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
@@ -15,7 +16,7 @@ def resolve_schedule(
     count: jax.Array,
     dtype: Any = jnp.float32,
     *,
-    low: float | None = None,
+    low: float = 0.0,
     high: float = float("inf"),
 ) -> jax.Array:
     """A number, or the value of a schedule at a step, as an array of the given dtype.
@@ -25,9 +26,9 @@ def resolve_schedule(
       number: The number, or the schedule.
       count: The step.
       dtype: What to give it in.
-      low: The least value allowed, or None for any value at all. Where Python cannot see the value it
-        is moved to the nearest one allowed.
-      high: The largest one, if there is a least one.
+      low: The least value allowed. Where Python cannot see the value it is moved to the nearest one
+        allowed.
+      high: The largest one.
 
     Raises:
       TypeError: Naming the argument whose schedule gives something else than one real number.
@@ -43,8 +44,6 @@ def resolve_schedule(
                 f"{kind}{list(jnp.shape(value))}."
             )
     value = jnp.asarray(value, dtype)
-    if low is None:
-        return value
     if callable(number) and not isinstance(value, jax.core.Tracer):
         checks.check_in_range(f"What the schedule {name} returns", float(value), low, high)
-    return jnp.clip(value, low, high)
+    return jnp.clip(value, jnp.asarray(low, dtype), None if np.isinf(high) else high)

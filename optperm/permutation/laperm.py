@@ -176,7 +176,7 @@ def laperm(
             weights, ranks = synchronized(state, moved, output_axes)
             return optax.tree.sub(weights, params), weights, ranks
 
-        k = jnp.maximum(resolve_schedule("sync_every", sync_every, state.count, jnp.int32), 1)
+        k = resolve_schedule("sync_every", sync_every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
         moves, weights, ranks = cond(

@@ -164,7 +164,7 @@ def permute_by_cycles(
         m: optax.Updates, state: PermuteByCyclesState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
-        ratio = resolve_schedule("partition_ratio", partition_ratio, state.count)
+        ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
         key = as_key(state.key)
         step_key = jax.random.fold_in(key, state.count)
         moved: list[jax.Array] = []

@@ -227,7 +227,7 @@ def dim_reduce(
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         f, f_at = extras["value"], extras["value_fn"]
         rho_t, gamma_t, alpha_t, sigma_t = (
-            resolve_schedule(name, number, state.count, dtype, low=0.0, high=limits[name])
+            resolve_schedule(name, number, state.count, dtype, high=limits[name])
             for name, number in numbers.items()
         )
 

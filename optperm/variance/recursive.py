@@ -135,7 +135,7 @@ def recursive_gradient(
 
         # d <- g + (1 - a) (d - grad f_B(theta_{t-1})): the last step is the snapshot of this one
         def follow() -> optax.Updates:
-            rest = 1.0 - resolve_schedule("a", a, state.count, float)
+            rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
             return corrected_by(last, rest, grads, params, grad_fn=grad_fn)
 
         # d <- grad f(theta)

@@ -153,7 +153,7 @@ def is_due(
     if refresh_probability is None:
         return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
     key = as_key(state.key)
-    p = resolve_schedule("refresh_probability", refresh_probability, state.count)
+    p = resolve_schedule("refresh_probability", refresh_probability, state.count, high=1.0)
     coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
     return coin | ~state.snapshot.is_taken
 
