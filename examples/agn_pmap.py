@@ -6,14 +6,15 @@ mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and th
     python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 import optax
 from collectives import Traffic, traffic
@@ -84,28 +85,27 @@ def train(method: str, on_replicas: Callable[..., Any], seeds: int) -> Result:
     return Result(np.array(curves).reshape(seeds, -1, 2).mean(axis=0), a_step, seconds / seeds)
 
 
-def report(results: dict[str, Result], seeds: int, out: str) -> None:
+@matplotlib.style.context("optperm.pictures")
+def report(results: dict[str, Result], seeds: int, out: Any) -> None:
     """Prints the table and draws the curves."""
     print(f"{STEPS} steps on {REPLICAS} devices, bytes those of each; seeds averaged: {seeds}")
     print("method       test accuracy  collectives/step  bytes/step  bytes in all  seconds")
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    left, right = (figure := Figure()).subplots(1, 2)
     for name, (curves, (collectives, size), seconds) in results.items():
         sent = f"{collectives:16.1f}  {size:10.1f}  {size * STEPS:12.0f}"
         print(f"{name:11}  {curves[-1, 1]:13.4f}  {sent}  {seconds:7.2f}")
         for axes, curve in zip((left, right), curves.T, strict=True):
-            axes.plot(PERIOD * np.arange(1, len(curve) + 1), curve, label=name)
+            axes.plot(PERIOD * np.arange(1, len(curve) + 1), curve)
     left.set(xlabel="step", ylabel="training loss", yscale="log")
     right.set(xlabel="step", ylabel="test accuracy", ylim=(0.9, 1.0))
-    right.legend()
-    figure.savefig(out, dpi=120)
+    figure.legend(left.lines, results, loc="outside lower center", ncols=len(results))
+    figure.savefig(out)
 
 
 def main() -> None:
     """Trains by every method, and reports."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3, help="to average over")
-    parser.add_argument("--out", default="agn_pmap.png")
+    parser = flags.Parser(__doc__, "agn_pmap.png")
+    parser.count("seeds", 3, "how many trainings to average")
     chosen = parser.parse_args()
     # Where there are too few devices, the processor stands in for four. JAX asks when it starts.
     jax.config.update("jax_num_cpu_devices", REPLICAS)

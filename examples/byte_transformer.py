@@ -5,16 +5,17 @@ replicas start together after some steps of synchronous training, and go on for 
 step, alone (which a method has to beat), by AGN, and by DiLoCo whole, streamed and compressed, each as
 was best on a grid. What a device sends is read from the compiled programs. Everything takes AdamW.
 
-    python examples/byte_transformer.py [--seeds N] [--steps N] [--common N] [--out FILE.png]
-    python examples/byte_transformer.py --processes 2  # the replicas in processes of their own
-    python examples/byte_transformer.py --grid  # all of the grid, on other held-out bytes
+    python examples/byte_transformer.py [--seeds N] [--kept FILE.json] [--out FILE.png]
 """
 
 import argparse
 import functools
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from commit_methods import AXIS, RATE, adamw, methods
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from launch import join, launch
-from library_bytes import CONTEXT, Decoder, draw, load, loss_fn, windows
+from library_bytes import CONTEXT, Decoder, Kept, load, loss_fn, report, windows
 
 import optperm
 
@@ -83,33 +84,33 @@ def train(steps: int, common: int, seed: int, grid: bool) -> dict[str, tuple[flo
     return results
 
 
-def main(argv: list[str] | None = None) -> dict[str, list[float]]:
-    """Trains by every method, prints the table and draws loss over bytes; the losses of all seeds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("seeds", 1), ("steps", 400), ("common", 200), ("processes", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--grid", action="store_true")
-    parser.add_argument("--out", default="byte_transformer.png")
+def main(argv: list[str] | None = None) -> Kept:
+    """Trains by every method, prints the table and draws loss over bytes; returns what was found."""
+    parser = flags.Parser(__doc__, "byte_transformer.png")
+    parser.count("seeds", 1, "trainings to average")
+    parser.count("steps", 400, "steps of each method")
+    parser.count("common", 200, "synchronous steps before them")
+    parser.count("processes", 1, f"processes, a divisor of {REPLICAS}")
+    parser.add_argument("--grid", action="store_true", help="all of the grid")
+    parser.add_argument("--kept", type=Path, help="JSON that is read instead of training, or made")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
-    if chosen.processes < 1 or REPLICAS % chosen.processes:
+    if REPLICAS % chosen.processes:
         parser.error(f"--processes must divide {REPLICAS}, got {chosen.processes}")
-    if chosen.processes > 1 and chosen.process_id is None:
-        launch(__file__, argv or sys.argv[1:], chosen.processes, TIMEOUT)
-        return {}
     if chosen.processes > 1:
+        if chosen.process_id is None:
+            launch(__file__, argv or sys.argv[1:], chosen.processes, TIMEOUT)
+            return {}
         join(chosen.coordinator, chosen.processes, chosen.process_id, REPLICAS // chosen.processes)
-    count = chosen.steps, chosen.common
-    every = [train(*count, seed, chosen.grid) for seed in range(chosen.seeds)]
-    losses = {name: [result[name][0] for result in every] for name in every[0]}
-    print(f"{'method':36}  nats a byte  bytes a step  most in one")
-    for name, values in losses.items():
-        _, mean, most = every[0][name]
-        print(f"{name:36}  {np.mean(values):5.3f} {np.std(values):5.3f}  {mean:12.1f}  {most:11d}")
+    is_kept = chosen.kept is not None and chosen.kept.exists()
+    found: Kept = json.loads(chosen.kept.read_text()) if is_kept else {}
+    for seed in range(0 if found else chosen.seeds):
+        for name, result in train(chosen.steps, chosen.common, seed, chosen.grid).items():
+            found.setdefault(name, []).append(result)
     if jax.process_index() == 0:
-        draw(losses, {name: every[0][name][1] for name in losses}, chosen.out)
-    return losses
+        report(found, chosen.out, chosen.kept)
+    return found
 
 
 if __name__ == "__main__":

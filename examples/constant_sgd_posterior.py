@@ -9,15 +9,15 @@ divergence must come to if the gradients' noise is everywhere what it is at the 
     python examples/constant_sgd_posterior.py [--draws 1000] [--out FILE.png]
 """
 
-import argparse
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_diabetes
 
@@ -28,11 +28,8 @@ try:
 except ImportError:
     arviz = None
 
-BATCH, CHAINS, ESTIMATION = (
-    10,
-    8,
-    2000,
-)  # ESTIMATION: steps in which the gradient noise is estimated.
+# The last: the steps in which the gradient noise is estimated.
+BATCH, CHAINS, ESTIMATION = 10, 8, 2000
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -59,11 +56,11 @@ def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.Samp
     )
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     """Samples, prints and draws; returns the divergences from the posterior, found and computed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=1000, help="of each chain")
-    parser.add_argument("--out", default="constant-sgd-posterior.png")
+    parser = flags.Parser(__doc__, "constant-sgd-posterior.png")
+    parser.count("draws", 1000, "how many draws to take of each chain", least=2)
     arguments = parser.parse_args(argv)
     x, y = load_diabetes(return_X_y=True)
     n, d = x.shape
@@ -101,17 +98,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
             )
         print(f", of {len(flat)} draws")
 
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(6, 6))
+    above, below = figure.subplots(2, 1, height_ratios=(2, 3))
     exact = {"exact": np.random.default_rng(0).multivariate_normal(mode, covariance, len(flat))}
     for index, (name, points) in enumerate((exact | draws).items()):
-        center = np.arange(d) + 0.2 * (index - 1)
-        left.errorbar(center, points.mean(axis=0), 2 * points.std(axis=0), fmt="o", label=name)
-        right.plot(*points[:2000, 4:6].T, ".", markersize=2, alpha=0.5, label=name)
-    left.set(xticks=range(d), xticklabels=load_diabetes().feature_names, title="mean, 2 deviations")
-    right.set(xlabel="s1", ylabel="s2", title="draws of two collinear coefficients")
-    right.legend(markerscale=5)
-    FigureCanvasAgg(figure).print_png(arguments.out)
+        center, error = np.arange(d) + 0.2 * (index - 1), 2 * points.std(axis=0)
+        above.errorbar(center, points.mean(axis=0), error, fmt="o^s"[index], label=name)
+        below.plot(*points[:600, 4:6].T, "o^s"[index], markersize=2.5, alpha=0.6)
+    above.set(xticks=range(d), xticklabels=load_diabetes().feature_names, ylabel="coefficient")
+    above.set_title("posterior mean, and 2 standard deviations")
+    below.set(xlabel="coefficient of s1", ylabel="of s2", title="600 draws of two coefficients")
+    figure.legend(loc="outside lower center", ncols=3)
+    figure.savefig(arguments.out)
     return found
 
 

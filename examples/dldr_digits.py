@@ -7,12 +7,13 @@ their mean. Draws loss and accuracy over epochs, and the loss after the second p
     python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 import optax
 from matplotlib.figure import Figure
@@ -68,11 +69,11 @@ def train(tx: Any, data: Any, test: Any, epochs: int) -> np.ndarray:
     return np.array(curve)
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
     """Trains, prints and draws; returns the curves of loss and accuracy."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6, help="of each of the two phases")
-    parser.add_argument("--out", default="dldr-digits.png")
+    parser = flags.Parser(__doc__, "dldr-digits.png")
+    parser.count("epochs", 6, "how long each of the two phases is")
     arguments = parser.parse_args(argv)
     x, y = load_digits(return_X_y=True)
     x, y = jnp.float32(x / 16), jnp.int32(y)
@@ -94,20 +95,22 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         f"P-BFGS, k = {most}": bfgs[most],
         f"TWA, k = {most}": two_phases(optperm.twa(most, optax.sgd(0.1)), restart="mean"),
     }
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(6, 5.5))
+    axes = figure.subplot_mosaic([["loss", "loss"], ["accuracy", "k"]])
     for name, curve in curves.items():
         print(f"{name:14s} loss {curve[-1, 0]:.4f}, test accuracy {curve[-1, 1]:.3f}")
-        axes[0].semilogy(curve[:, 0], label=name)
-        axes[1].plot(curve[:, 1], label=name)
-    axes[2].semilogy(sizes, [bfgs[k][-1, 0] for k in sizes], "o-", label="P-BFGS")
-    axes[2].axhline(curves["SGD"][-1, 0], color="C0", label="SGD")
-    for axis, x_label, y_label in zip(
-        axes, ("epoch", "epoch", "k"), ("training loss", "test accuracy", "final loss"), strict=True
-    ):
-        axis.set(xlabel=x_label, ylabel=y_label)
-        axis.legend()
-    figure.savefig(arguments.out, dpi=120)
+        axes["loss"].semilogy(curve[:, 0], label=name)
+        axes["accuracy"].plot(curve[:, 1])
+    axes["loss"].axvline(arguments.epochs, color="0.6", linestyle=":")
+    axes["loss"].set(
+        xlabel="epoch", ylabel="training loss", title="dotted: the second phase begins"
+    )
+    axes["accuracy"].set(xlabel="epoch", ylabel="test accuracy", ylim=(0.8, None))
+    axes["k"].semilogy(sizes, [bfgs[k][-1, 0] for k in sizes], "o-", color="C2")
+    axes["k"].axhline(curves["SGD"][-1, 0], color="C0")
+    axes["k"].set(xlabel="dimensions k", ylabel="training loss at the end")
+    figure.legend(loc="outside lower center", ncols=4)
+    figure.savefig(arguments.out)
     return curves
 
 

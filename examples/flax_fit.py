@@ -3,21 +3,22 @@
 Each method trains for two epochs, leaves a checkpoint, and goes on from it in a fresh state until the
 test loss has hardly fallen in two epochs. SVRG takes a snapshot with the gradient over all images before
 each. SGPerm permutes what was drawn at random; what BatchNorm starts with is equal, so Adam trains that.
-Prints the accuracies, and draws each history.
+Prints the accuracies, and draws loss and accuracy of both.
 
-    python examples/flax_fit.py [--epochs 12] [--out FOLDER]
+    python examples/flax_fit.py [--epochs 12] [--out FILE.png]
 """
 
-import argparse
-import pathlib
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
+import matplotlib.style
 import optax
 from digits import accuracy, cross_entropy, load
 from flax import linen as nn
+from matplotlib.figure import Figure
 
 import optperm
 from optperm.training import EarlyStopping, FitResult, TrainState, fit
@@ -43,13 +44,9 @@ MODEL = Net()
 def loss_fn(params: Any, batch: Any, *, model_state: Any, rng: jax.Array) -> tuple[jax.Array, Any]:
     """Mean cross-entropy and new batch statistics."""
     x, y = batch
-    logits, model_state = MODEL.apply(
-        {"params": params, **model_state},
-        x,
-        train=True,
-        mutable=list(model_state),
-        rngs={"dropout": rng},
-    )
+    variables, kept = {"params": params, **model_state}, list(model_state)
+    rngs = {"dropout": rng}
+    logits, model_state = MODEL.apply(variables, x, train=True, mutable=kept, rngs=rngs)
     return cross_entropy(logits, y), model_state
 
 
@@ -76,13 +73,8 @@ def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
     """Trains from the start, or from a checkpoint, for so many epochs in all at the most."""
     (x, y), test_data = load()
     variables = MODEL.init(jax.random.key(0), x[:1], train=False)
-    state = TrainState.create(
-        apply_fn=MODEL.apply,
-        params=variables.pop("params"),
-        tx=METHODS[method],
-        model_state=variables,
-        rng=jax.random.key(1),
-    )
+    fresh = {"params": variables.pop("params"), "model_state": variables, "rng": jax.random.key(1)}
+    state = TrainState.create(apply_fn=MODEL.apply, tx=METHODS[method], **fresh)
     return fit(
         state,
         loss_fn,
@@ -97,21 +89,26 @@ def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
     )
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(argv: Sequence[str] | None = None) -> dict[str, FitResult]:
     """Trains by each method, with a break; returns the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12, help="at the most")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path())
+    parser = flags.Parser(__doc__, "flax-fit.png")
+    parser.count("epochs", 12, "the most to train", least=BREAK_AFTER)
     options = parser.parse_args(argv)
-    results = {}
+    results, figure = {}, Figure()
+    panels = figure.subplots(1, 2)
     for method in METHODS:
         with tempfile.TemporaryDirectory() as folder:
             train(method, BREAK_AFTER, checkpoints=folder)
             result = train(method, options.epochs, checkpoints=folder, resume=True)
         reached = [f"{value:.3f}" for value in result.history.epochs["eval_accuracy"]]
         print(f"{method:6} {result.ended} after epoch {result.epoch}; accuracy", *reached)
-        result.history.plot(options.out / f"flax-fit-{method}.png")
-        results[method] = result
+        results[method], epochs = result, result.history.epochs
+        for axes, name in zip(panels, ("eval_loss", "eval_accuracy"), strict=True):
+            axes.plot(epochs["epoch"], epochs[name], "o-")
+            axes.set(xlabel="epoch", ylabel=name.replace("eval_", "test "))
+    figure.legend(panels[0].lines, METHODS, loc="outside lower center", ncols=2)
+    figure.savefig(options.out)
     return results
 
 

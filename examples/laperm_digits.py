@@ -8,11 +8,12 @@ at the end, which holds its initial weights in another order, bit for bit.
     python examples/laperm_digits.py [--epochs 10] [--out laperm-digits.png]
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import flags
 import jax
+import matplotlib.style
 import numpy as np
 import optax
 from digits import accuracy, cross_entropy, load
@@ -83,14 +84,14 @@ def train(sync_every: int, epochs: int) -> Trained:
     )
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(argv: Sequence[str] | None = None) -> dict[int, Trained]:
     """Trains with each period, prints and draws; returns what each led to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--out", default="laperm-digits.png")
+    parser = flags.Parser(__doc__, "laperm-digits.png")
+    parser.count("epochs", 10, "passes over the images")
     options = parser.parse_args(argv)
     found = {period: train(period, options.epochs) for period in PERIODS}
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    figure = Figure()
     axes = figure.subplots()
     epochs = np.arange(1, options.epochs + 1)
     for period, trained in found.items():
@@ -98,11 +99,12 @@ def main(argv: Sequence[str] | None = None) -> dict[int, Trained]:
             f"every {period:3} steps: test accuracy {trained.accuracies[-1]:.3f} as Adam left it, "
             f"{trained.accuracy:.3f} with the initial weights in another order"
         )
-        (line,) = axes.plot(epochs, trained.accuracies, label=f"{period}")
+        (line,) = axes.plot(epochs, trained.accuracies, label=f"{period} steps")
         axes.plot(epochs[-1], trained.accuracy, "o", color=line.get_color())
-    axes.set(xlabel="epoch", ylabel="test accuracy")
-    axes.legend(title="steps between synchronizations")
-    figure.savefig(options.out, dpi=120)
+    axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(None, 1.0))
+    axes.set_title("lines: as Adam left it; dots: initial weights in that order")
+    figure.legend(title="between synchronizations", loc="outside right center")
+    figure.savefig(options.out)
     return found
 
 

@@ -7,14 +7,13 @@ first made: a softmax is fed into a loss that takes one itself, and N is the num
     python examples/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """
 
-import argparse
-
 import digits
+import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
+from matplotlib import figure, style
 
 import optperm
 
@@ -86,32 +85,33 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
     return jax.jit(run)
 
 
+@style.context("optperm.pictures")
 def main(argv: list[str] | None = None) -> np.ndarray:
     """Draws; returns accuracies (repeats, curves, fractions, train or test)."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("--fractions", 51), ("--repeats", 5), ("--hidden", 32)):
-        parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--steps", type=int, nargs=2, default=(200, 3000), help="before and after")
-    parser.add_argument("--legacy", action="store_true")
-    parser.add_argument("--out", default="prune-freeze-sweep.png")
-    options = parser.parse_args(argv)
-    p, (train, test) = np.linspace(0, 1, options.fractions), digits.load()
-    used = np.ptp(train[0], axis=0) > 0
+    parser = flags.Parser(__doc__, "prune-freeze-sweep.png")
+    parser.count("fractions", 51, "how many fractions from 0 to 1", least=2)
+    parser.count("repeats", 5, "networks to average")
+    parser.count("hidden", 32, "hidden units")
+    parser.count("steps", (200, 3000), "before and after", nargs=2)
+    parser.add_argument("--legacy", action="store_true", help="as it was first made")
+    options, (train, test) = parser.parse_args(argv), digits.load()
+    p, used = np.linspace(0, 1, options.fractions), np.ptp(train[0], axis=0) > 0
     sets = [(jnp.asarray(x[:, used]), jnp.asarray(y)) for x, y in (train, test)]
     run = sweep(sets, p, options.steps, options.hidden, legacy=options.legacy)
     found = np.stack([run(seed) for seed in range(options.repeats)])
     shown = sorted({int(np.abs(p - q).argmin()) for q in (0, 0.4, 0.6, 0.8, 0.9, 0.96, 1)})
     for name, row in zip(["test accuracy, p =", *NAMES], [p, *found[..., 1].mean(0)], strict=True):
         print(f"{name:31}", *(f"{row[index]:.3f}" for index in shown))
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for index, axes in enumerate(figure.subplots(1, 2, sharey=True)):
-        y, d = found[..., index].mean(0), found[..., index].std(0)
-        for curve, name in enumerate(NAMES):
-            axes.plot(p, y[curve], label=name.replace("_", " "))
-            axes.fill_between(p, y[curve] - d[curve], y[curve] + d[curve], alpha=0.2)
-        axes.set(xlabel="fraction p pruned or frozen", title=f"{SETS[index]} accuracy")
-    axes.legend(loc="lower left")
-    figure.savefig(options.out, dpi=120)
+    picture = figure.Figure(figsize=(6, 4))
+    picture.suptitle(f"mean of {options.repeats} networks; bands: one standard deviation")
+    for index, axes in enumerate(picture.subplots(1, 2, sharey=True)):
+        curves = zip(found[..., index].mean(0), found[..., index].std(0), strict=True)
+        for number, (y, d) in enumerate(curves):
+            axes.plot(p, y, "--" if number < len(PRUNE) else "-")
+            axes.fill_between(p, y - d, y + d, alpha=0.2)
+        axes.set(xlabel="share pruned or frozen", ylabel=f"{SETS[index]} accuracy")
+    picture.legend(axes.lines, NAMES, loc="outside lower center", ncols=2)
+    picture.savefig(options.out)
     return found
 
 

@@ -7,12 +7,13 @@ share of weights that are where they began, among them those of pixels that are 
     python examples/sgperm_digits.py [--steps 512] [--out sgperm-digits.png]
 """
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 from digits import MLP, accuracy, cross_entropy, load
 from flax import linen as nn
@@ -42,11 +43,11 @@ def share_at_home(params: Any, initial: Any) -> float:
     return float(np.mean(np.concatenate([np.ravel(now == first) for now, first in leaves])))
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, rebuilds, prints and draws; returns the curves, the trained and the rebuilt params."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=512)
-    parser.add_argument("--out", default="sgperm-digits.png")
+    parser = flags.Parser(__doc__, "sgperm-digits.png")
+    parser.count("steps", 512, "how many steps to train")
     options = parser.parse_args(argv)
     train_data, (x, y) = load()
     initial, curves = draw_weights(), []
@@ -70,14 +71,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"after {step} steps: test accuracy {reached:.3f}, {at_home:.1%} of the weights at home")
     print(f"rebuilt from the seed and the permutation, bit for bit: {same}")
 
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(6, 4.2))
+    above, below = figure.subplots(2, 1, sharex=True)
     steps, reached, at_home = zip(*curves, strict=True)
-    axes.semilogx(steps, reached, "o-", base=2, label="test accuracy")
-    axes.semilogx(steps, at_home, "o-", base=2, label="share of weights where they began")
-    axes.set(xlabel="step", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(options.out, dpi=120)
+    above.semilogx(steps, reached, "o-", base=2)
+    above.set(ylabel="test accuracy", ylim=(None, 1))
+    below.semilogx(steps, at_home, "o-", base=2, color="C1")
+    below.set(xlabel="step", ylabel="share of weights\nwhere they began", ylim=(0, None))
+    figure.savefig(options.out)
     trained = result.state.params
     return {"curves": np.array(curves), "trained": trained, "rebuilt": rebuilt}
 

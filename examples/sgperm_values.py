@@ -6,18 +6,18 @@ each layer rounded after training to as many values (k-means). Draws test accura
     python examples/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
 """
 
-import argparse
 import math
 from collections import defaultdict
 from statistics import NormalDist
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from digits import MLP, accuracy, cross_entropy, load
-from matplotlib.figure import Figure
+from matplotlib import figure, style
 
 import optperm
 
@@ -60,10 +60,8 @@ def rounded(params: Any, count: int) -> Any:
         values = np.quantile(w, (np.arange(count) + 0.5) / count)
         for _ in range(30):
             nearest = np.argmin(np.abs(np.ravel(w)[:, None] - values), axis=1)
-            sums, counts = (
-                np.bincount(nearest, np.ravel(w), count),
-                np.bincount(nearest, None, count),
-            )
+            sums = np.bincount(nearest, np.ravel(w), count)
+            counts = np.bincount(nearest, None, count)
             values = np.where(counts, sums / np.maximum(counts, 1), values)
         return jnp.asarray(values[nearest].reshape(w.shape), jnp.float32)
 
@@ -78,12 +76,13 @@ def bits(params: Any) -> float:
     return sum(nats) / math.log(2) / sum(map(sum, sizes))
 
 
+@style.context("optperm.pictures")
 def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
     """Trains, prints and draws; returns bits a weight and the mean accuracy of each network."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("--steps", 2000), ("--seeds", 3), ("--hidden", 64)):
-        parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--out", default="sgperm-values.png")
+    parser = flags.Parser(__doc__, "sgperm-values.png")
+    parser.count("steps", 2000, "of each training")
+    parser.count("seeds", 3, "trainings to average")
+    parser.count("hidden", 64, "hidden units")
     options = parser.parse_args(argv)
     model, (_, (x, y)) = MLP(hidden=options.hidden), load()
     found: dict[tuple[str, float], list[float]] = defaultdict(list)
@@ -96,22 +95,23 @@ def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
         for count in (*VALUES, None):
             start, size = draw(model, seed, count), round(bits(draw(model, 0, count)), 2)
             note("permuted", size, train(model, permute, start, options.steps, seed))
-        moved = train(model, optax.adam(1e-3), start, options.steps, seed)
-        note("Adam", 32, moved)
+        note("Adam", 32, moved := train(model, optax.adam(1e-3), start, options.steps, seed))
         note("Adam", 16, jax.tree.map(lambda w: w.astype(jnp.float16).astype(w.dtype), moved))
         for count in VALUES:
             note("Adam, rounded", round(math.log2(count), 2), rounded(moved, count))
-
     curves = defaultdict(list)
     for (name, size), reached in sorted(found.items()):
         curves[name].append((size, float(np.mean(reached))))
         print(f"{name}: {size:g} bits a weight, test accuracy {np.mean(reached):.3f}")
-    axes = (figure := Figure(figsize=(7, 3.5), layout="constrained")).subplots()
+    axes = (picture := figure.Figure()).add_subplot(
+        title="from left to right: 2, 3, 4, 16, any values"
+    )
     for name, points in curves.items():
         axes.semilogx(*zip(*points, strict=True), "o-", base=2, label=name)
     axes.set(xlabel="bits a weight, beside the seed and the values", ylabel="test accuracy")
-    axes.legend()
-    figure.savefig(options.out, dpi=120)
+    axes.xaxis.set_major_formatter("{x:g}")
+    picture.legend(loc="outside lower center", ncols=3)
+    picture.savefig(options.out)
     return curves
 
 

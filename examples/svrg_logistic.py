@@ -7,17 +7,16 @@ loopless form. L is the largest curvature of the loss of one example; SAGA's ste
     python examples/svrg_logistic.py [--passes 250] [--out FILE.png]
 """
 
-import argparse
-import pathlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_breast_cancer
 from sklearn.exceptions import ConvergenceWarning
@@ -74,11 +73,11 @@ def fit(x: np.ndarray, y: np.ndarray, **options: Any) -> jax.Array:
         return jnp.asarray(model.fit(x, y).coef_[0])
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(arguments: Sequence[str] | None = None) -> dict[str, Curve]:
     """Trains, prints where each run ends, draws the curves, and returns them above the optimum."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--passes", type=int, default=250)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("svrg_logistic.png"))
+    parser = flags.Parser(__doc__, "svrg_logistic.png")
+    parser.count("passes", 250, "how often SVRG goes through the data")
     chosen = parser.parse_args(arguments)
     x, y = load_breast_cancer(return_X_y=True)
     x = (x - x.mean(axis=0)) / x.std(axis=0)
@@ -102,16 +101,16 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Curve]:
             for e in np.unique(np.linspace(1, 2.2 * chosen.passes, 30).astype(int))
         ]
         lowest = float(loss_fn(fit(x, y, solver="newton-cholesky", tol=1e-12), everything))
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="gradient evaluations / n", yscale="log")
+    figure = Figure(figsize=(6, 4.2))
+    axes = figure.add_subplot(xlabel="gradients of single examples / n", yscale="log")
     for name, curve in curves.items():
         curves[name] = [(count, max(loss - lowest, 1e-16)) for count, loss in curve]
         axes.plot(*zip(*curves[name], strict=True), label=name)
         count, above = curves[name][-1]
         print(f"{name:30}: {above:.1e} above the optimum after {count * n:,.0f} evaluations")
-    axes.legend(title="loss above the optimum")
-    figure.savefig(chosen.out, dpi=120)
+    axes.set_ylabel("loss above the optimum")
+    figure.legend(loc="outside lower center", ncols=2)
+    figure.savefig(chosen.out)
     return curves
 
 

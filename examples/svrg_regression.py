@@ -8,16 +8,16 @@ brings SGD only to within its noise; SVRG, with a snapshot every two epochs, goe
     python examples/svrg_regression.py --csv YearPredictionMSD.txt --epochs 30 --batch-size 100
 """
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import flags
 import jax
 import jax.numpy as jnp
+import matplotlib.style
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_diabetes
 
@@ -44,12 +44,7 @@ def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
 
 
 def train(
-    tx: optax.GradientTransformationExtraArgs,
-    data: dict[str, np.ndarray],
-    epochs: int,
-    batch_size: int,
-    *,
-    with_snapshots: bool,
+    tx: Any, data: dict[str, np.ndarray], epochs: int, batch_size: int, *, with_snapshots: bool
 ) -> list[float]:
     """The distance of the loss from the optimum, before training and after each epoch."""
     n = len(data["y"])
@@ -88,15 +83,20 @@ def train(
     return distances
 
 
+@matplotlib.style.context("optperm.pictures")
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     """Trains, prints where each run ends, draws the curves, and returns them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=pathlib.Path, help="a file such as YearPredictionMSD.txt")
-    parser.add_argument("--epochs", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=20)
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("svrg_regression.png"))
+    parser = flags.Parser(__doc__, "svrg_regression.png")
+    about = "a file such as YearPredictionMSD.txt, the target in its first column"
+    parser.add_argument("--csv", type=pathlib.Path, metavar="FILE", help=about)
+    parser.count("epochs", 1000, "passes over the data")
+    parser.count("batch-size", 20, "rows a step")
     chosen = parser.parse_args(arguments)
-    data, curves = load(chosen.csv), {}
+    if chosen.csv is not None and not chosen.csv.is_file():
+        parser.error(f"argument --csv: there is no file {chosen.csv}")
+    data, curves = load(chosen.csv), dict[str, list[float]]()
+    if chosen.batch_size > (n := len(data["y"])):
+        parser.error(f"argument --batch-size: got {chosen.batch_size}; there are {n} rows")
     with jax.enable_x64(True):
         runs = {f"SVRG, {SVRG_RATE}": optax.chain(optperm.svrg(), optax.sgd(SVRG_RATE))}
         runs |= {f"SGD, {r}": optax.with_extra_args_support(optax.sgd(r)) for r in SGD_RATES}
@@ -105,13 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
                 tx, data, chosen.epochs, chosen.batch_size, with_snapshots=name.startswith("SVRG")
             )
             print(f"{name:12}: {curves[name][-1]:.2e} above the optimum")
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(6, 4.2))
     axes = figure.add_subplot(xlabel="epoch", ylabel="loss above the optimum", yscale="log")
     for name, curve in curves.items():
         axes.plot(curve, label=name)
-    axes.legend(title="method, learning rate")
-    figure.savefig(chosen.out, dpi=120)
+    figure.legend(title="method, learning rate", loc="outside right center")
+    figure.savefig(chosen.out)
     return curves
 
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import pathlib
 import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -147,21 +148,27 @@ def _write(folder: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> Non
 
 
 def _draw(path: pathlib.Path, outcomes: Sequence[Outcome], about: str) -> None:
-    """Draws mean training loss and test accuracy over the epochs, from the least to the greatest."""
-    picture = report.figure(figsize=(11, 4.8))
-    picture.suptitle(about, fontsize="small")
-    left, right = picture.subplots(1, 2)
-    # Ten colors come around again: from then on lines are dashed.
-    for index, (method, group) in enumerate(_by_method(outcomes).items()):
-        style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
-        losses = np.array([outcome["train_loss"][1:] for outcome in group], float)
-        accuracies = np.array([outcome["test_accuracy"] for outcome in group])
-        for axes, first, values in ((left, 1, losses), (right, 0, accuracies)):
-            epochs = np.arange(values.shape[1]) + first
-            axes.plot(epochs, values.mean(axis=0), label=method, **style)
-            low, high = values.min(axis=0), values.max(axis=0)
-            axes.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
-    left.set(xlabel="epoch", ylabel="training loss", yscale="log")
-    right.set(xlabel="epoch", ylabel="test accuracy", ylim=(0.85, 1.0))
-    right.legend(loc="lower right", ncols=2, fontsize="small")
-    picture.savefig(path, dpi=120)
+    """Draws the training loss over the epochs, and beside it where the test accuracies end."""
+    groups = sorted(_by_method(outcomes).items(), key=lambda item: _last_accuracy(item[1]))
+    with report.picture(path, figsize=(6, 2.6 + 0.16 * len(groups))) as figure:
+        figure.suptitle("\n".join(textwrap.wrap(about, 76)))
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        for row, (_, group) in enumerate(groups):
+            # Seven colors come around again, with another marker.
+            style = {"color": f"C{row % 7}", "marker": "os^D"[row // 7 % 4]}
+            losses = np.mean([outcome["train_loss"][1:] for outcome in group], axis=0)
+            left.plot(np.arange(len(losses)) + 1, losses, markevery=(row % 4, 4), **style)
+            last = [outcome["test_accuracy"][-1] for outcome in group]
+            right.plot(last, [row] * len(last), linestyle="", alpha=0.6, **style)
+            right.plot(np.mean(last), row, "|", color=style["color"], markersize=16)
+        left.set(xlabel="epoch", ylabel="training loss", yscale="log")
+        left.set_title("mean of the seeds")
+        right.set(xlabel="test accuracy at the end", yticks=range(len(groups)))
+        right.set_yticklabels([name for name, _ in groups])
+        right.set_title("each seed, | their mean")
+        for row, label in enumerate(right.get_yticklabels()):
+            label.set_color(f"C{row % 7}")
+
+
+def _last_accuracy(group: Sequence[Outcome]) -> float:
+    return statistics.mean(outcome["test_accuracy"][-1] for outcome in group)

@@ -1,9 +1,10 @@
 """What a run shows: lines of progress, a table at the end, and pictures."""
 
+import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from optperm.cli.errors import import_extra
 
 # This many lines of progress at most.
 _LINES = 10
+# What the curve shows, as the legend calls it.
+_CURVES = {"test_accuracy": "test", "train_accuracy": "train"}
 
 
 class Reporter:
@@ -98,50 +101,52 @@ class Reporter:
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def figure(**options: Any) -> Any:
-    """A figure that can be saved. No pyplot: it would look for a display, and keep it."""
-    made = import_extra("matplotlib.figure").Figure(layout="constrained", **options)
-    import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(made)
-    return made
+@contextlib.contextmanager
+def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
+    """A figure in the house's style, which is saved in the end. No pyplot: it would keep the figure."""
+    with import_extra("matplotlib.style").context("optperm.pictures"):
+        figure = import_extra("matplotlib.figure").Figure(**options)
+        import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path)
 
 
 def draw_curve(
     path: pathlib.Path, records: Sequence[Mapping[str, Any]], moved: np.ndarray | None, title: str
 ) -> None:
     """Draws accuracies over the epochs, and the share of weights that each step moved."""
-    picture = figure(figsize=(7, 4.5))
-    axes = picture.add_subplot(title=title, xlabel="epoch", ylabel="accuracy", ylim=(0, 1.02))
-    epochs = [record["epoch"] for record in records]
-    lines = [
-        *axes.plot(epochs, [record["test_accuracy"] for record in records], label="test"),
-        *axes.plot(epochs[1:], [record["train_accuracy"] for record in records[1:]], label="train"),
-    ]
-    if moved is not None:
-        right = axes.twinx()
-        right.set(ylabel="share of weights moved a step", ylim=(0, 1.02))
-        steps = (np.arange(len(moved)) + 1) * epochs[-1] / len(moved)
-        lines += right.plot(steps, moved, color="0.7", linewidth=0.8, label="moved")
-        right.set_zorder(0)
-        axes.set(zorder=1, frame_on=False)
-    axes.legend(handles=lines, loc="center right")
-    picture.savefig(path, dpi=120)
+    panels = 1 if moved is None else 2
+    with picture(path, figsize=(6, 2.4 + 1.2 * panels)) as figure:
+        ratios = (2, 1)[:panels]
+        column = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
+        epochs = [record["epoch"] for record in records[1:]]
+        lowest = min((record["test_accuracy"] for record in records[1:]), default=0.0)
+        for name, label in _CURVES.items():
+            column[0].plot(epochs, [record[name] for record in records[1:]], ".-", label=label)
+        column[0].set(title=title, ylabel="accuracy", ylim=(np.floor(10 * lowest) / 10, 1.005))
+        figure.legend(loc="outside lower center", ncols=2)
+        if moved is not None:
+            steps = (np.arange(len(moved)) + 1) * records[-1]["epoch"] / max(len(moved), 1)
+            column[1].plot(steps, moved, color="0.4", linewidth=0.8)
+            column[1].set(ylabel="share of weights\nmoved a step", ylim=(0, None))
+        column[-1].set(xlabel="epoch", xlim=(0, None))
 
 
 def draw_reliability(
     path: pathlib.Path, calibrations: Mapping[str, Calibration], title: str
 ) -> None:
     """Draws how often predictions are right over how confident they are, and how many there are."""
-    picture = figure(figsize=(5, 6))
-    above, below = picture.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.plot((0, 1), (0, 1), color="0.7", linewidth=0.8)
-    for name, found in calibrations.items():
-        is_filled = np.asarray(found.counts) > 0
-        confidence, accuracy = found.confidence[is_filled], found.accuracy[is_filled]
-        error = float(found.expected_calibration_error)
-        above.plot(confidence, accuracy, "o-", label=f"{name}: calibration error {error:.4f}")
-        edges = np.linspace(0, 1, len(found.counts) + 1)
-        below.stairs(np.asarray(found.counts), edges)
-    above.set(title=title, ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-    above.legend(loc="upper left")
-    below.set(xlabel="confidence", ylabel="examples", yscale="log")
-    picture.savefig(path, dpi=120)
+    with picture(path, figsize=(5, 6)) as figure:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        above.plot((0, 1), (0, 1), color="0.6", linewidth=0.8, label="as right as confident")
+        for marker, (name, found) in zip("os", calibrations.items(), strict=False):
+            is_filled = np.asarray(found.counts) > 0
+            confidence, accuracy = found.confidence[is_filled], found.accuracy[is_filled]
+            error = float(found.expected_calibration_error)
+            label = f"{name.replace('_', ' ')}: calibration error {error:.4f}"
+            above.plot(confidence, accuracy, f"{marker}-", label=label)
+            edges = np.linspace(0, 1, len(found.counts) + 1)
+            below.stairs(np.asarray(found.counts), edges, linewidth=1.6)
+        above.set(title=title, ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
+        below.set(xlabel="confidence", ylabel="examples", yscale="log")
+        figure.legend(loc="outside lower center")

@@ -131,20 +131,23 @@ class History:
         names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
         if not names:
             raise ValueError("There is nothing to draw: no step has been recorded yet.")
-        # No pyplot: it would look for a display and keep the figure in its global state.
-        figure = figures.Figure(figsize=(7, 2.4 * len(names) + 0.6), layout="constrained")
-        for axes, name in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
-            axes.set(ylabel=name)
-            lines = {"evaluation": f"eval_{name}"}
-            if name in steps:
-                lines = {"epochs": name} | lines
-                at = np.arange(1, len(steps[name]) + 1)
-                axes.plot(at, steps[name], color="0.75", linewidth=0.8, label="steps")
-            for label, column in lines.items():
-                if column in epochs:
-                    axes.plot(epochs["step"], epochs[column], marker=".", label=label)
-            axes.legend()
-        axes.set(xlabel="step")
-        if path is not None:
-            figure.savefig(path, dpi=120)
+        styles = import_optional("matplotlib.style", needed_by="History.plot", install=extra)
+        with styles.context("optperm.pictures"):
+            # No pyplot: it would look for a display and keep the figure in its global state.
+            figure = figures.Figure(figsize=(6, 2.1 * len(names) + 0.6))
+            column = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+            for axes, name in zip(column, names, strict=True):
+                axes.set(ylabel=name)
+                lines = {"evaluation": f"eval_{name}"}
+                if name in steps:
+                    lines = {"epochs": name} | lines
+                    at = np.arange(1, len(steps[name]) + 1)
+                    axes.plot(at, steps[name], color="0.7", linewidth=0.8, label="steps")
+                for label, column_name in lines.items():
+                    if column_name in epochs:
+                        axes.plot(epochs["step"], epochs[column_name], ".-", label=label)
+                axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+            axes.set(xlabel="step")
+            if path is not None:
+                figure.savefig(path)
         return figure

@@ -1,7 +1,9 @@
 """The examples run, and show what they claim."""
 
 import importlib
+import json
 import pathlib
+import re
 import runpy
 
 import jax
@@ -142,10 +144,15 @@ def test_byte_transformer(tmp_path, capsys, monkeypatch):
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 16)
-    losses = run("byte_transformer.py", tmp_path, "--steps", 10, "--common", 1)
-    assert len(losses) == 9
-    assert all(3.5 < loss < 5.5 for (loss,) in losses.values()), losses
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    kept = tmp_path / "kept.json"
+    found = run("byte_transformer.py", tmp_path, "--steps", 10, "--common", 1, "--kept", kept)
+    assert len(found) == 9
+    assert all(3.5 < loss < 5.5 for ((loss, _, _),) in found.values()), found
+    again = run(
+        "byte_transformer.py", tmp_path, "--kept", kept
+    )  # what is kept is not trained again
+    assert again == json.loads(json.dumps(found))
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:11]]
     in_step, alone, agn, _, _, four_bits, few, *_ = (float(row[-2]) for row in table)
     assert (in_step / agn, alone) == (pytest.approx(10, rel=1e-3), 0)
     assert agn > 7 * four_bits > 20 * few
@@ -196,10 +203,9 @@ def test_laperm_digits(tmp_path):
 def test_flax_fit(tmp_path):
     """Each method is stopped early, and with the break ends bit for bit as without."""
     example = load("flax_fit.py")
-    results = example["main"](["--out", str(tmp_path)])
+    results = run("flax_fit.py", tmp_path)
     assert list(results) == ["svrg", "sgperm"]
     for method, result in results.items():
-        assert_is_picture(tmp_path / f"flax-fit-{method}.png")
         assert result.ended == "stopped"
         epochs = result.history.epochs
         assert epochs["epoch"].tolist() == list(range(1, result.epoch + 1))
@@ -225,3 +231,47 @@ def test_every_method_of_the_command_has_an_example():
     assert {"sgperm", "constant_sgd"} <= methods
     for name in methods:
         assert any(f"optperm.{name}(" in text for text in scripts.values()), name
+
+
+WITH_FLAGS = sorted(p.name for p in EXAMPLES.glob("*.py") if "flags.Parser(" in p.read_text())
+
+
+def said(name, arguments, monkeypatch, capsys):
+    """What an example prints as its error, before it has trained anything."""
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        load(name)["main"]()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WITH_FLAGS)
+def test_out_is_a_file(name, tmp_path, monkeypatch, capsys):
+    """Its folders are made; a folder, or a kind that matplotlib cannot write, is told in one line."""
+    monkeypatch.chdir(tmp_path)
+    for wrong in (".", "curves.doc"):
+        error = f"{name}: error: argument --out: got {wrong}; give a file that ends in "
+        found = said(name, ["--out", wrong], monkeypatch, capsys)
+        assert found.startswith(error)
+        assert found.count("\n") == 1
+    found = said(name, ["--out", "new/folders/curves.png", "--other"], monkeypatch, capsys)
+    assert found == f"{name}: error: unrecognized arguments: --other\n"
+    assert (tmp_path / "new" / "folders").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "wrong"),
+    [
+        ("agn_pmap.py", "--seeds", "0"),
+        ("agn_multiprocess.py", "--timeout", "nan"),
+        ("constant_sgd_posterior.py", "--draws", "1"),
+        ("flax_fit.py", "--epochs", "1"),
+        ("prune_freeze_sweep.py", "--fractions", "few"),
+        ("svrg_regression.py", "--batch-size", "443"),
+        ("svrg_regression.py", "--csv", "none.csv"),
+    ],
+)
+def test_a_wrong_value_is_told_in_one_line(name, flag, wrong, monkeypatch, capsys):
+    """What came, and what is allowed."""
+    found = said(name, [flag, wrong], monkeypatch, capsys)
+    assert re.fullmatch(rf"{name}: error: argument {flag}: [^\n]*\b{wrong}\b[^\n]*\n", found)
