@@ -31,7 +31,7 @@ from optperm.permutation.row_calls import Results, Signature, batched, call_targ
 from optperm.permutation.weight_vectors import inverse, order_of_keys
 
 # Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
-_PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5))
+_PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
 _REORDER = Signature(("matrix", "matrix"), (1, 1))
 
 KERNELS = ("ffi", "callback", "numpy")

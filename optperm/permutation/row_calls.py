@@ -29,10 +29,12 @@ class Signature(NamedTuple):
       operands: For each one "matrix", (batch, n, *rows), "vector", (batch, *rows), or "pair",
         (batch, *rows, 2). There may be any number of axes of rows.
       results: For each one the index of the operand of whose shape and dtype it is.
+      in_place: Whether each result is written over that operand, so that a donated one is not copied.
     """
 
     operands: tuple[str, ...]
     results: tuple[int, ...]
+    in_place: bool = False
 
     def axes(self, batch: Any, n: Any, rows: Sequence[Any], pair: Any) -> list[tuple[Any, ...]]:
         """What is said of the axes, for each operand."""
@@ -118,7 +120,10 @@ def call_target(
     """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
 
     def call(*flat: jax.Array) -> Sequence[jax.Array]:
-        return jax.ffi.ffi_call(target, signature.types(flat))(*flat, **dict(attributes))
+        results = signature.results if signature.in_place else ()
+        aliases = {operand: result for result, operand in enumerate(results)}
+        function = jax.ffi.ffi_call(target, signature.types(flat), input_output_aliases=aliases)
+        return function(*jax.lax.optimization_barrier(flat), **dict(attributes))
 
     return signature.on_flat_rows(call, *operands)
 

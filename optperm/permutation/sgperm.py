@@ -337,6 +337,8 @@ def _recommend(
 
         # m <- eta g + mu m
         m = jax.tree.map(recommend, grads, state.recommendation)
+        # Otherwise XLA computes it again for what is kept, and copies what it would overwrite.
+        m = jax.lax.optimization_barrier(m)
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )

@@ -50,19 +50,28 @@ inline void TransposeFour(const void*, int64_t, void*, int64_t) {}
 constexpr bool kHasBlocks = false;
 #endif
 
-// to[j * to_stride + i] = from[i * from_stride + j] for i < lines, j < width.
+// to[j * to_stride + i] = from[i * from_stride + j] for i < lines, j < width. Whole blocks come first, those of
+// the shorter side together: tiles are as wide as the cache's lines.
 template <typename T>
 void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width, T* to, int64_t to_stride) {
-  int64_t i = 0;
-  if (kHasBlocks && sizeof(T) == 4 && width % 4 == 0) {
-    for (; i + 4 <= lines; i += 4) {
-      for (int64_t j = 0; j < width; j += 4) {
-        TransposeFour(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
-      }
+  constexpr bool kBlocks = kHasBlocks && sizeof(T) == 4;
+  const int64_t block_lines = kBlocks ? lines / 4 * 4 : 0, block_width = kBlocks ? width / 4 * 4 : 0;
+  const auto transpose_four = [&](int64_t i, int64_t j) {
+    TransposeFour(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
+  };
+  if (lines > width) {
+    for (int64_t i = 0; i < block_lines; i += 4) {
+      for (int64_t j = 0; j < block_width; j += 4) transpose_four(i, j);
+    }
+  } else {
+    for (int64_t j = 0; j < block_width; j += 4) {
+      for (int64_t i = 0; i < block_lines; i += 4) transpose_four(i, j);
     }
   }
-  for (; i < lines; ++i) {
-    for (int64_t j = 0; j < width; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+  for (int64_t i = 0; i < lines; ++i) {
+    for (int64_t j = i < block_lines ? block_width : 0; j < width; ++j) {
+      to[j * to_stride + i] = from[i * from_stride + j];
+    }
   }
 }
 

@@ -25,13 +25,13 @@ class KeySorter {
       Count(keys, size);
       return order_;
     }
-    low_ = Masked(keys[0]);
-    Key high = low_;
+    Key low = Masked(keys[0]), high = low;
     for (int32_t i = 0; i < size; ++i) {
-      low_ = std::min(low_, Masked(keys[i]));
+      low = std::min(low, Masked(keys[i]));
       high = std::max(high, Masked(keys[i]));
     }
-    const uint64_t range = high - low_;
+    low_ = low;
+    const uint64_t range = high - low;
     int place_bits = 1;
     while ((int64_t{1} << place_bits) < size) ++place_bits;
     const int digit_bits = std::min({std::max(place_bits - 1, 4), (32 - place_bits) / 2, 10});
@@ -80,12 +80,13 @@ class KeySorter {
   template <typename Item, int kDigits>
   void Radix(const Key* keys, int32_t size, uint64_t range, int place_bits, int digit_bits) {
     const int shift = Shift(range, kDigits * digit_bits);
+    const Key low = low_;
     Item *from = first_.Reserve<Item>(size), *to = second_.Reserve<Item>(size);
     const Item mask = (Item{1} << digit_bits) - 1;
     uint32_t starts[kDigits][1 << 11];
     for (int d = 0; d < kDigits; ++d) std::fill_n(starts[d], mask + 1, 0);
     for (int32_t i = 0; i < size; ++i) {
-      const Item digits = static_cast<Item>((Masked(keys[i]) - low_) >> shift);
+      const Item digits = static_cast<Item>((Masked(keys[i]) - low) >> shift);
       from[i] = digits << place_bits | static_cast<Item>(i);
       for (int d = 0; d < kDigits; ++d) ++starts[d][digits >> (d * digit_bits) & mask];
     }

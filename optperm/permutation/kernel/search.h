@@ -101,27 +101,26 @@ class CycleSearch {
 
     const uint64_t cycle = alive & range;
     places_.alive()[index] = alive & ~cycle;
-    // Around the cycle upwards: four moves at once, since few cycles are longer. Going around a shorter
-    // one more than once does no harm.
+    // From the lowest place of the cycle upwards, for risers into `up`, for fallers into `down`, and for the
+    // others nowhere. Three moves at once, since few cycles are longer; beyond the highest place they stay
+    // there.
+    int32_t nowhere[64];
+    int32_t* const targets[] = {nowhere, take_ + base};
+    int32_t *const up = targets[rises & 1], *const down = targets[~rises & 1];
     uint64_t rest = cycle;
-    uint32_t here = low - base;
-    int32_t* take = take_ + base;
-    const uint32_t falls = static_cast<uint32_t>(~rises);
+    int32_t here = LowestBit(lowest);
     const auto move = [&] {
-      rest &= rest - 1;
-      rest |= cycle & (uint64_t{0} - static_cast<uint64_t>(rest == 0));
-      const uint32_t next = LowestBit(rest);
-      const uint32_t swap = (here ^ next) & falls;
-      take[here ^ swap] = base + (next ^ swap);
+      rest = (rest & (rest - 1)) | highest;
+      const int32_t next = LowestBit(rest);
+      up[here] = base + next;
+      down[next] = base + here;
       here = next;
     };
-    for (int i = 0; i < 4; ++i) move();
-    uint64_t more = cycle;
-    for (int i = 0; i < 4; ++i) more &= more - 1;
-    if (more != 0) {
-      do move();
-      while (rest != cycle);
-    }
+    for (int i = 0; i < 3; ++i) move();
+    while (rest != highest) move();
+    up[high - base] = low;
+    down[low - base] = high;
+    down[high - base] = base + HighestBit(cycle ^ highest);
   }
 
   // The same for a source whose word holds no end of its cycle.
