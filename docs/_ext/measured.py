@@ -24,13 +24,12 @@ def plain(text: str) -> str:
     return text.replace("`", "").replace("*", "")
 
 
-def cell(name: str, row: str, column: str, table: int = 0, which: int = 1) -> str:
-    """The figure of a row, named by its first cell, and of a column; of several of a name, one."""
+def cell(name: str, row: str, column: str, table: int = 0) -> str:
+    """The figure of a row, named by its first cell, and of a column."""
     found = result(name)["tables"][table]
     columns = [plain(each) for each in found["columns"]]
     (line,) = (each for each in found["rows"] if plain(each[0]) == plain(row))
-    places = [place for place, each in enumerate(columns) if each == plain(column)]
-    return plain(line[places[which - 1]])
+    return plain(line[columns.index(plain(column))])
 
 
 class Measured(SphinxDirective):
