@@ -1,20 +1,24 @@
 """The pages of the documentation."""
 
+import ast
 import inspect
 import json
 import pathlib
 import re
+import textwrap
 import types
 
 import jax
 import pytest
+from transformations import TRANSFORMATIONS
 
+import optperm
 from optperm import training
 from optperm.contract.transformation import transformation
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
-# The method that a page invents has a test below; exports are tested in permutation/test_export.py.
-ELSEWHERE = {"guides/add_a_method.md", "design/permutation.md"}
+# The method that a page invents has a test below, and so have the lines for each method.
+ELSEWHERE = {"guides/add_a_method.md", "reference/index.md"}
 
 
 def code_blocks(page):
@@ -58,6 +62,23 @@ def test_every_public_name_of_training_stands_on_its_page():
     exported = re.findall(r" as (\w+)$", inspect.getsource(training), re.MULTILINE)
     page = (DOCS / "reference" / "training.rst").read_text()
     assert sorted(re.findall(r"^\.\. auto(?!summary)\w+:: (\w+)$", page, re.M)) == sorted(exported)
+
+
+def test_lines_for_each_method_call_what_there_is():
+    """Each call of optperm in them binds to the signature of what it calls."""
+    blocks = re.findall(
+        r"^  ```python\n(.*?)^  ```$", (DOCS / "reference/index.md").read_text(), re.M | re.S
+    )
+    called = set()
+    for block in blocks:
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optperm."):
+                name = ast.unparse(node.func).removeprefix("optperm.")
+                keywords = {each.arg: None for each in node.keywords}
+                inspect.signature(getattr(optperm, name)).bind(*node.args, **keywords)
+                called.add(name)
+    registered = {each.factory.__name__ for each in TRANSFORMATIONS}
+    assert called >= registered & {*dir(optperm)}
 
 
 def test_results_are_tables():
