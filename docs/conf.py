@@ -32,6 +32,7 @@ extensions = [
     "mathml",
     "measured",
     "names",
+    "scripts",
 ]
 html_math_renderer = "mathml"
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath", "smartquotes"]
