@@ -16,7 +16,7 @@ streaming and compressed contributions send.
 Commits: the time of a whole step that commits and of one that does not, in one program of period 2, on
 four virtual devices.
 
-    python benchmarks/agn.py [--repetitions 31] [--leaves 100] [--leaf-size 100000]
+    python benchmarks/agn.py [--repetitions 31] [--leaves 100] [--leaf-size 100000] [--json FILE]
 """
 
 import argparse
@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import results
 
 import optperm
 
@@ -45,6 +46,7 @@ OPTIMIZERS = {
     "AdamW": optax.adamw(1e-3),
 }
 RULES = ("mean", "sum", "sequential")
+RESULTS = results.Results()
 
 
 def random_tree(leaves: int, size: int, seed: int) -> dict[str, jax.Array]:
@@ -118,8 +120,18 @@ def measure_local_steps(name: str, leaves: int, size: int, repetitions: int) -> 
     }
     held = {peer: (copied(params), copied(tx.init(params))) for peer, (tx, _) in peers.items()}
     of = medians(steps, held, grads, repetitions)
-    ratios = "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in peers if peer != "bare")
+    found = {peer: f"{of[peer] / of['bare']:.2f}" for peer in peers if peer != "bare"}
+    RESULTS.row("Local steps, as multiples of the bare optimizer's", optimizer=name, **found)
+    ratios = "".join(f"  {peer} {ratio}" for peer, ratio in found.items())
     print(f"  {name:9} {of['bare']:9.2f} ms{ratios}  agn/by hand {of['agn'] / of['by hand']:.2f}")
+
+
+def print_ratios(title: str, name: str, of: dict[str, float]) -> None:
+    """Prints the times of AGN and of DiLoCo over that of the bare optimizer."""
+    found = {peer: f"{of[peer] / of['bare']:.2f}" for peer in ("agn", "diloco")}
+    RESULTS.row(title, optimizer=name, **found)
+    ratios = "".join(f"  {peer} {ratio}" for peer, ratio in found.items())
+    print(f"  {name:9} {of['bare']:9.2f} ms{ratios}")
 
 
 def measure_periods(name: str, leaves: int, size: int, repetitions: int) -> None:
@@ -146,10 +158,7 @@ def measure_periods(name: str, leaves: int, size: int, repetitions: int) -> None
     }
     held = {peer: (copied(params), copied(tx.init(params))) for peer, tx in peers.items()}
     of = medians(steps, held, grads, max(3, repetitions // 3))
-    print(
-        f"  {name:9} {of['bare']:9.2f} ms"
-        + "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in ("agn", "diloco"))
-    )
+    print_ratios(f"{PERIOD} steps in a scan, one with a commit", name, of)
 
 
 def measure_stacked(name: str, leaves: int, size: int, repetitions: int) -> None:
@@ -179,10 +188,7 @@ def measure_stacked(name: str, leaves: int, size: int, repetitions: int) -> None
     }
     held = {peer: (stacked(params), stacked(tx.init(params))) for peer, (tx, _) in peers.items()}
     of = medians(steps, held, grads, repetitions)
-    print(
-        f"  {name:9} {of['bare']:9.2f} ms"
-        + "".join(f"  {peer} {of[peer] / of['bare']:.2f}" for peer in ("agn", "diloco"))
-    )
+    print_ratios(f"Local steps of {REPLICAS} replicas in one program", name, of)
 
 
 def on_replicas(tx: optax.GradientTransformation, *, synchronous: bool = False) -> Any:
@@ -244,7 +250,9 @@ def print_traffic() -> None:
             + (" in a conditional" if each.is_conditional else " in every step")
             for each in find_collectives(hlo)
         )
-        print(f"  {name:15} {size:9.1f} bytes/step ({size / synchronous:.6f}): {found}")
+        share = f"{size / synchronous:.6f}"
+        RESULTS.row("Traffic", method=name, bytes_a_step=f"{size:,.1f}", of_synchronous=share)
+        print(f"  {name:15} {size:9.1f} bytes/step ({share}): {found}")
 
 
 def measure_commits(name: str, leaves: int, size: int, repetitions: int) -> None:
@@ -263,6 +271,8 @@ def measure_commits(name: str, leaves: int, size: int, repetitions: int) -> None
     of_mean = statistics.median(commit["agn mean"][3:])
     for peer in peers:
         without, with_ = (statistics.median(times[peer][3:]) for times in (local, commit))
+        cells = {"local_ms": f"{without:.2f}", "commit_ms": f"{with_:.2f}"}
+        RESULTS.row("Commits", optimizer=name, method=peer, **cells)
         print(
             f"  {name:9} {peer:15} local {without:7.2f} ms  commit {with_:7.2f} ms: "
             f"{with_ / without:.2f} local steps, {with_ / of_mean:.2f} of agn mean"
@@ -275,6 +285,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=31)
     parser.add_argument("--leaves", type=int, default=100)
     parser.add_argument("--leaf-size", type=int, default=100_000)
+    results.add_argument(parser)
     chosen = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     leaves, size, repetitions = chosen.leaves, chosen.leaf_size, chosen.repetitions
@@ -293,6 +304,7 @@ def main() -> None:
     print(f"Commits: {few} leaves of {size} float32 on each of {REPLICAS} replicas")
     for name in ("SGD", "Adam"):
         measure_commits(name, few, size, repetitions)
+    RESULTS.write(chosen.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Prints, all in one run:
   that is known, for the three preconditioners, beside stochastic gradient Langevin dynamics (Welling and
   Teh, 2011) at the step size that is best for it, of a grid; all with the same batches and steps.
 
-    python benchmarks/constant_sgd.py [--only steps|posterior] [--repetitions 2001]
+    python benchmarks/constant_sgd.py [--only steps|posterior] [--repetitions 2001] [--json FILE]
 """
 
 import argparse
@@ -23,11 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import optperm
 
 PRECONDITIONERS = ("scalar", "diagonal", "full")
 N, S = 1000, 10
+RESULTS = results.Results()
 
 # What a step costs.
 
@@ -78,6 +80,8 @@ def compare_steps(repetitions: int) -> None:
     median = {name: statistics.median(taken) for name, taken in times.items()}
     print(f"One step of the digits MLP, batch {size}, over one of SGD (bar: 3 for per_example)")
     for name in runs:
+        cells = {"ratio": f"{median[name] / median['SGD']:.2f}"}
+        RESULTS.row("A step, over one of SGD", step=name, **cells)
         print(
             f"  {name:37} {1e6 * median[name]:8.1f} us, ratio {median[name] / median['SGD']:5.2f}, "
             f"of the fastest tenth {fastest[name] / fastest['SGD']:5.2f}"
@@ -185,7 +189,7 @@ def compare_posteriors() -> None:
 
             start = tx.init(jnp.asarray(optimum, jnp.float32))
             found = [divergence(step, start, optimum, covariance, seed=seed) for seed in range(3)]
-            print(f"    constant SGD, {preconditioner:9} {_figures(found)}")
+            _print_figures(name, f"constant SGD, {preconditioner}", found)
         best, best_size = [float("inf")], 0.0
         for size in np.geomspace(1e-6, 1e-3, 13):
 
@@ -198,11 +202,13 @@ def compare_posteriors() -> None:
             found = [divergence(langevin, (), optimum, covariance, seed=seed) for seed in range(3)]
             if statistics.median(found) < statistics.median(best):
                 best, best_size = found, size
-        print(f"    SGLD, best step {best_size:.1e} {_figures(best)}")
+        _print_figures(name, f"SGLD, best step {best_size:.1e}", best)
 
 
-def _figures(found: list[float]) -> str:
-    return f"{statistics.median(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+def _print_figures(problem: str, sampler: str, found: list[float]) -> None:
+    figures = f"{statistics.median(found):.4f} ({min(found):.4f} to {max(found):.4f})"
+    RESULTS.row("Divergence from the posterior", problem=problem, sampler=sampler, KL=figures)
+    print(f"    {sampler:24} {figures}")
 
 
 def main() -> None:
@@ -210,11 +216,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("steps", "posterior"))
     parser.add_argument("--repetitions", type=int, default=2001)
+    results.add_argument(parser)
     arguments = parser.parse_args()
     if arguments.only in (None, "steps"):
         compare_steps(arguments.repetitions)
     if arguments.only in (None, "posterior"):
         compare_posteriors()
+    RESULTS.write(arguments.json)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Prints, each measured beside a peer in the same run and in turns:
   their best rates of a grid.
 
     python benchmarks/dim_reduce.py [--only update|pca|communication|digits] [--repetitions 101]
-        [--seeds 5] [--smallest]
+        [--seeds 5] [--smallest] [--json FILE]
 """
 
 import argparse
@@ -34,12 +34,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 
 import optperm
 
 Params = dict[str, jax.Array]
+RESULTS = results.Results()
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -81,13 +83,12 @@ def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
         times["update"].append(milliseconds(whole))
     median = {name: statistics.median(taken[3:]) for name, taken in times.items()}
     least = {name: min(taken) for name, taken in times.items()}
+    ratio = f"{median['update'] / median['products']:.2f}"
+    RESULTS.row("The update over its two matrix products", params=f"{n:,}", k=k, ratio=ratio)
     print(f"update, n = {n}, k = {k}, float32")
     print(f"  two products  {median['products']:8.2f} ms (least {least['products']:.2f})")
     print(f"  update        {median['update']:8.2f} ms (least {least['update']:.2f})")
-    print(
-        f"  ratio         {median['update'] / median['products']:8.2f}"
-        f" (of the least {least['update'] / least['products']:.2f})"
-    )
+    print(f"  ratio         {ratio:>8} (of the least {least['update'] / least['products']:.2f})")
 
 
 def trajectory(m: int, n: int) -> jax.Array:
@@ -158,14 +159,20 @@ def pca(m: int = 60, n: int = 2_000_000, k: int = 40) -> None:
     exact, spread = exact[:k], values[0] / values[k - 1]
     print(f"PCA, {m} x {n} float32, k = {k}, singular values over a factor of {spread:.0f}")
     ours, theirs = statistics.median(times["ours"]), statistics.median(times["by hand"])
-    print(f"  pca_basis     {ours:8.0f} ms, {quality(np.asarray(basis), exact)}")
     extra = (highest - before) / size
-    print(f"    memory beside the snapshots, the basis included: {extra:.2f} times theirs")
-    print(f"  NumPy by hand {theirs:8.0f} ms, {quality(by_hand(plain, k), exact)}")
+    for name, taken, rows in (
+        ("pca_basis", ours, np.asarray(basis)),
+        ("NumPy by hand", theirs, by_hand(plain, k)),
+        ("scikit-learn", peer_time, peer.components_),
+    ):
+        says = quality(rows, exact)
+        RESULTS.row("The basis", by=name, ms=f"{taken:.0f}", quality=says)
+        print(f"  {name:13} {taken:8.0f} ms, {says}")
+    RESULTS.row("Memory of pca_basis beside the snapshots", times_theirs=f"{extra:.2f}")
+    print(f"  memory beside the snapshots, the basis included: {extra:.2f} times theirs")
     least = min(times["ours"]) / min(times["by hand"])
-    print(f"    pca_basis takes {ours / theirs:.2f} of it (of the least {least:.2f})")
-    print(f"  scikit-learn  {peer_time:8.0f} ms, {quality(peer.components_, exact)}")
-    print(f"    pca_basis takes {ours / peer_time:.2f} of it")
+    print(f"  pca_basis takes {ours / theirs:.2f} of by hand (of the least {least:.2f})")
+    print(f"  pca_basis takes {ours / peer_time:.2f} of scikit-learn")
 
 
 def communication(n: int = 100_000, k: int = 32, replicas: int = 4) -> None:
@@ -184,6 +191,7 @@ def communication(n: int = 100_000, k: int = 32, replicas: int = 4) -> None:
     text = step.lower(params, opt_state, params).compile().as_text()
     print(f"collectives of a step on {replicas} devices, n = {n}, k = {k}")
     for shape, kind in re.findall(r"= \(?(\w+\[[\d,]*\])\S* (all-reduce|all-gather)", text):
+        RESULTS.row("Collectives of a step", operation=kind, to=shape)
         print(f"  {kind} to {shape}")
 
 
@@ -355,9 +363,10 @@ def digits(seeds: int, epochs: int = 12, size: int = 1257, batch: int = 64, k: i
         (loss, right), (least, most) = found[best].mean(axis=0), np.sort(found[best][:, 0])[[0, -1]]
         grid = " x ".join("{" + ", ".join(f"{rate:g}" for rate in each) + "}" for each in grids)
         chosen = ", ".join(f"{rate:g}" for rate in best)
-        print(
-            f"  {name:34s} {loss:.4f} ({least:.4f}, {most:.4f})  {right:.3f}  at {chosen} of {grid}"
-        )
+        spread = f"{loss:.4f} ({least:.4f}, {most:.4f})"
+        cells = {"training_loss": spread, "test_accuracy": f"{right:.3f}", "rates": chosen}
+        RESULTS.row("Digits", method=name, **cells)
+        print(f"  {name:34s} {spread}  {right:.3f}  at {chosen} of {grid}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -367,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=101)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--smallest", action="store_true", help="all of it, in seconds")
+    results.add_argument(parser)
     arguments = parser.parse_args(argv)
     is_small = arguments.smallest
     parts = {
@@ -379,6 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, measure in parts.items():
         if arguments.only in (None, name):
             measure()
+    RESULTS.write(arguments.json)
 
 
 if __name__ == "__main__":

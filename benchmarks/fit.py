@@ -8,8 +8,6 @@ with a jitted step, called for each batch. Compiling is left out; the shortest o
 """
 
 import argparse
-import json
-import pathlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import optperm
 from optperm import training
@@ -133,9 +132,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each run, at least")
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--json", type=pathlib.Path)
+    results.add_argument(parser)
     chosen = parser.parse_args()
-    rows = []
+    found = results.Results()
     for hidden in chosen.hidden:
         state, loss_fn = setup(hidden)
         loop, stream = by_hand(state, loss_fn)
@@ -154,12 +153,12 @@ def main() -> None:
         for name, (hand, fit) in peers.items():
             of_step = compare(hand, fit, chosen.repetitions, chosen.seconds)
             ratio = of_step[1] / of_step[0]
-            row = {"hidden": hidden, "batches": name, "hand_us": of_step[0], "fit_us": of_step[1]}
-            rows.append(row | {"ratio": ratio})
+            times = {"hand_us": f"{of_step[0]:.1f}", "fit_us": f"{of_step[1]:.1f}"}
+            cells = {"hidden": hidden, "batches": name, **times, "ratio": f"{ratio:.3f}"}
+            found.row("A step of fit over one by hand", **cells)
             says = "by hand {:7.1f} us, fit {:7.1f} us a step, ratio {:.3f}".format(*of_step, ratio)
             print(f"{hidden:5} {name:24} {says}", flush=True)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": rows}))
+    found.write(chosen.json)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--pause", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the figures, for the site")
     chosen = parser.parse_args()
     if chosen.train is not None:
         train(chosen.train, chosen.devices, chosen.epochs, chosen.pause)
@@ -102,6 +103,7 @@ def main() -> None:
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
     import orbax.checkpoint as ocp  # noqa: PLC0415
+    import results  # noqa: PLC0415
 
     jax.config.update("jax_num_cpu_devices", chosen.devices)
     draw, came, kills = random.Random(chosen.seed), [], 0
@@ -127,6 +129,10 @@ def main() -> None:
             manager.restore(step, args=ocp.args.Composite(**items, run=ocp.args.JsonRestore()))
     print(f"{chosen.devices} devices: {kills} kills, after steps {came}")
     print(f"{num_steps} steps, the last checkpoints whole, the same bits: {same}")
+    found = results.Results()
+    cells = {"devices": chosen.devices, "kills": kills, "steps": num_steps, "same_bits": same}
+    found.row("Training that was killed, beside one that was not", **cells)
+    found.write(chosen.json)
     if not same:
         raise SystemExit(1)
 

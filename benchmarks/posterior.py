@@ -22,7 +22,6 @@ without filled noise, which says so where it is unstable; it and BlackJAX's own 
 
 import argparse
 import functools
-import json
 import pathlib
 import time
 import warnings
@@ -33,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 
 import optperm
@@ -43,6 +43,7 @@ CHAINS, STEPS, START, THINNING = 4, 40_000, 8_000, 10
 SD_RATIOS, MEAN_ERROR = (0.8, 1.25), 0.3
 # Largest eigenvalues of a step's h A.
 GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+RESULTS = results.Results()
 
 
 class Problem(NamedTuple):
@@ -451,6 +452,15 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     problem, batch_size, seed, arguments.steps, everything=everything
                 ):
                     print(f"{name:10} S {batch_size:3} seed {seed} {method:26} {found}", flush=True)
+                    least, _, most = (f"{ratio:.2f}" for ratio in found.ratios)
+                    cells = {"least_sd": least, "largest_sd": most, "KL": f"{found.divergence:.3g}"}
+                    RESULTS.row(
+                        f"{name}, batches of {batch_size}",
+                        sampler=method,
+                        seed=seed,
+                        **cells,
+                        mean_error=f"{found.mean_error:.2f}",
+                    )
                     figures = found._asdict() | {"passes": found.passes, "seed": seed}
                     rows.append(
                         {"problem": name, "batch_size": batch_size, "method": method, **figures}
@@ -467,14 +477,13 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--defaults", action="store_true", help="constant SGD alone")
-    parser.add_argument("--json", type=pathlib.Path)
+    results.add_argument(parser)
     arguments = parser.parse_args(argv)
     if arguments.make_reference:
         make_reference()
         return []
     rows = table(arguments)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+    RESULTS.write(arguments.json)
     return rows
 
 

@@ -5,7 +5,7 @@ a training loop), of its cycle search by XLA's call and by the C entry point wit
 `np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and
 its temporary memory; and LaPerm's synchronization.
 
-    python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4]
+    python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4] [--json FILE]
 """
 
 import argparse
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import optperm
 from optperm.permutation import cycles
@@ -28,6 +29,7 @@ SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))
 PARTITION_RATIOS = (1.0, 0.1)
 AGGRESSIVENESS = 0.1
 LONGEST_ORIGINAL = 10_000  # it takes the square of it
+RESULTS = results.Results()
 
 
 def milliseconds(function: Callable[[], object]) -> float:
@@ -161,10 +163,20 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
     def beside(name: str, peer: str = "argsort") -> str:
         return f"{least[name]:9.2f} ms, {least[name] / least[peer]:5.2f} of {peer}"
 
+    cells = {f"{name}_ms": f"{taken:.2f}" for name, taken in least.items()}
+    processor_ns = f"{min(processor[3:]) * 1e6 / (rows * n):.1f}"
+    RESULTS.row(
+        "Least times",
+        weight_vectors=f"{rows} of {n}",
+        partition_ratio=ratio,
+        **cells,
+        processor_ns_a_weight=processor_ns,
+        bytes_a_weight=f"{memory / (rows * n):.1f}",
+    )
     print(f"{rows} weight vectors of {n}, partition ratio {ratio}")
     print(f"  argsort           {least['argsort']:9.2f} ms")
     print(f"  update            {beside('update')}")
-    print(f"    processor       {min(processor[3:]) * 1e6 / (rows * n):9.1f} ns x core a weight")
+    print(f"    processor       {processor_ns:>9} ns x core a weight")
     print(
         f"    XLA's memory    {memory / (rows * n):9.1f} bytes a weight, the kernel's own not counted"
     )
@@ -191,6 +203,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--original-rows", type=int, default=2)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    results.add_argument(parser)
     arguments = parser.parse_args()
     # Before JAX and the kernel start their threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
@@ -198,6 +211,7 @@ def main() -> None:
     for rows, n in SHAPES:
         for ratio in PARTITION_RATIOS:
             measure(rows, n, ratio, arguments.repetitions, arguments.original_rows)
+    RESULTS.write(arguments.json)
 
 
 if __name__ == "__main__":

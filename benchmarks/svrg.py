@@ -13,7 +13,7 @@ Prints:
   the digits, and on the digits with 30 % wrong labels;
 - mars: MARS-AdamW and AdamW on the byte transformer of the examples, in the same way.
 
-    python benchmarks/svrg.py [--only PART ...]
+    python benchmarks/svrg.py [--only PART ...] [--json FILE]
 """
 
 import argparse
@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
@@ -39,6 +40,8 @@ import optperm
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import library_bytes
+
+RESULTS = results.Results()
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -120,6 +123,8 @@ def _compare(
     median = {each: statistics.median(taken) for each, taken in times.items()}
     # Where other programs run, the fastest tenth was disturbed least.
     fastest = {each: sorted(taken)[len(taken) // 10] for each, taken in times.items()}
+    times_of_it = {each: f"{median[each] / median[baseline]:.2f}" for each in methods}
+    RESULTS.row(f"A step over {baseline}'s", at=name, **times_of_it)
     ratios = ", ".join(
         f"{each} {median[each] / median[baseline]:.2f} {fastest[each] / fastest[baseline]:.2f}"
         for each in methods
@@ -173,9 +178,14 @@ def compare_with_saga(tolerance: float) -> None:
     lowest = _optimum(signed)
     print(f"Breast cancer, {n} examples: to {tolerance:g} of the optimum {lowest:.6f}")
     saga_count, saga_seconds = _saga(x, y, signed, lowest, tolerance)
+    cells = {"evaluations": f"{saga_count:,}", "seconds": f"{saga_seconds:.3f}"}
+    RESULTS.row(f"To {tolerance:g} of the optimum", method="SAGA (scikit-learn)", **cells)
     print(f"  SAGA (scikit-learn)             {saga_count:9,} evaluations  {saga_seconds:6.3f} s")
     for batch_size, steps_over_l in ((1, 0.5), (1, 1.0), (1, 4.0), (8, 32.0)):
         count, taken = _svrg(signed, lowest, tolerance, batch_size, steps_over_l / lipschitz)
+        name = f"svrg, batches of {batch_size}, step size {steps_over_l:g}/L"
+        cells = {"evaluations": f"{count:,}", "seconds": f"{taken:.3f}"}
+        RESULTS.row(f"To {tolerance:g} of the optimum", method=name, **cells)
         print(
             f"  SVRG batch {batch_size}, step size {steps_over_l:4}/L {count:9,} evaluations  "
             f"{taken:6.3f} s  {count / saga_count:.2f} of SAGA's evaluations (bar: 1.5)"
@@ -346,6 +356,8 @@ def _variance_along(
             ratios.append(float(corrected / plain))
         if epoch in (1, 3, 10, 30):
             loss = float(loss_fn(params, everything))
+            halves = {"middle": f"{ratios[0]:.2e}", "end": f"{ratios[1]:.2e}"}
+            RESULTS.row("Variance over the plain gradient's", problem=name, epoch=epoch, **halves)
             print(f"    epoch {epoch:2}: {loss:.4f}  {ratios[0]:8.2e}  {ratios[1]:8.2e}")
 
 
@@ -450,6 +462,10 @@ def compare_methods(
             losses, errors = found[best].T
             losses = losses - problem.lowest
             edge = " (an end of the grid)" if best in (rates[0], rates[-1]) else ""
+            spread = f"{losses.mean():.2e} ({losses.min():.2e}, {losses.max():.2e})"
+            cells = {"training_loss": spread, "test_error": f"{errors.mean():.4f}"}
+            title = f"{name}, {passes} passes{above}"
+            RESULTS.row(title, method=method_name, rate=shape_name, **cells)
             print(
                 f"  {method_name:17} {shape_name:9} {losses.mean():9.2e} ({losses.min():.2e}, "
                 f"{losses.max():.2e})  {errors.mean():.4f}  rate {method.rates * best:.3g}{edge}",
@@ -634,6 +650,8 @@ def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -
         best = min(found, key=lambda rate: np.nan_to_num(found[rate], nan=np.inf).mean())
         losses = np.array(found[best])
         each = ", ".join(f"{rate:g}: {np.mean(values):.3f}" for rate, values in found.items())
+        spread = f"{losses.mean():.4f} ({losses.min():.4f}, {losses.max():.4f})"
+        RESULTS.row("Byte transformer", method=name, nats_a_byte=spread, rate=f"{best:g}")
         print(
             f"  {name:18} {losses.mean():.4f} ({losses.min():.4f}, {losses.max():.4f})  rate {best:g}"
             f"  ({each})",
@@ -659,6 +677,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--methods", choices=METHODS, nargs="+", default=list(METHODS))
     parser.add_argument("--width", type=int, default=512, help="of the network of steps")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 128, 512], help="of steps")
+    results.add_argument(parser)
     chosen = parser.parse_args(argv)
     each = chosen.passes, chosen.seeds, chosen.rates, chosen.methods
     if "steps" in chosen.only:
@@ -677,6 +696,7 @@ def main(argv: list[str] | None = None) -> None:
             compare_methods(name, problem, *each)
     if "mars" in chosen.only:
         compare_mars(chosen.steps, chosen.seeds, chosen.adamw_rates, chosen.repetitions)
+    RESULTS.write(chosen.json)
 
 
 if __name__ == "__main__":

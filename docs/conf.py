@@ -1,42 +1,75 @@
-"""How Sphinx builds the site: see index.md."""
+"""How Sphinx builds the site."""
 
 import importlib
 import inspect
 import pathlib
+import sys
 import tomllib
 from typing import Any
 
 import optperm
 
-_ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(pathlib.Path(__file__).parent))
+sys.path.append(str(pathlib.Path(__file__).parent / "_ext"))
+
+import make_inventory
+
+_DOCS = pathlib.Path(__file__).parent
+make_inventory.write()
 
 project = "optperm"
-release = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["version"]
+release = tomllib.loads((_DOCS.parent / "pyproject.toml").read_text())["project"]["version"]
 
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_design",
+    "command_line",
+    "mathml",
+    "measured",
+    "names",
+    "scripts",
 ]
-myst_enable_extensions = ["dollarmath"]
-exclude_patterns = ["_build"]
+html_math_renderer = "mathml"
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath", "smartquotes"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build", "_ext", "inventories"]
 html_theme = "furo"
 html_title = f"optperm {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
+html_show_sphinx = False
 smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is to be passed.
 
-# Docstrings write code in single backticks, as Markdown does, and give types and shapes in words: the
-# annotations would be spelled out as unions of a dozen types.
+# Each link has to lead somewhere; names of other libraries by the inventories that were just written.
+nitpicky = True
+# What types name and no page describes: what `compress_top_k` and `compress_quantized` return.
+nitpick_ignore = [("py:class", "Compression")]
+intersphinx_mapping = {
+    library: (site, str(_DOCS / "inventories" / f"{library}.inv"))
+    for library, site in make_inventory.SITES.items()
+}
+
+# Docstrings write code in single backticks, as Markdown does. Types are shown as they are written, by
+# names without their modules.
 default_role = "code"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+python_use_unqualified_type_names = True
+python_display_short_literal_types = True
+maximum_signature_line_length = 70
 autodoc_member_order = "bysource"
+autosummary_generate = False
 napoleon_numpy_docstring = False
 napoleon_attr_annotations = False
+toc_object_entries_show_parents = "hide"
 
 
-def write_pages(_: Any) -> None:
+def write_reference(_: Any) -> None:
     """Writes a page for each room of the package, of the public names that are defined in it."""
     public = [getattr(optperm, name) for name in dir(optperm)]
     functions_first = sorted(filter(callable, public), key=inspect.isclass)
@@ -54,9 +87,21 @@ def write_pages(_: Any) -> None:
             f".. auto{'class' if inspect.isclass(value) else 'function'}:: {value.__name__}"
             for value in values
         )
-        lines = [heading, "=" * len(heading), intro, ".. currentmodule:: optperm", *entries]
+        summary = ".. autosummary::\n   :nosignatures:\n\n" + "\n".join(
+            f"   {value.__name__}" for value in values
+        )
+        lines = [
+            heading,
+            "=" * len(heading),
+            intro,
+            ".. currentmodule:: optperm",
+            summary,
+            *entries,
+        ]
         text = "\n\n".join(lines).replace("\n\n=", "\n=", 1) + "\n"
-        (_ROOT / "docs" / "api" / f"{room}.rst").write_text(text)
+        page = _DOCS / "reference" / f"{room}.rst"
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
 
 
 _STEPS = "What a training step of any method is made of, and one optimizer after another."
@@ -64,4 +109,4 @@ _STEPS = "What a training step of any method is made of, and one optimizer after
 
 def setup(app: Any) -> None:
     """Connects the above."""
-    app.connect("builder-inited", write_pages)
+    app.connect("builder-inited", write_reference)

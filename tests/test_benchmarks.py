@@ -1,6 +1,7 @@
 """Every benchmark runs, at its smallest size, and prints its figures."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
@@ -28,16 +29,18 @@ RUNS = [
 # What has tests of its own: in training/test_checkpoints.py, benchmarks/test_dim_reduce.py and
 # examples/test_examples.py.
 ELSEWHERE = {"kills.py", "dim_reduce.py", "posterior.py"}
+# What they share.
+SHARED = {"results.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 
 
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(("script", "flags"), RUNS)
-def test_benchmark(script, flags, monkeypatch, capfd):
-    """In this process, on the suite's eight devices; figures are what it prints last."""
-    path = ROOT / "benchmarks" / script
-    monkeypatch.setattr(sys, "argv", [str(path), *flags.split()])
+def test_benchmark(script, flags, monkeypatch, capfd, tmp_path):
+    """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
+    path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
+    monkeypatch.setattr(sys, "argv", [str(path), *flags.split(), "--json", str(kept)])
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     update = jax.config.update
@@ -50,9 +53,14 @@ def test_benchmark(script, flags, monkeypatch, capfd):
     runpy.run_path(str(path), run_name="__main__")
     printed = capfd.readouterr().out.strip().splitlines()
     assert re.search(r"\d", printed[-1])
+    found = json.loads(kept.read_text())
+    assert found["command"] == f"python benchmarks/{script} {flags}"
+    for table in found["tables"]:
+        assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+    assert any(re.search(r"\d", cell) for cell in found["tables"][-1]["rows"][-1])
 
 
 def test_no_benchmark_is_left_out():
     """One that is new joins `RUNS`."""
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert there == {script for script, _ in RUNS} | ELSEWHERE
+    assert there == {script for script, _ in RUNS} | ELSEWHERE | SHARED

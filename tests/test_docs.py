@@ -1,63 +1,110 @@
 """The pages of the documentation."""
 
+import ast
 import inspect
+import json
 import pathlib
 import re
+import textwrap
 import types
 
 import jax
 import pytest
+from transformations import TRANSFORMATIONS
 
+import optperm
 from optperm import training
 from optperm.contract.transformation import transformation
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
+# The method that a page invents has a test below, and so have the lines for each method.
+ELSEWHERE = {"guides/add_a_method.md", "reference/index.md"}
 
 
 def code_blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
 
 
+def programs(page):
+    """The blocks of a page as programs: one without an import goes on with the one before."""
+    found = []
+    for block in code_blocks(page):
+        if found and "import jax" not in block:
+            found[-1] += block
+        else:
+            found.append(block)
+    return found
+
+
+PAGES = sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+PROGRAMS = [
+    pytest.param(page, program, id=f"{page}-{index}")
+    for page in PAGES
+    if page not in ELSEWHERE and not page.startswith(("_build", "tutorials"))
+    for index, program in enumerate(programs(page))
+]
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize(("page", "program"), PROGRAMS)
+def test_each_program_prints_what_its_comments_say(page, program, capsys):
+    program = program.replace(
+        'jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight"
+    )
+    says = re.findall(r"^ *print\(.*\)  # ([^:\n]*)", program, re.MULTILINE)
+    assert len(says) == len(re.findall(r"^ *print\(", program, re.MULTILINE))
+    exec(compile(program, page, "exec"), {"__name__": "program"})
+    assert capsys.readouterr().out.splitlines() == says
+
+
 def test_every_public_name_of_training_stands_on_its_page():
     """The pages of the methods are written from the package itself."""
     exported = re.findall(r" as (\w+)$", inspect.getsource(training), re.MULTILINE)
-    page = (DOCS / "api" / "training.rst").read_text()
-    assert sorted(re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE)) == sorted(exported)
+    page = (DOCS / "reference" / "training.rst").read_text()
+    assert sorted(re.findall(r"^\.\. auto(?!summary)\w+:: (\w+)$", page, re.M)) == sorted(exported)
 
 
-def test_the_page_on_sharding_prints_what_it_says(capsys):
-    """A snapshot of a sharded kernel has its sharding in its type."""
-    (block,) = code_blocks("sharding.md")
-    block = block.replace('jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight")
-    exec(compile(block, "sharding.md", "exec"), {})
-    assert capsys.readouterr().out == "float32[8,16@model]\n"
+def test_lines_for_each_method_call_what_there_is():
+    """Each call of optperm in them binds to the signature of what it calls."""
+    blocks = re.findall(
+        r"^  ```python\n(.*?)^  ```$", (DOCS / "reference/index.md").read_text(), re.M | re.S
+    )
+    called = set()
+    for block in blocks:
+        for node in ast.walk(ast.parse(textwrap.dedent(block))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optperm."):
+                name = ast.unparse(node.func).removeprefix("optperm.")
+                keywords = {each.arg: None for each in node.keywords}
+                inspect.signature(getattr(optperm, name)).bind(*node.args, **keywords)
+                called.add(name)
+    registered = {each.factory.__name__ for each in TRANSFORMATIONS}
+    assert called >= registered & {*dir(optperm)}
 
 
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(
-    ("index", "printed"),
-    [*enumerate(["True\n", "True\n", "24 True\n", "LocalStepsState\n"])],
-    ids=["equinox", "nnx", "grain", "orbax"],
-)
-def test_each_recipe_prints_what_it_says(index, printed, capsys):
-    blocks = code_blocks("recipes.md")
-    assert len(blocks) == 4
-    exec(compile(blocks[index], "recipes.md", "exec"), {})
-    assert capsys.readouterr().out == printed
+def test_results_are_tables():
+    """Each row has a cell for each column, and says by which command it was made, where and when."""
+    results = sorted((DOCS.parent / "benchmarks" / "results").glob("*.json"))
+    assert results
+    for path in results:
+        result = json.loads(path.read_text())
+        assert [*result] == ["benchmark", "command", "machine", "date", "tables"], path.name
+        script = result["benchmark"]
+        assert script.startswith("optperm ") or (DOCS.parent / script).exists()
+        for table in result["tables"]:
+            assert {len(row) for row in table["rows"]} == {len(table["columns"])}, path.name
 
 
-@pytest.mark.usefixtures("lenient")
-def test_the_page_on_rare_commits_ends_with_a_commit(capsys):
-    (block,) = code_blocks("rare_commits.md")
-    block = block.replace('jax.config.update("jax_num_cpu_devices", 4)', "# here there are eight")
-    exec(compile(block, "rare_commits.md", "exec"), {})
-    assert capsys.readouterr().out == "True (4, 3)\n"
+def test_every_result_stands_on_a_page():
+    """And no page asks for one that is not there, which Sphinx would say."""
+    text = "".join(path.read_text() for path in (DOCS / "benchmarks").glob("*.md"))
+    results = {path.stem for path in (DOCS.parent / "benchmarks" / "results").glob("*.json")}
+    assert set(re.findall(r"^```{measured} (\w+)", text, re.MULTILINE)) == results
 
 
 def test_the_method_on_the_page_works():
     """The invented method of add_a_method.md takes Polyak's step, and the door checks for it."""
     namespace = {"__name__": "polyak"}
-    exec(compile(code_blocks("add_a_method.md")[0], "add_a_method.md", "exec"), namespace)
+    exec(compile(code_blocks("guides/add_a_method.md")[0], "add_a_method.md", "exec"), namespace)
     module = types.SimpleNamespace(**namespace)
     assert module.transformation is transformation
     tx, w = module.polyak(f_min=1.0), jax.numpy.array([3.0, 4.0])

@@ -49,7 +49,7 @@ def calibration(
     Args:
       probabilities: (n, classes), rows that sum to one, of any real floating dtype.
       labels: (n,), integers in [0, classes).
-      num_bins: B.
+      num_bins: B, how many bins there are.
 
     Returns:
       A `Calibration`. Traced, where Python cannot see the labels, its error and accuracies are NaN if

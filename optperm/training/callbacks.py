@@ -39,7 +39,7 @@ class Event:
 
     @functools.cached_property
     def state(self) -> Any:
-        """What has been trained so far: a new `TrainState`, or a new model of `flax.nnx`."""
+        """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`."""
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:

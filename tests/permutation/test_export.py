@@ -106,7 +106,7 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exported_update_runs_in_another_process(method, tmp_path):
-    """By the recipe of docs/permutation.md: serialized here, it gives the same bits there."""
+    """By the recipe of docs/design/permutation.md: serialized here, it gives the same bits there."""
     pytest.importorskip("flatbuffers", reason="jax.export serializes by flatbuffers")
     support.require_kernel("ffi")
     tx, params = eval(METHODS[method]), support.random_params()

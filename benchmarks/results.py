@@ -1,0 +1,75 @@
+"""What a benchmark has measured, as tables in a file of JSON, from which the site is made."""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import platform
+import shlex
+import sys
+
+import jax
+
+
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag `--json FILE`."""
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the figures, for the site")
+
+
+class Results:
+    """Tables by title, filled row by row while figures are printed."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[dict[str, str]]] = {}
+
+    def row(self, title: str, **cells: object) -> None:
+        """Adds a row: each cell under its name, in which an underscore is a space."""
+        row = {name.replace("_", " "): str(cell) for name, cell in cells.items()}
+        self._rows.setdefault(title, []).append(row)
+
+    def write(self, path: pathlib.Path | None) -> None:
+        """Writes all tables with the command, the machine and the date, if there is a file."""
+        if path is None:
+            return
+        tables = []
+        for title, rows in self._rows.items():
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            cells = [[row.get(name, "") for name in columns] for row in rows]
+            tables.append({"title": title, "columns": columns, "rows": cells})
+        found = {
+            "benchmark": f"benchmarks/{pathlib.Path(sys.argv[0]).name}",
+            "command": _command(),
+            "machine": _machine(),
+            "date": datetime.date.today().isoformat(),
+            "tables": tables,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(found, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _command() -> str:
+    """The command line, without the flag for the file."""
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        if word == "--json":
+            next(words)
+        elif not word.startswith("--json="):
+            kept.append(word)
+    return shlex.join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *kept])
+
+
+def _machine() -> str:
+    """The processor, how many cores of it, and what ran there."""
+    cpu, info = platform.processor() or platform.machine(), pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(": ")[2] if names else cpu
+    # Linux says which cores the process may use.
+    can_ask = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count()
+    device = jax.devices()[0]
+    place = "" if device.platform == "cpu" else f", {device.device_kind}"
+    return f"{cores} cores, {cpu}{place}, jax {jax.__version__}, Python {platform.python_version()}"
