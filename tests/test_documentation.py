@@ -9,7 +9,7 @@ import pytest
 import optperm
 import optperm.training
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "fit.md"
+ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
     name: value
     for name, value in vars(optperm).items()
@@ -92,5 +92,23 @@ def test_training_is_documented(name):
     """An example for what users make or call, and a place in the guide."""
     if name not in ("Event", "FitResult", "CheckpointError"):  # what one is given
         assert ">>> " in sections(TRAINING[name])["Example"]
-    text = PAGE.read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "fit.md").read_text(encoding="utf-8")
     assert re.search(rf"`(optperm\.)?(training\.)?{name}`", text)
+
+
+def test_the_readme_is_read_in_a_minute():
+    """It is short, all that it links to is there, and each row with a figure names what prints it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 140
+    assert len(text.split()) <= 1200
+    urls = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
+    linked = [*urls.values(), *re.findall(r"\]\(([^)]+)\)", text)]
+    missing = [
+        path
+        for path in linked
+        if not path.startswith("https://") and not (ROOT / path).exists()
+    ]
+    assert not missing
+    rows = [row for row in text.splitlines() if row.startswith("| ") and re.search(r"\d", row)]
+    assert len(rows) == 7
+    assert all(re.search(r"\[[^]]+\]\[\w+\]", row) for row in rows)
