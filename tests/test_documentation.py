@@ -104,9 +104,7 @@ def test_the_readme_is_read_in_a_minute():
     urls = dict(re.findall(r"^\[(\w+)\]: (\S+)$", text, re.MULTILINE))
     linked = [*urls.values(), *re.findall(r"\]\(([^)]+)\)", text)]
     missing = [
-        path
-        for path in linked
-        if not path.startswith("https://") and not (ROOT / path).exists()
+        path for path in linked if not path.startswith("https://") and not (ROOT / path).exists()
     ]
     assert not missing
     rows = [row for row in text.splitlines() if row.startswith("| ") and re.search(r"\d", row)]
