@@ -152,6 +152,8 @@ def evaluate(
     def example_grad_fn(params: optax.Params) -> optax.Updates:
         return value_and_grad(params, example)[1]
 
+    # Estimators of the gradient noise compare it with the size they were told.
+    vars(grad_fn)["num_examples"] = num_examples(batch)
     (value, aux), grad = value_and_grad(params, batch)
     value, grad = mean(value), mean(grad)
     extra_args = {
@@ -207,6 +209,12 @@ def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
     )
 
 
+def num_examples(batch: Any) -> int:
+    """The length of a batch's leading axis; 1 where no leaf has one."""
+    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
+    return max(sizes, default=1)
+
+
 def map_examples(
     function: Callable[[LossFn, Any], Any],
     loss_fn: LossFn,
@@ -222,7 +230,6 @@ def map_examples(
     """
     is_mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
     axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
-    sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
 
     def one(place: jax.Array, example: Any) -> Any:
         def own(leaf: Any) -> Any:
@@ -233,7 +240,7 @@ def map_examples(
         )
         return function(jax.tree.map(own, loss_fn), example)
 
-    places = first + jnp.arange(max(sizes, default=1))
+    places = first + jnp.arange(num_examples(batch))
     return jax.vmap(one, in_axes=(0, axes))(places, batch)
 
 

@@ -425,7 +425,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sghmc,
         {"step_size": 1e-6, "num_data": 1000, "friction": 0.5},
-        limits={"friction": SHARE, "noise_estimate": {"high": 0.5}, "seed": FROM_ZERO},
+        limits={"friction": SHARE | ABOVE_ZERO, "noise_estimate": {"high": 0.5}, "seed": FROM_ZERO},
         knows="shapes",
         no_minimum="samples",
     ),

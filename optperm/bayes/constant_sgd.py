@@ -16,6 +16,7 @@ from optperm.bayes.noise_estimates import Estimator, Preconditioner
 from optperm.bayes.noise_plan import plan
 from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
+from optperm.contract.dtypes import zero_if_not_finite
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import find_states
@@ -63,10 +64,13 @@ def constant_sgd(
     without momentum.
 
     Draw batches with replacement. Within a shuffled epoch what one batch misses another one has, and
-    their noise cancels: draws are then too narrow by a fifth and more, however many examples there are.
+    their noise cancels: draws are then too narrow by a fifth and more, however many examples there are;
+    a batch of all examples has no noise at all.
     So are those of `optperm.training.fit` from arrays; pass it a function of the epoch that draws its
     batches. Nothing that changes the noise of gradients, as `optperm.svrg` and clipping do, belongs in
-    front: :math:`C` is that of the plain ones. A loss that sums over examples is another posterior's.
+    front: :math:`C` is that of the plain ones, and the state's `foreign` counts the others, of which
+    there is a warning where the state is looked at. A loss that sums over examples is another
+    posterior's.
 
     The diagonal and the scalar preconditioner do not know how gradients are correlated: there variances
     are between about half and twice the right ones (features with a mean that is not zero are enough).
@@ -92,8 +96,9 @@ def constant_sgd(
       k_coef: Weight of new estimates of the noise.
       t0: Steps before that weight falls.
       burn_in: Steps before the first one that samples. None for 4,000 with filled noise, else 10.
-      burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise;
-        else they stay where they are, as they do with `optax.set_to_zero()`.
+      burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise,
+        to which entries of a gradient that are not finite are zero; else they stay where they are, as
+        they do with `optax.set_to_zero()`.
       freeze_after: Steps after which the noise is taken to be constant. None with filled noise for
         twice `burn_in`, at least 1,000 steps after it, else for never.
       estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
@@ -190,7 +195,9 @@ def constant_sgd(
         sampling.append(optax.trace(momentum))
     sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
     if burn_in_optimizer is None and fill:
-        burn_in_optimizer = optax.adam(1e-2)
+        # A gradient that is not finite, which a sampling step leaves out, would stay in Adam's moments.
+        finite = optax.stateless(lambda updates, _: zero_if_not_finite(updates))
+        burn_in_optimizer = optax.chain(finite, optax.adam(1e-2))
     if burn_in_optimizer is None:
         return with_masters(optax.with_extra_args_support(sampler))
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)

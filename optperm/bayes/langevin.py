@@ -6,6 +6,9 @@ T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,28 +17,42 @@ import numpy as np
 import optax
 
 from optperm.bayes.masters import with_masters
+from optperm.bayes.noise_state import can_be_seen
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import key_data
+from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like
+from optperm.contract.shardings import shard_like, unshard
+from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree, UInt32
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
+
+# The share of steps that may meet a scaled or clipped gradient, how fast older ones are forgotten, and
+# how often one is looked at.
+_LARGEST_ALTERED, _SHARE_RATE, _LOOK_EVERY = 0.05, 0.02, 10
 
 
 class SgldState(NamedTuple):
-    """State of `sgld`.
+    r"""State of `sgld`.
 
     Attributes:
       count: Steps taken.
       key: The raw random key of the noise.
+      reach: :math:`\epsilon T / 2` of the last step: over the posterior's variance in a direction it is
+        the :math:`h \lambda` of that direction, by whose half variances are too large; 0 where a
+        preconditioner makes it different everywhere.
+      altered: Of late, the share of the steps whose gradient was the one of the extra arguments scaled
+        or clipped; every tenth is looked at.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
+    reach: Float32[Array, ""]
+    altered: Float32[Array, ""]
 
 
 class SghmcState(NamedTuple):
@@ -45,11 +62,15 @@ class SghmcState(NamedTuple):
       count: Steps taken.
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
+      reach: :math:`\eta T / (2 - \alpha)` of the last step, for what `SgldState` has it for.
+      altered: As in `SgldState`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
     key: UInt32[Array, "2"]
+    reach: Float32[Array, ""]
+    altered: Float32[Array, ""]
 
 
 def sgld(
@@ -69,8 +90,9 @@ def sgld(
     (`optperm.normal_prior`). The smaller :math:`\epsilon`, the nearer the iterates' distribution to the
     posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
     :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
-    control variates of Baker et al.). A schedule makes the steps fall, or fall again and again
-    (cyclical SGLD).
+    control variates of Baker et al.). Clipping does not belong there: it changes the mean of the
+    gradients too, and is warned of where the state is looked at. A schedule makes the steps fall, or
+    fall again and again (cyclical SGLD).
 
     Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
     states that were initialized with different seeds.
@@ -120,10 +142,10 @@ def sgld(
             checks.check_same_tree(
                 "preconditioner", preconditioner, params, source="params", dtypes=False
             )
-        return SgldState(jnp.zeros([], jnp.int32), key_data(seed))
+        return SgldState(jnp.zeros([], jnp.int32), key_data(seed), *_zeros())
 
     def update(
-        g: optax.Updates, state: SgldState, params: optax.Params, **_: Any
+        g: optax.Updates, state: SgldState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, SgldState]:
         dtype = accumulation_dtype(params)
         epsilon = resolve_schedule("step_size", step_size, state.count, dtype)
@@ -139,7 +161,13 @@ def sgld(
             u = jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
             return jnp.where(jnp.isfinite(u), u, jnp.zeros_like(u))
 
-        return jax.tree.map(move, g, xi, m), SgldState(optax.safe_increment(state.count), state.key)
+        following = state._replace(
+            count=optax.safe_increment(state.count),
+            reach=(epsilon * t / 2 if preconditioner is None else 0 * epsilon).astype(jnp.float32),
+            altered=_altered(state, g, extra_args.get("grad"), params),
+        )
+        warn_if_altered(following)
+        return jax.tree.map(move, g, xi, m), following
 
     return with_masters(transformation(init, update, method="sgld"))
 
@@ -168,7 +196,8 @@ def sghmc(
     Args:
       step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
       num_data: N, the number of training examples.
-      friction: :math:`\alpha`, in [0, 1]: 1 less the decay of the momentum.
+      friction: :math:`\alpha`, in (0, 1]: 1 less the decay of the momentum. Without any there is no
+        stationary distribution.
       temperature: T, a number or a schedule of the step.
       noise_estimate: :math:`\hat\beta`, at most `friction`.
       seed: Seed of the noise. The key is in the state.
@@ -199,6 +228,7 @@ def sghmc(
       <https://arxiv.org/abs/1402.4102>`_, ICML 2014
     """
     _check(step_size, num_data, temperature, seed)
+    checks.check_positive("friction", friction)
     checks.check_in_range("friction", friction, 0.0, 1.0, may_be_schedule=False)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
     checks.check_in_range(
@@ -215,10 +245,10 @@ def sghmc(
         velocity = jax.tree.map(
             lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params
         )
-        return SghmcState(jnp.zeros([], jnp.int32), velocity, key_data(seed))
+        return SghmcState(jnp.zeros([], jnp.int32), velocity, key_data(seed), *_zeros())
 
     def update(
-        g: optax.Updates, state: SghmcState, params: optax.Params, **_: Any
+        g: optax.Updates, state: SghmcState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, SghmcState]:
         dtype = accumulation_dtype(params)
         eta = resolve_schedule("step_size", step_size, state.count, dtype)
@@ -238,13 +268,83 @@ def sghmc(
         velocity = jax.tree.map(
             lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
         )
-        return u, SghmcState(optax.safe_increment(state.count), velocity, state.key)
+        following = SghmcState(
+            count=optax.safe_increment(state.count),
+            velocity=velocity,
+            key=state.key,
+            reach=(eta * t / (2 - alpha)).astype(jnp.float32),
+            altered=_altered(state, g, extra_args.get("grad"), params),
+        )
+        warn_if_altered(following)
+        return u, following
 
     return with_masters(
         transformation(
             init, update, method="sghmc", like=lambda state: state.velocity, dtypes=False
         )
     )
+
+
+def warn_if_altered(state: SgldState | SghmcState) -> None:
+    """Warns of gradients that something has scaled or clipped, where the state can be looked at.
+
+    Args:
+      state: Of one chain or of several; nothing is said of a traced one.
+    """
+    if can_be_seen(state.altered) and np.max(np.asarray(state.altered)) > _LARGEST_ALTERED:
+        warnings.warn(
+            "The gradients are scaled or clipped on their way to the sampler, which changes what it "
+            "samples: leave out what stands in front of it. Control variates (svrg) may.",
+            stacklevel=3,
+        )
+
+
+def _zeros() -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
+
+
+def _altered(
+    state: SgldState | SghmcState, g: optax.Updates, grad: optax.Updates | None, params: Any
+) -> jax.Array:
+    """The running share of steps with a gradient that is the batch's own, but scaled or clipped.
+
+    The very same arrays are not compared. Of a single number nothing can be told.
+    """
+    leaves = jax.tree.leaves(g)
+    if grad is None or sum(map(jnp.size, leaves)) < 2:
+        return state.altered
+    others = jax.tree.leaves(mask_like(grad, params))
+    if len(others) != len(leaves) or all(a is b for a, b in zip(leaves, others, strict=True)):
+        return state.altered
+
+    def look() -> jax.Array:
+        found = _is_altered(leaves, others).astype(jnp.float32)
+        return state.altered + _SHARE_RATE * (found - state.altered)
+
+    return cond(state.count % _LOOK_EVERY == 0, look, lambda: state.altered)
+
+
+def _is_altered(leaves: list[jax.Array], others: list[jax.Array]) -> jax.Array:
+    """Whether some entries are the others' times one number, or all those that differ have one size."""
+    dtype = accumulation_dtype(leaves)
+    rounding = 8 * max(float(jnp.finfo(x.dtype).eps) for x in leaves)
+    g, grad = ([unshard(x).astype(dtype) for x in each] for each in (leaves, others))
+
+    def total(function: Callable[..., jax.Array]) -> jax.Array:
+        parts = (jnp.sum(function(*pair), dtype=dtype) for pair in zip(g, grad, strict=True))
+        return sum(parts, start=jnp.zeros([], dtype))
+
+    # g = c grad
+    size = total(lambda a, b: b * b)
+    c = total(lambda a, b: a * b) / jnp.where(size > 0, size, 1.0)
+    is_scaled = total(lambda a, b: (a - c * b) ** 2) <= rounding**2 * c**2 * size
+    is_scaled &= jnp.abs(c - 1) > 0.01
+
+    # |g_k| = max |g| wherever g_k is not grad_k
+    most = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a), initial=0.0) for a in g])
+    strays = total(lambda a, b: (a != b) & ((jnp.abs(a) < most) | (jnp.abs(b) < most)))
+    is_clipped = (strays == 0) & (total(lambda a, b: a != b) > 0)
+    return (is_scaled | is_clipped) & (total(lambda a, b: (a != 0) | (b != 0)) > 1)
 
 
 def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:

@@ -10,7 +10,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
-from optperm.contract.mapped_axes import AxisName
+from optperm.contract.mapped_axes import AxisName, axis_names, mark_varying
 from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
 
@@ -44,6 +44,22 @@ class BatchGradients(NamedTuple):
     def replicas(self) -> int:
         """Over how many the batch is spread."""
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    def differs_from(self, updates: optax.Updates) -> jax.Array:
+        """Whether the batch's gradient is another one than what there is to precondition, by 1 %.
+
+        Of the very same arrays nothing has to be computed.
+        """
+        pairs = list(zip(*map(jax.tree.leaves, (updates, self.grad)), strict=True))
+        if all(one is other for one, other in pairs):
+            return jnp.zeros([], jnp.bool_)
+        grad = self.grad
+        if self.axis_name is not None:
+            # Averaged already or not: the mean of what is the same everywhere is itself.
+            local = mark_varying(grad, axis_names(self.axis_name))
+            grad = jax.lax.pmean(local, self.axis_name)
+        gap = optax.tree.norm(_difference(updates, grad), squared=True)
+        return gap > 1e-4 * optax.tree.norm(grad, squared=True)
 
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
         """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
@@ -131,9 +147,11 @@ def product_with(direction: optax.Updates) -> Outer:
             direction,
         )
         along = sum((part.astype(dtype) for part in jax.tree.leaves(parts)), start=zero)
-        return jax.tree.map(
-            lambda d: jnp.sum(d * _along(along.astype(d.dtype), d), axis=0), deviations
+        # Without a barrier XLA makes a matrix product of the sum: three times as long on the CPU.
+        rows = jax.lax.optimization_barrier(
+            jax.tree.map(lambda d: d * _along(along.astype(d.dtype), d), deviations)
         )
+        return jax.tree.map(lambda d: jnp.sum(d, axis=0), rows)
 
     return product
 
@@ -228,6 +246,7 @@ def single_example(batch: BatchGradients, outer: Outer) -> Any:
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
     """
+    _check_num_examples(batch)
     one = batch.extras["example_grad_fn"](batch.params)
     one = _checked_gradients(one, batch, "example_grad_fn(params)", axes=0)
     estimate = _outer_of(_difference(one, batch.grad), 1 / (1 + 1 / batch.batch_size), outer)
@@ -250,6 +269,7 @@ def two_batches(batch: BatchGradients, outer: Outer) -> Any:
             "'two_batches' halves the batch of each, which takes a multiple of them, and at least "
             "2 examples each."
         )
+    _check_num_examples(batch)
     half = here // 2
     part = grad_fn(batch.params, start=0, size=half)
     part = _checked_gradients(part, batch, "grad_fn(params)", axes=0)
@@ -301,18 +321,29 @@ def _checked_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: in
 
 
 def _check_batch(here: int, batch: BatchGradients) -> None:
-    batch_size, replicas = batch.batch_size, batch.replicas
-    if here * replicas < 2:
+    if here * batch.replicas < 2:
         raise ValueError(
             "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
             "estimator='single_example' for batches of one."
         )
+    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
+
+
+def _check_num_examples(batch: BatchGradients) -> None:
+    """Raises where `optperm.evaluate` says that its batch has another size."""
+    here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
+    if here is not None:
+        _check_size(here, batch, f"grad_fn is that of a batch of {here}")
+
+
+def _check_size(here: int, batch: BatchGradients, what: str) -> None:
+    batch_size, replicas = batch.batch_size, batch.replicas
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
-            f"batch_size is {batch_size}, but per_example_grad_fn gave the gradients of {here} "
-            f"examples{over}: pass batches of one size (leave out a smaller last one), and axis_name "
-            "where a batch is spread over several devices."
+            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size (leave "
+            "out a smaller last one), and axis_name where a batch is spread over several devices; "
+            "inside of optax.MultiSteps the batch is only a part of what a step is made of."
         )
 
 

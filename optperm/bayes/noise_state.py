@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Above the first, variances are off by more than a third; at the second one steps diverge.
 DOUBTFUL, UNSTABLE = 0.5, 2.0
+# So large a share of the estimates may be of another gradient than the one that moves the params.
+_LARGEST_FOREIGN = 0.02
 # A power iteration takes so many of its products for the weight of a new one.
 _FORGETTING = 5.0
 
@@ -52,6 +54,8 @@ class GradientNoiseState(NamedTuple):
       curvature_direction: The vector of the power iteration of :math:`A`, or of :math:`H A`.
       noise_direction: That of :math:`C`; without filled noise an empty tuple.
       unstable: How many steps were not taken because they would diverge.
+      foreign: How many estimates met another gradient than that of the extra arguments, whose noise
+        they tell.
       key: The raw random key of the filled noise.
     """
 
@@ -71,6 +75,7 @@ class GradientNoiseState(NamedTuple):
     curvature_direction: PyTree[Float[Array, "?*shape"], "Params"]
     noise_direction: Any
     unstable: Int32[Array, ""]
+    foreign: Int32[Array, ""]
     key: UInt32[Array, "2"]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
@@ -82,7 +87,7 @@ class GradientNoiseState(NamedTuple):
         """
         if not isinstance(self.factor, tuple):
             moves = self._solve(grads)
-        elif _is_number(self.covariance):
+        elif is_number(self.covariance):
             h = self._step_size(self.covariance)
             moves = jax.tree.map(lambda g: h * jnp.asarray(g, h.dtype), grads)
         else:
@@ -143,7 +148,7 @@ def initial_state(
     )
     zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
     # Each is an array of its own: states may be donated.
-    counts = ("count", "steps", "estimates", "unstable")
+    counts = ("count", "steps", "estimates", "unstable", "foreign")
     found = ("filling", "curvature", "stability", "largest_noise")
     return GradientNoiseState(
         **{name: jnp.zeros([], jnp.int32) for name in counts},
@@ -158,13 +163,16 @@ def initial_state(
     )
 
 
-def with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> GradientNoiseState:
+def with_estimate(
+    state: GradientNoiseState, sample: Any, kappa: jax.Array, *, is_foreign: jax.Array
+) -> GradientNoiseState:
     """The state with one more estimate of C, if it is finite.
 
     Args:
       state: The state before.
       sample: The estimate.
       kappa: The weight.
+      is_foreign: Whether what is preconditioned is not the gradient whose noise this is.
     """
     is_sound = all_finite(sample)
 
@@ -180,6 +188,7 @@ def with_estimate(state: GradientNoiseState, sample: Any, kappa: jax.Array) -> G
 
     return state._replace(
         estimates=state.estimates + is_sound.astype(jnp.int32),
+        foreign=state.foreign + (is_sound & is_foreign).astype(jnp.int32),
         weight=jnp.where(is_sound, weight, state.weight),
         covariance=jax.tree.map(towards, state.covariance, sample),
     )
@@ -345,26 +354,48 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
     Raises:
       ValueError: If steps were not taken, because they would diverge.
     """
-    numbers = state.stability, state.unstable, state.steps
-    if not all(_can_be_seen(number) for number in numbers):
+    numbers = state.stability, state.unstable, state.steps, state.foreign, state.estimates
+    if not all(can_be_seen(number) for number in numbers):
         return
     largest = float(np.max(np.asarray(state.stability)))
+    is_filled = not isinstance(state.noise_direction, tuple)
     if np.any(np.asarray(state.unstable) > 0):
+        advice = (
+            "Lower stability or learning_rate, whose product decides it."
+            if is_filled
+            else "Use constant_sgd(..., fill=True), or smaller batches, a smaller max_step or more "
+            "damping."
+        )
         raise ValueError(
             f"These steps do not sample, they diverge: lambda_max(H A) is {largest:.3g}, 2 or more, so "
-            "none was taken. Use constant_sgd(..., fill=True), or smaller batches, a smaller max_step "
-            "or more damping."
+            f"none was taken. {advice}"
         )
     if largest > DOUBTFUL and np.any(np.asarray(state.steps) > 0):
         off = 1 / max(1 - largest / 2, 1e-3)
+        advice = (
+            "Lower stability or learning_rate, whose product it is (.2 by default)."
+            if is_filled
+            else "Use constant_sgd(..., fill=True), or smaller batches."
+        )
         warnings.warn(
             f"lambda_max(H A) is {largest:.3g}: in that direction the variance of the draws is about "
-            f"{off:.2g} times what it should be. Use constant_sgd(..., fill=True), or smaller batches.",
+            f"{off:.2g} times what it should be. {advice}",
+            stacklevel=3,
+        )
+    share = np.max(np.asarray(state.foreign) / np.maximum(np.asarray(state.estimates), 1))
+    if share > _LARGEST_FOREIGN:
+        warnings.warn(
+            f"In {min(share, 1.0):.1%} of the estimates of the noise the gradient was not the one of "
+            "the extra arguments: its noise is not the one that the steps are made for, and the draws "
+            "do not follow the posterior. Nothing that changes gradients belongs in front of "
+            "constant_sgd or around it: no clipping, no svrg (sgld and sghmc take it), no weight decay "
+            "(normal_prior goes into the loss), no MultiSteps (chunk_size= saves memory).",
             stacklevel=3,
         )
 
 
-def _can_be_seen(number: Any) -> bool:
+def can_be_seen(number: Any) -> bool:
+    """Whether an entry of a state is there to be looked at now."""
     is_array = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
     return is_array and (number.is_fully_addressable or number.is_fully_replicated)
 
@@ -376,5 +407,6 @@ def _check_size(size: int, factor: jax.Array) -> None:
         )
 
 
-def _is_number(tree: Any) -> bool:
+def is_number(tree: Any) -> bool:
+    """Whether a tree is a single number."""
     return jax.tree_util.all_leaves([tree]) and jnp.ndim(tree) == 0

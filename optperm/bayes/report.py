@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
-from optperm.bayes.langevin import SghmcState, SgldState
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.bayes.langevin import SghmcState, SgldState, warn_if_altered
+from optperm.bayes.noise_state import GradientNoiseState, is_number, warn_if_unstable
 from optperm.contract import checks
 from optperm.contract.states import find_states
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
-# Of fewer draws R-hat tells less: so large it is of so many and more.
-_LARGEST_R_HAT = ((1.1, 40), (3.0, 20))
+_LARGEST_BIAS, _LARGEST_EXCESS = 0.03, 1.3
+# Of fewer draws R-hat tells less: so large it is of so many and more. Of fewest variances tell nothing.
+_LARGEST_R_HAT, _LEAST_DRAWS = ((1.1, 40), (3.0, 20)), 20
 
 
 class PosteriorReport(NamedTuple):
@@ -38,6 +40,10 @@ class PosteriorReport(NamedTuple):
       estimates_per_param: Estimates of the gradient noise, by the number of params.
       share_at_max_step: The share of params whose steps have the largest size allowed, whatever the
         temperature.
+      noise_excess: By what factor the noise of a step along the largest direction of :math:`C` is above
+        what the scalar or diagonal preconditioner takes it for.
+      step_bias: The largest share by which the steps of SGLD or SGHMC, which are not infinitely short,
+        make a parameter's variance too large.
       warnings: What is wrong, a sentence each.
     """
 
@@ -47,6 +53,8 @@ class PosteriorReport(NamedTuple):
     times: float | None
     estimates_per_param: float | None
     share_at_max_step: float | None
+    noise_excess: float | None
+    step_bias: float | None
     warnings: tuple[str, ...]
 
 
@@ -57,10 +65,25 @@ def posterior_report(
 
     Of constant SGD (`optperm.constant_sgd`) it warns if :math:`\lambda_{\max}(H A)` is above .5, if the
     full preconditioner has fewer than 9 estimates of the noise a parameter, if without filled noise
-    more than 3 % of the steps have the size `max_step`, or if the draws are of steps that did not
-    sample. Of all samplers it warns if draws are not finite, if a split R-hat is above 1.1, or if chains
-    are shorter than 20 relaxation times :math:`\tau = 1 / (h \lambda_{\min}(A))`. What passes may still
-    be wrong.
+    more than 3 % of the steps have the size `max_step`, if the draws are of steps that did not sample,
+    if chains are shorter than 20 relaxation times :math:`\tau = 1 / (h \lambda_{\min}(A))`, if the
+    gradient was not the one whose noise was estimated, or if another preconditioner than the full one
+    meets noise so correlated that along its largest direction v
+
+    .. math::
+      \frac{v^\top (C + b I) v}{v^\top (\operatorname{diag} C + b I) v} > 1.3
+
+    as the variance there comes out too large by about that factor. Of SGLD and SGHMC it warns if the
+    length of their steps alone makes a variance too large by more than 3 %, to first order
+
+    .. math::
+      \frac{h \lambda}{2} = \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
+      \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
+
+    by the variance of the draws (which have to be iterates, not means of them), or if their gradients
+    were scaled or clipped; the noise of the batches, which widens the draws too, is not seen. Of all
+    samplers it warns if draws are not finite or if a split R-hat is above 1.1. What passes may still be
+    wrong.
 
     Args:
       samples: What `optperm.draw_samples` returned.
@@ -78,16 +101,17 @@ def posterior_report(
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
-      >>> tx = optperm.sgld(2e-4, num_data=1000)
+      >>> tx = optperm.sgld(1e-4, num_data=1000)
       >>> def step(params, opt_state, key):  # the posterior is N(0, 1/1000)
       ...     updates, opt_state = tx.update(params, opt_state, params)
       ...     return params + updates, opt_state
       >>> w = jnp.zeros(())
       >>> samples = optperm.draw_samples(
-      ...     step, w, tx.init(w), jax.random.key(0), num_chains=4, num_draws=1000, thinning=50
+      ...     step, w, tx.init(w), jax.random.key(0), num_chains=4, num_draws=1000, thinning=100
       ... )
       >>> report = optperm.posterior_report(samples)  # doctest: +ELLIPSIS
       split R-hat, largest           1.00...
+      variance added by the steps    0.02...
       >>> report.warnings
       ()
     """
@@ -106,6 +130,8 @@ def posterior_report(
         "relaxation times a chain": report.times,
         "estimates of the noise a param": report.estimates_per_param,
         "share of steps at max_step": report.share_at_max_step,
+        "noise over what is assumed": report.noise_excess,
+        "variance added by the steps": report.step_bias,
     }
     for name, value in lines.items():
         if value is not None:
@@ -151,9 +177,35 @@ def _report(
             "more warmup."
         )
     of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
-    figures = of_each[0] if len(of_each) == 1 else (None,) * 4
+    names = "stability", "times", "estimates_per_param", "share_at_max_step", "noise_excess"
+    figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
+    bias = _step_bias(samples, find_states(opt_state, (SgldState, SghmcState)), found)
     ess = _smallest_ess(samples.params) if with_ess else None
-    return PosteriorReport(r_hat, ess, *figures, tuple(found))
+    return PosteriorReport(r_hat, ess, **figures, step_bias=bias, warnings=tuple(found))
+
+
+def _step_bias(samples: Samples, states: list[Any], found: list[str]) -> float | None:
+    """The largest share of a parameter's variance that the length of steps adds; adds what is wrong."""
+    for state in states:
+        warn_if_altered(state)
+    if len(states) != 1 or _num_draws(samples) < _LEAST_DRAWS or not _is_finite(samples.params):
+        return None
+    reach = float(np.max(np.asarray(states[0].reach)))
+    variances = [
+        np.asarray(leaf, np.float64).var(axis=(0, 1)).ravel() for leaf in _floating(samples.params)
+    ]
+    moving = np.concatenate(variances) if variances else np.zeros(0)
+    moving = moving[moving > 0]
+    if reach == 0 or not moving.size:
+        return None
+    # h lambda is the reach over Var = T / (N lambda), which it multiplies by 1 / (1 - h lambda / 2).
+    bias = reach / float(moving.min()) / 2
+    if bias > _LARGEST_BIAS:
+        found.append(
+            f"The length of the steps makes the variance of a parameter about {bias:.1%} too large, and "
+            "that along steep directions more: lower step_size, and draw longer chains."
+        )
+    return bias
 
 
 def _of_state(
@@ -162,8 +214,8 @@ def _of_state(
     drawn: int,
     samples: Samples,
     found: list[str],
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """Stability, relaxation times, estimates and share at the largest step; adds what is wrong."""
+) -> dict[str, float | None]:
+    """What a report has of a state, by its names; adds what is wrong."""
     warn_if_unstable(state)
     stability = float(np.max(np.asarray(state.stability))) or None
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
@@ -198,7 +250,36 @@ def _of_state(
                 f"{share:.1%} of the params take steps of the size max_step, on which the temperature "
                 "has no effect: there the draws do not follow the posterior. Use fill=True."
             )
-    return stability, times, estimates, share
+    excess = _noise_excess(state)
+    if excess is not None and excess > _LARGEST_EXCESS:
+        found.append(
+            f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
+            "times what the preconditioner takes it for, and variances there are too large by about "
+            "that factor. Use preconditioner='full', or a smaller rho."
+        )
+    return {
+        "stability": stability,
+        "times": times,
+        "estimates_per_param": estimates,
+        "share_at_max_step": share,
+        "noise_excess": excess,
+    }
+
+
+def _noise_excess(state: GradientNoiseState) -> float | None:
+    """v^T (C + b I) v over what is assumed of it, where v and that are known; the largest of chains."""
+    if not isinstance(state.factor, tuple) or isinstance(state.noise_direction, tuple):
+        return None
+
+    def of_chain(state: GradientNoiseState) -> jax.Array:
+        v, _ = ravel_pytree(state.noise_direction)
+        of_scalar = is_number(state.covariance)
+        c = state.covariance if of_scalar else ravel_pytree(state.covariance)[0]
+        assumed = jnp.sum(c * v**2) / jnp.sum(v**2) + state.filling
+        return (state.largest_noise + state.filling) / jnp.where(assumed > 0, assumed, jnp.inf)
+
+    ratio = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
+    return float(np.max(np.asarray(ratio)))
 
 
 def _shares(state: GradientNoiseState) -> Any:

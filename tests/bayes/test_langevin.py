@@ -1,5 +1,7 @@
 """SGLD and SGHMC at finite steps, against the exact laws of Gaussians, and their recursions."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,14 @@ import optperm
 N = 100
 HESSIAN = np.array([[1.0, 0.4], [0.4, 0.5]])
 ROOT = np.array([[0.2, 0.0], [-0.1, 0.1]])  # of the covariance of the batch's gradient
+
+
+@pytest.fixture
+def long_steps():
+    """Lifts the warning of steps that are meant to be long."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The length of the steps")
+        yield
 
 
 def draws(tx, *, num_draws=400, thinning=25):
@@ -44,6 +54,7 @@ def assert_has_law(flat, wanted):
     assert np.abs(flat.mean(axis=0) / np.sqrt(np.diag(wanted))).max() < 0.04
 
 
+@pytest.mark.usefixtures("long_steps")
 @pytest.mark.parametrize("preconditioner", [None, (3.0, 0.5)])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_sgld_has_its_exact_law(preconditioner, temperature):
@@ -60,6 +71,7 @@ def test_sgld_has_its_exact_law(preconditioner, temperature):
     assert np.abs(np.diag(wanted) / np.diag(posterior) - 1).max() > 0.1
 
 
+@pytest.mark.usefixtures("long_steps")
 @pytest.mark.parametrize(("friction", "noise_estimate"), [(0.2, 0.0), (0.5, 0.1), (1.0, 0.0)])
 def test_sghmc_has_its_exact_law(friction, noise_estimate):
     """Momentum SGD with H = eta N and the decay 1 - alpha, to whose noise 2 (alpha - beta) T / (eta N^2)

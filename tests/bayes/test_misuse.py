@@ -1,0 +1,245 @@
+"""What would sample another posterior without a word: all of it is warned of, or refused."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+N, S, D = 200, 8, 3
+SHORT = {"burn_in": 20, "freeze_after": 60}
+
+
+@functools.cache
+def data():
+    """A linear regression with a noise of one."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(N, D))
+    return np.float32(x), np.float32(x @ np.array([1.0, -1.0, 0.5]) + rng.normal(size=N))
+
+
+def loss_fn(w, batch):
+    x, y = batch
+    return 0.5 * jnp.mean((x @ w - y) ** 2) + optperm.normal_prior(w, 1.0, N)
+
+
+def stepper(tx, batch_size=S, loss_fn=loss_fn, data=data):
+    def step(w, opt_state, key):
+        rows = jax.random.randint(key, (batch_size + 1,), 0, N)
+        batch, example = (
+            tuple(jnp.asarray(leaf)[r] for leaf in data()) for r in (rows[:-1], rows[-1:])
+        )
+        e = optperm.evaluate(loss_fn, w, batch, example=example)
+        extras = {"full_grad_fn": lambda w: jax.grad(loss_fn)(w, data()), **e.extra_args}
+        updates, opt_state = tx.update(e.grad, opt_state, w, **extras)
+        return optax.apply_updates(w, updates), opt_state
+
+    return step
+
+
+def said(tx, *, step=None, size=D, **options):
+    """The warnings of `draw_samples`, and the draws."""
+    w = jnp.zeros(size)
+    options = {"num_chains": 2, "num_draws": 60, "thinning": 2, "warmup": 40} | options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        samples = optperm.draw_samples(
+            step or stepper(tx), w, tx.init(w), jax.random.key(0), **options
+        )
+    return " ".join(str(w.message) for w in caught), samples
+
+
+def report_of(samples):
+    """The warnings of `posterior_report`, and the report."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = optperm.posterior_report(samples)
+    return " ".join(str(w.message) for w in caught), report
+
+
+FOREIGN, ALTERED = "not the one of the extra arguments", "scaled or clipped on their way"
+TIGHT = 0.05  # far below what gradients are long
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize(
+    ("front", "is_foreign"),
+    [
+        (optax.identity, False),
+        (lambda: optax.clip_by_global_norm(TIGHT), True),
+        (lambda: optax.clip_by_global_norm(1e6), False),
+        (lambda: optax.clip(TIGHT), True),
+        (lambda: optperm.svrg(refresh_every=20), True),
+        (lambda: optax.add_decayed_weights(1.0), True),
+    ],
+)
+def test_constant_sgd_says_when_the_gradient_is_another_one(front, is_foreign, fill):
+    tx = optax.chain(front(), optperm.constant_sgd(N, S, fill=fill, max_step=1e-2, **SHORT))
+    text, samples = said(tx)
+    assert (FOREIGN in text) == is_foreign
+    assert (FOREIGN in report_of(samples)[0]) == is_foreign
+
+
+@pytest.mark.parametrize("build", [optperm.sgld, functools.partial(optperm.sghmc, friction=0.2)])
+@pytest.mark.parametrize(
+    ("front", "is_altered"),
+    [
+        (optax.identity, False),
+        (lambda: optax.clip_by_global_norm(TIGHT), True),
+        (lambda: optax.clip_by_global_norm(1e6), False),
+        (lambda: optax.clip(TIGHT), True),
+        (lambda: optperm.svrg(refresh_every=20), False),
+        (lambda: optperm.svrg(0.1, refresh_every=20), False),
+    ],
+)
+def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front, is_altered):
+    tx = optax.chain(front(), build(1e-5, N))
+    assert (ALTERED in said(tx)[0]) == is_altered
+
+
+def test_an_eager_update_says_so_too():
+    tx = optax.chain(optax.clip(TIGHT), optperm.sgld(1e-5, N))
+    w = jnp.ones(D)
+    e = optperm.evaluate(loss_fn, w, tuple(leaf[:S] for leaf in data()))
+    state = tx.init(w)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(31):
+            state = tx.update(e.grad, state, w, **e.extra_args)[1]
+    assert ALTERED in str(caught[-1].message)
+    tx = optax.chain(optax.clip(TIGHT), optperm.constant_sgd(N, S, burn_in=0))
+    with pytest.warns(UserWarning, match=FOREIGN):
+        tx.update(e.grad, tx.init(w), w, **e.extra_args)
+
+
+def test_microbatches_are_refused_or_warned_of():
+    """Inside of `optax.MultiSteps` the examples are those of the last part."""
+    tx = optperm.constant_sgd(N, 2 * S, estimator="single_example", **SHORT)
+    with pytest.raises(ValueError, match=r"batch_size is 16, but grad_fn is .* 8 .*MultiSteps"):
+        said(optax.MultiSteps(tx, 2))
+    tx = optperm.constant_sgd(N, S, estimator="single_example", **SHORT)
+    assert FOREIGN in said(optax.MultiSteps(tx, 2), num_draws=100)[0]
+
+
+@pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
+@pytest.mark.parametrize("given", [3, 12])
+def test_batches_of_another_size_are_refused(estimator, given):
+    tx = optperm.constant_sgd(N, S, estimator=estimator, **SHORT)
+    with pytest.raises(ValueError, match=rf"batch_size is 8, but grad_fn is that .* {given} "):
+        said(tx, step=stepper(tx, given))
+
+
+def test_a_full_batch_has_no_noise():
+    with pytest.warns(UserWarning, match=r"batch_size is num_data, 200: .*no noise.*sgld"):
+        optperm.constant_sgd(N, N)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optperm.constant_sgd(N, N - 1)
+
+
+def test_steps_that_are_chosen_too_long_are_named_by_what_chose_them():
+    for options in ({"learning_rate": 1000.0}, {"stability": 2.0}):
+        with pytest.raises(ValueError, match="stability times learning_rate must be below 2"):
+            optperm.constant_sgd(N, S, **options)
+    optperm.constant_sgd(N, S, learning_rate=1000.0, fill=False)
+    text, _ = said(optperm.constant_sgd(N, S, stability=1.5, preconditioner="full", **SHORT))
+    assert "Lower stability or learning_rate" in text
+    assert "fill=True" not in text
+    rate = optax.constant_schedule(1000.0)
+    with pytest.raises(ValueError, match=r"they diverge.*Lower stability or learning_rate"):
+        said(optperm.constant_sgd(N, S, learning_rate=rate, preconditioner="full", **SHORT))
+
+
+def test_rows_without_a_finite_loss_do_not_spoil_the_chain():
+    """The default burn-in leaves their gradients out, as the steps that sample do."""
+
+    def spoiled():
+        x, y = data()
+        return x, np.where(np.arange(N) == 7, np.nan, y)
+
+    tx = optperm.constant_sgd(N, S, burn_in=400, preconditioner="full")
+    step = stepper(tx, data=spoiled)
+    text, samples = said(tx, step=step, warmup=400, num_draws=300, thinning=10)
+    assert "not finite" not in text
+    x, y = (np.delete(leaf, 7, axis=0) for leaf in data())
+    exact = np.linalg.solve(x.T @ x + np.eye(D), x.T @ y)
+    flat = np.asarray(samples.params).reshape(-1, D)
+    np.testing.assert_allclose(flat.mean(axis=0), exact, atol=0.05)
+    np.testing.assert_allclose(flat.std(axis=0), 1 / np.sqrt(N), rtol=0.25)
+
+
+@pytest.mark.parametrize("preconditioner", ["scalar", "diagonal", "full"])
+def test_correlated_noise_is_named_by_how_much_it_is(preconditioner):
+    """Of ten gradients that are nearly one the variance along it is nearly twice the posterior's."""
+    size = 10
+    root = jnp.float32(np.linalg.cholesky(0.05 * np.eye(size) + 0.95 * np.ones((size, size))))
+    hessian = root @ root.T
+
+    def step(w, opt_state, key, tx=None):
+        rows = jax.random.normal(key, (S, size)) @ root.T + (hessian @ w)[None]
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: hessian @ w}
+        updates, opt_state = tx.update(jnp.mean(rows, axis=0), opt_state, w, **extras)
+        return optax.apply_updates(w, updates), opt_state
+
+    # Steps so short that the second bound is the one that counts.
+    options = {"momentum": 0.0, "stability": 0.1, "burn_in": 500, "num_data": 1000}
+    tx = optperm.constant_sgd(batch_size=S, preconditioner=preconditioner, **options)
+    run = {"num_chains": 8, "warmup": 2000, "num_draws": 500, "thinning": 20}
+    text, samples = said(tx, step=functools.partial(step, tx=tx), size=size, **run)
+    along = np.asarray(samples.params, np.float64) @ np.ones(size) / np.sqrt(size)
+    ratio = along.var() * 1000 * (0.05 + 0.95 * size)
+    excess = report_of(samples)[1].noise_excess
+    assert ("correlated" in text) == (preconditioner != "full")
+    if preconditioner == "full":
+        assert excess is None
+        assert ratio == pytest.approx(1.0, rel=0.15)
+    else:
+        assert excess > 1.3
+        assert ratio == pytest.approx(excess, rel=0.15)
+
+
+@pytest.mark.parametrize(("friction", "epsilon"), [(None, 4e-3), (0.5, 4e-3), (None, 1e-4)])
+def test_the_length_of_langevin_steps_is_reported(friction, epsilon):
+    """On Gaussians of one curvature the bias is known; small steps are not warned of."""
+    hessian = jnp.array([1.0, 0.5])
+
+    def step(w, opt_state, key, tx=None):
+        del key
+        updates, opt_state = tx.update(hessian * w, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    n, temperature = 100, 1.5
+    sampler = (
+        optperm.sgld(epsilon, n, temperature)
+        if friction is None
+        else optperm.sghmc(epsilon, n, friction, temperature)
+    )
+    length = epsilon * n / 2 if friction is None else epsilon * n / (2 - friction)
+    text, samples = said(
+        sampler,
+        step=functools.partial(step, tx=sampler),
+        size=2,
+        num_chains=16,
+        warmup=500,
+        num_draws=500,
+        thinning=20,
+    )
+    ratio = np.asarray(samples.params[..., 0], np.float64).var() * n / temperature
+    exact = 1 / (1 - length / 2)
+    bias = report_of(samples)[1].step_bias
+    # To first order: measured against a variance that has the bias in it already.
+    assert bias == pytest.approx(length / 2 / exact, rel=0.1)
+    assert ("length of the steps" in text) == (bias > 0.03)
+    if friction is None and bias > 0.03:
+        assert ratio == pytest.approx(exact, rel=0.05)
+
+
+def test_friction_is_needed():
+    with pytest.raises(ValueError, match=r"friction must be above 0, got 0\.0"):
+        optperm.sghmc(1e-3, N, 0.0)

@@ -1,0 +1,98 @@
+"""The noise that is filled in: its bits, its moments, and the law of the iterates that it moves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.extend.random import threefry2x32_p
+
+from optperm.bayes.normal_noise import fold, three_point_like, threefry
+from optperm.contract.keys import key_data
+
+
+def test_threefry_is_that_of_jax():
+    """Bit for bit, whose own is a loop on the CPU."""
+    data = key_data(12345)
+    high, low = (jax.random.bits(jax.random.key(seed), (1000,), jnp.uint32) for seed in range(2))
+    for ours, theirs in zip(
+        threefry(data, high, low), threefry2x32_p.bind(*data, high, low), strict=True
+    ):
+        support.assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_three_points_have_the_moments_of_a_normal(dtype):
+    """To the fifth, each within five of its standard errors; neighbors are not correlated."""
+    with jax.enable_x64(dtype == "float64"):
+        tree = {"a": jnp.zeros((500, 800), dtype), "b": jnp.zeros((400_000,), dtype)}
+        drawn = three_point_like(key_data(3), tree)
+        assert all(
+            leaf.dtype == (dtype if dtype == "float64" else "float32") for leaf in drawn.values()
+        )
+        a, b = (np.asarray(leaf, np.float64).ravel() for leaf in drawn.values())
+    moments = {power: (0 if power % 2 else 3 ** (power // 2 - 1)) for power in range(1, 11)}
+    for x in (a, b):
+        assert len(np.unique(x)) == 3
+        for power in range(1, 6):
+            error = np.sqrt((moments[2 * power] - moments[power] ** 2) / x.size)
+            assert abs(np.mean(x**power) - moments[power]) < 5 * error
+        rows = x.reshape(500, 800)
+        for one, other in ((rows[1:], rows[:-1]), (rows[:, 1:], rows[:, :-1])):
+            assert abs(np.mean(one * other)) < 5 / np.sqrt(x.size)
+    assert abs(np.mean(a * b)) < 5 / np.sqrt(a.size)
+
+
+def test_steps_draw_noise_that_is_not_correlated():
+    """Nor do the keys of two chains."""
+
+    def of(key, count):
+        return three_point_like(fold(key_data(key), count), jnp.zeros(100_000))
+
+    first = of(0, 0)
+    for other in (of(0, 1), of(1, 0)):
+        assert abs(float(jnp.mean(first * other))) < 5 / np.sqrt(100_000)
+
+
+@pytest.mark.parametrize("decay", [0.8, 0.98])
+def test_iterates_have_the_moments_that_normal_noise_gives_them(decay):
+    """At steps of .2 of the relaxation time too, where normal noise would give N(0, 1)."""
+    size, steps = 20_000, 40
+
+    @jax.jit
+    def run(start):
+        def step(x, count):
+            xi = three_point_like(fold(key_data(0), count), x)
+            return decay * x + jnp.sqrt(1 - decay**2) * xi, x
+
+        first, _ = jax.lax.scan(step, start, jnp.arange(400))
+        thin = jax.lax.scan(step, first, jnp.arange(400, 400 + 25 * steps))[1][::25]
+        return thin
+
+    x = np.asarray(run(jnp.zeros(size)), np.float64).ravel()
+    # Of so many draws, independent to .98^25 = .6 at worst, the kurtosis is known to about 1 %.
+    assert abs(x.mean()) < 0.01
+    assert x.var() == pytest.approx(1.0, abs=0.01)
+    assert np.mean(x**3) == pytest.approx(0.0, abs=0.03)
+    assert np.mean(x**4) == pytest.approx(3.0, abs=0.06)
+
+
+def test_a_cut_leaf_draws_what_a_whole_one_does_and_gathers_nothing():
+    """On a mesh with automatic axes and with explicit ones."""
+    whole = jnp.zeros((16, 24))
+    wanted = three_point_like(key_data(5), whole)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+        spec = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+        with jax.set_mesh(mesh):
+            cut = jax.device_put(whole, spec)
+            program = jax.jit(
+                lambda data, leaf: leaf + three_point_like(data, leaf), out_shardings=spec
+            ).lower(key_data(5), cut)
+            compiled = program.compile()
+            found = compiled(key_data(5), cut)
+        assert found.sharding.is_equivalent_to(spec, 2)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+        assert not any(
+            name in compiled.as_text() for name in ("all-gather", "all-reduce", "permute(")
+        )
