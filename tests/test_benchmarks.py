@@ -18,6 +18,7 @@ RUNS = [
     ("agn.py", "--repetitions 1 --leaves 2 --leaf-size 100"),
     ("constant_sgd.py", "--only steps --repetitions 3"),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4"),
+    ("posterior.py", "--mlp --steps 40 --seeds 2 --grid 1 --methods Adam SGD"),
     ("sgperm.py", "--repetitions 1 --original-rows 1"),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2"),
     ("svrg.py", "--only saga --tolerance 0.3"),
@@ -26,9 +27,8 @@ RUNS = [
     ("svrg.py", f"--only networks {FIT}"),
     ("svrg.py", "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1"),
 ]
-# What has tests of its own: in training/test_checkpoints.py, benchmarks/test_dim_reduce.py and
-# examples/test_examples.py.
-ELSEWHERE = {"kills.py", "dim_reduce.py", "posterior.py"}
+# What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
+ELSEWHERE = {"kills.py", "dim_reduce.py"}
 # What they share.
 SHARED = {"results.py"}
 # What a script asks JAX for before it starts, which it has here.
