@@ -3,12 +3,13 @@
 Prints, all in one run:
 
 - the median time of a jitted step on the digits MLP (61-32-10, batch 32) for each estimator and
-  preconditioner over that of the same step of plain SGD, measured in turns;
+  preconditioner over that of the same step of plain SGD, measured in turns; and that of many steps in
+  one `jax.lax.scan` on batches that each step draws;
 - the Kullback-Leibler divergence of the draws' Gaussian from the exact posterior, on two problems where
   that is known, for the three preconditioners, beside stochastic gradient Langevin dynamics (Welling and
   Teh, 2011) at the step size that is best for it, of a grid; all with the same batches and steps.
 
-    python benchmarks/constant_sgd.py [--only steps|posterior] [--repetitions 2001] [--json FILE]
+    python benchmarks/constant_sgd.py [--only steps|scans|posterior] [--repetitions 2001] [--json FILE]
 """
 
 import argparse
@@ -49,6 +50,29 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
 
 
+def samplers(size: int) -> dict[str, optax.GradientTransformation]:
+    """What is compared, by name: SGD first, samplers that still estimate the noise or no longer."""
+    build = functools.partial(optperm.constant_sgd, 1257, size, max_step=0.1, estimate_after=0)
+    # Hessian-vector products in every tenth step, as in a burn-in of any length.
+    estimating = functools.partial(
+        build, burn_in=1000, burn_in_optimizer=optax.set_to_zero(), freeze_after=2**30
+    )
+    frozen = functools.partial(build, burn_in=1, freeze_after=1)
+    return {
+        "SGD": optax.sgd(1e-3),
+        "diagonal, per_example": estimating(),
+        "diagonal, per_example in chunks of 8": estimating(chunk_size=8),
+        "diagonal, every fourth step": estimating(estimate_every=4),
+        "diagonal, single_example": estimating(estimator="single_example"),
+        "diagonal, two_batches": estimating(estimator="two_batches"),
+        "diagonal, frozen": frozen(),
+        "scalar, per_example": estimating(preconditioner="scalar"),
+        "diagonal, per_example, without filling": estimating(fill=False),
+        "diagonal, frozen, without filling": frozen(fill=False),
+        "sgld": optperm.sgld(1e-6, 1257),
+    }
+
+
 def compare_steps(repetitions: int) -> None:
     """Prints the ratio of each step to that of SGD."""
     model, size = Network(), 32
@@ -58,17 +82,58 @@ def compare_steps(repetitions: int) -> None:
         "x": jax.random.normal(jax.random.key(1), (size + 1, 61)),
         "y": jax.random.randint(jax.random.key(2), (size + 1,), 0, 10),
     }
-    build = functools.partial(optperm.constant_sgd, 1257, size, burn_in=1, max_step=0.1)
-    txs = {
-        "SGD": optax.sgd(1e-3),
-        "diagonal, per_example": build(),
-        "diagonal, per_example in chunks of 8": build(chunk_size=8),
-        "diagonal, single_example": build(estimator="single_example"),
-        "diagonal, two_batches": build(estimator="two_batches"),
-        "diagonal, frozen": build(freeze_after=1),
-        "scalar, per_example": build(preconditioner="scalar"),
+    runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in samplers(size).items()}
+    print("Bar: 3 for per_example")
+    _compare(f"One step of the digits MLP, batch {size}, over one of SGD", runs, repetitions)
+
+
+def compare_scans(repetitions: int, steps: int = 300) -> None:
+    """Prints the ratio of many steps in one program to those of SGD, each on a batch that it draws."""
+    model, size = Network(), 32
+    loss_fn = functools.partial(cross_entropy, model)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 61)))["params"]
+    data = {
+        "x": jax.random.normal(jax.random.key(1), (1257, 61)),
+        "y": jax.random.randint(jax.random.key(2), (1257,), 0, 10),
     }
-    runs = {name: _stepper(tx, loss_fn, params, batch) for name, tx in txs.items()}
+
+    def runner(tx: optax.GradientTransformation) -> Callable[[], object]:
+        tx = optax.with_extra_args_support(tx)
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def many(carry: Any) -> Any:
+            def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
+                params, opt_state = carry
+                rows = jax.random.randint(key, (size + 1,), 0, 1257)
+                examples, apart = (
+                    jax.tree.map(lambda leaf, part=part: leaf[part], data)
+                    for part in (rows[:-1], rows[-1:])
+                )
+                e = optperm.evaluate(loss_fn, params, examples, example=apart)
+                updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+                return (optax.apply_updates(params, updates), opt_state), None
+
+            return jax.lax.scan(step, carry, jax.random.split(jax.random.key(0), steps))[0]
+
+        carry = jax.tree.map(jnp.array, params), tx.init(params)
+
+        def run() -> object:
+            nonlocal carry
+            carry = many(carry)
+            return carry
+
+        for _ in range(4):  # past the burn-in
+            jax.block_until_ready(run())
+        return run
+
+    runs = {name: runner(tx) for name, tx in samplers(size).items()}
+    print("Bars: 1.8 frozen, 2.8 per_example")
+    _compare(f"{steps} steps in one scan, batch {size}, over those of SGD", runs, repetitions)
+
+
+def _compare(title: str, runs: dict[str, Callable[[], object]], repetitions: int) -> None:
+    """Prints what each takes, measured in turns, and its ratio to the first one."""
+    print(title)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repetitions):
         for name, run in runs.items():
@@ -78,12 +143,11 @@ def compare_steps(repetitions: int) -> None:
     # Where other programs run, the fastest tenth was disturbed least.
     fastest = {name: sorted(taken)[len(taken) // 10] for name, taken in times.items()}
     median = {name: statistics.median(taken) for name, taken in times.items()}
-    print(f"One step of the digits MLP, batch {size}, over one of SGD (bar: 3 for per_example)")
     for name in runs:
         cells = {"ratio": f"{median[name] / median['SGD']:.2f}"}
-        RESULTS.row("A step, over one of SGD", step=name, **cells)
+        RESULTS.row(title, step=name, **cells)
         print(
-            f"  {name:37} {1e6 * median[name]:8.1f} us, ratio {median[name] / median['SGD']:5.2f}, "
+            f"  {name:38} {1e6 * median[name]:8.1f} us, ratio {median[name] / median['SGD']:5.2f}, "
             f"of the fastest tenth {fastest[name] / fastest['SGD']:5.2f}"
         )
 
@@ -214,12 +278,14 @@ def _print_figures(problem: str, sampler: str, found: list[float]) -> None:
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("steps", "posterior"))
+    parser.add_argument("--only", choices=("steps", "scans", "posterior"))
     parser.add_argument("--repetitions", type=int, default=2001)
     results.add_argument(parser)
     arguments = parser.parse_args()
     if arguments.only in (None, "steps"):
         compare_steps(arguments.repetitions)
+    if arguments.only in (None, "scans"):
+        compare_scans(max(arguments.repetitions // 50, 1))
     if arguments.only in (None, "posterior"):
         compare_posteriors()
     RESULTS.write(arguments.json)
