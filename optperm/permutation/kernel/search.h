@@ -13,7 +13,7 @@
 
 namespace optperm {
 
-// Candidates looked at together: enough to spare most of the branches on whether one is still alive,
+// The most candidates looked at together: enough to spare most of the branches on whether one is still alive,
 // few enough that hardly any is memorized meanwhile.
 constexpr int32_t kLookAhead = 32;
 
@@ -29,10 +29,11 @@ class CycleSearch {
     const int32_t* order = sorter_.Sort(entries.wish, entries.size);
     take_ = sorter_.spare();
     Prepare(entries, has_ties);
+    const int32_t look_ahead = std::clamp(entries.size / 6, 8, kLookAhead);
     uint32_t candidates[kLookAhead];
     for (int32_t next = entries.size; next > 0;) {
       // Sources in descending |m|, on equal |m| the later place first.
-      const int32_t stop = std::max(0, next - kLookAhead);
+      const int32_t stop = std::max(0, next - look_ahead);
       int32_t count = 0;
       while (next > stop) {
         const uint32_t place = order[--next];
