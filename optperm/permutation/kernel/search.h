@@ -54,7 +54,7 @@ class CycleSearch {
       const int32_t length = std::min(64, size - begin);
       const Bits<T>* wish = entries.wish + begin;
       uint64_t rises = 0, ties = 0;
-      for (int32_t i = 0; i < length; ++i) rises |= uint64_t{wish[i] >> (8 * sizeof(T) - 1)} << i;
+      for (int32_t i = length; i-- > 0;) rises = 2 * rises + (wish[i] >> (8 * sizeof(T) - 1));
       if (has_ties) {
         const T* w = weight_ + begin;
         for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
