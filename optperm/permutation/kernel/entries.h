@@ -10,11 +10,12 @@
 
 namespace optperm {
 
-// Compiled twice, for any x86-64 processor and for those of the last ten years; the loader chooses.
+// Compiled for any x86-64 processor, for those of the last ten years, and for those with AVX-512; the loader
+// chooses.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define OPTPERM_FOR_EACH_PROCESSOR \
-  __attribute__((flatten, target_clones("default", "arch=x86-64-v3")))
+  __attribute__((flatten, target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define OPTPERM_FOR_EACH_PROCESSOR
 #endif

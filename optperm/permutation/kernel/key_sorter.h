@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
-#include <type_traits>
 #include <utility>
 
 #include "entries.h"
@@ -19,12 +17,6 @@ class KeySorter {
  public:
   // Places 0, ..., size - 1 in ascending order.
   const int32_t* Sort(const Key* keys, int32_t size) {
-    if (size <= kFew) {
-      order_ = first_.Reserve<int32_t>(size);
-      spare_ = second_.Reserve<int32_t>(size);
-      Count(keys, size);
-      return order_;
-    }
     Key low = Masked(keys[0]), high = low;
     for (int32_t i = 0; i < size; ++i) {
       low = std::min(low, Masked(keys[i]));
@@ -32,6 +24,12 @@ class KeySorter {
     }
     low_ = low;
     const uint64_t range = high - low;
+    if (size <= kFew) {
+      order_ = first_.Reserve<int32_t>(size);
+      spare_ = second_.Reserve<int32_t>(size);
+      Count(keys, size, range);
+      return order_;
+    }
     int place_bits = 1;
     while ((int64_t{1} << place_bits) < size) ++place_bits;
     const int digit_bits = std::min({std::max(place_bits - 1, 4), (32 - place_bits) / 2, 10});
@@ -61,19 +59,26 @@ class KeySorter {
     return shift;
   }
 
-  // For few entries: the place of each in the order is the number of those that come before it.
-  void Count(const Key* keys, int32_t size) {
-    using Signed = std::make_signed_t<Key>;  // which more processors compare at once
-    constexpr Key kFlip = Key{1} << (8 * sizeof(Key) - 1);
-    Signed sizes[kFew];
+  // For few entries: the place of each in the order is the number of those that come before it, by leading
+  // bits in 16-bit integers, of which processors compare many at once; by insertion where those are equal.
+  void Count(const Key* keys, int32_t size, uint64_t range) {
+    constexpr int32_t kBlock = 64;
+    const int shift = Shift(range, 15);
+    int16_t digits[kFew] = {}, before[kFew];
     uint8_t equal[kFew] = {};
-    const int32_t padded = (size + 15) & ~15;
-    for (int32_t i = 0; i < size; ++i) sizes[i] = static_cast<Signed>(Masked(keys[i]) ^ kFlip);
-    for (int32_t i = size; i < padded; ++i) sizes[i] = std::numeric_limits<Signed>::max();
+    for (int32_t i = 0; i < size; ++i) digits[i] = static_cast<int16_t>((Masked(keys[i]) - low_) >> shift);
+    for (int32_t begin = 0; begin < size; begin += kBlock) {
+      int16_t block[kBlock], count[kBlock] = {};
+      std::copy_n(digits + begin, kBlock, block);
+      for (int32_t j = 0; j < size; ++j) {
+        const int16_t other = digits[j];
+        for (int32_t i = 0; i < kBlock; ++i) count[i] += other < block[i];
+      }
+      std::copy_n(count, kBlock, before + begin);
+    }
+    for (int32_t i = 0; i < size; ++i) order_[before[i] + equal[before[i]]++] = i;
     for (int32_t i = 0; i < size; ++i) {
-      Signed before = 0;
-      for (int32_t j = 0; j < padded; ++j) before += sizes[j] < sizes[i];
-      order_[before + equal[before]++] = i;
+      if (equal[i] > 1) Insert(keys, i, i + equal[i]);
     }
   }
 

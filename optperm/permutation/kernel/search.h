@@ -13,7 +13,7 @@
 
 namespace optperm {
 
-// Candidates looked at together: enough to spare most of the branches on whether one is still alive,
+// The most candidates looked at together: enough to spare most of the branches on whether one is still alive,
 // few enough that hardly any is memorized meanwhile.
 constexpr int32_t kLookAhead = 32;
 
@@ -29,10 +29,11 @@ class CycleSearch {
     const int32_t* order = sorter_.Sort(entries.wish, entries.size);
     take_ = sorter_.spare();
     Prepare(entries, has_ties);
+    const int32_t look_ahead = std::clamp(entries.size / 6, 8, kLookAhead);
     uint32_t candidates[kLookAhead];
     for (int32_t next = entries.size; next > 0;) {
       // Sources in descending |m|, on equal |m| the later place first.
-      const int32_t stop = std::max(0, next - kLookAhead);
+      const int32_t stop = std::max(0, next - look_ahead);
       int32_t count = 0;
       while (next > stop) {
         const uint32_t place = order[--next];
@@ -53,7 +54,7 @@ class CycleSearch {
       const int32_t length = std::min(64, size - begin);
       const Bits<T>* wish = entries.wish + begin;
       uint64_t rises = 0, ties = 0;
-      for (int32_t i = 0; i < length; ++i) rises |= uint64_t{wish[i] >> (8 * sizeof(T) - 1)} << i;
+      for (int32_t i = length; i-- > 0;) rises = 2 * rises + (wish[i] >> (8 * sizeof(T) - 1));
       if (has_ties) {
         const T* w = weight_ + begin;
         for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
