@@ -50,7 +50,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _said(app: App) -> list[str]:
     """The help of a command, and its example."""
     about, _, example = app.help.partition("\n\nExample: ")
-    return [about, "", "```sh", example, "```", ""]
+    return [about, "", "```sh", example.partition("\n\n")[0].strip(), "```", ""]
 
 
 def commands_page() -> str:
