@@ -1,5 +1,6 @@
 """The flags of the command `optperm`, read from the parser itself."""
 
+import re
 import types
 import typing
 from typing import Any
@@ -36,6 +37,7 @@ def _groups(app: App) -> dict[str, list[list[str]]]:
         shown = "" if no_default else f"`{default}`"
         about = " ".join((argument.parameter.help or "").split()).replace("|", r"\|")
         about = about.replace("*", r"\*").replace("<", r"\<").replace("$", r"\$")
+        about = re.sub(r"'(\w+)'|(--[a-z-]+|\b\w+_\w+\b)", r"`\1\2`", about)
         (group,) = argument.parameter.group or ()
         row = [flags, _type(argument.hint), shown, about]
         groups.setdefault(str(group.name), []).append(row)
