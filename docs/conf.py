@@ -35,7 +35,7 @@ extensions = [
     "scripts",
 ]
 html_math_renderer = "mathml"
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath", "smartquotes"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "_ext", "inventories"]
 html_theme = "furo"

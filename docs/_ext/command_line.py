@@ -1,5 +1,6 @@
 """The flags of the command `optperm`, read from the parser itself."""
 
+import re
 import types
 import typing
 from typing import Any
@@ -36,6 +37,7 @@ def _groups(app: App) -> dict[str, list[list[str]]]:
         shown = "" if no_default else f"`{default}`"
         about = " ".join((argument.parameter.help or "").split()).replace("|", r"\|")
         about = about.replace("*", r"\*").replace("<", r"\<").replace("$", r"\$")
+        about = re.sub(r"'(\w+)'|(--[a-z-]+|\b\w+_\w+\b)", r"`\1\2`", about)
         (group,) = argument.parameter.group or ()
         row = [flags, _type(argument.hint), shown, about]
         groups.setdefault(str(group.name), []).append(row)
@@ -50,7 +52,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _said(app: App) -> list[str]:
     """The help of a command, and its example."""
     about, _, example = app.help.partition("\n\nExample: ")
-    return [about, "", "```sh", example, "```", ""]
+    return [about, "", "```sh", example.partition("\n\n")[0].strip(), "```", ""]
 
 
 def commands_page() -> str:

@@ -1,4 +1,4 @@
-"""Lists of scripts, from their docstrings: what each does, and how it is run."""
+"""Lists of scripts, from their docstrings, and of the pages of a folder, by how they begin."""
 
 import ast
 import pathlib
@@ -32,7 +32,25 @@ class Scripts(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
+class Pages(SphinxDirective):
+    """`{pages}`: the other pages of this folder, each with its first paragraph."""
+
+    def run(self) -> list[nodes.Node]:
+        """Writes them as Markdown."""
+        lines = []
+        here = pathlib.Path(self.env.doc2path(self.env.docname))
+        for path in sorted(here.parent.glob("*.md")):
+            if path == here:
+                continue
+            title, paragraph, *_ = path.read_text(encoding="utf-8").split("\n\n")
+            self.env.note_dependency(str(path))
+            lines += [f"[{title.removeprefix('# ').strip()}]({path.name})"]
+            lines += [f": {' '.join(paragraph.split())}", ""]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directive."""
+    """Registers both."""
     app.add_directive("scripts", Scripts)
+    app.add_directive("pages", Pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
