@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import sys
 
@@ -46,6 +47,8 @@ class Results:
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(found, indent=2, ensure_ascii=False)
+        # A row of a table on a line.
+        text = re.sub(r"\[\s+(\"[^\[\]]*\")\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
         path.write_text(text + "\n", encoding="utf-8")
 
 
@@ -72,4 +75,5 @@ def _machine() -> str:
     cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count()
     device = jax.devices()[0]
     place = "" if device.platform == "cpu" else f", {device.device_kind}"
-    return f"{cores} cores, {cpu}{place}, jax {jax.__version__}, Python {platform.python_version()}"
+    used = "one core" if cores == 1 else f"{cores} cores"
+    return f"{used}, {cpu}{place}, jax {jax.__version__}, Python {platform.python_version()}"
