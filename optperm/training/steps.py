@@ -24,6 +24,7 @@ from optperm.training.train_state import (
     Loss,
     TrainState,
     arguments_of,
+    check_nnx,
     scalar_metrics,
     split_model,
 )
@@ -85,6 +86,7 @@ class Model:
     def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
         """The metrics that a function gives on a batch."""
         if self.graphdef is not None:
+            check_nnx("eval_fn", eval_fn)
             out = eval_fn(self.shown(state), batch)
         elif "rng" in (takes := arguments_of(eval_fn)):
             raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
