@@ -106,7 +106,6 @@ def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
     """A figure in the house's style, which is saved in the end. No pyplot: it would keep the figure."""
     with import_extra("matplotlib.style").context("optperm.pictures"):
         figure = import_extra("matplotlib.figure").Figure(**options)
-        import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         yield figure
         figure.savefig(path)
 
