@@ -15,7 +15,7 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.evaluations import Evaluator
+from optperm.training.steps import Evaluator
 
 CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
@@ -110,28 +110,18 @@ def loss_function(
         loss = jnp.mean(losses)
         if prior_precision:
             loss += optperm.normal_prior(params, prior_precision, num_data)
-        return loss, {"accuracy": _accuracy(outputs, batch["y"])}
+        return loss, {"accuracy": jnp.mean(jnp.argmax(outputs, axis=-1) == batch["y"])}
 
     return loss_fn
 
 
-class Accuracy:
+@functools.cache
+def _metrics(model: Network) -> Callable[..., dict[str, jax.Array]]:
+    return lambda params, batch: loss_function(model)(params, batch)[1]
+
+
+def accuracy(model: Network, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
-
-    def __init__(self, model: Network, x: np.ndarray, y: np.ndarray) -> None:
-        self._apply_fn, self._size = model.apply, len(x)
-
-        def eval_fn(params: optax.Params, batch: Any) -> dict[str, jax.Array]:
-            return {"accuracy": _accuracy(logits(model, params, batch["x"]), batch["y"])}
-
-        self._evaluator = Evaluator(eval_fn, {"x": x, "y": y}, CHUNK)
-
-    def __call__(self, params: optax.Params) -> float:
-        """That of a network with these params."""
-        state = TrainState.create(apply_fn=self._apply_fn, params=params, tx=optax.identity())
-        share = self._evaluator.evaluate(state, 0)["accuracy"]
-        return round(share * self._size) / self._size  # a count, which the means have rounded
-
-
-def _accuracy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.identity())
+    found = Evaluator(_metrics(model), {"x": x, "y": y}, CHUNK).evaluate(state, 0)
+    return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

@@ -52,10 +52,9 @@ class Layout:
     @property
     def parts(self) -> int:
         """In how many equal parts a batch is taken."""
-        shape = {} if self.mesh is None else self.mesh.shape
-        return (
-            math.prod(shape[name] for name in axis_names(self.batch[0])) if shape else self.replicas
-        )
+        if self.mesh is None:
+            return self.replicas
+        return math.prod(self.mesh.shape[name] for name in axis_names(self.batch[0]))
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -141,17 +140,6 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(put, tree)
 
-    def stack(self, tree: Any) -> Any:
-        """One copy of a placed tree for each replica."""
-
-        def rows(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (self.parts, *x.shape)), tree)
-
-        def where(leaf: Any) -> Any:
-            return self.sharding(self.mapped, *leaf.sharding.spec)
-
-        return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
-
     def lead(self, tree: Any, rows: int) -> Any:
         """The forms of stacked carries of so many replicas, of which every device holds all."""
 
@@ -161,14 +149,15 @@ class Layout:
 
         return jax.tree.map(form, tree)
 
-    def deal(self, tree: Any) -> Any:
-        """Carries of some replicas, dealt out in turn to those here: the first ones, to fewer."""
+    def deal(self, tree: Any, own: bool = True) -> Any:
+        """Carries of some replicas, or one of all, in turn for those here: the first ones, for fewer."""
 
         def rows(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], tree)
+            stacked = tree if own else jax.tree.map(lambda x: x[None], tree)
+            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], stacked)
 
         def where(leaf: Any) -> Any:
-            return self.sharding(self.mapped, *leaf.sharding.spec[1:])
+            return self.sharding(self.mapped, *leaf.sharding.spec[own:])
 
         return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
 

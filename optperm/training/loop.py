@@ -16,11 +16,10 @@ from optperm.training import processes
 from optperm.training.callbacks import as_callbacks
 from optperm.training.checkpoints import Checkpoints
 from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
-from optperm.training.evaluations import Evaluator
 from optperm.training.history import History
 from optperm.training.layout import Layout, layout_of
 from optperm.training.run import FitResult, Position, Run
-from optperm.training.steps import Model, copied, plain, typed
+from optperm.training.steps import Evaluator, Model, copied, plain, typed
 from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
 
@@ -227,7 +226,7 @@ def _placed(state: TrainState, layout: Layout) -> TrainState:
     with layout.context():
         if placed.opt_state is None and not layout.mapped:
             placed = placed.replace(opt_state=placed.tx.init(placed.params))
-        placed = layout.stack(placed) if layout.own else placed
+        placed = layout.deal(placed, own=False) if layout.own else placed
         if placed.opt_state is not None:
             return copied(placed)
 

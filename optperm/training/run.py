@@ -18,10 +18,9 @@ from optperm.training import processes
 from optperm.training.callbacks import Callback, EarlyStopping, Event, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, StreamFeed
-from optperm.training.evaluations import Evaluator
 from optperm.training.history import History
 from optperm.training.layout import Layout
-from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
+from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, trained, typed
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
