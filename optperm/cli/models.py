@@ -24,19 +24,11 @@ _INIT_STREAM = 0x494E_4954
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpec:
-    """All it takes to build a network and draw its initial params again.
+    """All it takes to build a network and draw its initial params again."""
 
-    Attributes:
-      model: `"mlp"` or `"cnn"`.
-      hidden: Units of the hidden layer.
-      input_shape: Shape of one example.
-      num_classes: Units of the output layer.
-      seed: Seed of the initial params.
-    """
-
-    model: str
-    hidden: int
-    input_shape: tuple[int, ...]
+    model: str  # "mlp" or "cnn"
+    hidden: int  # units of the hidden layer
+    input_shape: tuple[int, ...]  # of one example
     num_classes: int
     seed: int
 
@@ -99,10 +91,7 @@ def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
 def loss_function(
     model: Network, prior_precision: float = 0.0, num_data: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """The mean loss over a batch, and the share of its examples that are classified right.
-
-    With a prior precision the loss has a normal prior in it, of so many training examples.
-    """
+    """The mean loss over a batch, perhaps with a normal prior, and the share classified right."""
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs = logits(model, params, batch["x"])

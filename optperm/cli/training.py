@@ -139,10 +139,7 @@ class Training:
         return Trained(params, state.opt_state, known, history, *ended)
 
     def gradient_evaluations(self, step: int) -> int:
-        """How many gradients of the loss on one example it took to get to a step.
-
-        A full gradient takes as many as there are training examples.
-        """
+        """How many gradients of the loss on one example it took to get to a step, full ones included."""
         gradients = self.method.gradients_a_step(**self.hyperparameters)
         started = range(1, -(-step // self.steps_per_epoch) + 1) if self._change else ()
         full = sum(self._change(epoch) is not None for epoch in started)

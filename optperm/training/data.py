@@ -49,7 +49,9 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
     checks.check_static_count("num_examples", num_examples)
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
     key = jax.random.fold_in(key, epoch)
-    return jax.random.choice(key, num_examples, (num_examples,), replace)
+    if replace:
+        return jax.random.randint(key, (num_examples,), 0, num_examples)
+    return jax.random.permutation(key, num_examples)
 
 
 def is_arrays(name: str, data: Any) -> bool:

@@ -32,22 +32,18 @@ AXIS = "replica"
 class Layout:
     """Where arrays lie.
 
-    Attributes:
-      mesh: The devices, its axes automatic; None for wherever JAX puts what is not yet anywhere.
-      batch: How a batch is sharded over the mesh, by its PartitionSpec.
-      mapped: The axes over which the method is mapped; empty for one that asks for none.
-      own: Whether each replica along them has a carry of its own. Then a carry has a leading axis of
-        replicas, of which each device holds its part.
-      replicas: How many replicas are simulated on one device.
-      home: The mesh as the user has it, perhaps with explicit axes.
+    With `own` each replica along the mapped axes has a carry of its own: then a carry has a leading axis
+    of replicas, of which each device holds its part.
     """
 
-    mesh: Mesh | None = None
-    batch: tuple[Any, ...] = ()
-    mapped: tuple[str, ...] = ()
+    mesh: Mesh | None = (
+        None  # its axes automatic; None for wherever JAX puts what is not yet anywhere
+    )
+    batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
+    mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
     own: bool = False
-    replicas: int = 1
-    home: Mesh | None = None
+    replicas: int = 1  # how many are simulated on one device
+    home: Mesh | None = None  # the mesh as the user has it, perhaps with explicit axes
 
     @property
     def parts(self) -> int:

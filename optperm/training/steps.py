@@ -81,10 +81,6 @@ class Model:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
-        """A loss function as one of model state, random key, params and batch."""
-        return Loss(loss_fn, has_aux, self.graphdef, self.wrt)
-
     def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
         """The metrics that a function gives on a batch."""
         if self.graphdef is not None:
@@ -165,7 +161,7 @@ def steps_of(
 
     def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
         def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-            return _step(carry, batch, model.loss(loss(), has_aux), layout)
+            return _step(carry, batch, Loss(loss(), has_aux, model.graphdef, model.wrt), layout)
 
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
             (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim

@@ -119,6 +119,26 @@ def test_examples_are_drawn_anew_by_their_seed_and_epoch():
         assert 50 < len(set(draw.tolist())) < 77
 
 
+@pytest.mark.parametrize("name", ["adam", "constant_sgd", "sgld", "sghmc"])
+def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
+    tx = {
+        "adam": optax.adam(0.1),
+        "constant_sgd": optperm.constant_sgd(40, BATCH, fill=False, max_step=0.1),
+        "sgld": optperm.sgld(1e-3, num_data=40),
+        "sghmc": optperm.sghmc(1e-3, num_data=40, friction=0.1),
+    }[name]
+    state = training.TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
+    x = np.arange(40, dtype=np.float32)
+
+    def loss_fn(params, batch):
+        return jnp.mean(batch) + 0.0 * jnp.sum(params["w"] ** 2)
+
+    result = training.fit(state, loss_fn, x, epochs=2, batch_size=BATCH, seed=7)
+    orders = [training.shuffled(7, epoch, 40, replace=name != "adam") for epoch in (1, 2)]
+    expected = x[np.concatenate(orders)].reshape(-1, BATCH).mean(axis=1)
+    np.testing.assert_allclose(result.history.steps["loss"], expected, rtol=1e-6)
+
+
 def test_a_sampler_samples_the_posterior_from_arrays():
     """The means of normal examples, whose posterior is known, and of 300 of them the mean variance.
 
