@@ -13,7 +13,7 @@ from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import DATA_AND_MODEL, MACHINES, Run, finite
 from optperm.cli.machines import Machines
 from optperm.cli.methods import METHODS, Method
-from optperm.cli.train import train, version
+from optperm.cli.training import train, version
 
 _App = App(
     name="optperm",
@@ -46,32 +46,24 @@ def _of_method(method: Method) -> Callable[..., int]:
     def command(*, run: Run = Run(), where: Machines = Machines(), **given: Any) -> int:  # noqa: B008
         return train(method, method.defaults() | given, run, where)
 
-    kinds: dict[str, Any] = {}
+    kinds, group = dict[str, Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
         check = finite if flag.kind is float else None
-        about = Parameter(
-            help=flag.help, group=Group(f"What {method.name} takes", sort_key=1), validator=check
-        )
-        kinds[name] = Annotated[flag.kind, about]
+        kinds[name] = Annotated[flag.kind, Parameter(help=flag.help, group=group, validator=check)]
     kinds["run"] = Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)]
     kinds["where"] = Annotated[Machines, Parameter(name="*", group=MACHINES)]
     defaults: dict[str, Any] = method.defaults() | {"run": Run(), "where": Machines()}
     only = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, only, default=defaults[name], annotation=kinds[name])
+        for name in kinds
+    ]
     command.__annotations__ = kinds
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, only, default=defaults[name], annotation=kinds[name])
-            for name in kinds
-        ]
-    )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 
-@_App.command(
-    name="compare",
-    help="Train by several methods from several seeds, and tabulate what each of them buys.\n\n"
-    "Example: optperm compare sgperm adam --epochs 10 --seeds 5",
-)
+@_App.command(name="compare")
 def _compare(
     *methods: Annotated[
         Literal[tuple(METHODS)],  # type: ignore[valid-type]
@@ -79,16 +71,18 @@ def _compare(
     ],
     flags: Annotated[Comparison, Parameter(name="*", group=DATA_AND_MODEL)] = Comparison(),  # noqa: B008
 ) -> int:
+    """Train by several methods from several seeds, and tabulate what each of them buys.
+
+    Example: optperm compare sgperm adam --epochs 10 --seeds 5
+    """
     return compare(methods, flags)
 
 
-@_App.command(
-    name="evaluate",
-    help="Rebuild the network of a run from its files, bit for bit, and test it.\n\n"
-    "Example: optperm evaluate runs/sgperm-mlp-digits-s0",
-)
+@_App.command(name="evaluate")
 def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
-    """Rebuilds it and prints its accuracy.
+    """Rebuild the network of a run from its files, bit for bit, and test it.
+
+    Example: optperm evaluate runs/sgperm-mlp-digits-s0
 
     Args:
       folder: A run folder.
@@ -102,7 +96,7 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
             f"{found.source} holds examples of shape {list(found.x_test.shape[1:])}, but the network "
             f"was trained on shape {list(spec.input_shape)}."
         )
-    accuracy = models.Accuracy(models.build(spec), found.x_test, found.y_test)(params)
+    accuracy = models.accuracy(models.build(spec), params, found.x_test, found.y_test)
     if data is None and accuracy != summary["test_accuracy"]:
         raise CliError(
             f"the test accuracy is {accuracy}, but summary.json says {summary['test_accuracy']}: "

@@ -21,11 +21,7 @@ class UsageError(CliError):
 
 
 def import_extra(name: str) -> ModuleType:
-    """Imports a module of the optional extra `cli`, which the rest of the library does without.
-
-    Raises:
-      CliError: If it is not installed.
-    """
+    """Imports a module of the optional extra `cli`; a CliError if that is not installed."""
     try:
         return import_optional(name, needed_by="the command line", install="optperm[cli]")
     except ImportError as error:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter, Token, validators
 
+from optperm.cli.errors import UsageError
+
 # In the order in which the help shows them: what a method takes comes first.
 MACHINES = Group("Machines", sort_key=3)
 DATA_AND_MODEL = Group("Data and model", sort_key=2)
@@ -79,3 +81,14 @@ class Run(Network):
     resume: pathlib.Path | None = None
     from_epoch: Annotated[int, whole_from(0)] | None = None
     quiet: Switch = False
+
+    def __post_init__(self) -> None:
+        if self.from_epoch is not None and self.resume is None:
+            raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
+        if self.checkpoint_keep is not None and not self.keeps:
+            raise UsageError("--checkpoint-keep goes with --checkpoint-every: pass that as well.")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there are checkpoints."""
+        return self.checkpoint_every > 0 or self.resume is not None

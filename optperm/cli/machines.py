@@ -9,12 +9,10 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import Whole, whole_from
-from optperm.training.processes import LostProcessError
+from optperm.training import processes
 
 # How long JAX waits for the other processes at the start and the end, and for a sign of life meanwhile:
 # mostly a failed collective tells sooner that one has died.
@@ -22,7 +20,6 @@ _MEETING_SECONDS, _SILENCE_SECONDS = 60, 30
 # What launchers of several processes set in each, beside how many they are.
 _LAUNCHERS = {"SLURM_STEP_NODELIST": "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE"}
 _KUBERNETES = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
-_TEXT_BYTES = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,25 +88,18 @@ def is_launched() -> bool:
 
 def decided(work: Callable[[], Any]) -> Any:
     """What `work` gives in process 0, JSON values, in all processes; if it fails, a CliError."""
-    if jax.process_count() == 1:
-        return work()
-    text, failure = "", None
+    text, failure = "null", None
     if jax.process_index() == 0:
         try:
             text = json.dumps(work())
         except (CliError, OSError) as error:
             failure = error
-    content = np.frombuffer(text.encode().ljust(_TEXT_BYTES), np.uint8)
-    try:
-        told = np.asarray(multihost_utils.broadcast_one_to_all(content)).astype(np.uint8)
-    except (ValueError, RuntimeError) as error:  # a collective that fails raises either
-        raise LostProcessError(f"another process has ended ({error}).") from error
+    answer = json.loads(processes.gather_texts(text)[0])
     if failure is not None:
         raise failure
-    answer = told.tobytes().strip()
-    if not answer:
+    if answer is None:
         raise CliError("process 0 has failed: its own message says why.")
-    return json.loads(answer)
+    return answer
 
 
 def _silence_native_output() -> None:

@@ -18,7 +18,6 @@ import optax.contrib
 
 import optperm
 from optperm.contract import checks
-from optperm.contract.states import find_states
 
 Hyperparameter = bool | int | float | str
 Transformation: TypeAlias = optax.GradientTransformation
@@ -46,10 +45,9 @@ class Method:
       name: What follows `optperm train`.
       build: Makes the transformation of hyperparameters, and of what it asks for of `_FACTS`.
       example: Flags of a sensible run.
-      of: The functions that it is made of.
+      of: The functions that it is made of, if they are others than `build`.
       own: Defaults other than theirs, and hyperparameters that they lack, with what to say of them.
       permutes: Whether the trained weights are the initial ones in another order.
-      spreads: Whether several devices share its state, by a mapped axis.
       period: The flag that says after how many local steps the replicas commit to their center,
         which is then what is trained. None where all replicas take each step together.
       epoch_start: From the number of an epoch (from 1) and the hyperparameters, how the optimizer state
@@ -57,28 +55,23 @@ class Method:
       gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
         trials of a line search are evaluations of the loss alone, and do not count.
       phase: From the steps done and the hyperparameters, what the method is doing, if it changes.
-      posterior: From the optimizer state, the steps done and the hyperparameters, draws from a posterior
-        if there are any, (1, draws, *shape), and the share of the params whose steps have the largest
-        size allowed; None where a step mixes them.
     """
 
     name: str
     build: Callable[..., Transformation]
     example: str
-    of: tuple[Callable[..., Any], ...]
+    of: tuple[Callable[..., Any], ...] = ()
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     permutes: bool = False
-    spreads: bool = False
     period: str | None = None
     epoch_start: Callable[..., Any] | None = None
     gradients_a_step: Callable[..., float] = lambda **_: 1
     phase: Callable[..., str | None] = lambda step, **_: None
-    posterior: Callable[..., tuple[optax.Params, float | None] | None] = lambda *_, **__: None
 
     @property
     def help(self) -> str:
         """What it does, in a line."""
-        return (inspect.getdoc(self.of[0]) or "").partition("\n")[0]
+        return (inspect.getdoc((*self.of, self.build)[0]) or "").partition("\n")[0]
 
     @functools.cached_property
     def flags(self) -> dict[str, Flag]:
@@ -87,7 +80,7 @@ class Method:
         for name, entry in self.own.items():
             default, about = entry if isinstance(entry, tuple) else (entry, "")
             found[name] = Flag(default, about, type(default))
-        for function in self.of:
+        for function in self.of or (self.build,):
             described = _descriptions(function)
             for name, parameter in inspect.signature(function).parameters.items():
                 default, about, _ = found.get(name, (parameter.default, "", None))
@@ -178,30 +171,16 @@ def _dldr(
     nesterov: bool,
     second: str,
     n_components: int,
-    sample_every: int,
-    num_samples: int,
-    start: int,
-    restart: Any,
     axis_name: str | None = None,
-    **search: Any,
+    **options: Any,
 ) -> Transformation:
     sgd = optax.sgd(learning_rate, momentum, nesterov)
-    makers = {
-        "dim_reduce": lambda: optperm.dim_reduce(
-            n_components=n_components, axis_name=axis_name, **search
-        ),
-        "project": lambda: optperm.project(n_components, sgd, axis_name=axis_name),
-        "twa": lambda: optperm.twa(n_components, sgd, axis_name=axis_name),
-    }
-    checks.check_choice("second", second, tuple(makers))
-    tx = optperm.dldr(
-        sgd,
-        makers[second](),
-        sample_every=sample_every,
-        num_samples=num_samples,
-        start=start,
-        restart=restart,
-    )
+    checks.check_choice("second", second, ("dim_reduce", "project", "twa"))
+    names = ("sample_every", "num_samples", "start", "restart")
+    sampling = {name: options.pop(name) for name in names}
+    more = options if second == "dim_reduce" else {"optimizer": sgd}
+    make = getattr(optperm, second)
+    tx = optperm.dldr(sgd, make(n_components=n_components, axis_name=axis_name, **more), **sampling)
     jax.eval_shape(tx.init, {})  # which compares the numbers of samples and components
     return tx
 
@@ -236,34 +215,8 @@ def _constant_sgd(
     )
 
 
-def _posterior(
-    opt_state: Any,
-    step: int,
-    *,
-    burn_in: int,
-    draw_every: int,
-    **_: Hyperparameter,
-) -> tuple[optax.Params, float | None] | None:
-    """The snapshots that were taken after a step that sampled."""
-    snapshots, count = optperm.trajectory(opt_state)
-    taken = -(-step // draw_every) - (burn_in // draw_every + 1)
-    valid = min(int(count), taken)
-    if valid < 1:
-        return None
-    draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
-    (noise,) = find_states(opt_state, optperm.GradientNoiseState)
-    share = noise.share_at_max_step()
-    return draws, None if share is None else float(share)
-
-
 _ENTRIES = (
-    Method(
-        "sgperm",
-        optperm.sgperm,
-        "--aggressiveness 0.2 --epochs 20",
-        (optperm.sgperm,),
-        permutes=True,
-    ),
+    Method("sgperm", optperm.sgperm, "--aggressiveness 0.2 --epochs 20", permutes=True),
     Method(
         "laperm",
         _laperm,
@@ -276,16 +229,14 @@ _ENTRIES = (
         "sgd",
         optax.sgd,
         "--learning-rate 0.05 --momentum 0.5",
-        (optax.sgd,),
-        {"learning_rate": 0.1, "momentum": 0.9},
+        own={"learning_rate": 0.1, "momentum": 0.9},
     ),
-    Method("adam", optax.adam, "--model cnn --b1 0.8", (optax.adam,), {"learning_rate": 1e-3}),
+    Method("adam", optax.adam, "--model cnn --b1 0.8", own={"learning_rate": 1e-3}),
     Method(
         "muon",
         optax.contrib.muon,
         "--learning-rate 0.01 --hidden 512",
-        (optax.contrib.muon,),
-        {"learning_rate": 0.02},
+        own={"learning_rate": 0.02},
     ),
     Method(
         "svrg",
@@ -337,7 +288,6 @@ _ENTRIES = (
             "learning_rate": 0.1,
             "momentum": 0.0,
         },
-        spreads=True,
         phase=_dldr_phase,
     ),
     Method(
@@ -356,7 +306,6 @@ _ENTRIES = (
         },
         gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
         phase=lambda step, burn_in, **_: "sampling" if step >= burn_in else "burn-in",
-        posterior=_posterior,
     ),
 )
 METHODS = {method.name: method for method in _ENTRIES}

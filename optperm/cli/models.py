@@ -15,7 +15,7 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.evaluations import Evaluator
+from optperm.training.steps import Evaluator
 
 CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
@@ -24,19 +24,11 @@ _INIT_STREAM = 0x494E_4954
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpec:
-    """All it takes to build a network and draw its initial params again.
+    """All it takes to build a network and draw its initial params again."""
 
-    Attributes:
-      model: `"mlp"` or `"cnn"`.
-      hidden: Units of the hidden layer.
-      input_shape: Shape of one example.
-      num_classes: Units of the output layer.
-      seed: Seed of the initial params.
-    """
-
-    model: str
-    hidden: int
-    input_shape: tuple[int, ...]
+    model: str  # "mlp" or "cnn"
+    hidden: int  # units of the hidden layer
+    input_shape: tuple[int, ...]  # of one example
     num_classes: int
     seed: int
 
@@ -99,10 +91,7 @@ def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
 def loss_function(
     model: Network, prior_precision: float = 0.0, num_data: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """The mean loss over a batch, and the share of its examples that are classified right.
-
-    With a prior precision the loss has a normal prior in it, of so many training examples.
-    """
+    """The mean loss over a batch, perhaps with a normal prior, and the share classified right."""
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs = logits(model, params, batch["x"])
@@ -110,28 +99,18 @@ def loss_function(
         loss = jnp.mean(losses)
         if prior_precision:
             loss += optperm.normal_prior(params, prior_precision, num_data)
-        return loss, {"accuracy": _accuracy(outputs, batch["y"])}
+        return loss, {"accuracy": jnp.mean(jnp.argmax(outputs, axis=-1) == batch["y"])}
 
     return loss_fn
 
 
-class Accuracy:
+@functools.cache
+def _metrics(model: Network) -> Callable[..., dict[str, jax.Array]]:
+    return lambda params, batch: loss_function(model)(params, batch)[1]
+
+
+def accuracy(model: Network, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
-
-    def __init__(self, model: Network, x: np.ndarray, y: np.ndarray) -> None:
-        self._apply_fn, self._size = model.apply, len(x)
-
-        def eval_fn(params: optax.Params, batch: Any) -> dict[str, jax.Array]:
-            return {"accuracy": _accuracy(logits(model, params, batch["x"]), batch["y"])}
-
-        self._evaluator = Evaluator(eval_fn, {"x": x, "y": y}, CHUNK)
-
-    def __call__(self, params: optax.Params) -> float:
-        """That of a network with these params."""
-        state = TrainState.create(apply_fn=self._apply_fn, params=params, tx=optax.identity())
-        share = self._evaluator.evaluate(state, 0)["accuracy"]
-        return round(share * self._size) / self._size  # a count, which the means have rounded
-
-
-def _accuracy(outputs: jax.Array, labels: jax.Array) -> jax.Array:
-    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.identity())
+    found = Evaluator(_metrics(model), {"x": x, "y": y}, CHUNK).evaluate(state, 0)
+    return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

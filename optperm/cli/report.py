@@ -19,16 +19,11 @@ _CURVES = {"test_accuracy": "test", "train_accuracy": "train"}
 
 
 class Reporter:
-    """Prints what becomes of a run, or nothing at all.
-
-    Attributes:
-      quiet: Whether to print nothing.
-      has_bar: Whether there is a terminal for a progress bar.
-    """
+    """Prints what becomes of a run, with `quiet` nothing at all."""
 
     def __init__(self, epochs: int, *, quiet: bool) -> None:
         self._epochs, self.quiet = epochs, quiet
-        self.has_bar = not quiet and sys.stdout.isatty()
+        self.has_bar = not quiet and sys.stdout.isatty()  # a progress bar
 
     def say(self, line: str) -> None:
         """Prints a line."""
@@ -106,7 +101,6 @@ def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
     """A figure in the house's style, which is saved in the end. No pyplot: it would keep the figure."""
     with import_extra("matplotlib.style").context("optperm.pictures"):
         figure = import_extra("matplotlib.figure").Figure(**options)
-        import_extra("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
         yield figure
         figure.savefig(path)
 

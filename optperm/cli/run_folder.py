@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -35,14 +36,11 @@ from optperm.training.processes import digest
 METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "run.json"
 # What reading a file of another program, or a damaged one, ends in.
 _DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
-_PERMUTATION_FILE, _PARAMS_FILE, _PREFIX = "permutation.npz", "params.npz", "params/"
+_PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 
 def create(out: str | None, name: str) -> pathlib.Path:
-    """Makes the folder of a new run, never one that holds something already.
-
-    Without `out` it is `runs/<name>`, with -2, -3 and so on where that exists.
-    """
+    """Makes the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 where that exists."""
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     free = (path for path in map(pathlib.Path("runs").joinpath, names) if not path.exists())
     folder = next(free) if out is None else pathlib.Path(out)
@@ -155,9 +153,7 @@ def write_network(
                 "the permutation does not give the trained weights, so it was not saved: this is a bug "
                 "in optperm, please report it."
             )
-    arrays: dict[str, Any] = {
-        _PREFIX + path: np.asarray(leaf) for path, leaf in flatten_dict(leaves, sep="/").items()
-    }
+    arrays: dict[str, Any] = flatten_dict({"params": jax.device_get(leaves)}, sep="/")
     np.savez_compressed(folder / name, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
 
@@ -178,10 +174,7 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
             input_shape=tuple(arrays["input_shape"].tolist()),
             **{name: int(arrays[name]) for name in ("hidden", "num_classes", "seed")},
         )
-        named = {name: leaf for name, leaf in arrays.items() if name.startswith(_PREFIX)}
-        params = unflatten_dict(
-            {name.removeprefix(_PREFIX): named[name] for name in named}, sep="/"
-        )
+        params = unflatten_dict(arrays, sep="/")["params"]
         if path.name == _PERMUTATION_FILE:
             params = optperm.apply_permutation(models.initial_params(spec), params)
         is_same = digest(params) == str(arrays["digest"])

@@ -1,19 +1,25 @@
-"""Training of one network on one data set by `optperm.training.fit`, and its records."""
+"""The command `train`: one network by one method through `optperm.training.fit`, and a run folder."""
 
 import functools
+import importlib.metadata
+import pathlib
+import platform
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optperm
-from optperm.cli import models
-from optperm.cli.datasets import Dataset
-from optperm.cli.errors import CliError, UsageError
-from optperm.cli.flags import Network
+from optperm.cli import datasets, machines, models, report, run_folder
+from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
+from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
+from optperm.contract.states import find_states
 from optperm.training import CheckpointError, Event, History, TrainState, fit
 
 # A line of metrics.jsonl.
@@ -44,7 +50,7 @@ class Training:
         method: Method,
         hyperparameters: Mapping[str, Hyperparameter],
         flags: Network,
-        data: Dataset,
+        data: datasets.Dataset,
         *,
         seed: int,
         devices: int,
@@ -60,17 +66,14 @@ class Training:
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters = method, dict(hyperparameters)
         self.data, self._devices = data, devices if self.replicas > 1 else None
+        # What the method does before an epoch.
+        begin: Any = method.epoch_start
+        self._change: Any = begin and functools.partial(begin, **hyperparameters)
         shape = data.x_train.shape[1:]
         self.spec = models.NetworkSpec(flags.model, flags.hidden, shape, data.num_classes, seed)
         self.model = models.build(self.spec)
-        self._accuracy = models.Accuracy(self.model, data.x_test, data.y_test)
-        is_mapped = self.replicas > 1 and (method.spreads or method.period)
-        facts = {
-            "seed": seed,
-            "num_data": len(data.x_train),
-            "batch_size": self.batch_size,
-            "axis_name": "replica" if is_mapped else None,
-        }
+        facts = {"seed": seed, "num_data": len(data.x_train), "batch_size": self.batch_size}
+        facts["axis_name"] = "replica" if self.replicas > 1 else None
         try:
             self._tx = method.transformation(hyperparameters, facts)
         except (ValueError, TypeError) as error:
@@ -98,9 +101,8 @@ class Training:
         for record in known:
             on_record(record)
         if not epochs:
-            return Trained(
-                self.initial, self._tx.init(self.initial), known, History(), 0, False, 0.0
-            )
+            opt_state = self._tx.init(self.initial)
+            return Trained(self.initial, opt_state, known, History(), 0, False, 0.0)
 
         def on_epoch(event: Event) -> None:
             params = self._what_is_trained(event.state)
@@ -121,39 +123,29 @@ class Training:
                 seed=self.spec.seed,
                 has_aux=True,
                 devices=self._devices,
-                epoch_start=self._change if self.method.epoch_start else None,
+                epoch_start=self._change,
                 on_epoch_end=on_epoch,
                 **options,
             )
         except (ValueError, TypeError, CheckpointError) as error:
             says = str(error).replace("resume=STEP", "--from-epoch")
             raise CliError(f"{self.method.name}: {says}") from error
-        state, steps = result.state, result.step - known[-1]["step"]
-        assert state is not None
+        state: Any = result.state
+        steps, history = result.step - known[-1]["step"], result.history
         params = self._what_is_trained(state)
         if steps > 0:  # of an epoch that Ctrl-C has cut short
-            means = result.history.means(steps)
-            known.append(self._record(result.epoch, result.step, params, means))
-        interrupted, seconds = result.ended == "interrupted", compiling(start)
-        opt_state = state.opt_state
-        return Trained(params, opt_state, known, result.history, result.epoch, interrupted, seconds)
+            known.append(self._record(result.epoch, result.step, params, history.means(steps)))
+        ended = result.epoch, result.ended == "interrupted", compiling(start)
+        return Trained(params, state.opt_state, known, history, *ended)
 
     def gradient_evaluations(self, step: int) -> int:
-        """How many gradients of the loss on one example it took to get to a step.
-
-        A full gradient takes as many as there are training examples.
-        """
+        """How many gradients of the loss on one example it took to get to a step, full ones included."""
         gradients = self.method.gradients_a_step(**self.hyperparameters)
-        started = range(1, -(-step // self.steps_per_epoch) + 1) if self.method.epoch_start else ()
+        started = range(1, -(-step // self.steps_per_epoch) + 1) if self._change else ()
         full = sum(self._change(epoch) is not None for epoch in started)
         return int(step * self.batch_size * gradients) + len(self.data.x_train) * full
 
-    def _change(self, epoch: int) -> Any:
-        """What the method does before an epoch."""
-        assert self.method.epoch_start is not None
-        return self.method.epoch_start(epoch, **self.hyperparameters)
-
-    def _what_is_trained(self, state: TrainState) -> optax.Params:
+    def _what_is_trained(self, state: Any) -> optax.Params:
         """What is tested and kept of a state, in the memory of this process."""
         params = state.params
         if self.method.period:
@@ -161,6 +153,9 @@ class Training:
         if self.method.permutes:
             params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
         return jax.device_get(params)
+
+    def _tested(self, params: optax.Params) -> float:
+        return models.accuracy(self.model, params, self.data.x_test, self.data.y_test)
 
     def _record(
         self, epoch: int, step: int, params: optax.Params, metrics: Mapping[str, float]
@@ -177,11 +172,192 @@ class Training:
             "step": step,
             "train_loss": metrics.get("loss"),
             "train_accuracy": metrics.get("accuracy"),
-            "test_accuracy": self._accuracy(params) if jax.process_index() == 0 else None,
+            "test_accuracy": self._tested(params) if jax.process_index() == 0 else None,
             "share_moved": metrics.get("share_moved"),
             "seconds": seconds - compiling(time.perf_counter() - seconds),
             "phase": self.method.phase(step, **self.hyperparameters),
         }
+
+
+def train(
+    method: Method,
+    hyperparameters: Mapping[str, Hyperparameter],
+    run: Run,
+    where: machines.Machines,
+) -> int:
+    """Trains a network, and writes what came of it; returns the exit code."""
+    compiling(time.perf_counter())
+    # What is missing must come out before the training, not after it.
+    for extra in ("rich", "matplotlib", *(["orbax.checkpoint"] if run.keeps else [])):
+        import_extra(extra)
+    data = datasets.load(run.data)
+    reporter = report.Reporter(run.epochs, quiet=run.quiet)
+    where.connect(lambda: reporter.say("Waiting for the other processes."))
+    is_main = jax.process_index() == 0
+    reporter.quiet |= not is_main
+    training = Training(method, hyperparameters, run, data, seed=run.seed, devices=where.devices)
+    name = f"{method.name}-{run.model}-{data.name}-s{run.seed}"
+
+    def prepare() -> tuple[str, int | None]:
+        identity, step = _identity(training, run), None
+        if run.resume is not None:
+            lengths = run.epochs, training.steps_per_epoch
+            step = run_folder.find_checkpoint(run.resume, run.from_epoch, *lengths, identity)
+        made = run_folder.create(run.out, name)
+        if run.keeps:
+            run_folder.prepare_checkpoints(made, identity)
+        if run.resume is not None:
+            part = pathlib.Path(run_folder.CHECKPOINTS, str(step))
+            shutil.copytree(run.resume / part, made / part)
+        return str(made), step
+
+    chosen, step = machines.decided(prepare)
+    folder, records, options = pathlib.Path(chosen), list[Record](), dict[str, Any]()
+    if run.keeps:
+        options["checkpoints"] = folder / run_folder.CHECKPOINTS
+        options["checkpoint_every"] = run.checkpoint_every * training.steps_per_epoch or None
+        options["checkpoint_keep"] = run.checkpoint_keep
+    if run.resume is not None:
+        options["resume"] = step
+        records = run_folder.read_metrics(run.resume, step)
+        reporter.say(f"Going on after epoch {step // training.steps_per_epoch} of {run.resume}.")
+
+    def on_record(record: Record) -> None:
+        if is_main:
+            run_folder.append_metrics(folder, record)
+        reporter.epoch(record)
+
+    options["progress"] = reporter.has_bar
+    trained = training.run(run.epochs, on_record=on_record, records=records, **options)
+    if is_main:
+        summary = _summary(training, trained, run, where, step)
+        summary |= _write(folder, name, training, trained)
+        run_folder.write_json(folder / "summary.json", summary)
+        reporter.summary(summary, folder)
+    loss = trained.history.steps.get("loss", np.zeros(0))
+    if loss.size and not np.isfinite(loss[-1]):
+        raise CliError(
+            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
+            f"try a smaller --learning-rate. What there is lies in {folder}."
+        )
+    if not trained.interrupted:
+        return 0
+    again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
+    reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
+    return INTERRUPTED
+
+
+def _identity(training: Training, run: Run) -> dict[str, Any]:
+    """What decides the course of a run, from its first step on."""
+    flags = {"model": run.model, "hidden": run.hidden, "seed": run.seed, **training.hyperparameters}
+    return {
+        "the method": training.method.name,
+        **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
+        "the number of examples a step": training.batch_size,
+        "the digest of the data": training.data.digest,
+    }
+
+
+def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> dict[str, Any]:
+    """Writes the network, the steps, the draws and pictures; what the summary says of the draws."""
+    params, steps, last = trained.params, trained.history.steps, trained.records[-1]
+    opt_state = trained.opt_state
+    kept = opt_state if training.method.permutes else None
+    run_folder.write_network(folder, training.spec, training.initial, params, kept)
+    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
+    columns.pop("accuracy", None)
+    np.savez_compressed(folder / "steps.npz", **columns)
+    report.draw_curve(folder / "curve.png", trained.records, steps.get("share_moved"), name)
+    noise = find_states(opt_state, optperm.GradientNoiseState)
+    if not noise:
+        return {}
+    every, burn_in = (int(training.hyperparameters[name]) for name in ("draw_every", "burn_in"))
+    snapshots, count = optperm.trajectory(opt_state)
+    # The snapshots that were taken after a step that sampled.
+    valid = min(int(count), -(-last["step"] // every) - (burn_in // every + 1))
+    if valid < 1:
+        return {}
+    draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
+    arrays: dict[str, Any] = {**optperm.samples_as_dict(draws)}
+    np.savez(folder / "draws.npz", **arrays)
+    of_last, last_calibration = _predictive(training, jax.tree.map(lambda x: x[None, None], params))
+    of_draws, calibration = _predictive(training, draws)
+    calibrations = {"last_iterate": last_calibration, "posterior": calibration}
+    report.draw_reliability(folder / "reliability.png", calibrations, name)
+    share = noise[0].share_at_max_step()
+    of_draws |= {"draws": valid, "share_at_max_step": None if share is None else float(share)}
+    return {"last_iterate": of_last, "posterior": of_draws}
+
+
+def _predictive(training: Training, draws: Any) -> tuple[dict[str, Any], optperm.Calibration]:
+    """How good the probabilities are that all draws predict together, on the test examples."""
+    x, labels = training.data.x_test, training.data.y_test
+
+    def probabilities(params: optax.Params, x: jax.Array) -> jax.Array:
+        return jax.nn.softmax(models.logits(training.model, params, x))
+
+    parts = np.split(x, range(models.CHUNK, len(x), models.CHUNK))
+    predict = optperm.posterior_predictive
+    mean = jnp.concatenate([predict(probabilities, draws, jnp.asarray(part)) for part in parts])
+    losses = optax.softmax_cross_entropy_with_integer_labels(jnp.log(mean), labels)
+    calibration = optperm.calibration(mean, labels)
+    found = {
+        "accuracy": float(np.mean(np.argmax(np.asarray(mean), axis=-1) == labels)),
+        "negative_log_likelihood": float(jnp.mean(losses)),
+        "expected_calibration_error": float(calibration.expected_calibration_error),
+    }
+    return found, calibration
+
+
+def _summary(
+    training: Training, trained: Trained, run: Run, where: machines.Machines, first: int | None
+) -> dict[str, Any]:
+    last, method = trained.records[-1], training.method
+    period = method.period and int(training.hyperparameters[method.period])
+    moved = trained.history.steps.get("share_moved")
+    return {
+        "method": method.name,
+        **{name: last[name] for name in ("test_accuracy", "train_accuracy", "train_loss")},
+        # The mean over all steps.
+        "share_moved": None if moved is None else float(np.mean(moved)),
+        # Of all steps; compiling and testing come on top.
+        "seconds": sum(record["seconds"] for record in trained.records),
+        "compile_seconds": trained.compile_seconds,
+        "interrupted": trained.interrupted,
+        "resumed_from": None if run.resume is None else str(run.resume),
+        "resumed_after_epoch": None if first is None else first // training.steps_per_epoch,
+        "epochs_done": trained.epoch,
+        "steps": last["step"],
+        "phase": last["phase"],
+        "gradient_evaluations": training.gradient_evaluations(last["step"]),
+        # The trained network holds nothing of them.
+        "steps_since_commit": last["step"] % period if period else None,
+        # How good their predicted probabilities are, where the method draws from a posterior.
+        "last_iterate": None,
+        "posterior": None,
+        "params": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
+        "data": training.data.source,
+        **{
+            name: getattr(run, name) for name in ("model", "hidden", "seed", "epochs", "batch_size")
+        },
+        "hyperparameters": training.hyperparameters,
+        "replicas": training.replicas,
+        "devices": where.devices,
+        "processes": jax.process_count(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},
+        },
+    }
+
+
+def version(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 @functools.cache

@@ -23,10 +23,11 @@ END = object()
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 _SOON = 0.05  # seconds
-AHEAD = 8  # batches, or calls, that may wait on the devices for those before them
+# Calls that may wait on the devices for those before them; of batches, up to twice as many may.
+AHEAD = 8
 
 
-def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
+def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) -> jax.Array:
     """The order in which `fit` goes through examples in memory, int32 (num_examples,).
 
     A step takes the next `batch_size` of them; those at the end that do not fill a batch are left out.
@@ -36,6 +37,7 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
       seed: That of `fit`.
       epoch: From 1.
       num_examples: How many there are.
+      replace: Whether each is drawn from all of them instead, as `fit` does for a method that samples.
 
     Example:
       >>> from optperm.training import shuffled
@@ -46,7 +48,10 @@ def shuffled(seed: int, epoch: int, num_examples: int) -> jax.Array:
     checks.check_count("epoch", epoch)
     checks.check_static_count("num_examples", num_examples)
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
+    key = jax.random.fold_in(key, epoch)
+    if replace:
+        return jax.random.randint(key, (num_examples,), 0, num_examples)
+    return jax.random.permutation(key, num_examples)
 
 
 def is_arrays(name: str, data: Any) -> bool:
@@ -151,7 +156,12 @@ class Fed(NamedTuple):
 
 
 class ArrayFeed:
-    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device."""
+    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
+
+    With `replace` they are drawn with replacement: batches of one shuffle are not independent.
+    """
+
+    replace = False
 
     def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
         size, parts = num_examples("train_data", data), layout.parts
@@ -175,12 +185,13 @@ class ArrayFeed:
         """Tells the data from others."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
         facts = {"batch_size": self._batch_size, "train_data": str(forms)}
+        facts |= {"batches": "drawn with replacement"} if self.replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def begin(self, epoch: int, offset: int, _: Any = None) -> None:
         """Goes to a step of an epoch; epochs count from 1, steps from 0."""
         if epoch != self._epoch:
-            order = np.asarray(shuffled(self._seed, epoch, self._size))
+            order = np.asarray(shuffled(self._seed, epoch, self._size, self.replace))
             order = order[: self.steps_per_epoch * self._batch_size]
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
@@ -280,7 +291,7 @@ class StreamFeed:
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
-                if len(rows) > AHEAD:
+                if len(rows) > AHEAD and len(rows) % AHEAD == 0:  # waking up takes a while
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)

@@ -32,30 +32,25 @@ AXIS = "replica"
 class Layout:
     """Where arrays lie.
 
-    Attributes:
-      mesh: The devices, its axes automatic; None for wherever JAX puts what is not yet anywhere.
-      batch: How a batch is sharded over the mesh, by its PartitionSpec.
-      mapped: The axes over which the method is mapped; empty for one that asks for none.
-      own: Whether each replica along them has a carry of its own. Then a carry has a leading axis of
-        replicas, of which each device holds its part.
-      replicas: How many replicas are simulated on one device.
-      home: The mesh as the user has it, perhaps with explicit axes.
+    With `own` each replica along the mapped axes has a carry of its own: then a carry has a leading axis
+    of replicas, of which each device holds its part.
     """
 
-    mesh: Mesh | None = None
-    batch: tuple[Any, ...] = ()
-    mapped: tuple[str, ...] = ()
+    mesh: Mesh | None = (
+        None  # its axes automatic; None for wherever JAX puts what is not yet anywhere
+    )
+    batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
+    mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
     own: bool = False
-    replicas: int = 1
-    home: Mesh | None = None
+    replicas: int = 1  # how many are simulated on one device
+    home: Mesh | None = None  # the mesh as the user has it, perhaps with explicit axes
 
     @property
     def parts(self) -> int:
         """In how many equal parts a batch is taken."""
-        shape = {} if self.mesh is None else self.mesh.shape
-        return (
-            math.prod(shape[name] for name in axis_names(self.batch[0])) if shape else self.replicas
-        )
+        if self.mesh is None:
+            return self.replicas
+        return math.prod(self.mesh.shape[name] for name in axis_names(self.batch[0]))
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -141,17 +136,6 @@ class Layout:
 
         return jax.tree_util.tree_map_with_path(put, tree)
 
-    def stack(self, tree: Any) -> Any:
-        """One copy of a placed tree for each replica."""
-
-        def rows(tree: Any) -> Any:
-            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (self.parts, *x.shape)), tree)
-
-        def where(leaf: Any) -> Any:
-            return self.sharding(self.mapped, *leaf.sharding.spec)
-
-        return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
-
     def lead(self, tree: Any, rows: int) -> Any:
         """The forms of stacked carries of so many replicas, of which every device holds all."""
 
@@ -161,14 +145,15 @@ class Layout:
 
         return jax.tree.map(form, tree)
 
-    def deal(self, tree: Any) -> Any:
-        """Carries of some replicas, dealt out in turn to those here: the first ones, to fewer."""
+    def deal(self, tree: Any, own: bool = True) -> Any:
+        """Carries of some replicas, or one of all, in turn for those here: the first ones, for fewer."""
 
         def rows(tree: Any) -> Any:
-            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], tree)
+            stacked = tree if own else jax.tree.map(lambda x: x[None], tree)
+            return jax.tree.map(lambda x: x[np.arange(self.parts) % x.shape[0]], stacked)
 
         def where(leaf: Any) -> Any:
-            return self.sharding(self.mapped, *leaf.sharding.spec[1:])
+            return self.sharding(self.mapped, *leaf.sharding.spec[own:])
 
         return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
 

@@ -9,16 +9,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from optperm.bayes.report import SAMPLERS
 from optperm.contract import checks
+from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import as_callbacks
 from optperm.training.checkpoints import Checkpoints
 from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
-from optperm.training.evaluations import Evaluator
 from optperm.training.history import History
 from optperm.training.layout import Layout, layout_of
 from optperm.training.run import FitResult, Position, Run
-from optperm.training.steps import Model, copied, plain, typed
+from optperm.training.steps import Evaluator, Model, copied, plain, typed
 from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
 
@@ -73,8 +74,9 @@ def fit(
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
         and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
       train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
-        shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`); a last part that fills no
-        batch is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
+        shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`), for a method that samples
+        (`optperm.constant_sgd`, `sgld`, `sghmc`) drawn with replacement; a last part that fills no batch
+        is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
         or a function of the epoch's number, from 1, that gives one. No batch is asked for before the
         step that takes it. With several processes an iterable brings in each its part of a batch.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
@@ -179,6 +181,8 @@ def fit(
         at=earlier._end[2] if earlier else Position(),
         history=History(old.steps, old.epoch_rows),
     )
+    if isinstance(feed, ArrayFeed):
+        feed.replace = bool(find_states(run.carry.opt_state, SAMPLERS))
     if checkpoints is not None:
         kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
         run.keep_in(kept, {**facts, **feed.facts()}, resume)
@@ -222,7 +226,7 @@ def _placed(state: TrainState, layout: Layout) -> TrainState:
     with layout.context():
         if placed.opt_state is None and not layout.mapped:
             placed = placed.replace(opt_state=placed.tx.init(placed.params))
-        placed = layout.stack(placed) if layout.own else placed
+        placed = layout.deal(placed, own=False) if layout.own else placed
         if placed.opt_state is not None:
             return copied(placed)
 

@@ -18,12 +18,11 @@ from optperm.training import processes
 from optperm.training.callbacks import Callback, EarlyStopping, Event, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, StreamFeed
-from optperm.training.evaluations import Evaluator
 from optperm.training.history import History
 from optperm.training.layout import Layout
-from optperm.training.steps import Model, copied, plain, steps_of, trained, typed
+from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, trained, typed
 from optperm.training.terminal import Interrupt
-from optperm.training.train_state import TrainState
+from optperm.training.train_state import Loss, TrainState
 from optperm.variance.full_gradient import full_gradient
 
 # Why training ended.
@@ -172,7 +171,7 @@ class Run:
         if self.show is not None:
             self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
-            loss = self.model.loss(self.loss_fn, self.has_aux)
+            loss = Loss(self.loss_fn, self.has_aux, self.model.graphdef, self.model.wrt)
             bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)

@@ -1,4 +1,4 @@
-"""What is trained, as one `TrainState`, and the compiled steps of it."""
+"""What is trained, as one `TrainState`, and what is compiled of it: steps and evaluations."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.tree_util import Partial
 
@@ -18,12 +19,14 @@ from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES, center_params
 from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.training import data as datas
 from optperm.training.layout import Layout, average_varying
 from optperm.training.train_state import (
     RESERVED,
     Loss,
     TrainState,
     arguments_of,
+    check_nnx,
     scalar_metrics,
     split_model,
 )
@@ -78,13 +81,10 @@ class Model:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def loss(self, loss_fn: Callable[..., Any], has_aux: bool) -> Loss:
-        """A loss function as one of model state, random key, params and batch."""
-        return Loss(loss_fn, has_aux, self.graphdef, self.wrt)
-
     def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
         """The metrics that a function gives on a batch."""
         if self.graphdef is not None:
+            check_nnx("eval_fn", eval_fn)
             out = eval_fn(self.shown(state), batch)
         elif "rng" in (takes := arguments_of(eval_fn)):
             raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
@@ -161,7 +161,7 @@ def steps_of(
 
     def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
         def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-            return _step(carry, batch, model.loss(loss(), has_aux), layout)
+            return _step(carry, batch, Loss(loss(), has_aux, model.graphdef, model.wrt), layout)
 
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
             (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
@@ -207,3 +207,35 @@ def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[Tr
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     after = after if averaged is None else average_varying(after)
     return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a function on all of some data, of arrays `batch_size` examples at once."""
+
+    eval_fn: Callable[..., Any]
+    data: Any
+    batch_size: int | None = None
+    model: Model = Model()
+    layout: Layout = Layout()  # noqa: RUF009
+
+    def __post_init__(self) -> None:
+        checks.check_function("eval_fn", self.eval_fn, "(params, batch) or (model, batch)")
+        datas.is_arrays("eval_data", self.data)
+
+    def evaluate(self, state: TrainState, epoch: int) -> dict[str, float]:
+        """The means over all examples, by name; a ValueError if there are none."""
+        model, rows, sizes = self.model, list[Any](), list[int]()
+
+        def make(function: Callable[[], Any]) -> Any:
+            return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
+
+        call = made(self.eval_fn, ("evaluated", model), make)
+        with self.layout.context():
+            what = self.data, epoch, self.batch_size, self.layout
+            for batch in datas.pieces("eval_data", *what):  # loaded while others are computed
+                sizes.append(datas.num_examples("A batch of eval_data", batch))
+                rows.append(call(state, batch))
+                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
+        host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+        return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}

@@ -49,6 +49,7 @@ class Loss:
         """The loss and what else came."""
         takes: tuple[str, ...] = ()
         if self.graphdef is not None:
+            check_nnx("loss_fn", self.loss_fn)
             model = nnx.merge(self.graphdef, params, *model_state)
             out = self.loss_fn(model, batch)
             # The keys stay, as they do in the model: its counts say what is drawn next.
@@ -86,6 +87,16 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Which of `model_state` and `rng` a function takes by name."""
     parameters = inspect.signature(function).parameters
     return tuple(name for name in ("model_state", "rng") if name in parameters)
+
+
+def check_nnx(name: str, function: Callable[..., Any]) -> None:
+    """Raises a TypeError where a function of a model of `flax.nnx` asks for more than the batch."""
+    for wanted in arguments_of(function):
+        if inspect.signature(function).parameters[wanted].default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{name} takes {wanted}, but a model of flax.nnx holds its state and its random streams "
+                "(nnx.Rngs) itself: take them from there, in loss_fn(model, batch)."
+            )
 
 
 def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -200,8 +200,9 @@ def by_hand(name, size, start):
         if name == "svrg":
             grad = optperm.full_gradient(dense_loss, params, [dense_data()])
             opt_state = optperm.take_snapshot(opt_state, params, grad)
-        order = np.asarray(training.shuffled(0, epoch, EXAMPLES)).reshape(-1, BATCH)
-        for hand in order:
+        is_sampler = name == "constant_sgd"
+        order = np.asarray(training.shuffled(0, epoch, EXAMPLES, replace=is_sampler))
+        for hand in order.reshape(-1, BATCH):
             batch = {key: leaf[hand] for key, leaf in dense_data().items()}
             params, opt_state = jitted(params, opt_state, batch)
     if is_local:
