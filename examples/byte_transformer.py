@@ -5,12 +5,11 @@ replicas start together after some steps of synchronous training, and go on for 
 step, alone (which a method has to beat), by AGN, and by DiLoCo whole, streamed and compressed, each as
 was best on a grid. What a device sends is read from the compiled programs. Everything takes AdamW.
 
-    python examples/byte_transformer.py [--seeds N] [--kept FILE.json] [--out FILE.png]
+    python examples/byte_transformer.py [--seeds N] [--grid] [--out FILE.png]
 """
 
 import argparse
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from commit_methods import AXIS, RATE, adamw, methods
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from launch import join, launch
-from library_bytes import CONTEXT, Decoder, Kept, load, loss_fn, report, windows
+from library_bytes import CONTEXT, Decoder, Rows, kept, load, loss_fn, report, rows, windows
 
 import optperm
 
@@ -84,7 +83,7 @@ def train(steps: int, common: int, seed: int, grid: bool) -> dict[str, tuple[flo
     return results
 
 
-def main(argv: list[str] | None = None) -> Kept:
+def main(argv: list[str] | None = None) -> Rows:
     """Trains by every method, prints the table and draws loss over bytes; returns what was found."""
     parser = flags.Parser(__doc__, "byte_transformer.png")
     parser.count("seeds", 1, "trainings to average")
@@ -92,10 +91,13 @@ def main(argv: list[str] | None = None) -> Kept:
     parser.count("common", 200, "synchronous steps before them")
     parser.count("processes", 1, f"processes, a divisor of {REPLICAS}")
     parser.add_argument("--grid", action="store_true", help="all of the grid")
-    parser.add_argument("--kept", type=Path, help="JSON that is read instead of training, or made")
+    parser.add_argument("--kept", type=Path, help="a file of benchmarks/results, to draw it again")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
+    if chosen.kept is not None:
+        report(found := kept(chosen.kept), chosen.out)
+        return found
     if REPLICAS % chosen.processes:
         parser.error(f"--processes must divide {REPLICAS}, got {chosen.processes}")
     if chosen.processes > 1:
@@ -103,13 +105,10 @@ def main(argv: list[str] | None = None) -> Kept:
             launch(__file__, argv or sys.argv[1:], chosen.processes, TIMEOUT)
             return {}
         join(chosen.coordinator, chosen.processes, chosen.process_id, REPLICAS // chosen.processes)
-    is_kept = chosen.kept is not None and chosen.kept.exists()
-    found: Kept = json.loads(chosen.kept.read_text()) if is_kept else {}
-    for seed in range(0 if found else chosen.seeds):
-        for name, result in train(chosen.steps, chosen.common, seed, chosen.grid).items():
-            found.setdefault(name, []).append(result)
+    every = [train(chosen.steps, chosen.common, seed, chosen.grid) for seed in range(chosen.seeds)]
+    found = rows(every)
     if jax.process_index() == 0:
-        report(found, chosen.out, chosen.kept)
+        report(found, chosen.out)
     return found
 
 

@@ -99,11 +99,11 @@ def main(argv: Sequence[str] | None = None) -> dict[int, Trained]:
             f"every {period:3} steps: test accuracy {trained.accuracies[-1]:.3f} as Adam left it, "
             f"{trained.accuracy:.3f} with the initial weights in another order"
         )
-        (line,) = axes.plot(epochs, trained.accuracies, label=f"{period} steps")
+        (line,) = axes.plot(epochs, trained.accuracies, label=f"{period}: {trained.accuracy:.3f}")
         axes.plot(epochs[-1], trained.accuracy, "o", color=line.get_color())
-    axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(None, 1.0))
+    axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0.8, 1.0))
     axes.set_title("lines: as Adam left it; dots: initial weights in that order")
-    figure.legend(title="between synchronizations", loc="outside right center")
+    figure.legend(title="steps between syncs: end", loc="outside right center")
     figure.savefig(options.out)
     return found
 

@@ -14,8 +14,8 @@ import optax
 from matplotlib.figure import Figure
 
 CONTEXT, WIDTH, LAYERS, HEADS = 64, 96, 3, 4
-# By method, for each seed: nats a byte on what was held out, bytes a step in the mean, most in one.
-Kept = dict[str, list[tuple[float, float, int]]]
+# Of each method: mean and deviation of nats a byte, the bytes of a step in the mean, the most in one.
+Rows = dict[str, tuple[float, float, float, int]]
 
 
 class Decoder(nn.Module):
@@ -55,22 +55,38 @@ def windows(data: np.ndarray, rng: np.random.Generator, *lead: int) -> np.ndarra
     return data[starts[..., None] + np.arange(CONTEXT + 1)].astype(np.int32)
 
 
+def kept(path: pathlib.Path) -> Rows:
+    """What is kept in a file of benchmarks/results."""
+    rows = json.loads(path.read_text())["tables"][0]["rows"]
+    return {
+        name.replace("`", ""): (
+            *map(float, nats.split("±")),
+            *(int(number.replace(",", "")) for number in sizes),
+        )
+        for name, _, nats, *sizes in rows
+    }
+
+
+def rows(every: list[dict[str, tuple[float, float, int]]]) -> Rows:
+    """Of what was found by each seed: nats a byte, and the bytes of a step."""
+    found = {}
+    for name, (_, *sizes) in every[0].items():
+        losses = [result[name][0] for result in every]
+        found[name] = float(np.mean(losses)), float(np.std(losses)), *sizes
+    return found
+
+
 @matplotlib.style.context("optperm.pictures")
-def report(found: Kept, out: pathlib.Path, kept: pathlib.Path | None = None) -> None:
-    """Prints the table, draws loss over bytes, and keeps what was found."""
-    if kept is not None:
-        kept.write_text(json.dumps(found, indent=1) + "\n")
-    figure = Figure(figsize=(6, 4.2))
+def report(found: Rows, out: pathlib.Path) -> None:
+    """Prints the table, and draws loss over bytes."""
+    figure = Figure(figsize=(6, 4.6))
     axes = figure.add_subplot(xscale="log", xlabel="bytes that a device sends a step")
-    axes.set_ylabel("nats a byte, held out")
-    print(f"{'method':36}  nats a byte  bytes a step  most in one")
-    for index, (name, results) in enumerate(found.items()):
-        (losses, sent, most), marker = zip(*results, strict=True), "os^Dv"[index % 5]
-        mean, deviation = np.mean(losses), np.std(losses)
-        print(f"{name:36}  {mean:5.3f} {deviation:5.3f}  {sent[0]:12.1f}  {most[0]:11d}")
+    axes.set(ylabel="nats a byte, held out", title="mean and standard deviation of the seeds")
+    print(f"{'method':42}  nats a byte  bytes a step  most in one")
+    for index, (name, (mean, deviation, sent, most)) in enumerate(found.items()):
+        print(f"{name:42}  {mean:5.3f} {deviation:5.3f}  {sent:12.1f}  {most:11d}")
         # What sends nothing has no place on a logarithmic axis.
-        label = name if sent[0] else f"{name} (sends none)"
-        axes.errorbar(max(sent[0], 1e3), mean, deviation, fmt=marker, capsize=3, label=label)
-    axes.set_title(f"mean and standard deviation of {len(losses)} seeds")
-    figure.legend(loc="outside right center")
+        label, at = (name, sent) if sent else (f"{name} (sends nothing)", 1e3)
+        axes.errorbar(at, mean, deviation, fmt="os^Dv"[index % 5], capsize=3, label=label)
+    figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(out)

@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
         curves[name].append((size, float(np.mean(reached))))
         print(f"{name}: {size:g} bits a weight, test accuracy {np.mean(reached):.3f}")
     axes = (picture := figure.Figure()).add_subplot(
-        title="from left to right: 2, 3, 4, 16, any values"
+        title="left to right: 2, 3, 4, 16 and any values"
     )
     for name, points in curves.items():
         axes.semilogx(*zip(*points, strict=True), "o-", base=2, label=name)

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Curve]:
     axes = figure.add_subplot(xlabel="gradients of single examples / n", yscale="log")
     for name, curve in curves.items():
         curves[name] = [(count, max(loss - lowest, 1e-16)) for count, loss in curve]
-        axes.plot(*zip(*curves[name], strict=True), label=name)
+        axes.plot(*zip(*curves[name], strict=True), "--" if "loopless" in name else "-", label=name)
         count, above = curves[name][-1]
         print(f"{name:30}: {above:.1e} above the optimum after {count * n:,.0f} evaluations")
     axes.set_ylabel("loss above the optimum")

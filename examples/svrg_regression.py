@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
             print(f"{name:12}: {curves[name][-1]:.2e} above the optimum")
     figure = Figure(figsize=(6, 4.2))
     axes = figure.add_subplot(xlabel="epoch", ylabel="loss above the optimum", yscale="log")
-    for name, curve in curves.items():
-        axes.plot(curve, label=name)
+    for name, curve in reversed(curves.items()):  # the noisiest behind the others
+        axes.plot(curve, linewidth=0.8 if name == f"SGD, {SGD_RATES[-1]}" else None, label=name)
     figure.legend(title="method, learning rate", loc="outside right center")
     figure.savefig(chosen.out)
     return curves

@@ -1,7 +1,6 @@
 """The examples run, and show what they claim."""
 
 import importlib
-import json
 import pathlib
 import re
 import runpy
@@ -144,18 +143,20 @@ def test_byte_transformer(tmp_path, capsys, monkeypatch):
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 16)
-    kept = tmp_path / "kept.json"
-    found = run("byte_transformer.py", tmp_path, "--steps", 10, "--common", 1, "--kept", kept)
+    found = run("byte_transformer.py", tmp_path, "--steps", 10, "--common", 1)
     assert len(found) == 9
-    assert all(3.5 < loss < 5.5 for ((loss, _, _),) in found.values()), found
-    again = run(
-        "byte_transformer.py", tmp_path, "--kept", kept
-    )  # what is kept is not trained again
-    assert again == json.loads(json.dumps(found))
-    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:11]]
+    assert all(3.5 < loss < 5.5 for loss, *_ in found.values()), found
+    table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     in_step, alone, agn, _, _, four_bits, few, *_ = (float(row[-2]) for row in table)
     assert (in_step / agn, alone) == (pytest.approx(10, rel=1e-3), 0)
     assert agn > 7 * four_bits > 20 * few
+
+
+def test_byte_transformer_is_drawn_from_what_is_kept(tmp_path):
+    """Three seeds of it take the better part of an hour."""
+    kept = EXAMPLES.parent / "benchmarks" / "results" / "byte_transformer.json"
+    found = run("byte_transformer.py", tmp_path, "--kept", kept)
+    assert found["diloco"] == (1.831, 0.044, 146112, 1461124)
 
 
 @pytest.mark.slow

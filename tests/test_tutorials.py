@@ -1,0 +1,38 @@
+"""The tutorials print what they show, and draw the pictures that they show."""
+
+import pathlib
+import re
+import runpy
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+RUNNER = runpy.run_path(str(DOCS / "run_tutorials.py"))
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("page", RUNNER["PAGES"])
+def test_a_tutorial_prints_and_draws_what_it_shows(page, tmp_path):
+    """The words are the same, the numbers near."""
+    outputs, _ = RUNNER["run"](page, tmp_path)
+    assert RUNNER["wrong_outputs"](page, outputs) == []
+    text = (DOCS / "tutorials" / f"{page}.md").read_text()
+    shown = set(re.findall(r"^!\[.*\]\((\w+\.png)\)$", text, re.MULTILINE))
+    assert f"{page}.png" in shown
+    assert shown == {path.name for path in tmp_path.glob("*.png")}
+    for name in shown:
+        assert np.std(matplotlib.image.imread(tmp_path / name)) > 0.01
+        assert (DOCS / "tutorials" / name).exists()
+
+
+def test_what_is_shown_is_compared():
+    """Other words, other lines and numbers far off are told; near numbers are not."""
+    differences = RUNNER["differences"]
+    assert differences("loss 0.512, rate 1.0e-05\n", "loss 0.498, rate 3.0e-05\n") == []
+    assert differences("loss 0.512\n", "loss 0.250\n") == ["shown: loss 0.512\nfound: loss 0.250"]
+    assert len(differences("gap 1.0e-05\n", "gap 3.0e-03\n")) == 1
+    assert len(differences("it won\n", "it lost\n")) == 1
+    assert len(differences("one\n", "one\ntwo\n")) == 1
+    assert len(differences("1 2\n", "1 2 3\n")) == 1
