@@ -7,6 +7,7 @@ keeps there which; `apply_updates` reads both.
 
 import functools
 import operator
+import warnings
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
@@ -94,7 +95,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
     that places weights is the last of its chain: what stands after it changes updates, not targets.
     Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
-    `params`, wherever it was placed.
+    `params`, wherever it was placed. Of a transformation of Optax's after it in an `optax.chain` a
+    `UserWarning` tells.
 
     Args:
       params: A tree of parameters, or a model made of dataclasses, as Equinox's are.
@@ -128,6 +130,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     checks.check_same_tree(
         "updates", without_variables(updates), before, source="params", dtypes=False
     )
+    _warn_of_what_follows(opt_state)
     moved = without_variables(optax.apply_updates(params, updates))
     placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in placing_states(opt_state):
@@ -154,6 +157,48 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         moved = jax.tree.map(_keep_held, is_trainable, moved, before, is_leaf=is_masked)
     moved = jax.tree.unflatten(structure, jax.tree.leaves(moved))
     return moved if params is whole else fill_masked(moved, whole)
+
+
+def _warn_of_what_follows(opt_state: Any) -> None:
+    """Warns of transformations of Optax's whose changes to the updates exact targets override.
+
+    Optax does not say which ones change nothing. What is masked may be for other leaves.
+    """
+
+    def changes_updates(state: Any) -> bool:
+        if type(state) is tuple:
+            return any(map(changes_updates, state))
+        return type(state).__module__.startswith("optax.") and not isinstance(
+            state, optax.MaskedState
+        )
+
+    for chain in _chains(opt_state):
+        is_placed = False
+        for state in chain:
+            if is_placed and changes_updates(state):
+                warnings.warn(
+                    "A transformation stands in an optax.chain after a method that places weights, such "
+                    "as optperm.sgperm: what it does to the updates (weight decay, for instance) is "
+                    "not applied, since the params are put on the exact weights that the method keeps. "
+                    "Let it come first, or train other params with it (optax.partition).",
+                    UserWarning,
+                    stacklevel=3,
+                )
+                return
+            is_placed = is_placed or bool(placing_states(state))
+
+
+def _chains(opt_state: Any) -> list[tuple[Any, ...]]:
+    """The states of every `optax.chain` in an optimizer state, in any nesting."""
+    chains: list[tuple[Any, ...]] = []
+
+    def see(node: Any) -> bool:
+        if type(node) is tuple:
+            chains.append(node)
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=see)
+    return chains
 
 
 def _where_updated(params: Any, updates: Any) -> Any:

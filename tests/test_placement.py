@@ -51,6 +51,53 @@ def test_targets_replace_what_rounding_would_lose():
         support.assert_same_bits(optperm.apply_updates(params, updates, nested), targets)
 
 
+DECAY = optax.add_decayed_weights(0.1)
+AFTER = {
+    "weight decay": (optperm.sgperm(), DECAY),
+    "schedule": (optperm.sgperm(), optax.scale_by_schedule(lambda _: 0.5)),
+    "chain": (optperm.sgperm(), optax.chain(optax.clip(1.0), DECAY)),
+    "inside": (optax.masked(optax.chain(optperm.sgperm(), DECAY), {"kernel": True}),),
+    "laperm": (optperm.laperm(optax.sgd(0.1), 1), DECAY),
+}
+KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", AFTER)
+def test_what_follows_a_method_that_places_is_warned_of(name, transform):
+    """Its changes to the updates are lost, and the params are the exact targets all the same."""
+    tx = optax.chain(*AFTER[name])
+
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optperm.apply_updates(params, updates, state)
+
+    with pytest.warns(UserWarning, match="after a method that places weights.*not applied"):
+        placed = transform(step)(KERNEL, tx.init(KERNEL))
+    support.assert_same_bits(np.sort(placed["kernel"], 0), np.sort(KERNEL["kernel"], 0))
+
+
+NOT_AFTER = {
+    "before": (DECAY, optperm.sgperm()),
+    "masks": (optperm.sgperm(), optperm.mask_elements()),
+    "record": (optperm.sgperm(), optperm.record_trajectory(1, 2)),
+    "other leaves": (
+        optax.masked(optperm.sgperm(), {"kernel": True, "bias": False}),
+        optax.masked(DECAY, {"kernel": False, "bias": True}),
+    ),
+    "nothing placed": (optax.trace(0.9), DECAY),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AFTER)
+def test_what_may_follow_is_not_warned_of(name):
+    """What only watches, holds, or changes other params; warnings are errors here."""
+    params = KERNEL if name != "other leaves" else KERNEL | {"bias": jnp.ones(2)}
+    tx = optax.chain(*NOT_AFTER[name])
+    updates, state = tx.update(params, tx.init(params), params)
+    optperm.apply_updates(params, updates, state)
+
+
 def test_nothing_is_placed_when_the_last_update_did_not():
     """Where the state says so, as a Python or a traced boolean, params move by their updates."""
     params, targets, updates = far_apart()
