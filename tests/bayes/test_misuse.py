@@ -263,6 +263,20 @@ def test_the_length_of_langevin_steps_is_reported(friction, epsilon):
         assert ratio == pytest.approx(exact, rel=0.05)
 
 
+def test_a_singular_estimate_that_leaves_the_chain_where_it_is_is_named():
+    """Without filled noise a feature that is always zero has no noise, and no step."""
+
+    def with_a_zero():
+        x, y = data()
+        return x * np.float32([1, 1, 0]), y
+
+    tx = optperm.constant_sgd(N, S, preconditioner="full", fill=False, **SHORT)
+    text, samples = said(tx, step=stepper(tx, data=with_a_zero))
+    assert np.ptp(np.asarray(samples.params)) == 0
+    assert "did not sample" in text
+    assert "use fill=True" in text
+
+
 def test_friction_is_needed():
     with pytest.raises(ValueError, match=r"friction must be above 0, got 0\.0"):
         optperm.sghmc(1e-3, N, 0.0)
