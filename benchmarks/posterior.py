@@ -461,17 +461,18 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 ):
                     print(f"{name:10} S {batch_size:3} seed {seed} {method:26} {found}", flush=True)
                     least, _, most = (f"{ratio:.2f}" for ratio in found.ratios)
-                    cells = {"least_sd": least, "largest_sd": most, "KL": f"{found.divergence:.3g}"}
-                    cells |= {
-                        "in_range": f"{found.in_range:.0%}",
-                        "seconds": f"{found.seconds:.0f}",
-                    }
+                    divergence = found.divergence
                     RESULTS.row(
                         f"{name}, batches of {batch_size}",
                         sampler=method,
                         seed=seed,
-                        **cells,
+                        least_sd=least,
+                        largest_sd=most,
+                        in_range=f"{found.in_range:.0%}",
                         mean_error=f"{found.mean_error:.2f}",
+                        KL="" if np.isnan(divergence) else f"{divergence:.3g}",
+                        seconds=f"{found.seconds:.0f}",
+                        says=found.says.strip(),
                     )
                     figures = found._asdict() | {"passes": found.passes, "seed": seed}
                     rows.append(
@@ -650,6 +651,7 @@ def mlp_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     _, validation, test = splits()
     size = f"Digits MLP 64-{WIDTH}-10"
     title = f"{size}, {len(test['y'])} test examples, mean ± sd of {arguments.seeds} seeds"
+    grids = f"{size}, grids, {len(validation['y'])} validation examples"
     steps, rows = arguments.steps, []
     print(f"{title}, {TRAINED} examples to train on, {steps} steps of {MLP_BATCH} a network")
     for name in arguments.methods or METHODS:
@@ -658,17 +660,23 @@ def mlp_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for value in grid:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                draws = mlp_draws(method, value, steps, arguments.seeds)
+                try:
+                    draws = mlp_draws(method, value, steps, arguments.seeds)
+                except ValueError as error:
+                    says = f"refused: {error}"[:60]
+                    RESULTS.row(grids, method=name, value=f"{value:g}", says=says)
+                    print(f"  {name:22} {value:6g} {says}")
+                    continue
             # Chains are seeds here, each with modes of its own, so that R-hat says nothing.
             messages = {str(w.message)[:60] for w in caught}
             says = "; ".join(sorted(m for m in messages if "R-hat" not in m))
             nll = float(scores(draws, validation).nll.mean())
             print(f"  {name:22} {value:6g} validation NLL {nll:.4f}  {says}", flush=True)
             cells = {"value": f"{value:g}", "mean_NLL": f"{nll:.4f}", "says": says}
-            RESULTS.row(
-                f"{size}, grids, {len(validation['y'])} validation examples", method=name, **cells
-            )
+            RESULTS.row(grids, method=name, **cells)
             runs.append((nll if np.isfinite(nll) else np.inf, value, draws, says))
+        if not runs:
+            continue
         seconds = (time.perf_counter() - start) / len(grid) / arguments.seeds
         _, value, draws, says = min(runs, key=lambda run: run[0])
         found = scores(draws, test)

@@ -305,7 +305,7 @@ def scaled_by_noise(
         # H_t (g_t + xi_t), xi_t ~ N(0, b_t / S), by the C and the b of the step before
         noisy = _with_noise(g, now, batch_size) if fill else g
         h_g = cast_like(now.preconditioned(noisy), params)
-        is_due = (now.count >= due.burn_in) & (now.weight > 0)
+        is_due = (now.count >= due.burn_in) & (now.weight > 0) & now.is_ready()
         is_moving = is_due & (now.stability < UNSTABLE)
         new_updates = jax.tree.map(
             lambda x: jnp.where(is_moving & jnp.isfinite(x), x, jnp.zeros_like(x)), h_g

@@ -24,7 +24,7 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like, unshard
+from optperm.contract.shardings import shard_like
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 
@@ -328,7 +328,8 @@ def _is_altered(leaves: list[jax.Array], others: list[jax.Array]) -> jax.Array:
     """Whether some entries are the others' times one number, or all those that differ have one size."""
     dtype = accumulation_dtype(leaves)
     rounding = 8 * max(float(jnp.finfo(x.dtype).eps) for x in leaves)
-    g, grad = ([unshard(x).astype(dtype) for x in each] for each in (leaves, others))
+    g = [x.astype(dtype) for x in leaves]
+    grad = [shard_like(x, like).astype(dtype) for x, like in zip(others, leaves, strict=True)]
 
     def total(function: Callable[..., jax.Array]) -> jax.Array:
         parts = (jnp.sum(function(*pair), dtype=dtype) for pair in zip(g, grad, strict=True))

@@ -10,8 +10,8 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
-from optperm.contract.mapped_axes import AxisName, axis_names, mark_varying
-from optperm.contract.shardings import unshard
+from optperm.contract.mapped_axes import AxisName
+from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
@@ -56,8 +56,8 @@ class BatchGradients(NamedTuple):
         grad = self.grad
         if self.axis_name is not None:
             # Averaged already or not: the mean of what is the same everywhere is itself.
-            local = mark_varying(grad, axis_names(self.axis_name))
-            grad = jax.lax.pmean(local, self.axis_name)
+            grad = jax.lax.pmean(grad, self.axis_name)
+        grad = jax.tree.map(shard_like, grad, updates)
         gap = optax.tree.norm(_difference(updates, grad), squared=True)
         return gap > 1e-4 * optax.tree.norm(grad, squared=True)
 

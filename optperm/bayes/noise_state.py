@@ -111,10 +111,11 @@ class GradientNoiseState(NamedTuple):
         _check_size(flat.size, self.factor)
         solution = jax.scipy.linalg.cho_solve((self.factor, True), flat)
         step = self.scale * solution
-        return unflatten(jnp.where(self._has_factor(), step, jnp.zeros_like(step)))
+        return unflatten(jnp.where(self.is_ready(), step, jnp.zeros_like(step)))
 
-    def _has_factor(self) -> jax.Array:
-        return jnp.all(jnp.diagonal(self.factor) > 0)
+    def is_ready(self) -> jax.Array | bool:
+        """Whether there is a factor of what the full preconditioner inverts; else there is no step."""
+        return isinstance(self.factor, tuple) or jnp.all(jnp.diagonal(self.factor) > 0)
 
     def share_at_max_step(self) -> jax.Array | None:
         """The share of the params whose step is the largest allowed; None where a step mixes them."""

@@ -222,9 +222,11 @@ def _of_state(
     if idle > int(samples.next_step) - drawn:
         found.append(
             f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no "
-            f"estimate of the noise (there are {int(np.min(np.asarray(state.estimates)))}), and only "
+            f"estimate of the noise (there are {int(np.min(np.asarray(state.estimates)))}) or, for the "
+            "full preconditioner, none that can be inverted, and only "
             f"{int(samples.next_step) - drawn} came before the first draw. Pass a longer warmup to "
-            "draw_samples; if there are no estimates, see that the gradient of each example is finite."
+            "draw_samples; if there are no estimates, see that the gradient of each example is finite; "
+            "if they are singular, as a feature that is always zero makes them, use fill=True."
         )
     times = None
     if least_curvature is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import replicas
 
 import optperm
 
@@ -101,6 +102,28 @@ def test_constant_sgd_says_when_the_gradient_is_another_one(front, is_foreign, f
 def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front, is_altered):
     tx = optax.chain(front(), build(1e-5, N))
     assert (ALTERED in said(tx)[0]) == is_altered
+
+
+@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
+@pytest.mark.parametrize(("limit", "is_foreign"), [(TIGHT, True), (1e6, False)])
+def test_replicas_compare_the_gradient_of_the_whole_batch(mapping, limit, is_foreign):
+    """Which has been averaged already, or has not been."""
+
+    def foreign(x, y, *, evaluate_over):
+        w = jnp.zeros(D)
+        tx = optax.chain(
+            optax.clip_by_global_norm(limit),
+            optperm.constant_sgd(N, S, fill=False, burn_in=1, axis_name=replicas.AXIS),
+        )
+        e = optperm.evaluate(loss_fn, w, (x, y), axis_name=evaluate_over)
+        grad = e.grad if evaluate_over else jax.lax.pmean(e.grad, replicas.AXIS)
+        return tx.update(grad, tx.init(w), w, **e.extra_args)[1][1][0].foreign
+
+    parts = [leaf[:S].reshape(4, S // 4, *leaf.shape[1:]) for leaf in data()]
+    for evaluate_over in (replicas.AXIS, None):
+        run = functools.partial(foreign, evaluate_over=evaluate_over)
+        found = replicas.MAPPINGS[mapping](run, 4)(*parts)
+        assert int(replicas.take(found, 0)) == is_foreign
 
 
 def test_an_eager_update_says_so_too():
@@ -238,6 +261,20 @@ def test_the_length_of_langevin_steps_is_reported(friction, epsilon):
     assert ("length of the steps" in text) == (bias > 0.03)
     if friction is None and bias > 0.03:
         assert ratio == pytest.approx(exact, rel=0.05)
+
+
+def test_a_singular_estimate_that_leaves_the_chain_where_it_is_is_named():
+    """Without filled noise a feature that is always zero has no noise, and no step."""
+
+    def with_a_zero():
+        x, y = data()
+        return x * np.float32([1, 1, 0]), y
+
+    tx = optperm.constant_sgd(N, S, preconditioner="full", fill=False, **SHORT)
+    text, samples = said(tx, step=stepper(tx, data=with_a_zero))
+    assert np.ptp(np.asarray(samples.params)) == 0
+    assert "did not sample" in text
+    assert "use fill=True" in text
 
 
 def test_friction_is_needed():
