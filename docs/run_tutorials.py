@@ -27,15 +27,11 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?|[-+]?\.\d+")
 
 
 def is_near(shown: str, found: str) -> bool:
-    """Whether two numbers agree: to a factor of ten if with an exponent, else to 30 %.
-
-    Besides the last two digits may differ by 5.
-    """
+    """Whether two numbers agree: to a factor of ten if with an exponent, else to 30 % and .02."""
     a, b = (float(text.replace(",", "")) for text in (shown, found))
     if "e" in shown + found:
         return a == b or (a * b > 0 and abs(math.log10(a / b)) <= 1)
-    decimals = len(shown.partition(".")[2])
-    return abs(a - b) <= 0.3 * max(abs(a), abs(b)) + (5 * 10.0**-decimals if decimals else 0)
+    return abs(a - b) <= 0.3 * max(abs(a), abs(b)) + (0.02 if "." in shown else 0)
 
 
 def differences(shown: str, found: str) -> list[str]:

@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> np.ndarray:
         for number, (y, d) in enumerate(curves):
             axes.plot(p, y, "--" if number < len(PRUNE) else "-")
             axes.fill_between(p, y - d, y + d, alpha=0.2)
-        axes.set(xlabel="share masked", xlim=(0.4, 1.01), ylabel=f"{SETS[index]} accuracy")
+        axes.set(xlabel="share pruned or frozen", xlim=(0.4, 1), ylabel=f"{SETS[index]} accuracy")
     picture.legend(axes.lines, NAMES, loc="outside lower center", ncols=2)
     picture.savefig(options.out)
     return found
