@@ -228,7 +228,8 @@ def sgperm(
     not finite sits out the step and keeps its recommendation.
 
     It is a whole optimizer and the last of its chain: gradients may be changed before it (clipped,
-    averaged over replicas), but what follows it, weight decay for instance, would break the permutation.
+    averaged over replicas), but what follows it, weight decay for instance, would break the permutation;
+    `optperm.apply_updates` warns of it.
 
     Args:
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its

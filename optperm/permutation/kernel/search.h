@@ -157,7 +157,8 @@ class CycleSearch {
   // Whether a cycle with these ends is one for certain: no ties, and if the ends reach each other both
   // ways, every move of the cycle is short enough.
   bool IsPlain(int32_t low, int32_t high, uint64_t tied) const {
-    return ReachesUp(low, high) & ReachesDown(high, low) & (tied == 0);
+    const int up = ReachesUp(low, high), down = ReachesDown(high, low), apart = tied == 0;
+    return (up & down & apart) != 0;  // one branch
   }
 
   // What is left: the end does not reach the source, or there are ties, or rounding makes the two
