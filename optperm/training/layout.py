@@ -33,15 +33,15 @@ class Layout:
     """Where arrays lie.
 
     With `own` each replica along the mapped axes has a carry of its own: then a carry has a leading axis
-    of replicas, of which each device holds its part.
+    of replicas, of which each device holds its part. With `local` each takes steps by its own gradient.
     """
 
-    mesh: Mesh | None = (
-        None  # its axes automatic; None for wherever JAX puts what is not yet anywhere
-    )
+    # Its axes are automatic. None is for wherever JAX puts what is not yet anywhere.
+    mesh: Mesh | None = None
     batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
     mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
     own: bool = False
+    local: bool = False
     replicas: int = 1  # how many are simulated on one device
     home: Mesh | None = None  # the mesh as the user has it, perhaps with explicit axes
 
@@ -202,7 +202,8 @@ def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Lay
             so = "replicas would never meet" if is_local else "there is nothing to simulate"
             says = f"{there}, but the method was built without axis_name, so that {so}"
             raise ValueError(f"{says}: pass axis_name={known} to it.")
-        return dataclasses.replace(candidate, own=bool(mapped and (varies or not layout.mesh)))
+        own = bool(mapped and (varies or not layout.mesh))
+        return dataclasses.replace(candidate, own=own, local=own if layout.mesh else is_local)
     raise ValueError(f"{there}, but the method asks for another: pass that as its axis_name.")
 
 

@@ -192,7 +192,7 @@ def steps_of(
 
 def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[TrainState, Metrics]:
     """The state after one step, of the same types, and float32 scalars by name."""
-    averaged = None if layout.own else layout.mapped or None
+    averaged = None if layout.local else layout.mapped or None
     bound = Partial(loss, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)

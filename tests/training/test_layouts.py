@@ -164,6 +164,9 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     both = training.fit(state, dense_loss, dense_data(), mesh=mesh, **options)
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
     close(both, dense_fit(tx, replicas=2))
+    # Simulated ones that take all steps together do so by the mean of their gradients.
+    tx = optperm.constant_sgd(64, BATCH, burn_in_optimizer=optax.sgd(0.1), axis_name="replica")
+    close(dense_fit(tx, replicas=2), dense_fit(tx, devices=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
     with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
