@@ -5,6 +5,7 @@ A run prints the table of method, mesh and sharding at its end.
 
 import contextlib
 import functools
+import itertools
 import re
 
 import jax
@@ -26,6 +27,15 @@ SHARDINGS = {
     "both": ((2, 2), P("x", "y"), P("y")),
 }
 MESHES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+# Every cut on every mesh, and both eager and jit on every mesh.
+EVERY_DAY = {
+    ("explicit", "input", "jit"),
+    ("explicit", "output", "eager"),
+    ("explicit", "both", "jit"),
+    ("auto", "input", "eager"),
+    ("auto", "output", "jit"),
+    ("auto", "both", "jit"),
+}
 # What is no larger is not of the size of any parameter: counts, coefficients, snapshots' products.
 SMALL = 16
 MOVES = re.compile(r"= \(?(.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\(")
@@ -44,26 +54,28 @@ def loss_fn(pulls, params, batch):
     return jnp.mean(batch) * sum(jax.tree.leaves(parts), start=jnp.float32(0.0))
 
 
-def update(tx, opt_state, params, pulls, batch):
+def step(tx, opt_state, params, pulls, batch):
     e = optperm.evaluate(functools.partial(loss_fn, pulls), params, batch)
-    return tx.update(e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args)
+    updates, opt_state = tx.update(
+        e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args
+    )
+    return updates, opt_state, optperm.apply_updates(params, updates, opt_state)
 
 
 def run(ours, place, *, jit_init, jit):
-    """The last updates, the state and the params; and the text of the compiled update, if any."""
+    """The last updates, the state and the params; and the text of the compiled step, if any."""
     tx = ours.make()
     params, pulls = place(params_of()), place(params_of(seed=9))
     opt_state = (jax.jit(tx.init) if jit_init else tx.init)(params)
     opt_state = ours.prepared(opt_state, params)
-    step, text = functools.partial(update, tx), ""
+    take, text = functools.partial(step, tx), ""
     # The fourth step of a method is like its second; outside of jax.jit each is compiled anew.
     for index in range(4 if jit else 3):
-        batch = jnp.arange(2.0) + index
+        batch = np.arange(2.0, dtype=np.float32) + index
         if jit and not index:
-            step = jax.jit(step).lower(opt_state, params, pulls, batch).compile()
-            text = step.as_text()
-        updates, opt_state = step(opt_state, params, pulls, batch)
-        params = optperm.apply_updates(params, updates, opt_state)
+            take = jax.jit(take).lower(opt_state, params, pulls, batch).compile()
+            text = take.as_text()
+        updates, opt_state, params = take(opt_state, params, pulls, batch)
     return (updates, opt_state, params), text
 
 
@@ -113,12 +125,17 @@ def moved_across_devices(text, limit):
     return found
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("cut", SHARDINGS)
-@pytest.mark.parametrize("mesh", MESHES)
+def cells():
+    """Each mesh, cut, and eager or jit; all but those of `EVERY_DAY` are of the exhaustive tier."""
+    for cell in itertools.product(MESHES, SHARDINGS, ("eager", "jit")):
+        yield pytest.param(*cell, marks=() if cell in EVERY_DAY else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("mesh", "cut", "how"), cells())
 @pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
-def test_sharded_params(ours, mesh, cut, jit, record_property):
+def test_sharded_params(ours, mesh, cut, how, record_property):
     """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
+    jit = how == "jit"
     shape, kernel, bias = SHARDINGS[cut]
     specs = {"kernel": kernel, "bias": bias}
     made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(MESHES[mesh],) * len(shape))
@@ -134,7 +151,7 @@ def test_sharded_params(ours, mesh, cut, jit, record_property):
         gathered = ours.may_gather.get(cut)
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
     outcome = f"gathers a {gathered}" if moved_across_devices(text, SMALL) else "ok"
-    record_property("mesh table", (str(ours), mesh, cut, "jit" if jit else "eager", outcome))
+    record_property("mesh table", (str(ours), mesh, cut, how, outcome))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -170,11 +187,15 @@ def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, NamedSharding(mesh, P("x")))
         grads = jax.device_put(whole, NamedSharding(mesh, P()))
-        updates, _ = tx.update(grads, tx.init(params), params)
+
+        def updates_of(grads, params, initial):
+            return tx.update(grads, tx.init(initial), params)[0]
+
+        updates = jax.jit(updates_of)(grads, params, params)
         assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
         if ours.name != "switch_after" and ours.knows != "nothing":
             with pytest.raises(ValueError, match="call init again on these params"):
-                tx.update(params, tx.init(grads), params)
+                jax.eval_shape(updates_of, params, params, grads)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
