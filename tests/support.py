@@ -1,5 +1,6 @@
 """Helpers that several test modules share."""
 
+import itertools
 import os
 
 import jax
@@ -16,6 +17,28 @@ DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
 }
+
+
+def in_pairs(*factors):
+    """All combinations of the values of some factors, for `pytest.mark.parametrize`.
+
+    A few, in which each pair of values of two factors occurs, are run every time; the others are marked
+    `exhaustive`.
+    """
+    cells = list(itertools.product(*map(list, factors)))
+
+    def pairs(cell):
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    missing, chosen = set().union(*map(pairs, cells)), set()
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
+        chosen.add(best)
+        missing -= pairs(best)
+    return [
+        pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive)
+        for cell in cells
+    ]
 
 
 def require_kernel(name):

@@ -27,15 +27,6 @@ SHARDINGS = {
     "both": ((2, 2), P("x", "y"), P("y")),
 }
 MESHES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
-# Every cut on every mesh, and both eager and jit on every mesh.
-EVERY_DAY = {
-    ("explicit", "input", "jit"),
-    ("explicit", "output", "eager"),
-    ("explicit", "both", "jit"),
-    ("auto", "input", "eager"),
-    ("auto", "output", "jit"),
-    ("auto", "both", "jit"),
-}
 # What is no larger is not of the size of any parameter: counts, coefficients, snapshots' products.
 SMALL = 16
 MOVES = re.compile(r"= \(?(.*?) (all-gather|all-to-all|collective-permute)(?:-start)?\(")
@@ -126,13 +117,21 @@ def moved_across_devices(text, limit):
 
 
 def cells():
-    """Each mesh, cut, and eager or jit; all but those of `EVERY_DAY` are of the exhaustive tier."""
-    for cell in itertools.product(MESHES, SHARDINGS, ("eager", "jit")):
-        yield pytest.param(*cell, marks=() if cell in EVERY_DAY else pytest.mark.exhaustive)
+    """Each method on each mesh, with each cut, eager and compiled.
+
+    Every time each method is compiled for each cut, on both kinds of mesh in turn, and is run once
+    outside of `jax.jit`; the others are of the exhaustive tier.
+    """
+    kinds = list(MESHES)
+    for number, ours in enumerate(TRANSFORMATIONS):
+        one, other = kinds[number % 2], kinds[1 - number % 2]
+        usual = {(one, "input", "jit"), (other, "output", "jit"), (one, "both", "jit")}
+        usual.add((other, list(SHARDINGS)[number % 3], "eager"))
+        for cell in itertools.product(kinds, SHARDINGS, ("eager", "jit")):
+            yield pytest.param(ours, *cell, marks=() if cell in usual else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("mesh", "cut", "how"), cells())
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+@pytest.mark.parametrize(("ours", "mesh", "cut", "how"), cells(), ids=str)
 def test_sharded_params(ours, mesh, cut, how, record_property):
     """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
     jit = how == "jit"

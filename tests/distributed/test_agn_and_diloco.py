@@ -103,7 +103,7 @@ def test_known_params_of_adam_without_betas():
 
 
 @pytest.mark.parametrize("method", SIMULATED)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_equals_simulated_workers_and_center(method, size):
     """Every step of every replica, and the center, are those of a simulation in NumPy."""
     make, simulate = SIMULATED[method]
