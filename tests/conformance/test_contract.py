@@ -141,26 +141,29 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
 
 def test_mixed_dtypes_keep_theirs(ours):
     """In one tree of several containers each leaf's updates, and the params after them, have its
-    dtype, and all of them move."""
+    dtype; narrow ones and wide ones move."""
+
+    def step(params, opt_state):
+        e = optperm.evaluate(loops.linear_loss, params, jnp.ones((2,), jnp.float32))
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return updates, optperm.apply_updates(params, updates, opt_state), opt_state
+
+    tx = ours.make()
     with jax.enable_x64(True):
-        half, bfloat, single, double = (
-            jax.random.normal(jax.random.key(0), (9, 2), dtype) for dtype in support.DTYPES
-        )
-        params = {"layer": (half, [bfloat]), "last": (single, double)}
-        tx = ours.make()
-        opt_state = ours.prepared(jax.jit(tx.init)(params), params)
-
-        @jax.jit
-        def step(params, opt_state):
-            e = optperm.evaluate(loops.linear_loss, params, jnp.ones((2,), jnp.float32))
-            updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-            return updates, optperm.apply_updates(params, updates, opt_state), opt_state
-
-        new_state, after = opt_state, params
-        for _ in range(2):  # the first step of some methods only looks
-            updates, after, new_state = step(after, new_state)
-        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params, after)
+        every = {name: jnp.ones((9, 2), name) for name in support.DTYPES}
+        opt_state = jax.eval_shape(tx.init, every)
+        updates, after, new_state = jax.eval_shape(step, every, opt_state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, every, after)
         assert support.signature(new_state) == support.signature(opt_state)
+        narrow, wide = (
+            jax.random.normal(jax.random.key(0), (9, 2), d) for d in ("bfloat16", "float64")
+        )
+        params = {"layer": (narrow, [wide])}
+        state, after = ours.prepared(jax.jit(tx.init)(params), params), params
+        run = jax.jit(step)
+        for _ in range(2):  # the first step of some methods only looks
+            updates, after, state = run(after, state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params, after)
         pairs = zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True)
         assert all(not np.array_equal(new, old) for new, old in pairs)
 

@@ -131,7 +131,7 @@ def cells():
             yield pytest.param(ours, *cell, marks=() if cell in usual else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize(("ours", "mesh", "cut", "how"), cells(), ids=str)
+@pytest.mark.parametrize(("ours", "mesh", "cut", "how"), list(cells()), ids=str)
 def test_sharded_params(ours, mesh, cut, how, record_property):
     """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
     jit = how == "jit"

@@ -381,7 +381,7 @@ def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
     tx = LAID_OUT[method](optax.adam(0.1), axis_name=axes)
     single = LAID_OUT[method](optax.adam(0.1), axis_name=replicas.AXIS)
-    grads, flags = grads_of(4, size=size), [False, False, True, None]
+    grads, flags = grads_of(3, size=size), [False, True, False]
 
     def make(flag):
         block = jax.vmap(flagged_step(tx, flag), axis_name="each")
