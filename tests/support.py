@@ -19,22 +19,34 @@ DTYPES = {
 }
 
 
-def in_pairs(*factors):
+def in_turns(*factors):
     """All combinations of the values of some factors, for `pytest.mark.parametrize`.
 
-    A few, in which each pair of values of two factors occurs, are run every time; the others are marked
-    `exhaustive`.
+    As many as the longest factor has values, in which each value occurs, are run every time; the others
+    are marked `exhaustive`.
     """
-    cells = list(itertools.product(*map(list, factors)))
+    factors = [list(factor) for factor in factors]
+    turns = max(map(len, factors))
+    chosen = [tuple(each[turn % len(each)] for each in factors) for turn in range(turns)]
+    return _marked(itertools.product(*factors), chosen)
+
+
+def in_pairs(*factors):
+    """The same, where each pair of values of two factors occurs every time."""
+    cells = list(itertools.product(*factors))
 
     def pairs(cell):
         return set(itertools.combinations(enumerate(cell), 2))
 
-    missing, chosen = set().union(*map(pairs, cells)), set()
+    missing, chosen = set().union(*map(pairs, cells)), []
     while missing:
         best = max(cells, key=lambda cell: len(pairs(cell) & missing))
-        chosen.add(best)
+        chosen.append(best)
         missing -= pairs(best)
+    return _marked(cells, chosen)
+
+
+def _marked(cells, chosen):
     return [
         pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive)
         for cell in cells

@@ -105,7 +105,7 @@ def test_momentum_keeps_the_stationary_distribution():
     assert known < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_regression_with_heteroscedastic_noise():
     """The model takes the noise to be one and the same: C is not the Hessian, which full knows."""
     rng = np.random.default_rng(0)

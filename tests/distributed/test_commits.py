@@ -52,8 +52,9 @@ def run_flagged(tx, grads, flags, how="vmap"):
     return trail
 
 
-@pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("method", replicas.METHODS)
+@pytest.mark.parametrize(
+    ("method", "how"), support.in_turns(replicas.METHODS, ["vmap", "pmap", "shard_map"])
+)
 def test_told_and_counted_commits_agree(method, how):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
     tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
@@ -228,12 +229,18 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
     return mesh, jax.jit(mapped), placed
 
 
-@pytest.mark.parametrize(("checked", "flag"), [(True, True), (False, None)])
-@pytest.mark.parametrize("manual", [True, False], ids=["manual", "partial"])
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("method", ["agn mean", "agn sequential", "diloco"])
-def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manual, checked, flag):
+@pytest.mark.parametrize(
+    ("method", "types", "axes", "checked"),
+    support.in_pairs(
+        ["agn mean", "agn sequential", "diloco"],
+        [AxisType.Auto, AxisType.Explicit],
+        ["manual", "partial"],
+        [True, False],
+    ),
+)
+def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes, checked):
     """One collective over the replicas, numbers alone over the shards, which agree on who takes part."""
+    manual, flag = axes == "manual", True if checked else None
     period = "sync_every" if method == "diloco" else "communication_period"
     options = {"shard_axes": "model"} if manual and not checked else {}
     tx = replicas.METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
@@ -371,12 +378,11 @@ LAID_OUT = replicas.METHODS | {
 
 
 @pytest.mark.parametrize(
-    ("on_each", "checked"),
-    [(1, True), pytest.param(1, False, marks=pytest.mark.exhaustive), (2, False)],
+    ("method", "where"), support.in_turns(LAID_OUT, [(1, True), (2, False), (1, False)])
 )
-@pytest.mark.parametrize("method", LAID_OUT)
-def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
-    """One or two replicas on each of four devices give what as many under vmap give."""
+def test_replicas_laid_out_by_shard_map_of_vmap(method, where):
+    """One or two replicas on each of four devices, checked or not, give what as many under vmap give."""
+    on_each, checked = where
     size, axes = 4 * on_each, ("device", "each") if on_each > 1 else "device"
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
     tx = LAID_OUT[method](optax.adam(0.1), axis_name=axes)

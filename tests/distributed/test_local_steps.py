@@ -65,8 +65,10 @@ def test_one_collective_and_that_in_the_conditional(method):
     ]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", [name for name in replicas.METHODS if name != "diloco"])
+@pytest.mark.parametrize(
+    ("method", "bad"),
+    support.in_turns([name for name in replicas.METHODS if name != "diloco"], [np.nan, np.inf]),
+)
 def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     """The center moves as if the others were alone; the replica is pulled, counted, and goes on."""
     data = batches()

@@ -90,20 +90,20 @@ def run(plan, *, flagged=False, targets, start, how="vmap", **options):
         yield params, opt_state
 
 
-@pytest.mark.parametrize("flagged", [True, False])
-@pytest.mark.parametrize(
-    ("plan", "mixing"),
-    [
-        (optperm.Every(4), 0.0),
-        (optperm.Every(4), 0.5),
-        (optperm.Every(4, fragments=3), 0.0),
-        (optperm.Every(4, fragments=2, delay=1), 0.25),
-        (optperm.Every(5, fragments=4, delay=3), 0.5),
-        (optperm.Every(3, delay=2), 0.0),
-    ],
-)
-def test_equals_a_simulation(plan, mixing, flagged):
+PLANS = [
+    (optperm.Every(4), 0.0),
+    (optperm.Every(4, fragments=3), 0.0),
+    (optperm.Every(4), 0.5),
+    (optperm.Every(4, fragments=2, delay=1), 0.25),
+    (optperm.Every(5, fragments=4, delay=3), 0.5),
+    (optperm.Every(3, delay=2), 0.0),
+]
+
+
+@pytest.mark.parametrize(("plan", "flagged"), support.in_turns(PLANS, [True, False]))
+def test_equals_a_simulation(plan, flagged):
     """Every step of every replica and the center, told or counted, to 1e-12 in float64."""
+    plan, mixing = plan
     with jax.enable_x64(True):
         start, targets = start_and_targets()
         ours = run(plan, flagged=flagged, targets=targets, start=start, mixing=mixing)
@@ -162,15 +162,7 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize(
-    ("method", "how"),
-    [
-        ("top", "pmap"),
-        ("top", "shard_map"),
-        ("quantized", "vmap"),
-        ("quantized", "shard_map"),
-        pytest.param("top", "vmap", marks=pytest.mark.exhaustive),
-        pytest.param("quantized", "pmap", marks=pytest.mark.exhaustive),
-    ],
+    ("method", "how"), support.in_turns(COMPRESSED, ["vmap", "pmap", "shard_map"])
 )
 def test_compressed_contributions_equal_a_simulation(method, how):
     """With error feedback, over fragments and a delay; the centers of all replicas are the same bits."""

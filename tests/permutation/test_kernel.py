@@ -18,9 +18,7 @@ def run(*command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sanitize", ["address,undefined", "thread", pytest.param("", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_the_kernel_alone(tmp_path, sanitize):
     """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor
     any that is not synchronized."""

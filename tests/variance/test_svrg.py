@@ -499,8 +499,13 @@ def batches_of(data):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    support.in_turns(
+        ["pmap", "shard_map", "shard_map unchecked"],
+        [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}],
+    ),
+)
 def test_four_devices_train_as_one(mapping, options):
     """Snapshot, training in a scan, and snapshots inside it give the numbers of a single device."""
     tx = optax.chain(optperm.svrg(0.9, **options), optax.sgd(RATE))
@@ -531,8 +536,13 @@ def nearby_starts():
     return replicas.stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
 
 
-@pytest.mark.parametrize("options", [{"refresh_every": 3}, {"refresh_probability": 0.4}])
-@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    support.in_turns(
+        ["shard_map", "shard_map unchecked"],
+        [{"refresh_every": 3}, {"refresh_probability": 0.4}],
+    ),
+)
 def test_a_model_per_device(mapping, options):
     """Params that vary over the mapped axis are corrected each by a snapshot of their own."""
     tx = optax.chain(optperm.svrg(**options), optax.sgd(RATE))
