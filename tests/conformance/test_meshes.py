@@ -186,15 +186,11 @@ def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, NamedSharding(mesh, P("x")))
         grads = jax.device_put(whole, NamedSharding(mesh, P()))
-
-        def updates_of(grads, params, initial):
-            return tx.update(grads, tx.init(initial), params)[0]
-
-        updates = jax.jit(updates_of)(grads, params, params)
+        updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
         assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
         if ours.name != "switch_after" and ours.knows != "nothing":
             with pytest.raises(ValueError, match="call init again on these params"):
-                jax.eval_shape(updates_of, params, params, grads)
+                tx.update(params, jax.jit(tx.init)(grads), params)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
