@@ -313,25 +313,6 @@ def test_large_leaves_on_eight_devices_do_not_hang(where, kernel):
     assert done.stdout.strip() == "done", done.stderr[-2000:]
 
 
-WRAPPERS = {
-    "nothing": lambda tx: tx,
-    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1e9), tx),
-    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e9)), ("permute", tx)),
-    "nested chains": lambda tx: optax.chain(optax.identity(), optax.chain(tx)),
-    "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": True}),
-    "partition": lambda tx: optax.partition({"all": tx}, {"kernel": "all", "bias": "all"}),
-    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, max_consecutive_errors=3),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, every_k_schedule=1).gradient_transformation(),
-}
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_by_optax_it_gives_the_same_bits(wrapper):
-    """Wrappers that change nothing change nothing, and the exact weights are found inside them."""
-    support.assert_same_bits(trained(WRAPPERS[wrapper](make()), how="scan"), alone())
-
-
 @pytest.mark.usefixtures("lenient")
 def test_clipping_before_it_keeps_signs_and_order():
     """Without momentum a clip by the global norm, which keeps signs and order, changes nothing."""
