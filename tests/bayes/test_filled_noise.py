@@ -226,7 +226,9 @@ def test_parts_of_a_partition_draw_other_noise():
 
 @pytest.mark.filterwarnings("ignore:Some draws are of steps that did not sample")
 @pytest.mark.filterwarnings("ignore:The full preconditioner has")
-@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+@pytest.mark.parametrize(
+    "preconditioner", ["full", pytest.param("diagonal", marks=pytest.mark.exhaustive)]
+)
 def test_a_run_in_two_parts_is_the_run_in_one(preconditioner):
     """Bit for bit, cut in the burn-in, while estimating, and frozen."""
     tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=20)

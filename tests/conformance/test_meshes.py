@@ -153,8 +153,7 @@ def test_sharded_params(ours, mesh, cut, how, record_property):
     record_property("mesh table", (str(ours), mesh, cut, how, outcome))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+@pytest.mark.parametrize(("ours", "mesh"), support.in_turns(TRANSFORMATIONS, MESHES), ids=str)
 def test_params_on_another_mesh_are_named(ours, mesh):
     """Params that lie on other devices than the state are refused before anything is computed; where the
     state holds nothing that lies anywhere, updates go where the params went."""
@@ -193,8 +192,7 @@ def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
                 tx.update(params, jax.jit(tx.init)(grads), params)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("criterion", ["magnitude", "random"])
+@pytest.mark.parametrize(("mesh", "criterion"), support.in_turns(MESHES, ["magnitude", "random"]))
 def test_pruning_sharded_params(mesh, criterion):
     """It chooses what it chooses of whole ones, and leaves everything where it lies."""
     made = jax.make_mesh((4,), ("x",), axis_types=(MESHES[mesh],))

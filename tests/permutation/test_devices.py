@@ -168,7 +168,7 @@ METHODS = {
 
 @pytest.mark.parametrize(
     ("axis_type", "cut", "by"),
-    support.in_pairs(
+    support.in_turns(
         ["Explicit", "Auto"],
         OUTPUTS_CUT,
         [("sgperm", "ffi"), ("sgperm", "callback"), ("laperm", "ffi")],
@@ -203,7 +203,7 @@ def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, by, monkeypa
 
 @pytest.mark.parametrize(
     ("kernel", "spec", "axis_type"),
-    support.in_pairs(cycles.KERNELS, [P(), P("x"), P(None, "x")], ["Explicit", "Auto"]),
+    support.in_turns(cycles.KERNELS, [P(), P("x"), P(None, "x")], ["Explicit", "Auto"]),
     indirect=["kernel"],
     ids=str,
 )
