@@ -1,4 +1,4 @@
-"""Every benchmark runs, at its smallest size, and prints its figures."""
+"""Every benchmark runs, at its smallest size, and prints its figures; the dear ones by night."""
 
 import importlib
 import json
@@ -16,18 +16,26 @@ FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
 # Each with flags that make it small, and its tables with what is left of them; a part that is not asked
 # for has flags of its own.
 RUNS = [
-    (
+    pytest.param(
         "agn.py",
         "--repetitions 1 --leaves 2 --leaf-size 100",
         {"OPTIMIZERS": ("SGD", "Adam"), "RULES": ("mean",)},
+        marks=pytest.mark.exhaustive,
     ),
-    ("constant_sgd.py", "--only steps --repetitions 3", {}),
+    pytest.param(
+        "constant_sgd.py", "--only steps --repetitions 3", {}, marks=pytest.mark.exhaustive
+    ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("posterior.py", "--mlp --steps 40 --seeds 2 --grid 1 --methods Adam SGD", {}),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
-    ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
+    pytest.param(
+        "svrg.py",
+        "--only steps --repetitions 1 --width 4 --batches 2",
+        {},
+        marks=pytest.mark.exhaustive,
+    ),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
-    ("svrg.py", "--only variance --epochs 1", {}),
+    pytest.param("svrg.py", "--only variance --epochs 1", {}, marks=pytest.mark.exhaustive),
     pytest.param(
         "svrg.py",
         f"--only convex {FIT}",

@@ -97,7 +97,7 @@ def test_chains_have_the_known_stationary_distribution(preconditioner, seed):
     assert abs(found - KNOWN[preconditioner]) < 0.003 + 0.06 * KNOWN[preconditioner]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_momentum_keeps_the_stationary_distribution():
     mean, covariance, exact = on_a_quadratic("full", 3, momentum=0.9)
     known = divergence(np.zeros(3), exact, np.zeros(3), HESSIAN)

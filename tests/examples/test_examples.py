@@ -126,7 +126,7 @@ def test_prune_freeze_sweep(tmp_path, capsys):
     assert shown[3].split()[-6] == f"{np.mean(frozen[0][:, 0]):.3f}"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("lenient")
 def test_prune_freeze_sweep_as_it_was_first_made(tmp_path):
     """Each network goes on to estimate a preconditioner of its own, so that H and gradient part."""

@@ -106,7 +106,14 @@ def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
                 support.assert_close(chosen, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        "pmap",
+        "shard_map",
+        *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("vmap", "shard_map unchecked")),
+    ],
+)
 def test_a_scan_carries_it_under_every_mapping(mapping):
     """Eight steps in one scan within the mapped function give the steps one by one."""
     size, data = 3, batches(8, 3)
