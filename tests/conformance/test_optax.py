@@ -98,9 +98,9 @@ def runs():
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             label = "-".join(getattr(value, "__name__", str(value)) for value in values)
-            # The files ask much the same: of the second one every case is left to the exhaustive tier.
+            # The files ask much the same, and for each dtype: what is left to the exhaustive tier.
             is_repeated = name.startswith("alias.") or (
-                label == "float32" and "accumulation" in name
+                label in ("float16", "float32", "float64") and not name.endswith("test_optimizers")
             )
             marks = [pytest.mark.exhaustive] if is_repeated else []
             yield pytest.param(
