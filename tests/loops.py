@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import replicas
 
@@ -10,6 +12,30 @@ import optperm
 
 # How often a step is compiled, at most: each test that comes back to a step finds it here.
 _KEPT = 64
+
+
+def linear_loss(params, batch):
+    """Linear in the params, with another pull at each example and each entry."""
+    total = jnp.mean(batch)
+    rng = np.random.default_rng(17)
+    pulls = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(p.dtype), params)
+    parts = jax.tree.map(lambda p, g: jnp.sum(p * g).astype(jnp.float32), params, pulls)
+    return sum(jax.tree.leaves(parts), start=jnp.float32(0.0)) * total
+
+
+def linear(params, batch):
+    """The gradient of that loss, with everything a method may ask for: all examples are five."""
+    e = optperm.evaluate(linear_loss, params, batch)
+
+    def full_grad_fn(params):
+        return optperm.evaluate(linear_loss, params, jnp.arange(5.0)).grad
+
+    return e.grad, {"full_grad_fn": full_grad_fn, **e.extra_args}
+
+
+def linear_batches(steps, first=0):
+    """For each step two examples, other ones each time."""
+    return [jnp.full((2,), 1.0 + index) for index in range(first, first + steps)]
 
 
 def given(params, batch):

@@ -1,5 +1,6 @@
 """Helpers that several test modules share."""
 
+import itertools
 import os
 
 import jax
@@ -16,6 +17,40 @@ DTYPES = {
     "float32": np.float32,
     "float64": np.float64,
 }
+
+
+def in_turns(*factors):
+    """All combinations of the values of some factors, for `pytest.mark.parametrize`.
+
+    As many as the longest factor has values, in which each value occurs, are run every time; the others
+    are marked `exhaustive`.
+    """
+    factors = [list(factor) for factor in factors]
+    turns = max(map(len, factors))
+    chosen = [tuple(each[turn % len(each)] for each in factors) for turn in range(turns)]
+    return _marked(itertools.product(*factors), chosen)
+
+
+def in_pairs(*factors):
+    """The same, where each pair of values of two factors occurs every time."""
+    cells = list(itertools.product(*factors))
+
+    def pairs(cell):
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    missing, chosen = set().union(*map(pairs, cells)), []
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return _marked(cells, chosen)
+
+
+def _marked(cells, chosen):
+    return [
+        pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive)
+        for cell in cells
+    ]
 
 
 def require_kernel(name):

@@ -1,4 +1,4 @@
-"""Every benchmark runs, at its smallest size, and prints its figures."""
+"""Every benchmark runs, at its smallest size, and prints its figures; the dear ones by night."""
 
 import importlib
 import json
@@ -13,19 +13,42 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
-# Each with flags that make it small; a part that is not asked for has flags of its own.
+# Each with flags that make it small, and its tables with what is left of them; a part that is not asked
+# for has flags of its own.
 RUNS = [
-    ("agn.py", "--repetitions 1 --leaves 2 --leaf-size 100"),
-    ("constant_sgd.py", "--only steps --repetitions 3"),
-    ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4"),
-    ("posterior.py", "--mlp --steps 40 --seeds 2 --grid 1 --methods Adam SGD"),
-    ("sgperm.py", "--repetitions 1 --original-rows 1"),
-    ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2"),
-    ("svrg.py", "--only saga --tolerance 0.3"),
-    ("svrg.py", "--only variance --epochs 1"),
-    ("svrg.py", f"--only convex {FIT}"),
-    ("svrg.py", f"--only networks {FIT}"),
-    ("svrg.py", "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1"),
+    pytest.param(
+        "agn.py",
+        "--repetitions 1 --leaves 2 --leaf-size 100",
+        {"OPTIMIZERS": ("SGD", "Adam"), "RULES": ("mean",)},
+        marks=pytest.mark.exhaustive,
+    ),
+    pytest.param(
+        "constant_sgd.py", "--only steps --repetitions 3", {}, marks=pytest.mark.exhaustive
+    ),
+    ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
+    ("posterior.py", "--mlp --steps 40 --seeds 2 --grid 1 --methods Adam SGD", {}),
+    ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
+    pytest.param(
+        "svrg.py",
+        "--only steps --repetitions 1 --width 4 --batches 2",
+        {},
+        marks=pytest.mark.exhaustive,
+    ),
+    ("svrg.py", "--only saga --tolerance 0.3", {}),
+    pytest.param("svrg.py", "--only variance --epochs 1", {}, marks=pytest.mark.exhaustive),
+    pytest.param(
+        "svrg.py",
+        f"--only convex {FIT}",
+        {"SHAPES": ("constant",)},
+        marks=pytest.mark.exhaustive,
+    ),
+    ("svrg.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
+    pytest.param(
+        "svrg.py",
+        "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1",
+        {"MARS": ("mars",)},
+        marks=pytest.mark.exhaustive,
+    ),
 ]
 # What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
 ELSEWHERE = {"kills.py", "dim_reduce.py"}
@@ -36,8 +59,8 @@ DEVICES = ("jax_num_cpu_devices",)
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(("script", "flags"), RUNS)
-def test_benchmark(script, flags, monkeypatch, capfd, tmp_path):
+@pytest.mark.parametrize(("script", "flags", "tables"), RUNS)
+def test_benchmark(script, flags, tables, monkeypatch, capfd, tmp_path):
     """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
     monkeypatch.setattr(sys, "argv", [str(path), *flags.split(), "--json", str(kept)])
@@ -50,7 +73,12 @@ def test_benchmark(script, flags, monkeypatch, capfd, tmp_path):
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 8)
-    runpy.run_path(str(path), run_name="__main__")
+    main = runpy.run_path(str(path))["main"]
+    for name, left in tables.items():
+        table = main.__globals__[name]
+        is_named = isinstance(table, dict)
+        main.__globals__[name] = {key: table[key] for key in left} if is_named else left
+    main()
     printed = capfd.readouterr().out.strip().splitlines()
     assert re.search(r"\d", printed[-1])
     found = json.loads(kept.read_text())
@@ -63,4 +91,5 @@ def test_benchmark(script, flags, monkeypatch, capfd, tmp_path):
 def test_no_benchmark_is_left_out():
     """One that is new joins `RUNS`."""
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert there == {script for script, _ in RUNS} | ELSEWHERE | SHARED
+    scripts = {getattr(run, "values", run)[0] for run in RUNS}
+    assert there == scripts | ELSEWHERE | SHARED

@@ -71,9 +71,8 @@ def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="scan"):
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize("track", [False, True])
 @pytest.mark.parametrize(("first", "then"), [("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")])
-def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
-    """Each step's params are theirs bit for bit, through the switch in one scan, and from a state
-    that went to the host before, at and after it."""
+def test_is_the_two_by_hand(first, then, track):
+    """Each step's params are theirs bit for bit, through the switch in one scan."""
     first, then = OPTIMIZERS[first], OPTIMIZERS[then]
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
@@ -83,10 +82,6 @@ def test_is_the_two_by_hand_and_resumes_anywhere(first, then, track):
         assert opt_state.count == index + 1
         assert opt_state.switched == (index >= SWITCH)
     support.assert_same_bits(trail[-1][1].then, then_state)
-    for begin in range(SWITCH - 1, SWITCH + 2):
-        p, opt_state = jax.device_get(trail[begin - 1])
-        rest = trained(tx, p, opt_state, steps=range(begin, STEPS), how="jit")
-        support.assert_same_bits(rest[-1], trail[-1])
     # It parts from the first optimizer alone, and the warm second one from the cold one.
     assert not np.array_equal(wanted[-1]["kernel"], trained(first)[-1][0]["kernel"])
     other, _ = by_hand(first, then, track=not track)

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -225,31 +226,32 @@ def test_parts_of_a_partition_draw_other_noise():
 
 @pytest.mark.filterwarnings("ignore:Some draws are of steps that did not sample")
 @pytest.mark.filterwarnings("ignore:The full preconditioner has")
-@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+@pytest.mark.parametrize(
+    "preconditioner", ["full", pytest.param("diagonal", marks=pytest.mark.exhaustive)]
+)
 def test_a_run_in_two_parts_is_the_run_in_one(preconditioner):
     """Bit for bit, cut in the burn-in, while estimating, and frozen."""
     tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=20)
-    step, w = stepper(tx), jnp.zeros(D)
-    run = functools.partial(optperm.draw_samples, step, num_chains=2)
-    key = jax.random.key(0)
-    for thinning in (7, 15, 30):
-        whole = run(w, tx.init(w), key, num_draws=4, thinning=thinning)
-        first = run(w, tx.init(w), key, num_draws=2, thinning=thinning)
-        second = run(
-            first.last_params,
-            first.last_opt_state,
-            key,
+    step, w, key = stepper(tx), jnp.zeros(D), jax.random.key(0)
+    run = functools.partial(optperm.draw_samples, step, key=key, num_chains=2, thinning=7)
+    whole = run(w, tx.init(w), num_draws=8)
+    part = run(w, tx.init(w), num_draws=2)
+    for draws in (2, 4, 6):  # after 14, 28 and 42 steps
+        part = run(
+            part.last_params,
+            part.last_opt_state,
             num_draws=2,
-            thinning=thinning,
             stacked=True,
-            first_step=first.next_step,
+            first_step=part.next_step,
         )
-        support.assert_same_bits(second.params, whole.params[:, 2:])
-        support.assert_same_bits(second.last_opt_state, whole.last_opt_state)
+        support.assert_same_bits(part.params, whole.params[:, draws : draws + 2])
+    support.assert_same_bits(part.last_opt_state, whole.last_opt_state)
 
 
-@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+@pytest.mark.parametrize(
+    ("mapping", "preconditioner"),
+    support.in_turns(["vmap", "pmap", "shard_map"], ["diagonal", "full"]),
+)
 def test_replicas_take_the_same_steps(mapping, preconditioner):
     """A batch spread over four replicas: each takes the noisy step of the whole batch."""
     x, y, *_ = regression()
@@ -258,20 +260,14 @@ def test_replicas_take_the_same_steps(mapping, preconditioner):
     )
     alone = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=1, freeze_after=2)
 
-    def run(x, y, *, tx=tx, axis_name=replicas.AXIS):
-        w = jnp.float32(regression()[3])
-        state = tx.init(w)
-        for index in range(3):
-            part = (x[index], y[index])
-            e = optperm.evaluate(loss_fn, w, part, axis_name=axis_name)
-            updates, state = tx.update(e.grad, state, w, **e.extra_args)
-            w = optax.apply_updates(w, updates)
-        return w
-
-    rows = np.arange(3 * S).reshape(3, S)
-    whole = jax.jit(functools.partial(run, tx=alone, axis_name=None))(x[rows], y[rows])
-    parts = np.moveaxis(rows.reshape(3, 4, S // 4), 1, 0)
-    found = replicas.MAPPINGS[mapping](run, 4)(x[parts], y[parts])
+    rows, w = np.arange(3 * S).reshape(3, S), np.float32(regression()[3])
+    whole = loops.train(alone, w, [(x[r], y[r]) for r in rows], evaluate=loops.evaluation(loss_fn))
+    whole, _ = whole[-1]
+    parts = rows.reshape(3, 4, S // 4)
+    averaged = loops.evaluation(loss_fn, axis_name=replicas.AXIS)
+    options = {"evaluate": averaged, "apply": loops.by_addition, "how": mapping, "size": 4}
+    found, _ = loops.train(tx, w, [(x[p], y[p]) for p in parts], **options)[-1]
+    found = jax.device_get(found)
     for index in range(4):
         support.assert_same_bits(replicas.take(found, index), replicas.take(found, 0))
     np.testing.assert_allclose(replicas.take(found, 0), whole, rtol=1e-4, atol=1e-5)

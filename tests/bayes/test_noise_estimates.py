@@ -103,14 +103,17 @@ def test_the_mean_of_many_estimates_is_the_exact_covariance(preconditioner, esti
     assert np.all(4.5 * draws.std(axis=0) / np.sqrt(count) < 0.15 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
 @pytest.mark.parametrize(
-    ("preconditioner", "estimator"),
-    [(preconditioner, "per_example") for preconditioner in PRECONDITIONERS]
-    + [("diagonal", "single_example"), ("diagonal", "two_batches")],
+    ("made", "mapping"),
+    support.in_turns(
+        [(preconditioner, "per_example") for preconditioner in PRECONDITIONERS]
+        + [("diagonal", "single_example"), ("diagonal", "two_batches")],
+        ["vmap", "pmap", "shard_map"],
+    ),
 )
-def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, preconditioner, estimator):
+def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, made):
     """From the examples of all; of the other estimators each replica's estimate, averaged."""
+    preconditioner, estimator = made
     data, params = problem()
     batch, examples = some(data, 12), some(data, 20, 24)
     tx = optperm.scale_by_gradient_noise(

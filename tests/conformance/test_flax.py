@@ -24,8 +24,7 @@ pytestmark = [
     pytest.mark.parametrize("ours", [*TRANSFORMATIONS, TO_SGPERM], ids=str),
     pytest.mark.usefixtures("lenient"),
 ]
-PULLS = support.random_like(support.random_params(), 17)
-BATCHES = [jnp.arange(2.0) + index for index in range(4)]
+BATCHES = loops.linear_batches(4)
 
 
 class Model(nnx.Module):
@@ -35,19 +34,13 @@ class Model(nnx.Module):
         self.kernel, self.bias = nnx.Param(params["kernel"]), nnx.Param(params["bias"])
 
 
-def loss_fn(params, batch):
-    """Another pull at each entry; of params as arrays or as variables."""
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(PULLS), strict=True)
-    return jnp.mean(batch) * sum(jnp.sum(jnp.sin(p + g)) for p, g in pairs)
-
-
 def prune_and_freeze(params, opt_state):
     params, opt_state = optperm.prune(params, opt_state, 0.3)
     return params, optperm.freeze(opt_state, 0.3, scores=jax.tree.map(jnp.sin, params))
 
 
 def snapshot(params, opt_state):
-    full_grad = optperm.full_gradient(loss_fn, params, BATCHES)
+    full_grad = optperm.full_gradient(loops.linear_loss, params, BATCHES)
     return params, optperm.take_snapshot(opt_state, params, full_grad)
 
 
@@ -75,7 +68,7 @@ def assert_close_leaves(actual, expected):
 def test_nnx_optimizer(ours):
     """Params and states are variables; they stay so through steps and through what is called between
     them, inside `nnx.jit` and outside, and hold what arrays do."""
-    tx, evaluate = ours.make(), loops.evaluation(loss_fn)
+    tx = ours.make()
     model = Model(support.random_params())
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     structure = jax.tree.structure(optimizer.opt_state)
@@ -88,7 +81,7 @@ def test_nnx_optimizer(ours):
 
     @nnx.jit
     def step(model, optimizer, batch):
-        grads, extra_args = evaluate(nnx.state(model, nnx.Param), batch)
+        grads, extra_args = loops.linear(nnx.state(model, nnx.Param), batch)
         optimizer.update(model, grads, **extra_args)
 
     params, opt_state = support.random_params(), tx.init(support.random_params())
@@ -98,9 +91,7 @@ def test_nnx_optimizer(ours):
             params, opt_state = between(params, ours.prepared(opt_state, params))
             held = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         step(model, optimizer, batch)
-        params, opt_state = loops.compiled(tx, evaluate, loops.by_addition)(
-            params, opt_state, batch
-        )
+        params, opt_state = loops.compiled(tx, loops.linear)(params, opt_state, batch)
     assert jax.tree.structure(optimizer.opt_state) == structure
     state = nnx.state(model, nnx.Param)
     support.assert_close(nnx.to_pure_dict(state), params, rtol=1e-5, atol=1e-6)
@@ -121,12 +112,19 @@ def test_nnx_optimizer(ours):
 
 
 def test_linen_train_state(ours):
-    """Flax's own, which adds the updates: the params and the state of a plain loop."""
+    """Flax's own, which adds the updates, ends where a loop ends with `optax.apply_if_finite` in it; a
+    gradient with a NaN in it moves there neither the params nor the state of ours."""
     tx, params = ours.make(), support.random_params()
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
     grads = [support.random_like(params, seed) for seed in range(3)]
+    bad = grads[-1] | {"bias": grads[-1]["bias"].at[1].set(jnp.nan)}
+    guarded = optax.apply_if_finite(tx, 3)
+    trail = loops.train(guarded, params, [*grads, bad], apply=loops.by_addition)
+    (before, held), (after, guard) = trail[2:]
+    assert int(guard.total_notfinite) == 1
+    support.assert_same_bits((after, guard.inner_state), (before, held.inner_state))
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
     step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
     for each in grads:
         state = step(state, each)
-    expected = loops.train(tx, params, grads, apply=loops.by_addition)[-1]
+    expected = before, held.inner_state
     support.assert_close((state.params, state.opt_state), expected, rtol=1e-5, atol=1e-6)

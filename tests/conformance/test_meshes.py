@@ -5,6 +5,7 @@ A run prints the table of method, mesh and sharding at its end.
 
 import contextlib
 import functools
+import itertools
 import re
 
 import jax
@@ -44,26 +45,28 @@ def loss_fn(pulls, params, batch):
     return jnp.mean(batch) * sum(jax.tree.leaves(parts), start=jnp.float32(0.0))
 
 
-def update(tx, opt_state, params, pulls, batch):
+def step(tx, opt_state, params, pulls, batch):
     e = optperm.evaluate(functools.partial(loss_fn, pulls), params, batch)
-    return tx.update(e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args)
+    updates, opt_state = tx.update(
+        e.grad, opt_state, params, full_grad_fn=lambda p: e.grad, **e.extra_args
+    )
+    return updates, opt_state, optperm.apply_updates(params, updates, opt_state)
 
 
 def run(ours, place, *, jit_init, jit):
-    """The last updates, the state and the params; and the text of the compiled update, if any."""
+    """The last updates, the state and the params; and the text of the compiled step, if any."""
     tx = ours.make()
     params, pulls = place(params_of()), place(params_of(seed=9))
     opt_state = (jax.jit(tx.init) if jit_init else tx.init)(params)
     opt_state = ours.prepared(opt_state, params)
-    step, text = functools.partial(update, tx), ""
+    take, text = functools.partial(step, tx), ""
     # The fourth step of a method is like its second; outside of jax.jit each is compiled anew.
     for index in range(4 if jit else 3):
-        batch = jnp.arange(2.0) + index
+        batch = np.arange(2.0, dtype=np.float32) + index
         if jit and not index:
-            step = jax.jit(step).lower(opt_state, params, pulls, batch).compile()
-            text = step.as_text()
-        updates, opt_state = step(opt_state, params, pulls, batch)
-        params = optperm.apply_updates(params, updates, opt_state)
+            take = jax.jit(take).lower(opt_state, params, pulls, batch).compile()
+            text = take.as_text()
+        updates, opt_state, params = take(opt_state, params, pulls, batch)
     return (updates, opt_state, params), text
 
 
@@ -113,12 +116,25 @@ def moved_across_devices(text, limit):
     return found
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("cut", SHARDINGS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
-def test_sharded_params(ours, mesh, cut, jit, record_property):
+def cells():
+    """Each method on each mesh, with each cut, eager and compiled.
+
+    Every time each method is compiled for each cut, on both kinds of mesh in turn, and is run once
+    outside of `jax.jit`; the others are of the exhaustive tier.
+    """
+    kinds = list(MESHES)
+    for number, ours in enumerate(TRANSFORMATIONS):
+        one, other = kinds[number % 2], kinds[1 - number % 2]
+        usual = {(one, "input", "jit"), (other, "output", "jit"), (one, "both", "jit")}
+        usual.add((other, list(SHARDINGS)[number % 3], "eager"))
+        for cell in itertools.product(kinds, SHARDINGS, ("eager", "jit")):
+            yield pytest.param(ours, *cell, marks=() if cell in usual else pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(("ours", "mesh", "cut", "how"), list(cells()), ids=str)
+def test_sharded_params(ours, mesh, cut, how, record_property):
     """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
+    jit = how == "jit"
     shape, kernel, bias = SHARDINGS[cut]
     specs = {"kernel": kernel, "bias": bias}
     made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(MESHES[mesh],) * len(shape))
@@ -134,11 +150,10 @@ def test_sharded_params(ours, mesh, cut, jit, record_property):
         gathered = ours.may_gather.get(cut)
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
     outcome = f"gathers a {gathered}" if moved_across_devices(text, SMALL) else "ok"
-    record_property("mesh table", (str(ours), mesh, cut, "jit" if jit else "eager", outcome))
+    record_property("mesh table", (str(ours), mesh, cut, how, outcome))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+@pytest.mark.parametrize(("ours", "mesh"), support.in_turns(TRANSFORMATIONS, MESHES), ids=str)
 def test_params_on_another_mesh_are_named(ours, mesh):
     """Params that lie on other devices than the state are refused before anything is computed; where the
     state holds nothing that lies anywhere, updates go where the params went."""
@@ -170,15 +185,14 @@ def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, NamedSharding(mesh, P("x")))
         grads = jax.device_put(whole, NamedSharding(mesh, P()))
-        updates, _ = tx.update(grads, tx.init(params), params)
+        updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
         assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
         if ours.name != "switch_after" and ours.knows != "nothing":
             with pytest.raises(ValueError, match="call init again on these params"):
-                tx.update(params, tx.init(grads), params)
+                tx.update(params, jax.jit(tx.init)(grads), params)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("criterion", ["magnitude", "random"])
+@pytest.mark.parametrize(("mesh", "criterion"), support.in_turns(MESHES, ["magnitude", "random"]))
 def test_pruning_sharded_params(mesh, criterion):
     """It chooses what it chooses of whole ones, and leaves everything where it lies."""
     made = jax.make_mesh((4,), ("x",), axis_types=(MESHES[mesh],))

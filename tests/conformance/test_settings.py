@@ -18,17 +18,13 @@ SETTINGS = {
 }
 
 
-def loss_fn(params, batch):
-    return jnp.mean(batch) * sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(params))
-
-
 @pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
 @pytest.mark.usefixtures("lenient")
 def test_steps_hold_under_all_settings(ours):
     """As without them."""
     tx, params = ours.make(), support.random_params()
     state = jax.block_until_ready(ours.prepared(tx.init(params), params))
-    batches = [jax.block_until_ready(jnp.arange(2.0) + index) for index in range(3)]
+    batches = jax.block_until_ready(loops.linear_batches(3))
 
     def run(step):
         carry = params, state
@@ -36,14 +32,14 @@ def test_steps_hold_under_all_settings(ours):
             carry = jax.block_until_ready(step(*carry, batch))
         return carry
 
-    expected = run(loops.compiled(tx, loops.evaluation(loss_fn)))
+    expected = run(loops.compiled(tx, loops.linear))
     with contextlib.ExitStack() as stack:
         for name, setting in SETTINGS.items():
             # jax.custom_partitioning, by which the kernel is called, keeps tracers of its own.
             if not (name == "checking_leaks" and ours.permutes):
                 stack.enter_context(setting())
         # A new function, so that it is traced here.
-        found = run(jax.jit(loops.make_step(tx, loops.evaluation(loss_fn))))
+        found = run(jax.jit(loops.make_step(tx, loops.linear)))
     support.assert_close(*(jax.tree.leaves(tree[0]) for tree in (found, expected)), rtol=1e-6)
 
 

@@ -102,8 +102,7 @@ def test_known_params_of_adam_without_betas():
     np.testing.assert_allclose([params for params, _ in trail], known, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", SIMULATED)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("method", "size"), support.in_turns(SIMULATED, [4, 1, 2]))
 def test_equals_simulated_workers_and_center(method, size):
     """Every step of every replica, and the center, are those of a simulation in NumPy."""
     make, simulate = SIMULATED[method]
@@ -147,8 +146,9 @@ def test_known_trace(mapping):
     support.assert_same_bits(params, optperm.center_params(opt_state))
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mapping", [name for name in replicas.MAPPINGS if name != "vmap"])
+@pytest.mark.parametrize(
+    ("rule", "mapping"), support.in_turns(RULES, ["pmap", "shard_map", "shard_map unchecked"])
+)
 def test_every_mapping_gives_the_same_numbers(mapping, rule):
     """pmap and both modes of shard_map agree with vmap, and pull all replicas onto the same bits."""
     tx = optperm.agn(optax.adam(0.05), PERIOD, axis_name=replicas.AXIS, commit=rule)

@@ -28,28 +28,33 @@ def grads_of(steps, size=4, seed=0):
     ]
 
 
+def flagged_step(tx, flag):
+    def step(params, opt_state, grads):
+        updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    return step
+
+
+@functools.lru_cache(maxsize=8)
+def mapped_step(tx, flag, how, size):
+    return replicas.MAPPINGS[how](flagged_step(tx, flag), size)
+
+
 def run_flagged(tx, grads, flags, how="vmap"):
     """Trains with a flag for each step, one compiled program for each kind of flag."""
     size = len(grads[0]["b"])
     params, opt_state = (replicas.stack([tree] * size) for tree in (START, tx.init(START)))
-
-    def make(flag):
-        def step(params, opt_state, grads):
-            updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
-            return optperm.apply_updates(params, updates, opt_state), opt_state
-
-        return replicas.MAPPINGS[how](step, size)
-
-    steps = {flag: make(flag) for flag in set(flags)}
     trail = []
     for flag, each in zip(flags, grads, strict=True):
-        params, opt_state = steps[flag](params, opt_state, each)
+        params, opt_state = mapped_step(tx, flag, how, size)(params, opt_state, each)
         trail.append((params, opt_state))
     return trail
 
 
-@pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize("method", replicas.METHODS)
+@pytest.mark.parametrize(
+    ("method", "how"), support.in_turns(replicas.METHODS, ["vmap", "pmap", "shard_map"])
+)
 def test_told_and_counted_commits_agree(method, how):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
     tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
@@ -224,12 +229,18 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
     return mesh, jax.jit(mapped), placed
 
 
-@pytest.mark.parametrize(("checked", "flag"), [(True, True), (False, None)])
-@pytest.mark.parametrize("manual", [True, False], ids=["manual", "partial"])
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("method", ["agn mean", "agn sequential", "diloco"])
-def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, manual, checked, flag):
+@pytest.mark.parametrize(
+    ("method", "types", "axes", "checked"),
+    support.in_pairs(
+        ["agn mean", "agn sequential", "diloco"],
+        [AxisType.Auto, AxisType.Explicit],
+        ["manual", "partial"],
+        [True, False],
+    ),
+)
+def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes, checked):
     """One collective over the replicas, numbers alone over the shards, which agree on who takes part."""
+    manual, flag = axes == "manual", True if checked else None
     period = "sync_every" if method == "diloco" else "communication_period"
     options = {"shard_axes": "model"} if manual and not checked else {}
     tx = replicas.METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
@@ -366,22 +377,20 @@ LAID_OUT = replicas.METHODS | {
 }
 
 
-@pytest.mark.parametrize(("on_each", "checked"), [(1, True), (1, False), (2, False)])
-@pytest.mark.parametrize("method", LAID_OUT)
-def test_replicas_laid_out_by_shard_map_of_vmap(method, on_each, checked):
-    """One or two replicas on each of four devices give what as many under vmap give."""
+@pytest.mark.parametrize(
+    ("method", "where"), support.in_turns(LAID_OUT, [(1, True), (2, False), (1, False)])
+)
+def test_replicas_laid_out_by_shard_map_of_vmap(method, where):
+    """One or two replicas on each of four devices, checked or not, give what as many under vmap give."""
+    on_each, checked = where
     size, axes = 4 * on_each, ("device", "each") if on_each > 1 else "device"
     mesh = jax.make_mesh((4,), ("device",), axis_types=(AxisType.Auto,))
     tx = LAID_OUT[method](optax.adam(0.1), axis_name=axes)
     single = LAID_OUT[method](optax.adam(0.1), axis_name=replicas.AXIS)
-    grads, flags = grads_of(5, size=size), [False, False, True, False, None]
+    grads, flags = grads_of(3, size=size), [False, True, False]
 
     def make(flag):
-        def step(params, opt_state, grads):
-            updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
-            return optperm.apply_updates(params, updates, opt_state), opt_state
-
-        block = jax.vmap(step, axis_name="each")
+        block = jax.vmap(flagged_step(tx, flag), axis_name="each")
         spec = P("device")
         return jax.jit(
             jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)

@@ -65,8 +65,10 @@ def test_one_collective_and_that_in_the_conditional(method):
     ]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", [name for name in replicas.METHODS if name != "diloco"])
+@pytest.mark.parametrize(
+    ("method", "bad"),
+    support.in_turns([name for name in replicas.METHODS if name != "diloco"], [np.nan, np.inf]),
+)
 def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     """The center moves as if the others were alone; the replica is pulled, counted, and goes on."""
     data = batches()
@@ -192,18 +194,23 @@ READINGS = {
 
 
 @pytest.mark.parametrize("mapping", replicas.MAPPINGS)
-@pytest.mark.parametrize("reading", READINGS)
-def test_extra_arguments_of_a_center_step_speak_for_all_replicas(reading, mapping):
+def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     """At a commit the optimizer reads at the center what one batch of all examples would give."""
-    read, of_all = READINGS[reading]
-    tx = optperm.agn(spy(read), 1, axis_name=replicas.AXIS)
+
+    def first_steps(params, batch):
+        for read, _ in READINGS.values():
+            tx = optperm.agn(spy(read), 1, axis_name=replicas.AXIS)
+            yield loops.make_step(tx, loops.evaluation(loss_fn))(params, tx.init(params), batch)
+
+    run_all = replicas.MAPPINGS[mapping](lambda *given: list(first_steps(*given)), SIZE)
     (batch,) = batches(1)
-    ((params, opt_state),) = run(tx, [batch], mapping, loops.evaluation(loss_fn))
-    step = of_all(START, (batch[0].reshape(-1, 2), batch[1].reshape(-1)))
-    moved = jax.tree.map(lambda start, step: start - 0.1 * step, START, step)
-    for index in range(SIZE):
-        support.assert_close(replicas.take(params, index), moved, atol=1e-6, rtol=1e-7)
-    support.assert_same_bits(params, optperm.center_params(opt_state))
+    found = run_all(replicas.stack([START] * SIZE), batch)
+    for (params, opt_state), (_, of_all) in zip(found, READINGS.values(), strict=True):
+        step = of_all(START, (batch[0].reshape(-1, 2), batch[1].reshape(-1)))
+        moved = jax.tree.map(lambda start, step: start - 0.1 * step, START, step)
+        for index in range(SIZE):
+            support.assert_close(replicas.take(params, index), moved, atol=1e-6, rtol=1e-7)
+        support.assert_same_bits(params, optperm.center_params(opt_state))
 
 
 def test_a_line_search_within():

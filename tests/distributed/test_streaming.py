@@ -90,20 +90,20 @@ def run(plan, *, flagged=False, targets, start, how="vmap", **options):
         yield params, opt_state
 
 
-@pytest.mark.parametrize("flagged", [True, False])
-@pytest.mark.parametrize(
-    ("plan", "mixing"),
-    [
-        (optperm.Every(4), 0.0),
-        (optperm.Every(4), 0.5),
-        (optperm.Every(4, fragments=3), 0.0),
-        (optperm.Every(4, fragments=2, delay=1), 0.25),
-        (optperm.Every(5, fragments=4, delay=3), 0.5),
-        (optperm.Every(3, delay=2), 0.0),
-    ],
-)
-def test_equals_a_simulation(plan, mixing, flagged):
+PLANS = [
+    (optperm.Every(4), 0.0),
+    (optperm.Every(4, fragments=3), 0.0),
+    (optperm.Every(4), 0.5),
+    (optperm.Every(4, fragments=2, delay=1), 0.25),
+    (optperm.Every(5, fragments=4, delay=3), 0.5),
+    (optperm.Every(3, delay=2), 0.0),
+]
+
+
+@pytest.mark.parametrize(("plan", "flagged"), support.in_turns(PLANS, [True, False]))
+def test_equals_a_simulation(plan, flagged):
     """Every step of every replica and the center, told or counted, to 1e-12 in float64."""
+    plan, mixing = plan
     with jax.enable_x64(True):
         start, targets = start_and_targets()
         ours = run(plan, flagged=flagged, targets=targets, start=start, mixing=mixing)
@@ -155,16 +155,18 @@ class _Levels:
         return ((code / 15 * 2 - 1) * scale).reshape(e.shape)
 
 
-@pytest.mark.parametrize("how", ["vmap", "pmap", "shard_map"])
+COMPRESSED = {
+    "top": (optperm.compress_top_k(0.25), _TopK()),
+    "quantized": (optperm.compress_quantized(4), _Levels()),
+}
+
+
 @pytest.mark.parametrize(
-    ("compress", "sent"),
-    [
-        (optperm.compress_top_k(0.25), _TopK()),
-        (optperm.compress_quantized(4), _Levels()),
-    ],
+    ("method", "how"), support.in_turns(COMPRESSED, ["vmap", "pmap", "shard_map"])
 )
-def test_compressed_contributions_equal_a_simulation(compress, sent, how):
+def test_compressed_contributions_equal_a_simulation(method, how):
     """With error feedback, over fragments and a delay; the centers of all replicas are the same bits."""
+    compress, sent = COMPRESSED[method]
     start, targets = start_and_targets()
     start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
     plan = optperm.Every(3, fragments=2, delay=1)
@@ -231,9 +233,9 @@ def test_what_crosses_the_axis_is_bytes(compress, per_entry):
     assert size / entries == pytest.approx(per_entry, rel=0.05)
 
 
-@pytest.mark.parametrize("compress", [None, optperm.compress_quantized(4)])
-def test_resumed_inside_a_delay_bit_for_bit(compress):
-    """From a copy of the state between sending and arrival."""
+def test_resumed_inside_a_delay_bit_for_bit():
+    """With compression, from a copy of the state between sending and arrival."""
+    compress = optperm.compress_quantized(4)
     start, targets = start_and_targets()
     start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
     plan = optperm.Every(4, fragments=2, delay=2)

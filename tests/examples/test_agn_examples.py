@@ -42,7 +42,13 @@ def run(name, *arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [("agn_pmap.py", "--seeds", 1), ("agn_multiprocess.py",)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("agn_pmap.py", "--seeds", 1),
+        pytest.param(("agn_multiprocess.py",), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_tenth_of_the_bytes_gives_the_accuracy(command, tmp_path):
     """AGN ends within 0.01 of synchronous training, and sends the params and a count once a period."""
     out = tmp_path / "curves.png"

@@ -18,7 +18,9 @@ def run(*command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
+@pytest.mark.parametrize(
+    "sanitize", ["address,undefined", "thread", pytest.param("", marks=pytest.mark.exhaustive)]
+)
 def test_the_kernel_alone(tmp_path, sanitize):
     """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor
     any that is not synchronized."""

@@ -53,7 +53,7 @@ def numbers(step, dtype):
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 @pytest.mark.parametrize("dtype", support.DTYPES)
 @hypothesis.given(step=steps())
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
     """Each weight vector keeps its bits; each moved weight moved the way asked, within reach."""
     weights, recommendation = numbers(step, support.DTYPES[dtype])

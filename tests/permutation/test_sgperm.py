@@ -11,6 +11,7 @@ import pytest
 import support
 
 import optperm
+from optperm.permutation import cycles
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
@@ -43,8 +44,11 @@ def load_sequence(name):
     return arguments, init, *by_step
 
 
-@pytest.mark.parametrize("sequence", SEQUENCES)
-def test_reproduces_the_original_bit_for_bit(sequence, kernel):
+@pytest.mark.parametrize(
+    ("sequence", "kernel"), support.in_turns(SEQUENCES, cycles.KERNELS), indirect=["kernel"]
+)
+@pytest.mark.usefixtures("kernel")
+def test_reproduces_the_original_bit_for_bit(sequence):
     """`optperm.apply_updates` gives the original's weights, every bit at every step; what is added up by
     `optax.apply_updates` stays within 1 ulp of each weight vector's largest value."""
     arguments, init, grads, expected = load_sequence(sequence)

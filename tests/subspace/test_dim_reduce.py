@@ -66,8 +66,7 @@ def test_golden_sequences(case):
         assert len(np.unique(lengths)) > 1
 
 
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("size", "mapping"), [(1, "pmap"), (3, "shard_map")])
 def test_golden_sequences_with_the_basis_spread_over_devices(size, mapping):
     """The same to 1e-9 on 1 and on 3 devices, with 8 rows on 3 of them."""
     with jax.enable_x64(True):
@@ -88,7 +87,9 @@ def test_golden_sequences_with_the_basis_spread_over_devices(size, mapping):
             np.testing.assert_allclose(lengths[:, index], data["step"], rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("k", "sizes"), [(5, (2, 4)), (2, (4,)), (1, (4,))])
+@pytest.mark.parametrize(
+    ("k", "sizes"), [(5, (2,)), (2, (4,)), pytest.param(1, (2, 4), marks=pytest.mark.exhaustive)]
+)
 def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
     """Each has its share of one batch and of the rows; the params agree with one device's to 1e-5."""
     data = batches(8, 12)
@@ -105,7 +106,14 @@ def test_any_number_of_devices_gives_the_same_trajectory(k, sizes):
                 support.assert_close(chosen, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        "pmap",
+        "shard_map",
+        *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("vmap", "shard_map unchecked")),
+    ],
+)
 def test_a_scan_carries_it_under_every_mapping(mapping):
     """Eight steps in one scan within the mapped function give the steps one by one."""
     size, data = 3, batches(8, 3)

@@ -479,7 +479,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit():
     flags = "--xla_backend_optimization_level=0"
     environment = os.environ | {"PYTHONPATH": paths, "XLA_FLAGS": flags}
     done = subprocess.run(
-        [*command, "--devices", "4", "--kills", "2"],
+        [*command, "--devices", "4", "--kills", "1"],
         env=environment,
         capture_output=True,
         text=True,

@@ -83,9 +83,16 @@ SHARDINGS = {
 
 
 @pytest.mark.parametrize(
-    ("sharding", "axis_type"), [("input", AxisType.Explicit), ("output", AxisType.Auto)]
+    ("name", "sharding", "axis_type"),
+    [
+        ("adam", "input", AxisType.Explicit),
+        ("svrg", "output", AxisType.Auto),
+        ("constant_sgd", "input", AxisType.Explicit),
+        pytest.param("adam", "output", AxisType.Auto, marks=pytest.mark.exhaustive),
+        pytest.param("svrg", "input", AxisType.Explicit, marks=pytest.mark.exhaustive),
+        pytest.param("constant_sgd", "output", AxisType.Auto, marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("name", ["adam", "svrg", "constant_sgd"])
 def test_a_sharded_state_stays_sharded(name, sharding, axis_type, tmp_path):
     """On four devices as on one: trained, evaluated, kept and gone on with."""
     options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}

@@ -128,8 +128,10 @@ def test_half_precision_norms_do_not_overflow():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("mapping", "exact"),
+    support.in_turns(["pmap", "shard_map", "shard_map unchecked"], [False, True]),
+)
 def test_four_devices_train_as_one(mapping, exact):
     """With averaged gradients the numbers are those of a single device with the whole batch."""
     tx = optax.chain(optperm.mars(0.2, 0.8, 5.0, exact), optax.sgd(0.05))

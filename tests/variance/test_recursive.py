@@ -249,8 +249,10 @@ def test_a_full_gradient_between_steps():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("method", ["storm", "sarah", "between"])
+@pytest.mark.parametrize(
+    ("mapping", "method"),
+    support.in_turns(["pmap", "shard_map", "shard_map unchecked"], ["storm", "sarah", "between"]),
+)
 def test_four_devices_train_as_one(mapping, method):
     """All draw the same coin, and end with the numbers of a single device, bit for bit the same."""
     a, options = METHODS[method]

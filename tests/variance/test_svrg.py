@@ -418,30 +418,6 @@ def corrected_gradients(tx, take=optperm.take_snapshot):
     return trail
 
 
-WRAPPERS = {
-    "chain": lambda make: optax.chain(optax.clip(1e9), make(0.5), optax.scale(1.0)),
-    "named_chain": lambda make: optax.named_chain(("clip", optax.clip(1e9)), ("svrg", make(0.5))),
-    "nested": lambda make: optax.chain(optax.identity(), optax.chain(make(0.5), optax.trace(0.0))),
-    "masked": lambda make: optax.masked(make(0.5), {"full": True, "bias_full": True}),
-    "partition": lambda make: optax.partition({"all": make(0.5), "none": optax.adam(1.0)}, "all"),
-    "apply_if_finite": lambda make: optax.apply_if_finite(make(0.5), max_consecutive_errors=3),
-    "inject_hyperparams": lambda make: optax.inject_hyperparams(make)(coefficient=0.5),
-    "injected schedule": lambda make: optax.inject_hyperparams(make)(optax.constant_schedule(0.5)),
-    "MultiSteps": lambda make: optax.MultiSteps(make(0.5), 1).gradient_transformation(),
-}
-
-
-@pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_by_optax_it_corrects_the_same(wrapper):
-    """Wrappers that change nothing change nothing, and take_snapshot reaches into all of them."""
-    tx = WRAPPERS[wrapper](optperm.svrg)
-    for take in (optperm.take_snapshot, jax.jit(optperm.take_snapshot)):
-        got = corrected_gradients(tx, take)
-        chex.assert_trees_all_close(got, alone(), rtol=1e-6)
-    assert not np.allclose(alone()[2]["full"], corrected_gradients(optperm.svrg(0.0))[2]["full"])
-
-
 @pytest.mark.usefixtures("lenient")
 def test_injected_coefficient_can_be_changed():
     """Numbers kept in the state are traced; another one there gives what it gives when built in."""
@@ -499,8 +475,13 @@ def batches_of(data):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
-@pytest.mark.parametrize("options", [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    support.in_turns(
+        ["pmap", "shard_map", "shard_map unchecked"],
+        [{}, {"refresh_every": 3}, {"refresh_probability": 0.4}],
+    ),
+)
 def test_four_devices_train_as_one(mapping, options):
     """Snapshot, training in a scan, and snapshots inside it give the numbers of a single device."""
     tx = optax.chain(optperm.svrg(0.9, **options), optax.sgd(RATE))
@@ -531,8 +512,13 @@ def nearby_starts():
     return replicas.stack([jax.tree.map(lambda p, i=i: p + 0.1 * i, start()) for i in range(4)])
 
 
-@pytest.mark.parametrize("options", [{"refresh_every": 3}, {"refresh_probability": 0.4}])
-@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
+@pytest.mark.parametrize(
+    ("mapping", "options"),
+    support.in_turns(
+        ["shard_map", "shard_map unchecked"],
+        [{"refresh_every": 3}, {"refresh_probability": 0.4}],
+    ),
+)
 def test_a_model_per_device(mapping, options):
     """Params that vary over the mapped axis are corrected each by a snapshot of their own."""
     tx = optax.chain(optperm.svrg(**options), optax.sgd(RATE))

@@ -245,7 +245,7 @@ void Fill(Case<T>* c, std::mt19937_64* rng) {
 template <typename T>
 void TestAgainstDescription(const char* type) {
   const int64_t sizes[] = {1, 2, 3, 9, 24, 40, 63, 64, 65, 100, 127, 128, 129, 130, 200, 257};
-  for (uint64_t seed = 0; seed < 300; ++seed) {
+  for (uint64_t seed = 0; seed < SEEDS; ++seed) {
     std::mt19937_64 rng(seed);
     Case<T> c(1 + rng() % 2, 1 + rng() % 20, sizes[rng() % 16]);
     Fill(&c, &rng);
