@@ -9,7 +9,6 @@ import pytest
 FILE = pathlib.Path(__file__).parents[2] / "benchmarks" / "dim_reduce.py"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("lenient")
 def test_all_parts_of_it_print_what_they_measure(capsys):
     """Ratios against the products, NumPy and scikit-learn; the collectives; a line for each method."""
