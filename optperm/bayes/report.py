@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from optperm.bayes.langevin import SghmcState, SgldState, warn_if_altered
-from optperm.bayes.noise_state import GradientNoiseState, is_number, warn_if_unstable
+from optperm.bayes import langevin, noise_state
+from optperm.bayes.langevin import SghmcState, SgldState
+from optperm.bayes.noise_state import GradientNoiseState, foreign_share, is_number
 from optperm.contract import checks
 from optperm.contract.states import find_states
 
@@ -44,6 +45,8 @@ class PosteriorReport(NamedTuple):
         what the scalar or diagonal preconditioner takes it for.
       step_bias: The largest share by which the steps of SGLD or SGHMC, which are not infinitely short,
         make a parameter's variance too large.
+      altered_gradients: The share of the gradients that were not those of the extra arguments; of SGLD
+        and SGHMC of late, and of those that were scaled or clipped.
       warnings: What is wrong, a sentence each.
     """
 
@@ -55,6 +58,7 @@ class PosteriorReport(NamedTuple):
     share_at_max_step: float | None
     noise_excess: float | None
     step_bias: float | None
+    altered_gradients: float | None
     warnings: tuple[str, ...]
 
 
@@ -93,7 +97,8 @@ def posterior_report(
         a normal prior of precision p gives at least p / N of it.
 
     Returns:
-      A `PosteriorReport`, which has been printed, and each of its warnings given as a `UserWarning`.
+      A `PosteriorReport`, whose figures have been printed, but for a share of 0; each of its warnings
+      has been given as a `UserWarning`. No other ones are given.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -132,6 +137,7 @@ def posterior_report(
         "share of steps at max_step": report.share_at_max_step,
         "noise over what is assumed": report.noise_excess,
         "variance added by the steps": report.step_bias,
+        "share of altered gradients": report.altered_gradients,
     }
     for name, value in lines.items():
         if value is not None:
@@ -179,15 +185,24 @@ def _report(
     of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
     names = "stability", "times", "estimates_per_param", "share_at_max_step", "noise_excess"
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
-    bias = _step_bias(samples, find_states(opt_state, (SgldState, SghmcState)), found)
-    ess = _smallest_ess(samples.params) if with_ess else None
-    return PosteriorReport(r_hat, ess, **figures, step_bias=bias, warnings=tuple(found))
+    langevin_states = find_states(opt_state, (SgldState, SghmcState))
+    bias = _step_bias(samples, langevin_states, found)
+    shares = [foreign_share(state) for state in states]
+    shares += [float(np.max(np.asarray(state.altered))) for state in langevin_states]
+    return PosteriorReport(
+        r_hat,
+        ess=_smallest_ess(samples.params) if with_ess else None,
+        **figures,
+        step_bias=bias,
+        altered_gradients=max(shares, default=0.0) or None,
+        warnings=tuple(found),
+    )
 
 
 def _step_bias(samples: Samples, states: list[Any], found: list[str]) -> float | None:
     """The largest share of a parameter's variance that the length of steps adds; adds what is wrong."""
     for state in states:
-        warn_if_altered(state)
+        found += langevin.faults_of(state)
     if len(states) != 1 or _num_draws(samples) < _LEAST_DRAWS or not _is_finite(samples.params):
         return None
     reach = float(np.max(np.asarray(states[0].reach)))
@@ -216,7 +231,7 @@ def _of_state(
     found: list[str],
 ) -> dict[str, float | None]:
     """What a report has of a state, by its names; adds what is wrong."""
-    warn_if_unstable(state)
+    found += noise_state.faults_of(state)
     stability = float(np.max(np.asarray(state.stability))) or None
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if idle > int(samples.next_step) - drawn:

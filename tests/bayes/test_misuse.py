@@ -83,7 +83,10 @@ def test_constant_sgd_says_when_the_gradient_is_another_one(front, is_foreign, f
     tx = optax.chain(front(), optperm.constant_sgd(N, S, fill=fill, max_step=1e-2, **SHORT))
     text, samples = said(tx)
     assert (FOREIGN in text) == is_foreign
-    assert (FOREIGN in report_of(samples)[0]) == is_foreign
+    given, report = report_of(samples)
+    assert (FOREIGN in given) == is_foreign
+    assert given == " ".join(report.warnings)
+    assert ((report.altered_gradients or 0.0) > 0.5) == is_foreign
 
 
 @pytest.mark.parametrize("build", [optperm.sgld, functools.partial(optperm.sghmc, friction=0.2)])
@@ -100,7 +103,12 @@ def test_constant_sgd_says_when_the_gradient_is_another_one(front, is_foreign, f
 )
 def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front, is_altered):
     tx = optax.chain(front(), build(1e-5, N))
-    assert (ALTERED in said(tx)[0]) == is_altered
+    text, samples = said(tx)
+    assert (ALTERED in text) == is_altered
+    given, report = report_of(samples)
+    assert given == " ".join(report.warnings)
+    assert (ALTERED in given) == is_altered
+    assert bool(report.altered_gradients) == is_altered
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
@@ -136,8 +144,17 @@ def test_an_eager_update_says_so_too():
             state = tx.update(e.grad, state, w, **e.extra_args)[1]
     assert ALTERED in str(caught[-1].message)
     tx = optax.chain(optax.clip(TIGHT), optperm.constant_sgd(N, S, burn_in=0))
-    with pytest.warns(UserWarning, match=FOREIGN):
-        tx.update(e.grad, tx.init(w), w, **e.extra_args)
+    state = tx.init(w)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for clipped in (True, False, False):
+            front = e.grad * jnp.float32(1 if clipped else TIGHT / 100)
+            extras = e.extra_args if clipped else e.extra_args | {"grad": front}
+            state = tx.update(front, state, w, **extras)[1]
+    # In all of the estimates, in half and in a third of them: in one text, which Python gives once.
+    assert len(caught) == 3
+    assert FOREIGN in str(caught[0].message)
+    assert len({str(w.message) for w in caught}) == 1
 
 
 def test_microbatches_are_refused_or_warned_of():
