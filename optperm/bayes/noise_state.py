@@ -38,7 +38,7 @@ class GradientNoiseState(NamedTuple):
     Attributes:
       count: Steps taken.
       steps: Those of them that moved params by the preconditioned gradient.
-      estimates: How many estimates are in :math:`C`.
+      estimates: How many estimates are in :math:`C`, without those that count as a few.
       weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
       covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
         diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
@@ -54,8 +54,8 @@ class GradientNoiseState(NamedTuple):
       curvature_direction: The vector of the power iteration of :math:`A`, or of :math:`H A`.
       noise_direction: That of :math:`C`; without filled noise an empty tuple.
       unstable: How many steps were not taken because they would diverge.
-      foreign: How many estimates met another gradient than that of the extra arguments, whose noise
-        they tell.
+      foreign: How many of the estimates met another gradient than that of the extra arguments, whose
+        noise they tell.
       key: The raw random key of the filled noise.
     """
 
@@ -261,7 +261,8 @@ def _iterated(
     taken: jax.Array,
 ) -> tuple[jax.Array, optax.Updates]:
     """A running mean of quotients and of normalized products, in which older ones fade."""
-    rate = _FORGETTING / (taken.astype(largest.dtype) + _FORGETTING)
+    # Where counting begins anew the direction is half of what it was.
+    rate = jnp.minimum(_FORGETTING / (taken.astype(largest.dtype) + _FORGETTING), 0.5)
     rate = jnp.where(largest == 0, 1.0, rate).astype(largest.dtype)
     quotient = quotient.astype(largest.dtype)
     mean = largest + rate * (quotient - largest)

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
-_LARGEST_BIAS, _LARGEST_EXCESS = 0.03, 1.3
+_LARGEST_BIAS, _LEAST_EXCESS, _LARGEST_EXCESS = 0.03, 0.7, 1.3
+# So many estimates it takes to see that noise is falling.
+_LEAST_KNOWN = 100
 # Of fewer draws R-hat tells less: so large it is of so many and more. Of fewest variances tell nothing.
 _LARGEST_R_HAT, _LEAST_DRAWS = ((1.1, 40), (3.0, 20)), 20
 
@@ -41,8 +43,9 @@ class PosteriorReport(NamedTuple):
       estimates_per_param: Estimates of the gradient noise, by the number of params.
       share_at_max_step: The share of params whose steps have the largest size allowed, whatever the
         temperature.
-      noise_excess: By what factor the noise of a step along the largest direction of :math:`C` is above
-        what the scalar or diagonal preconditioner takes it for.
+      noise_excess: How many times what the preconditioner takes it for the noise of a step is, along the
+        largest direction of the gradients' noise: above 1 where it is correlated and the preconditioner
+        scalar or diagonal, below where it was still falling.
       step_bias: The largest share by which the steps of SGLD or SGHMC, which are not infinitely short,
         make a parameter's variance too large.
       altered_gradients: The share of the gradients that were not those of the extra arguments; of SGLD
@@ -77,7 +80,9 @@ def posterior_report(
     .. math::
       \frac{v^\top (C + b I) v}{v^\top (\operatorname{diag} C + b I) v} > 1.3
 
-    as the variance there comes out too large by about that factor. Of SGLD and SGHMC it warns if the
+    as the variance there comes out too large by about that factor. A ratio below .7, for any
+    preconditioner, is warned of too: :math:`C` is then older than v and its noise, and of the way to the
+    optimum. Of SGLD and SGHMC it warns if the
     length of their steps alone makes a variance too large by more than 3 %, to first order
 
     .. math::
@@ -268,12 +273,7 @@ def _of_state(
                 "has no effect: there the draws do not follow the posterior. Use fill=True."
             )
     excess = _noise_excess(state)
-    if excess is not None and excess > _LARGEST_EXCESS:
-        found.append(
-            f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
-            "times what the preconditioner takes it for, and variances there are too large by about "
-            "that factor. Use preconditioner='full', or a smaller rho."
-        )
+    found += _faults_of_noise(state, excess)
     return {
         "stability": stability,
         "times": times,
@@ -283,20 +283,48 @@ def _of_state(
     }
 
 
+def _faults_of_noise(state: GradientNoiseState, excess: float | None) -> list[str]:
+    """What is wrong where the noise is not what the preconditioner takes it for."""
+    if excess is None:
+        return []
+    is_full = not isinstance(state.factor, tuple)
+    if excess > _LARGEST_EXCESS and not is_full:
+        return [
+            f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
+            "times what the preconditioner takes it for, and variances there are too large by about "
+            "that factor. Use preconditioner='full', or a smaller rho."
+        ]
+    # The full one takes it for what it is, unless that has changed; few estimates tell nothing of it.
+    is_known = np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN
+    if is_known and not _LEAST_EXCESS < excess < _LARGEST_EXCESS:
+        return [
+            "The noise of the gradients was not constant while it was estimated: at last, along its "
+            f"largest direction, it was {excess:.2g} times what the preconditioner takes it for, and so "
+            "about are the variances there. It is to be estimated where the chain samples: begin nearer "
+            "to the optimum, as at params that are trained, or take a longer burn_in, a faster "
+            "burn_in_optimizer (the default moves params by about .01 a step) or a later freeze_after."
+        ]
+    return []
+
+
 def _noise_excess(state: GradientNoiseState) -> float | None:
     """v^T (C + b I) v over what is assumed of it, where v and that are known; the largest of chains."""
-    if not isinstance(state.factor, tuple) or isinstance(state.noise_direction, tuple):
+    if isinstance(state.noise_direction, tuple):
         return None
 
     def of_chain(state: GradientNoiseState) -> jax.Array:
         v, _ = ravel_pytree(state.noise_direction)
-        of_scalar = is_number(state.covariance)
-        c = state.covariance if of_scalar else ravel_pytree(state.covariance)[0]
-        assumed = jnp.sum(c * v**2) / jnp.sum(v**2) + state.filling
+        if not isinstance(state.factor, tuple):
+            product = jnp.matmul(state.covariance, v, precision=jax.lax.Precision.HIGHEST)
+        elif is_number(state.covariance):
+            product = state.covariance * v
+        else:
+            product = ravel_pytree(state.covariance)[0] * v
+        assumed = jnp.sum(v * product) / jnp.sum(v**2) + state.filling
         return (state.largest_noise + state.filling) / jnp.where(assumed > 0, assumed, jnp.inf)
 
     ratio = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
-    return float(np.max(np.asarray(ratio)))
+    return float(np.max(np.asarray(ratio))) or None
 
 
 def _shares(state: GradientNoiseState) -> Any:

@@ -340,6 +340,17 @@ def test_a_short_burn_in_still_leaves_enough_estimates():
     assert freezes == [1000, 1500, 2000, 8000]
 
 
+def test_the_mean_of_the_estimates_begins_anew_on_the_way():
+    """Where the burn-in ends, and after a quarter and a half of the steps until C is constant."""
+    due = plan(burn_in=100, freeze_after=180, estimate_after=50, estimate_every=2, fill=True)
+    ages = [int(due.age(jnp.int32(count))) for count in range(50, 180)]
+    begun = [50 + index for index, age in enumerate(ages) if age == 0 and ages[index - 1] != 0]
+    assert begun == [50, 100, 120, 140]
+    assert max(ages) == 24
+    state = noise_state(warm("diagonal", burn_in=100, freeze_after=180)[1])
+    assert int(state.estimates) == 40
+
+
 def test_a_full_preconditioner_follows_a_schedule_after_it_is_frozen():
     """Its factor is that of the noise which the learning rate of the step asks for."""
     rate = optax.piecewise_constant_schedule(1.0, {110: 0.25})
