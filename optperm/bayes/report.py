@@ -27,7 +27,7 @@ SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
 _LARGEST_BIAS, _LEAST_EXCESS, _LARGEST_EXCESS = 0.03, 0.7, 1.3
 # So many estimates it takes to see that noise is falling.
-_LEAST_KNOWN = 100
+_LEAST_KNOWN = 200
 # Of fewer draws R-hat tells less: so large it is of so many and more. Of fewest variances tell nothing.
 _LARGEST_R_HAT, _LEAST_DRAWS = ((1.1, 40), (3.0, 20)), 20
 
@@ -81,9 +81,8 @@ def posterior_report(
       \frac{v^\top (C + b I) v}{v^\top (\operatorname{diag} C + b I) v} > 1.3
 
     as the variance there comes out too large by about that factor. A ratio below .7, for any
-    preconditioner, is warned of too: :math:`C` is then older than v and its noise, and of the way to the
-    optimum. Of SGLD and SGHMC it warns if the
-    length of their steps alone makes a variance too large by more than 3 %, to first order
+    preconditioner, is warned of too: :math:`C` is then of the way to the optimum. Of SGLD and SGHMC it
+    warns if the length of their steps alone makes a variance too large by more than 3 %, to first order
 
     .. math::
       \frac{h \lambda}{2} = \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
@@ -91,7 +90,8 @@ def posterior_report(
 
     by the variance of the draws (which have to be iterates, not means of them), or if their gradients
     were scaled or clipped; the noise of the batches, which widens the draws too, is not seen. Of all
-    samplers it warns if draws are not finite or if a split R-hat is above 1.1. What passes may still be
+    samplers it warns if draws are not finite, vary by less than 16-bit params can tell apart, or if a
+    split R-hat is above 1.1. What passes may still be
     wrong.
 
     Args:
@@ -187,6 +187,7 @@ def _report(
             f"The largest split R-hat is {r_hat:.3g}: the chains have not mixed. Draw longer ones, with "
             "more warmup."
         )
+    found += _faults_of_rounding(samples)
     of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
     names = "stability", "times", "estimates_per_param", "share_at_max_step", "noise_excess"
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
@@ -202,6 +203,25 @@ def _report(
         altered_gradients=max(shares, default=0.0) or None,
         warnings=tuple(found),
     )
+
+
+def _faults_of_rounding(samples: Samples) -> list[str]:
+    """What is wrong where params of 16 bits are too coarse for their draws."""
+    pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
+    for draws, params in pairs:
+        if jnp.finfo(params.dtype).bits > 16:
+            continue
+        values = np.asarray(draws, np.float64)
+        size, deviation = np.abs(values).mean(axis=(0, 1)), values.std(axis=(0, 1))
+        spacing = np.exp2(np.floor(np.log2(np.maximum(size, 1e-30))))
+        spacing *= float(jnp.finfo(params.dtype).eps)
+        if np.any((deviation < spacing) & (deviation > 0)):
+            return [
+                f"Draws of some params vary by less than neighboring numbers of {params.dtype} differ: "
+                "their gradients are those of rounded params, and the draws do not follow the "
+                "posterior. Keep the params in float32, and cast them in the loss."
+            ]
+    return []
 
 
 def _step_bias(samples: Samples, states: list[Any], found: list[str]) -> float | None:
@@ -287,16 +307,13 @@ def _faults_of_noise(state: GradientNoiseState, excess: float | None) -> list[st
     """What is wrong where the noise is not what the preconditioner takes it for."""
     if excess is None:
         return []
-    is_full = not isinstance(state.factor, tuple)
-    if excess > _LARGEST_EXCESS and not is_full:
+    if excess > _LARGEST_EXCESS and isinstance(state.factor, tuple):
         return [
             f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
             "times what the preconditioner takes it for, and variances there are too large by about "
             "that factor. Use preconditioner='full', or a smaller rho."
         ]
-    # The full one takes it for what it is, unless that has changed; few estimates tell nothing of it.
-    is_known = np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN
-    if is_known and not _LEAST_EXCESS < excess < _LARGEST_EXCESS:
+    if excess < _LEAST_EXCESS and np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN:
         return [
             "The noise of the gradients was not constant while it was estimated: at last, along its "
             f"largest direction, it was {excess:.2g} times what the preconditioner takes it for, and so "
@@ -308,7 +325,7 @@ def _faults_of_noise(state: GradientNoiseState, excess: float | None) -> list[st
 
 
 def _noise_excess(state: GradientNoiseState) -> float | None:
-    """v^T (C + b I) v over what is assumed of it, where v and that are known; the largest of chains."""
+    """v^T (C + b I) v over what is assumed of it, of all chains, where v and that are known."""
     if isinstance(state.noise_direction, tuple):
         return None
 
@@ -324,7 +341,9 @@ def _noise_excess(state: GradientNoiseState) -> float | None:
         return (state.largest_noise + state.filling) / jnp.where(assumed > 0, assumed, jnp.inf)
 
     ratio = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
-    return float(np.max(np.asarray(ratio))) or None
+    # The full one is off by the noise of both alone, which the mean has less of.
+    of_chains = np.max if isinstance(state.factor, tuple) else np.mean
+    return float(of_chains(np.asarray(ratio))) or None
 
 
 def _shares(state: GradientNoiseState) -> Any:
