@@ -67,7 +67,9 @@ def constant_sgd(
     Draw batches with replacement. Within a shuffled epoch what one batch misses another one has, and
     their noise cancels: draws are then too narrow by a fifth and more, however many examples there are;
     a batch of all examples has no noise at all. From arrays `optperm.training.fit` draws them so.
-    Nothing that changes the noise of gradients, as `optperm.svrg` and clipping do, belongs in front:
+    Nothing that scales the updates belongs behind the sampler, which would not see it: use
+    `learning_rate`, whose shorter steps keep the law. Nothing that changes the noise of gradients, as
+    `optperm.svrg` and clipping do, belongs in front:
     :math:`C` is that of the plain ones, and the state's `foreign` counts the others, of which there is
     a warning where the state is looked at. A loss that sums over examples is another posterior's.
 

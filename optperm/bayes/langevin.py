@@ -91,8 +91,9 @@ def sgld(
     posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
     :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
     control variates of Baker et al.). Clipping does not belong there: it changes the mean of the
-    gradients too, and is warned of where the state is looked at. A schedule makes the steps fall, or
-    fall again and again (cyclical SGLD).
+    gradients too, and is warned of where the state is looked at. Nothing that scales the updates belongs
+    behind it, which would be another temperature's: choose `step_size`. A schedule makes the steps fall,
+    or fall again and again (cyclical SGLD).
 
     Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
     states that were initialized with different seeds.

@@ -89,7 +89,10 @@ def posterior_report(
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
     by the variance of the draws (which have to be iterates, not means of them), or if their gradients
-    were scaled or clipped; the noise of the batches, which widens the draws too, is not seen. Of all
+    were scaled or clipped. The noise of the batches widens the draws too, and is not in that figure:
+    where a batch's gradient has the covariance R, variances grow by about the share
+    :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether they fall with half of
+    the step size. Of all
     samplers it warns if draws are not finite, vary by less than 16-bit params can tell apart, or if a
     split R-hat is above 1.1. What passes may still be
     wrong.
@@ -122,6 +125,7 @@ def posterior_report(
       >>> report = optperm.posterior_report(samples)  # doctest: +ELLIPSIS
       split R-hat, largest           1.00...
       variance added by the steps    0.02...
+      variance added by the batches  not known
       >>> report.warnings
       ()
     """
@@ -147,6 +151,8 @@ def posterior_report(
     for name, value in lines.items():
         if value is not None:
             print(f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}")
+    if report.step_bias is not None:
+        print(f"{'variance added by the batches':30} not known")
     for warning in report.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
@@ -171,6 +177,10 @@ def warn_of_draws(samples: Samples) -> None:
         warnings.warn(_INFINITE, stacklevel=3)
 
 
+_COLD = (
+    "The temperature is 0, at which constant SGD takes no steps: all draws of a chain are the same."
+)
+_STUCK = "No parameter has moved: all draws are the same. See that the gradients are finite."
 _INFINITE = "Some draws are not finite: the steps are too large, or the loss is not finite."
 
 
@@ -182,7 +192,9 @@ def _report(
     drawn = _num_draws(samples) * int(samples.thinning)
     if not _is_finite(samples.params):
         found.append(_INFINITE)
-    elif any(_num_draws(samples) >= n and not r_hat <= most for most, n in _LARGEST_R_HAT):
+    elif any(not np.any(np.asarray(state.scale)) for state in states):
+        found.append(_COLD)
+    elif any(_num_draws(samples) >= n and r_hat > most for most, n in _LARGEST_R_HAT):
         found.append(
             f"The largest split R-hat is {r_hat:.3g}: the chains have not mixed. Draw longer ones, with "
             "more warmup."
@@ -191,6 +203,8 @@ def _report(
     of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
     names = "stability", "times", "estimates_per_param", "share_at_max_step", "noise_excess"
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
+    if not found and np.isnan(r_hat) and _num_draws(samples) >= _LEAST_DRAWS:
+        found.append(_STUCK)
     langevin_states = find_states(opt_state, (SgldState, SghmcState))
     bias = _step_bias(samples, langevin_states, found)
     shares = [foreign_share(state) for state in states]

@@ -160,10 +160,45 @@ def test_an_eager_update_says_so_too():
 def test_microbatches_are_refused_or_warned_of():
     """Inside of `optax.MultiSteps` the examples are those of the last part."""
     tx = optperm.constant_sgd(N, 2 * S, estimator="single_example", **SHORT)
-    with pytest.raises(ValueError, match=r"batch_size is 16, but grad_fn is .* 8 .*MultiSteps"):
+    with pytest.raises(
+        ValueError, match=r"batch_size is 16, but grad_fn is .* 8 .*MultiSteps.*chunk_size="
+    ):
         said(optax.MultiSteps(tx, 2))
     tx = optperm.constant_sgd(N, S, estimator="single_example", **SHORT)
     assert FOREIGN in said(optax.MultiSteps(tx, 2), num_draws=100)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_never_moves_is_said_to_be_so(temperature):
+    """And not to have mixed badly: at temperature 0, or where no gradient is finite."""
+    spoiled = jnp.nan if temperature else 1.0
+
+    def step(w, opt_state, key, tx=None):
+        rows = spoiled * jax.random.normal(key, (S, D))
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w}
+        updates, opt_state = tx.update(jnp.mean(rows, axis=0), opt_state, w, **extras)
+        return optax.apply_updates(w, updates), opt_state
+
+    tx = optperm.constant_sgd(N, S, temperature=temperature, **SHORT)
+    text, _ = said(tx, step=functools.partial(step, tx=tx))
+    assert "R-hat" not in text
+    assert text.startswith(
+        "Some draws are of steps that did not" if temperature else "The temperat"
+    )
+    if temperature:
+        tx = optperm.sgld(1e-5, N)
+        text, _ = said(tx, step=functools.partial(step, tx=tx))
+        assert text.startswith("No parameter has moved")
+
+
+def test_the_code_that_an_error_shows_makes_what_is_missing():
+    w = jnp.ones(D)
+    tx = optperm.constant_sgd(N, S, estimator="single_example")
+    with pytest.raises(ValueError, match=r"example_grad_fn.*batch, example=one_example\), then"):
+        tx.update(w, tx.init(w), w, grad_fn=lambda w: w)
+    tx = optperm.constant_sgd(N, S)
+    with pytest.raises(ValueError, match=r"per_example_grad_fn.*params, batch\), then"):
+        tx.update(w, tx.init(w), w, grad_fn=lambda w: w)
 
 
 @pytest.mark.parametrize("estimator", ["single_example", "two_batches"])
