@@ -74,9 +74,13 @@ def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
       opt_state: The optimizer state after it.
     """
     states = find_states(opt_state, MasterState)
-    if len(states) != 1 or jax.tree.structure(states[0].masters) != jax.tree.structure(params):
+    if len(states) != 1:
         return params
-    return jax.tree.map(_kept, states[0].masters, params)
+    masters, form = jax.tree.flatten(states[0].masters)
+    leaves, form_of_params = jax.tree.flatten(params)
+    if form != form_of_params:
+        return params
+    return jax.tree.unflatten(form, map(_kept, masters, leaves))
 
 
 def _kept(master: jax.Array, param: jax.Array) -> jax.Array:

@@ -91,10 +91,9 @@ def posterior_report(
     by the variance of the draws (which have to be iterates, not means of them), or if their gradients
     were scaled or clipped. The noise of the batches widens the draws too, and is not in that figure:
     where a batch's gradient has the covariance R, variances grow by about the share
-    :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether they fall with half of
-    the step size. Of all
-    samplers it warns if draws are not finite, vary by less than 16-bit params can tell apart, or if a
-    split R-hat is above 1.1. What passes may still be
+    :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether they fall with half
+    of the step size. Of all samplers it warns if draws are not finite, vary by less than 16-bit params
+    can tell apart, or if a split R-hat is above 1.1. What passes may still be
     wrong.
 
     Args:
@@ -205,7 +204,7 @@ def _report(
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
     if not found and np.isnan(r_hat) and _num_draws(samples) >= _LEAST_DRAWS:
         found.append(_STUCK)
-    langevin_states = find_states(opt_state, (SgldState, SghmcState))
+    langevin_states: list[Any] = find_states(opt_state, (SgldState, SghmcState))
     bias = _step_bias(samples, langevin_states, found)
     shares = [foreign_share(state) for state in states]
     shares += [float(np.max(np.asarray(state.altered))) for state in langevin_states]
