@@ -76,11 +76,10 @@ def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
     states = find_states(opt_state, MasterState)
     if len(states) != 1:
         return params
-    masters, form = jax.tree.flatten(states[0].masters)
-    leaves, form_of_params = jax.tree.flatten(params)
-    if form != form_of_params:
+    structure: Any = jax.tree.structure(params)
+    if structure != jax.tree.structure(states[0].masters):
         return params
-    return jax.tree.unflatten(form, map(_kept, masters, leaves))
+    return jax.tree.map(_kept, states[0].masters, params)
 
 
 def _kept(master: jax.Array, param: jax.Array) -> jax.Array:
