@@ -57,16 +57,19 @@ def constant_sgd(
 
     with the :math:`H` and the filled noise :math:`\xi_t` of `optperm.scale_by_gradient_noise`,
     which says what it needs of the loss and of the data; the prior is in the loss
-    (`optperm.normal_prior`). By default nothing has to be chosen: noise is filled in until the
-    steps are short enough. With `fill=False` it is Mandt, Hoffman and Blei's method, :math:`\xi_t =
-    0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor :math:`1 - \mu`
-    keeps the stationary distribution, to first order in the length of the steps, where it is
-    without momentum.
+    (`optperm.normal_prior`). By default noise is filled in until the steps are short enough, and nothing
+    has to be chosen for an optimum less than some 25 units from the start in each parameter: the burn-in
+    moves them by about .01 a step. With `fill=False` it is Mandt, Hoffman and Blei's method,
+    :math:`\xi_t = 0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor
+    :math:`1 - \mu` keeps the stationary distribution, to first order in the length of the steps, where
+    it is without momentum.
 
     Draw batches with replacement. Within a shuffled epoch what one batch misses another one has, and
     their noise cancels: draws are then too narrow by a fifth and more, however many examples there are;
     a batch of all examples has no noise at all. From arrays `optperm.training.fit` draws them so.
-    Nothing that changes the noise of gradients, as `optperm.svrg` and clipping do, belongs in front:
+    Nothing that scales the updates belongs behind the sampler, which would not see it: use
+    `learning_rate`, whose shorter steps keep the law. Nothing that changes the noise of gradients, as
+    `optperm.svrg` and clipping do, belongs in front:
     :math:`C` is that of the plain ones, and the state's `foreign` counts the others, of which there is
     a warning where the state is looked at. A loss that sums over examples is another posterior's.
 
@@ -75,7 +78,9 @@ def constant_sgd(
     The full one knows.
 
     Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
-    the way (`burn_in_optimizer`), or begin at params that are trained. `optperm.draw_samples` collects
+    the way (`burn_in_optimizer`), or begin at params that are trained. On the way noise is larger than
+    where the chain samples, and draws by that :math:`C` are too narrow: `optperm.posterior_report` warns
+    of noise that was still falling when :math:`C` became constant. `optperm.draw_samples` collects
     the iterates of many chains, and `optperm.posterior_report` says whether they are to be trusted. An
     update outside of `jax.jit` raises if steps would diverge; in a compiled loop the state's `unstable`
     counts them. Params of 16 bits, which cannot hold such small steps, have a copy in float32 in the

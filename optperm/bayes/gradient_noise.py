@@ -94,8 +94,11 @@ def scale_by_gradient_noise(
       w_t = w_{t-1} + \kappa_t (1 - w_{t-1}), \qquad w_{-1} = 0
 
     The weight :math:`w_t` removes the share of a start that means nothing, as in Adam: with
-    :math:`k = 1` this is the plain mean of all estimates, with a greater one older estimates fade. A
-    step uses the :math:`C` of the step before it. The estimators of :math:`\hat C_t`, all unbiased:
+    :math:`k = 1` this is the plain mean of all estimates, with a greater one older estimates fade. With
+    filled noise t begins anew where the burn-in ends, and after a quarter and a half of the steps from
+    there to `freeze_after`; what was estimated before, on the way to the optimum, counts as
+    :math:`t_0` estimates. A step uses the :math:`C` of the step before it. The estimators of
+    :math:`\hat C_t`, all unbiased:
 
     - "per_example": the variance of the gradients of the batch's examples (S - 1 degrees of freedom),
       from the extra argument `per_example_grad_fn`;
@@ -257,10 +260,14 @@ def scaled_by_noise(
         latest: GradientNoiseState, batch: BatchGradients, g: optax.Updates
     ) -> GradientNoiseState:
         # kappa_t = min(1, k / (t_0 + t))
-        age = due.age(latest.count).astype(jnp.float32)
-        kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + age))
+        age = due.age(latest.count)
+        kappa = jnp.minimum(1.0, jnp.float32(k_coef) / (jnp.float32(t0) + age.astype(jnp.float32)))
         return with_estimate(
-            latest,
+            # Where the mean begins anew the older ones are no longer counted.
+            latest._replace(
+                estimates=jnp.minimum(latest.estimates, age),
+                foreign=jnp.minimum(latest.foreign, age),
+            ),
             ESTIMATES[estimator](batch, outer),
             kappa,
             is_foreign=batch.differs_from(g),
@@ -285,7 +292,7 @@ def scaled_by_noise(
         taken = due.probes_before(latest.count)
         if fill:
             product = ESTIMATES[estimator](batch, product_with(latest.noise_direction))
-            latest = with_largest_noise(latest, product, taken)
+            latest = with_largest_noise(latest, product, due.probes_of_noise_before(latest.count))
             return with_curvature(latest, batch.curvature_product, taken)
         factor = resolve_schedule(
             "learning_rate", step_factor, latest.count, latest.stability.dtype

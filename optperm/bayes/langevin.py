@@ -91,8 +91,9 @@ def sgld(
     posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
     :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
     control variates of Baker et al.). Clipping does not belong there: it changes the mean of the
-    gradients too, and is warned of where the state is looked at. A schedule makes the steps fall, or
-    fall again and again (cyclical SGLD).
+    gradients too, and is warned of where the state is looked at. Nothing that scales the updates belongs
+    behind it, which would be another temperature's: choose `step_size`. A schedule makes the steps fall,
+    or fall again and again (cyclical SGLD).
 
     Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
     states that were initialized with different seeds.
@@ -286,17 +287,23 @@ def sghmc(
 
 
 def warn_if_altered(state: SgldState | SghmcState) -> None:
-    """Warns of gradients that something has scaled or clipped, where the state can be looked at.
+    """Gives the warnings of `faults_of`."""
+    for fault in faults_of(state):
+        warnings.warn(fault, stacklevel=3)
+
+
+def faults_of(state: SgldState | SghmcState) -> list[str]:
+    """What a state tells of gradients that something has scaled or clipped, a sentence each.
 
     Args:
       state: Of one chain or of several; nothing is said of a traced one.
     """
-    if can_be_seen(state.altered) and np.max(np.asarray(state.altered)) > _LARGEST_ALTERED:
-        warnings.warn(
-            "The gradients are scaled or clipped on their way to the sampler, which changes what it "
-            "samples: leave out what stands in front of it. Control variates (svrg) may.",
-            stacklevel=3,
-        )
+    if not can_be_seen(state.altered) or np.max(np.asarray(state.altered)) <= _LARGEST_ALTERED:
+        return []
+    return [
+        "The gradients are scaled or clipped on their way to the sampler, which changes what it "
+        "samples: leave out what stands in front of it. Control variates (svrg) may stand there."
+    ]
 
 
 def _zeros() -> tuple[jax.Array, jax.Array]:

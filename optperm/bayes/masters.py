@@ -10,6 +10,7 @@ import optax
 
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.shardings import shard_like
+from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
@@ -57,16 +58,33 @@ def with_masters(
         moves, inner_state = inner.update(g, state.inner, params, **extra_args)
 
         # m_{t+1} = m_t + u_t, and theta_{t+1} = m_{t+1} rounded
-        kept = jax.tree.map(
-            lambda m, p: jnp.where(m.astype(p.dtype) == p, m, p.astype(m.dtype)),
-            state.masters,
-            params,
-        )
+        kept = jax.tree.map(_kept, state.masters, params)
         masters = jax.tree.map(lambda m, u: m + u.astype(m.dtype), kept, moves)
         updates = jax.tree.map(lambda m, p: m.astype(p.dtype) - p, masters, params)
         return updates, MasterState(cast_like(masters, state.masters), inner_state)
 
     return transformation(init, update, method="constant_sgd", is_wrapper=True)
+
+
+def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
+    """The params as a sampler's copy of them has them; those of no such sampler as they are.
+
+    Args:
+      params: The params after a step.
+      opt_state: The optimizer state after it.
+    """
+    states = find_states(opt_state, MasterState)
+    if len(states) != 1:
+        return params
+    structure: Any = jax.tree.structure(params)
+    if structure != jax.tree.structure(states[0].masters):
+        return params
+    return jax.tree.map(_kept, states[0].masters, params)
+
+
+def _kept(master: jax.Array, param: jax.Array) -> jax.Array:
+    """The copy, where it has not been left behind."""
+    return jnp.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
 
 
 def _wide(leaf: Any) -> jax.Array:

@@ -342,8 +342,9 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
             f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size (leave "
-            "out a smaller last one), and axis_name where a batch is spread over several devices; "
-            "inside of optax.MultiSteps the batch is only a part of what a step is made of."
+            "out a smaller last one), and axis_name where a batch is spread over several devices. "
+            "Inside of optax.MultiSteps the batch is only a part of what a step is made of: pass the "
+            "whole batch instead, with chunk_size= to hold the gradients of few examples at once."
         )
 
 

@@ -52,6 +52,10 @@ class Plan(NamedTuple):
         """How many of those were due before a step."""
         return (count - self.estimate_after) // self._period
 
+    def probes_of_noise_before(self, count: jax.Array) -> jax.Array:
+        """How many of those count for the noise, which is another one where the mean begins anew."""
+        return (count - self._start(count)) // self._period
+
     def factorizes(self, count: jax.Array) -> jax.Array | bool:
         """Whether a step makes the next one's factor of a full preconditioner anew."""
         if not self.fill:
@@ -63,12 +67,24 @@ class Plan(NamedTuple):
     def age(self, count: jax.Array) -> jax.Array:
         """Estimates before a step, by which later ones weigh less.
 
-        With filled noise those of the burn-in, where an optimizer moved, count as a few.
+        With filled noise the mean begins anew where the burn-in ends, and after a quarter and a half of
+        the steps from there until C is constant: a chain that is still on its way then has larger
+        gradients, and so more noise, than where it samples. What came before counts as a few.
         """
+        return (count - self._start(count)) // self.estimate_every
+
+    def _start(self, count: jax.Array) -> jax.Array:
+        """Where the mean of a step's estimates began."""
         start = jnp.asarray(self.estimate_after, jnp.int32)
-        if self.fill:
-            start = jnp.where(count >= self.burn_in, self.burn_in, start)
-        return (count - start) // self.estimate_every
+        if not self.fill:
+            return start
+        burnt_in = jnp.maximum(jnp.asarray(self.burn_in, jnp.int32), start)
+        left = jnp.zeros_like(burnt_in)
+        if self.freeze_after is not None:
+            left = jnp.asarray(self.freeze_after, jnp.int32) - burnt_in
+        for anew in (burnt_in, burnt_in + left // 4, burnt_in + left // 2):
+            start = jnp.where(count >= anew, anew, start)
+        return start
 
     @property
     def _period(self) -> jax.Array:

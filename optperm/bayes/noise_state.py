@@ -38,7 +38,7 @@ class GradientNoiseState(NamedTuple):
     Attributes:
       count: Steps taken.
       steps: Those of them that moved params by the preconditioned gradient.
-      estimates: How many estimates are in :math:`C`.
+      estimates: How many estimates are in :math:`C`, without those that count as a few.
       weight: :math:`w`, the weight of all estimates so far: 0 before the first, then towards 1.
       covariance: :math:`C`, as much of it as the preconditioner needs: the mean of its diagonal, the
         diagonal as a tree like params, or all of it; in float32 or the params' dtype if wider.
@@ -54,8 +54,8 @@ class GradientNoiseState(NamedTuple):
       curvature_direction: The vector of the power iteration of :math:`A`, or of :math:`H A`.
       noise_direction: That of :math:`C`; without filled noise an empty tuple.
       unstable: How many steps were not taken because they would diverge.
-      foreign: How many estimates met another gradient than that of the extra arguments, whose noise
-        they tell.
+      foreign: How many of the estimates met another gradient than that of the extra arguments, whose
+        noise they tell.
       key: The raw random key of the filled noise.
     """
 
@@ -261,7 +261,8 @@ def _iterated(
     taken: jax.Array,
 ) -> tuple[jax.Array, optax.Updates]:
     """A running mean of quotients and of normalized products, in which older ones fade."""
-    rate = _FORGETTING / (taken.astype(largest.dtype) + _FORGETTING)
+    # Where counting begins anew the direction is half of what it was.
+    rate = jnp.minimum(_FORGETTING / (taken.astype(largest.dtype) + _FORGETTING), 0.5)
     rate = jnp.where(largest == 0, 1.0, rate).astype(largest.dtype)
     quotient = quotient.astype(largest.dtype)
     mean = largest + rate * (quotient - largest)
@@ -347,7 +348,13 @@ def with_factor(
 
 
 def warn_if_unstable(state: GradientNoiseState) -> None:
-    """Warns of, or raises about, steps that do not sample, where the state can be looked at.
+    """Gives the warnings of `faults_of`, or raises as it does."""
+    for fault in faults_of(state):
+        warnings.warn(fault, stacklevel=3)
+
+
+def faults_of(state: GradientNoiseState) -> list[str]:
+    """What a state tells of steps that do not sample, a sentence each, where it can be looked at.
 
     Args:
       state: Of one chain or of several; nothing is said of a traced one.
@@ -357,7 +364,8 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
     """
     numbers = state.stability, state.unstable, state.steps, state.foreign, state.estimates
     if not all(can_be_seen(number) for number in numbers):
-        return
+        return []
+    found = []
     largest = float(np.max(np.asarray(state.stability)))
     is_filled = not isinstance(state.noise_direction, tuple)
     if np.any(np.asarray(state.unstable) > 0):
@@ -378,21 +386,26 @@ def warn_if_unstable(state: GradientNoiseState) -> None:
             if is_filled
             else "Use constant_sgd(..., fill=True), or smaller batches."
         )
-        warnings.warn(
+        found.append(
             f"lambda_max(H A) is {largest:.3g}: in that direction the variance of the draws is about "
-            f"{off:.2g} times what it should be. {advice}",
-            stacklevel=3,
+            f"{off:.2g} times what it should be. {advice}"
         )
-    share = np.max(np.asarray(state.foreign) / np.maximum(np.asarray(state.estimates), 1))
-    if share > _LARGEST_FOREIGN:
-        warnings.warn(
-            f"In {min(share, 1.0):.1%} of the estimates of the noise the gradient was not the one of "
-            "the extra arguments: its noise is not the one that the steps are made for, and the draws "
-            "do not follow the posterior. Nothing that changes gradients belongs in front of "
+    if foreign_share(state) > _LARGEST_FOREIGN:
+        # Without the share, which another step changes: Python gives the same text once.
+        found.append(
+            f"In more than {_LARGEST_FOREIGN:.0%} of the estimates of the noise the gradient was not "
+            "the one of the extra arguments: its noise is not the one that the steps are made for, and "
+            "the draws do not follow the posterior. Nothing that changes gradients belongs in front of "
             "constant_sgd or around it: no clipping, no svrg (sgld and sghmc take it), no weight decay "
-            "(normal_prior goes into the loss), no MultiSteps (chunk_size= saves memory).",
-            stacklevel=3,
+            "(normal_prior goes into the loss), no MultiSteps (chunk_size= saves memory)."
         )
+    return found
+
+
+def foreign_share(state: GradientNoiseState) -> float:
+    """In what share of the estimates the gradient was another one; of several chains the largest."""
+    foreign, estimates = np.asarray(state.foreign), np.asarray(state.estimates)
+    return float(np.max(foreign / np.maximum(estimates, 1)))
 
 
 def can_be_seen(number: Any) -> bool:

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from optperm.bayes.langevin import SghmcState, SgldState, warn_if_altered
-from optperm.bayes.noise_state import GradientNoiseState, is_number, warn_if_unstable
+from optperm.bayes import langevin, noise_state
+from optperm.bayes.langevin import SghmcState, SgldState
+from optperm.bayes.noise_state import GradientNoiseState, foreign_share, is_number
 from optperm.contract import checks
 from optperm.contract.states import find_states
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
-_LARGEST_BIAS, _LARGEST_EXCESS = 0.03, 1.3
+_LARGEST_BIAS, _LEAST_EXCESS, _LARGEST_EXCESS = 0.03, 0.7, 1.3
+# So many estimates it takes to see that noise is falling.
+_LEAST_KNOWN = 200
 # Of fewer draws R-hat tells less: so large it is of so many and more. Of fewest variances tell nothing.
 _LARGEST_R_HAT, _LEAST_DRAWS = ((1.1, 40), (3.0, 20)), 20
 
@@ -40,10 +43,13 @@ class PosteriorReport(NamedTuple):
       estimates_per_param: Estimates of the gradient noise, by the number of params.
       share_at_max_step: The share of params whose steps have the largest size allowed, whatever the
         temperature.
-      noise_excess: By what factor the noise of a step along the largest direction of :math:`C` is above
-        what the scalar or diagonal preconditioner takes it for.
+      noise_excess: How many times what the preconditioner takes it for the noise of a step is, along the
+        largest direction of the gradients' noise: above 1 where it is correlated and the preconditioner
+        scalar or diagonal, below where it was still falling.
       step_bias: The largest share by which the steps of SGLD or SGHMC, which are not infinitely short,
         make a parameter's variance too large.
+      altered_gradients: The share of the gradients that were not those of the extra arguments; of SGLD
+        and SGHMC of late, and of those that were scaled or clipped.
       warnings: What is wrong, a sentence each.
     """
 
@@ -55,6 +61,7 @@ class PosteriorReport(NamedTuple):
     share_at_max_step: float | None
     noise_excess: float | None
     step_bias: float | None
+    altered_gradients: float | None
     warnings: tuple[str, ...]
 
 
@@ -73,16 +80,20 @@ def posterior_report(
     .. math::
       \frac{v^\top (C + b I) v}{v^\top (\operatorname{diag} C + b I) v} > 1.3
 
-    as the variance there comes out too large by about that factor. Of SGLD and SGHMC it warns if the
-    length of their steps alone makes a variance too large by more than 3 %, to first order
+    as the variance there comes out too large by about that factor. A ratio below .7, for any
+    preconditioner, is warned of too: :math:`C` is then of the way to the optimum. Of SGLD and SGHMC it
+    warns if the length of their steps alone makes a variance too large by more than 3 %, to first order
 
     .. math::
       \frac{h \lambda}{2} = \frac{\epsilon T}{4 \operatorname{Var} \theta_k} \quad \text{or} \quad
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
     by the variance of the draws (which have to be iterates, not means of them), or if their gradients
-    were scaled or clipped; the noise of the batches, which widens the draws too, is not seen. Of all
-    samplers it warns if draws are not finite or if a split R-hat is above 1.1. What passes may still be
+    were scaled or clipped. The noise of the batches widens the draws too, and is not in that figure:
+    where a batch's gradient has the covariance R, variances grow by about the share
+    :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether they fall with half
+    of the step size. Of all samplers it warns if draws are not finite, vary by less than 16-bit params
+    can tell apart, or if a split R-hat is above 1.1. What passes may still be
     wrong.
 
     Args:
@@ -93,7 +104,8 @@ def posterior_report(
         a normal prior of precision p gives at least p / N of it.
 
     Returns:
-      A `PosteriorReport`, which has been printed, and each of its warnings given as a `UserWarning`.
+      A `PosteriorReport`, whose figures have been printed, but for a share of 0; each of its warnings
+      has been given as a `UserWarning`. No other ones are given.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -112,6 +124,7 @@ def posterior_report(
       >>> report = optperm.posterior_report(samples)  # doctest: +ELLIPSIS
       split R-hat, largest           1.00...
       variance added by the steps    0.02...
+      variance added by the batches  not known
       >>> report.warnings
       ()
     """
@@ -132,10 +145,13 @@ def posterior_report(
         "share of steps at max_step": report.share_at_max_step,
         "noise over what is assumed": report.noise_excess,
         "variance added by the steps": report.step_bias,
+        "share of altered gradients": report.altered_gradients,
     }
     for name, value in lines.items():
         if value is not None:
             print(f"{name:30} {value:.4g}" if value >= 10 else f"{name:30} {value:.3f}")
+    if report.step_bias is not None:
+        print(f"{'variance added by the batches':30} not known")
     for warning in report.warnings:
         warnings.warn(warning, stacklevel=2)
     return report
@@ -160,6 +176,10 @@ def warn_of_draws(samples: Samples) -> None:
         warnings.warn(_INFINITE, stacklevel=3)
 
 
+_COLD = (
+    "The temperature is 0, at which constant SGD takes no steps: all draws of a chain are the same."
+)
+_STUCK = "No parameter has moved: all draws are the same. See that the gradients are finite."
 _INFINITE = "Some draws are not finite: the steps are too large, or the loss is not finite."
 
 
@@ -171,23 +191,56 @@ def _report(
     drawn = _num_draws(samples) * int(samples.thinning)
     if not _is_finite(samples.params):
         found.append(_INFINITE)
-    elif any(_num_draws(samples) >= n and not r_hat <= most for most, n in _LARGEST_R_HAT):
+    elif any(not np.any(np.asarray(state.scale)) for state in states):
+        found.append(_COLD)
+    elif any(_num_draws(samples) >= n and r_hat > most for most, n in _LARGEST_R_HAT):
         found.append(
             f"The largest split R-hat is {r_hat:.3g}: the chains have not mixed. Draw longer ones, with "
             "more warmup."
         )
+    found += _faults_of_rounding(samples)
     of_each = [_of_state(state, least_curvature, drawn, samples, found) for state in states]
     names = "stability", "times", "estimates_per_param", "share_at_max_step", "noise_excess"
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
-    bias = _step_bias(samples, find_states(opt_state, (SgldState, SghmcState)), found)
-    ess = _smallest_ess(samples.params) if with_ess else None
-    return PosteriorReport(r_hat, ess, **figures, step_bias=bias, warnings=tuple(found))
+    if not found and np.isnan(r_hat) and _num_draws(samples) >= _LEAST_DRAWS:
+        found.append(_STUCK)
+    langevin_states: list[Any] = find_states(opt_state, (SgldState, SghmcState))
+    bias = _step_bias(samples, langevin_states, found)
+    shares = [foreign_share(state) for state in states]
+    shares += [float(np.max(np.asarray(state.altered))) for state in langevin_states]
+    return PosteriorReport(
+        r_hat,
+        ess=_smallest_ess(samples.params) if with_ess else None,
+        **figures,
+        step_bias=bias,
+        altered_gradients=max(shares, default=0.0) or None,
+        warnings=tuple(found),
+    )
+
+
+def _faults_of_rounding(samples: Samples) -> list[str]:
+    """What is wrong where params of 16 bits are too coarse for their draws."""
+    pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
+    for draws, params in pairs:
+        if jnp.finfo(params.dtype).bits > 16:
+            continue
+        values = np.asarray(draws, np.float64)
+        size, deviation = np.abs(values).mean(axis=(0, 1)), values.std(axis=(0, 1))
+        spacing = np.exp2(np.floor(np.log2(np.maximum(size, 1e-30))))
+        spacing *= float(jnp.finfo(params.dtype).eps)
+        if np.any((deviation < spacing) & (deviation > 0)):
+            return [
+                f"Draws of some params vary by less than neighboring numbers of {params.dtype} differ: "
+                "their gradients are those of rounded params, and the draws do not follow the "
+                "posterior. Keep the params in float32, and cast them in the loss."
+            ]
+    return []
 
 
 def _step_bias(samples: Samples, states: list[Any], found: list[str]) -> float | None:
     """The largest share of a parameter's variance that the length of steps adds; adds what is wrong."""
     for state in states:
-        warn_if_altered(state)
+        found += langevin.faults_of(state)
     if len(states) != 1 or _num_draws(samples) < _LEAST_DRAWS or not _is_finite(samples.params):
         return None
     reach = float(np.max(np.asarray(states[0].reach)))
@@ -216,7 +269,7 @@ def _of_state(
     found: list[str],
 ) -> dict[str, float | None]:
     """What a report has of a state, by its names; adds what is wrong."""
-    warn_if_unstable(state)
+    found += noise_state.faults_of(state)
     stability = float(np.max(np.asarray(state.stability))) or None
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
     if idle > int(samples.next_step) - drawn:
@@ -253,12 +306,7 @@ def _of_state(
                 "has no effect: there the draws do not follow the posterior. Use fill=True."
             )
     excess = _noise_excess(state)
-    if excess is not None and excess > _LARGEST_EXCESS:
-        found.append(
-            f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
-            "times what the preconditioner takes it for, and variances there are too large by about "
-            "that factor. Use preconditioner='full', or a smaller rho."
-        )
+    found += _faults_of_noise(state, excess)
     return {
         "stability": stability,
         "times": times,
@@ -268,20 +316,47 @@ def _of_state(
     }
 
 
+def _faults_of_noise(state: GradientNoiseState, excess: float | None) -> list[str]:
+    """What is wrong where the noise is not what the preconditioner takes it for."""
+    if excess is None:
+        return []
+    if excess > _LARGEST_EXCESS and isinstance(state.factor, tuple):
+        return [
+            f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
+            "times what the preconditioner takes it for, and variances there are too large by about "
+            "that factor. Use preconditioner='full', or a smaller rho."
+        ]
+    if excess < _LEAST_EXCESS and np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN:
+        return [
+            "The noise of the gradients was not constant while it was estimated: at last, along its "
+            f"largest direction, it was {excess:.2g} times what the preconditioner takes it for, and so "
+            "about are the variances there. It is to be estimated where the chain samples: begin nearer "
+            "to the optimum, as at params that are trained, or take a longer burn_in, a faster "
+            "burn_in_optimizer (the default moves params by about .01 a step) or a later freeze_after."
+        ]
+    return []
+
+
 def _noise_excess(state: GradientNoiseState) -> float | None:
-    """v^T (C + b I) v over what is assumed of it, where v and that are known; the largest of chains."""
-    if not isinstance(state.factor, tuple) or isinstance(state.noise_direction, tuple):
+    """v^T (C + b I) v over what is assumed of it, of all chains, where v and that are known."""
+    if isinstance(state.noise_direction, tuple):
         return None
 
     def of_chain(state: GradientNoiseState) -> jax.Array:
         v, _ = ravel_pytree(state.noise_direction)
-        of_scalar = is_number(state.covariance)
-        c = state.covariance if of_scalar else ravel_pytree(state.covariance)[0]
-        assumed = jnp.sum(c * v**2) / jnp.sum(v**2) + state.filling
+        if not isinstance(state.factor, tuple):
+            product = jnp.matmul(state.covariance, v, precision=jax.lax.Precision.HIGHEST)
+        elif is_number(state.covariance):
+            product = state.covariance * v
+        else:
+            product = ravel_pytree(state.covariance)[0] * v
+        assumed = jnp.sum(v * product) / jnp.sum(v**2) + state.filling
         return (state.largest_noise + state.filling) / jnp.where(assumed > 0, assumed, jnp.inf)
 
     ratio = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
-    return float(np.max(np.asarray(ratio)))
+    # The full one is off by the noise of both alone, which the mean has less of.
+    of_chains = np.max if isinstance(state.factor, tuple) else np.mean
+    return float(of_chains(np.asarray(ratio))) or None
 
 
 def _shares(state: GradientNoiseState) -> Any:

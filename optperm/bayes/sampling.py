@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes.masters import wide_params
 from optperm.bayes.normal_noise import fold
 from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.contract import checks
@@ -29,7 +30,7 @@ class Samples(NamedTuple):
     """What `draw_samples` drew, and all that it takes to go on from there.
 
     Attributes:
-      params: The draws.
+      params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
       last_params: The iterates at the end, whose leaves have a leading axis of chains.
       last_opt_state: The optimizer states at the end, with the same axis.
       next_step: Steps that each chain has taken; `first_step` to go on from.
@@ -75,6 +76,9 @@ def draw_samples(
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
         second = draw_samples(step, first.last_params, first.last_opt_state, key,
                               num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
+
+    Draws of 16-bit params are those of the sampler's copy in float32 (`optperm.MasterState`): rounded,
+    they would have the variance of the rounding too.
 
     The chains are mapped by `jax.vmap`, the draws by one `jax.lax.scan` that compiles `step` once; given
     the same function again, nothing is compiled again.
@@ -204,7 +208,7 @@ def _run_chains(
             start = jnp.where(index == 0, 0, first_kept)
             if not average:
                 carry = jax.lax.fori_loop(start, end, take_step, carry)
-                return carry, carry[0]
+                return carry, wide_params(*carry)
 
             def step_and_sum(t: jax.Array, carry_and_total: Any) -> Any:
                 carry, total = carry_and_total
@@ -212,14 +216,14 @@ def _run_chains(
                 total = jax.tree.map(
                     lambda s, p: s + jnp.where(t >= first_kept, p, 0).astype(s.dtype),
                     total,
-                    carry[0],
+                    wide_params(*carry),
                 )
                 return carry, total
 
             zeros = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), carry[0])
             carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
             mean = jax.tree.map(lambda s: s / thinning.astype(s.dtype), total)
-            return carry, cast_like(mean, carry[0])
+            return carry, cast_like(mean, wide_params(*carry))
 
         carry = (_strongly_typed(params), _strongly_typed(opt_state))
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))

@@ -16,9 +16,11 @@ from optperm.contract.mapped_axes import AxisName
 from optperm.contract.shardings import shard_like
 
 _EVALUATE = (
-    "e = optperm.evaluate(loss_fn, params, batch), "
+    "e = optperm.evaluate(loss_fn, params, batch{}), "
     "then update(e.grad, state, params, **e.extra_args)"
 )
+# What `optperm.evaluate` has to be given too.
+_MORE = {"example_grad_fn": ", example=one_example"}
 _SOURCE = "the optimizer state"
 
 
@@ -83,9 +85,8 @@ def transformation(
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         for name, meaning in (needs or {}).items():
             if extra_args.get(name) is None:
-                raise ValueError(
-                    f"{method} needs the extra argument {name}, {meaning}: {_EVALUATE}."
-                )
+                code = _EVALUATE.format(_MORE.get(name, ""))
+                raise ValueError(f"{method} needs the extra argument {name}, {meaning}: {code}.")
         checks.check_axis_is_bound(axis_name)
         if params is not None and not is_wrapper:
             # Gradients may lie elsewhere than the params, which operations on an explicit mesh refuse.

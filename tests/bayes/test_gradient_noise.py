@@ -326,7 +326,8 @@ def test_the_estimate_forgets_the_way_to_the_mode():
     exact = np.asarray((x @ mode - y)[:, None] * x).var(axis=0)
 
     def frozen(**options):
-        tx = optperm.constant_sgd(N, S, burn_in=400, burn_in_optimizer=optax.sgd(0.02), **options)
+        options = {"burn_in": 400, "burn_in_optimizer": optax.sgd(0.02)} | options
+        tx = optperm.constant_sgd(N, S, **options)
 
         def step(carry, key):
             w, state = carry
@@ -338,9 +339,11 @@ def test_the_estimate_forgets_the_way_to_the_mode():
             return (optax.apply_updates(w, updates), state), None
 
         start = jnp.zeros(D), tx.init(jnp.zeros(D))
-        keys = jax.random.split(jax.random.key(2), 1000)
+        keys = jax.random.split(jax.random.key(2), 1400)
         (_, state), _ = jax.lax.scan(step, start, keys)
         return np.median(np.asarray(optperm.noise_covariance(state)) / exact)
 
     assert frozen() == pytest.approx(1, rel=0.15)
+    # The way goes on after the burn-in.
+    assert frozen(burn_in_optimizer=optax.sgd(0.008)) == pytest.approx(1, rel=0.15)
     assert frozen(estimate_after=0, fill=False, freeze_after=800) > 4

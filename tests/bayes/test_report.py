@@ -11,6 +11,7 @@ import pytest
 
 import optperm
 from optperm import training
+from optperm.contract.states import find_states
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 200, 32, 5
@@ -174,10 +175,34 @@ def test_the_share_at_max_step_is_named():
 
 def test_too_few_estimates_are_named():
     tx = optperm.constant_sgd(
-        N, S, preconditioner="full", burn_in=10, freeze_after=20, burn_in_optimizer=optax.sgd(0.1)
+        N, S, preconditioner="full", burn_in=10, freeze_after=40, burn_in_optimizer=optax.sgd(0.1)
     )
     with pytest.warns(UserWarning, match=r"has 3 estimates of the noise for each parameter"):
-        draw(tx, warmup=20, num_draws=20)
+        draw(tx, warmup=40, num_draws=20)
+
+
+@pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
+@pytest.mark.parametrize("ending", [0.1, 1.0])
+def test_noise_that_was_still_falling_is_named(preconditioner, ending):
+    """Gradients whose deviation falls to a tenth in the last half of the estimates, or stays."""
+    tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=100, freeze_after=500)
+
+    def step(w, opt_state, key):
+        (count,) = (s.count for s in find_states(opt_state, optperm.GradientNoiseState))
+        deviation = jnp.where(count < 350, 1.0, ending)
+        rows = w + deviation * jax.random.normal(key, (S, D))
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w}
+        updates, opt_state = tx.update(jnp.mean(rows, axis=0), opt_state, w, **extras)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = jnp.zeros(D)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optperm.draw_samples(
+            step, w, tx.init(w), jax.random.key(0), num_chains=2, num_draws=9, warmup=500
+        )
+    text = " ".join(str(w.message) for w in caught)
+    assert ("was not constant while it was estimated" in text) == (ending < 1)
 
 
 def test_infinite_draws_are_named():
