@@ -186,6 +186,8 @@ class Run:
         stop, at = False, self.at
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
+        if offset == 0:  # the epoch's seconds are those of its steps, which may still be under way
+            jax.block_until_ready(fed.columns)
         self._tick()
         self.history.add_steps(fed.columns, fed.steps)
         if fed.columns and self.show is not None:

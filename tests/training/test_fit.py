@@ -484,6 +484,27 @@ def test_seconds_are_of_the_epochs():
     assert np.all(result.history.epochs["seconds"] > 0.05)
 
 
+def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
+    """From the end of one short epoch to that of the next there is hardly anything else."""
+
+    def loss_fn(params, batch):
+        w = jax.lax.stop_gradient(params["w"])
+        worked = jax.lax.fori_loop(0, 25, lambda _, x: jnp.sin(x @ x), jnp.full((300, 300), w))
+        return params["w"] * batch.mean() + worked.mean()
+
+    state = training.TrainState.create(
+        apply_fn=None, params={"w": jnp.float32(1.0)}, tx=optax.sgd(0.1)
+    )
+    ends = []
+    options = {
+        "epochs": 3,
+        "batch_size": 2,
+        "on_epoch_end": lambda _: ends.append(time.monotonic()),
+    }
+    result = training.fit(state, loss_fn, jnp.ones(4), **options)
+    assert np.all(result.history.epochs["seconds"][1:] > 0.5 * np.diff(ends))
+
+
 def test_refreshes_within_steps_are_refused_with_what_to_do():
     tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
     with pytest.raises(ValueError, match="full_grad_fn") as caught:
