@@ -220,6 +220,8 @@ def _report(
 
 def _faults_of_rounding(samples: Samples) -> list[str]:
     """What is wrong where params of 16 bits are too coarse for their draws."""
+    if not _is_finite(samples.params):
+        return []
     pairs = zip(_floating(samples.params), _floating(samples.last_params), strict=False)
     for draws, params in pairs:
         if jnp.finfo(params.dtype).bits > 16:
