@@ -319,7 +319,9 @@ def timed(run: Callable[[], np.ndarray], name: str) -> Found:
         except ValueError as error:
             nowhere = float("nan")
             seconds = time.perf_counter() - start
-            return Found((nowhere,) * 3, 0, nowhere, nowhere, seconds, f"  refused: {_sentence(error)}")
+            return Found(
+                (nowhere,) * 3, 0, nowhere, nowhere, seconds, f"  refused: {_sentence(error)}"
+            )
     if caught:
         says = "  warned: " + "; ".join(sorted({_sentence(w.message) for w in caught}))
     return compared(draws, name, time.perf_counter() - start, says)
