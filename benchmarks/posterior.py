@@ -304,6 +304,11 @@ def draw(
     )
 
 
+def _sentence(message: Any) -> str:
+    """The first sentence of a warning or an error."""
+    return str(message).partition(". ")[0].removesuffix(".")
+
+
 def timed(run: Callable[[], np.ndarray], name: str) -> Found:
     """What draws come to, with the seconds they took, compilation included."""
     start, says = time.perf_counter(), ""
@@ -314,9 +319,11 @@ def timed(run: Callable[[], np.ndarray], name: str) -> Found:
         except ValueError as error:
             nowhere = float("nan")
             seconds = time.perf_counter() - start
-            return Found((nowhere,) * 3, 0, nowhere, nowhere, seconds, f"  refused: {error}"[:90])
+            return Found(
+                (nowhere,) * 3, 0, nowhere, nowhere, seconds, f"  refused: {_sentence(error)}"
+            )
     if caught:
-        says = "  warned: " + "; ".join(sorted({str(w.message)[:60] for w in caught}))
+        says = "  warned: " + "; ".join(sorted({_sentence(w.message) for w in caught}))
     return compared(draws, name, time.perf_counter() - start, says)
 
 
@@ -663,12 +670,12 @@ def mlp_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 try:
                     draws = mlp_draws(method, value, steps, arguments.seeds)
                 except ValueError as error:
-                    says = f"refused: {error}"[:60]
+                    says = f"refused: {_sentence(error)}"
                     RESULTS.row(grids, method=name, value=f"{value:g}", says=says)
                     print(f"  {name:22} {value:6g} {says}")
                     continue
             # Chains are seeds here, each with modes of its own, so that R-hat says nothing.
-            messages = {str(w.message)[:60] for w in caught}
+            messages = {_sentence(w.message) for w in caught}
             says = "; ".join(sorted(m for m in messages if "R-hat" not in m))
             nll = float(scores(draws, validation).nll.mean())
             print(f"  {name:22} {value:6g} validation NLL {nll:.4f}  {says}", flush=True)
