@@ -312,6 +312,47 @@ def test_evaluation_is_the_mean_over_all_examples():
         np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
 
 
+def test_a_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
+    """Dropout is off and BatchNorm takes its running statistics, in the evaluation alone."""
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append((model.dropout.deterministic, model.norm.use_running_average))
+        return fitting.nnx_loss(model, batch)
+
+    def eval_fn(model, batch):
+        return {"loss": fitting.nnx_loss(model, batch)}
+
+    shifted = {"x": data()["x"] * 3 + 1, "y": data()["y"]}
+    model = fitting.NnxNet()
+    model.dropout.deterministic = True  # a model of mixed modes is trained in these
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+    options = {"eval_fn": eval_fn, "eval_data": shifted, "eval_batch_size": 40}
+    result = training.fit(
+        model, loss_fn, data(), optimizer=optimizer, epochs=2, batch_size=BATCH, **options
+    )
+    assert set(seen) == {(True, False)}
+    assert (model.dropout.deterministic, model.norm.use_running_average) == (True, False)
+    model.eval()
+    exact = fitting.nnx_loss(model, shifted)
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
+
+
+def test_a_model_without_modes_is_evaluated():
+    model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return fitting.cross_entropy(model(batch["x"]), batch["y"])
+
+    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": data()}
+    result = training.fit(
+        model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH, **options
+    )
+    exact = loss_fn(model, data())
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
+
+
 def test_a_progress_bar_shows_steps(capsys):
     fitting.fit("linen", "adam", epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out
