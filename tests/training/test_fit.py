@@ -532,3 +532,22 @@ def test_refreshes_within_steps_are_refused_with_what_to_do():
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
         )
     assert "epoch_start=optperm.take_snapshot" in "".join(caught.value.__notes__)
+
+
+def test_svrg_without_snapshots_is_warned_of_once():
+    tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
+    what = fitting.linen_loss, data()
+    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.take_snapshot") as caught:
+        result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
+    assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
+    assert not result.state.opt_state[0].snapshot.is_taken
+
+
+def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
+    def from_the_second(epoch):
+        return optperm.take_snapshot if epoch > 1 else None
+
+    tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
+    what = fitting.linen_state(tx), fitting.linen_loss, data()
+    training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
+    assert not [w for w in recwarn if "svrg" in str(w.message)]
