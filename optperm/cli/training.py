@@ -6,6 +6,7 @@ import pathlib
 import platform
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -228,7 +229,9 @@ def train(
         reporter.epoch(record)
 
     options["progress"] = reporter.has_bar
-    trained = training.run(run.epochs, on_record=on_record, records=records, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss is")  # the error below says so
+        trained = training.run(run.epochs, on_record=on_record, records=records, **options)
     if is_main:
         summary = _summary(training, trained, run, where, step)
         summary |= _write(folder, name, training, trained)

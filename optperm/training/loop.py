@@ -192,6 +192,7 @@ def fit(
     total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
+    run.warn_if_diverged()
     return run.result(ended)
 
 

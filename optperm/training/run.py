@@ -274,6 +274,19 @@ class Run:
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
 
+    def warn_if_diverged(self) -> None:
+        """Says since when the loss is not finite, if it is not any more."""
+        losses = self.history.steps.get("loss", np.zeros(0))
+        if losses.size and not np.isfinite(losses[-1]):
+            step = self.at.step - len(losses) + int(np.argmin(np.isfinite(losses))) + 1
+            warnings.warn(
+                f"The loss is {losses[-1]} at the end, and stopped being finite at step {step} of "
+                f"{self.at.step}: try a smaller learning rate, and look for examples that are not "
+                "finite.",
+                RuntimeWarning,
+                stacklevel=3,  # where fit is called
+            )
+
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
         if "is not bound here" in str(error):

@@ -551,3 +551,23 @@ def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
     what = fitting.linen_state(tx), fitting.linen_loss, data()
     training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
     assert not [w for w in recwarn if "svrg" in str(w.message)]
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
+    """Once, with the step at which it began, also where a run goes on; a NaN that passes is none."""
+    x = np.ones((10, 2), np.float32)
+    x[7:] = np.nan
+    batches = list(x[:, None])
+    state = training.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch @ w) ** 2)
+
+    with pytest.warns(RuntimeWarning, match="finite at step 8 of 10") as caught:
+        result = training.fit(state, loss_fn, batches, epochs=1)
+    assert (len(caught), caught[0].filename, result.ended) == (1, __file__, "finished")
+    with pytest.warns(RuntimeWarning, match="finite at step 8 of 20"):
+        training.fit(result, loss_fn, batches, epochs=2)
+    state = state.replace(tx=optax.apply_if_finite(optax.sgd(0.1), 9))
+    state = state.replace(opt_state=state.tx.init(state.params))
+    training.fit(state, loss_fn, batches[::-1], epochs=1)  # warnings are errors here
