@@ -233,12 +233,7 @@ def train(
         summary = _summary(training, trained, run, where, step)
         summary |= _write(folder, name, training, trained)
         run_folder.write_json(folder / "summary.json", summary)
-    loss = trained.history.steps.get("loss", np.zeros(0))
-    if loss.size and not np.isfinite(loss[-1]):
-        raise CliError(
-            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
-            f"try a smaller --learning-rate. What there is lies in {folder}."
-        )
+    _refuse_diverged(trained.history, folder)
     if is_main:
         reporter.summary(summary, folder)
     if not trained.interrupted:
@@ -246,6 +241,16 @@ def train(
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
     return INTERRUPTED
+
+
+def _refuse_diverged(history: History, folder: pathlib.Path) -> None:
+    """Raises a CliError if the loss is not finite at the end."""
+    loss = history.steps.get("loss", np.zeros(0))
+    if loss.size and not np.isfinite(loss[-1]):
+        raise CliError(
+            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
+            f"try a smaller --learning-rate. What there is lies in {folder}."
+        )
 
 
 def _going_on(run: Run, epoch: int) -> str:
