@@ -134,7 +134,6 @@ def nnx_loss(model, batch):
 
 
 def nnx_accuracy(model, batch):
-    model.eval()
     return accuracy(model(batch["x"]), batch["y"])
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from optperm.cli import datasets, report, run_folder
-from optperm.cli.errors import INTERRUPTED, import_extra
+from optperm.cli.errors import INTERRUPTED, UsageError, import_extra
 from optperm.cli.flags import Network, Switch, Whole
 from optperm.cli.machines import Machines
 from optperm.cli.methods import METHODS, Method
@@ -47,12 +47,14 @@ class Comparison(Network):
 
 def compare(names: Sequence[str], flags: Comparison) -> int:
     """Trains by all methods from all seeds, and writes tables and curves; returns the exit code."""
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise UsageError(f"{', '.join(twice)} is named more than once: name each method once.")
     compiling(time.perf_counter())
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     data, reporter = datasets.load(flags.data), report.Reporter(0, quiet=flags.quiet)
     Machines(devices=flags.devices).connect(lambda: None)
-    methods = [METHODS[name] for name in dict.fromkeys(names or METHODS)]
+    methods = [METHODS[name] for name in names or METHODS]
 
     def training(method: Method, seed: int) -> Training:
         return Training(method, method.defaults(), flags, data, seed=seed, devices=flags.devices)

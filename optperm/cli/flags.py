@@ -74,7 +74,7 @@ class Run(Network):
       quiet: Print nothing but errors.
     """
 
-    epochs: Annotated[int, whole_from(0)] = 10
+    epochs: Whole = 10
     out: str | None = None
     checkpoint_every: Annotated[int, whole_from(0)] = 0
     checkpoint_keep: Whole | None = None

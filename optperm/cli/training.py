@@ -6,6 +6,7 @@ import pathlib
 import platform
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,9 +101,6 @@ class Training:
         known = [*records] or [self._record(0, 0, self.initial, {})]
         for record in known:
             on_record(record)
-        if not epochs:
-            opt_state = self._tx.init(self.initial)
-            return Trained(self.initial, opt_state, known, History(), 0, False, 0.0)
 
         def on_epoch(event: Event) -> None:
             params = self._what_is_trained(event.state)
@@ -220,7 +218,7 @@ def train(
     if run.resume is not None:
         options["resume"] = step
         records = run_folder.read_metrics(run.resume, step)
-        reporter.say(f"Going on after epoch {step // training.steps_per_epoch} of {run.resume}.")
+        reporter.say(_going_on(run, step // training.steps_per_epoch))
 
     def on_record(record: Record) -> None:
         if is_main:
@@ -228,23 +226,38 @@ def train(
         reporter.epoch(record)
 
     options["progress"] = reporter.has_bar
-    trained = training.run(run.epochs, on_record=on_record, records=records, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss is")  # the error below says so
+        trained = training.run(run.epochs, on_record=on_record, records=records, **options)
     if is_main:
         summary = _summary(training, trained, run, where, step)
         summary |= _write(folder, name, training, trained)
         run_folder.write_json(folder / "summary.json", summary)
+    _refuse_diverged(trained.history, folder)
+    if is_main:
         reporter.summary(summary, folder)
-    loss = trained.history.steps.get("loss", np.zeros(0))
-    if loss.size and not np.isfinite(loss[-1]):
-        raise CliError(
-            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
-            f"try a smaller --learning-rate. What there is lies in {folder}."
-        )
     if not trained.interrupted:
         return 0
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
     return INTERRUPTED
+
+
+def _refuse_diverged(history: History, folder: pathlib.Path) -> None:
+    """Raises a CliError if the loss is not finite at the end."""
+    loss = history.steps.get("loss", np.zeros(0))
+    if loss.size and not np.isfinite(loss[-1]):
+        raise CliError(
+            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
+            f"try a smaller --learning-rate. What there is lies in {folder}."
+        )
+
+
+def _going_on(run: Run, epoch: int) -> str:
+    """What is said of a run that goes on after an epoch, which is --epochs at most."""
+    if epoch == run.epochs:
+        return f"Nothing to train: {run.resume} is at epoch {epoch}. To go on, raise --epochs."
+    return f"Going on after epoch {epoch} of {run.resume}."
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:

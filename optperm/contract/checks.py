@@ -136,7 +136,10 @@ def dtype_of(name: str, value: object) -> Any:
             dtype = None
         if dtype is not None and _fits(value, dtype):
             return dtype
-    raise TypeError(f"{name} must be an array of numbers, got {value!r}.")
+    advice = "Of a model with functions among its leaves, pass the arrays alone: for Equinox "
+    advice += "eqx.filter(model, eqx.is_inexact_array)."
+    says = f"{name} must be an array of numbers, got {value!r}."
+    raise TypeError(f"{says} {advice}" if callable(value) else says)
 
 
 def _fits(value: Any, dtype: Any) -> bool:

@@ -92,9 +92,12 @@ class Checkpoints:
         there = {name: run["facts"].get(name) for name in here}
         which = [f"{k} is {there[k]} there and {here[k]} here" for k in here if there[k] != here[k]]
         if which:
+            form = "the form of the state"
+            what = "The optimizer, the model or their shapes are others. "
             raise ValueError(
-                f"The checkpoint {path} is of another run: {'; '.join(which)}. Pass what that run was "
-                "started with, or another folder."
+                f"The checkpoint {path} is of another run: {'; '.join(which)}. "
+                f"{what if there.get(form) != here.get(form) else ''}Pass what that run was started "
+                "with, or another folder."
             )
         forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like(run))
         items = {"state": args.StandardRestore(forms), "history": args.StandardRestore()}

@@ -87,7 +87,9 @@ def fit(
       has_aux: Whether `loss_fn` returns metrics as well, as the last of a tuple: a dict of scalars, the
         means over the batch.
       eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
-        `model_state`, or `eval_fn(model, batch)`. It returns a dict of scalars, means over the batch.
+        `model_state`, or `eval_fn(model, batch)`, whose model is a copy in eval mode (`model.eval()`:
+        no dropout, BatchNorm by its running statistics), while training keeps the mode of the model
+        that was passed. It returns a dict of scalars, means over the batch.
       eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
       mesh: A `jax.sharding.Mesh`, whose first axis (or that which the method names) shards batches, or
@@ -190,6 +192,7 @@ def fit(
     total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
+    run.warn_if_diverged()
     return run.result(ended)
 
 

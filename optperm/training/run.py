@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.bayes.noise_state import GradientNoiseState, can_be_seen, warn_if_unstable
 from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.training import processes
@@ -24,6 +25,7 @@ from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, tr
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import Loss, TrainState
 from optperm.variance.full_gradient import full_gradient
+from optperm.variance.snapshots import SvrgState
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
@@ -86,6 +88,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     show: Any = None
+    has_warned: bool = False
 
     def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
         """Says where checkpoints go, and goes to one if that is asked for."""
@@ -210,9 +213,25 @@ class Run:
         self._say(metrics)
         for sampler in find_states(self.carry.opt_state, GradientNoiseState):
             warn_if_unstable(sampler)
+        self._warn_without_snapshot()
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
+
+    def _warn_without_snapshot(self) -> None:
+        """Says once that `svrg` has trained for an epoch, and nothing takes its snapshots."""
+        if self.epoch_start is not None or self.has_warned:
+            return
+        for state in find_states(self.carry.opt_state, SvrgState):
+            is_taken = state.snapshot.is_taken
+            if can_be_seen(is_taken) and not np.asarray(is_taken).any():
+                self.has_warned = True
+                warnings.warn(
+                    "svrg has no snapshot, so fit trains on plain gradients: pass "
+                    "epoch_start=optperm.take_snapshot to take one before each epoch.",
+                    RuntimeWarning,
+                    stacklevel=6,  # where fit is called
+                )
 
     @property
     def _epoch(self) -> int:
@@ -256,6 +275,19 @@ class Run:
         run |= {"iterator": self.feed.state(), "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
+
+    def warn_if_diverged(self) -> None:
+        """Says since when the loss is not finite, if it is not any more."""
+        losses = self.history.steps.get("loss", np.zeros(0))
+        if losses.size and not np.isfinite(losses[-1]):
+            step = self.at.step - len(losses) + int(np.argmin(np.isfinite(losses))) + 1
+            warnings.warn(
+                f"The loss is {losses[-1]} at the end, and stopped being finite at step {step} of "
+                f"{self.at.step}: try a smaller learning rate, and look for examples that are not "
+                "finite.",
+                RuntimeWarning,
+                stacklevel=3,  # where fit is called
+            )
 
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""

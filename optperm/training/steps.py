@@ -82,10 +82,12 @@ class Model:
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
     def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
-        """The metrics that a function gives on a batch."""
+        """The metrics that a function gives on a batch; a model of `flax.nnx` is in eval mode."""
         if self.graphdef is not None:
             check_nnx("eval_fn", eval_fn)
-            out = eval_fn(self.shown(state), batch)
+            model = self.shown(state)  # one of its own: the mode of the trained one stays
+            model.eval()
+            out = eval_fn(model, batch)
         elif "rng" in (takes := arguments_of(eval_fn)):
             raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
         else:

@@ -131,6 +131,17 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_resumed_run_that_was_complete_says_so(train, files, data, tmp_path, capsys):
+    whole = train("sgd", "--checkpoint-every", "1")
+    capsys.readouterr()
+    assert resume(whole, out=tmp_path / "run", data=data) == 0
+    says = f"Nothing to train: {whole} is at epoch 3. To go on, raise --epochs."
+    assert capsys.readouterr().out.splitlines()[0] == says
+    assert metrics(files(tmp_path / "run")) == metrics(files(whole))
+    assert resume(whole, "--epochs", "4", out=tmp_path / "on", data=data) == 0
+    assert f"Going on after epoch 3 of {whole}." in capsys.readouterr().out
+
+
 def test_flags_of_checkpoints_go_together(error_line):
     assert main(["train", "sgd", "--from-epoch", "2"]) == 2
     assert "--from-epoch goes with --resume" in error_line()

@@ -69,6 +69,8 @@ def test_what_cannot_be_compared_is_refused(data, error_line):
     assert main(["compare", "sgd", "adamax"]) == 2
     says = error_line()
     assert all(name in says for name in methods.METHODS)
+    assert main(["compare", "adam", "sgd", "adam"]) == 2
+    assert "adam is named more than once" in error_line()
     flags = ["--data", data, "--batch-size", "40", "--devices", "2"]
     assert main(["compare", "sgd", *flags]) == 2
     assert "--batch-size 40 on each of 2 devices is more than the 64" in error_line()

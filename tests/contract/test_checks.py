@@ -7,6 +7,7 @@ import optax
 import pytest
 import support
 
+import optperm
 from optperm.contract import checks, schedules
 
 INF = float("inf")
@@ -170,6 +171,15 @@ def test_what_is_no_array_is_named(value):
         checks.check_key("key", value)
     with pytest.raises(TypeError, match=r"step must be a function \(params\), got"):
         checks.check_function("step", value, "(params)")
+
+
+def test_functions_among_params_are_told_how_to_leave_them_out():
+    """As the activation of a model of Equinox is one."""
+    tx = optperm.svrg()
+    with pytest.raises(TypeError, match=r"activation.* eqx\.filter\(model, eqx\.is_inexact_array"):
+        tx.init({"activation": jax.nn.relu, "weight": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"got 'x'\.$"):
+        tx.init({"activation": "x", "weight": jnp.ones(2)})
 
 
 @pytest.mark.parametrize("value", ["x", None, np.ones(2, np.float32), 1j, True])

@@ -312,6 +312,47 @@ def test_evaluation_is_the_mean_over_all_examples():
         np.testing.assert_allclose(result.history.last["eval_accuracy"], exact, rtol=1e-6)
 
 
+def test_a_model_is_evaluated_in_eval_mode_and_trained_in_its_own():
+    """Dropout is off and BatchNorm takes its running statistics, in the evaluation alone."""
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append((model.dropout.deterministic, model.norm.use_running_average))
+        return fitting.nnx_loss(model, batch)
+
+    def eval_fn(model, batch):
+        return {"loss": fitting.nnx_loss(model, batch)}
+
+    shifted = {"x": data()["x"] * 3 + 1, "y": data()["y"]}
+    model = fitting.NnxNet()
+    model.dropout.deterministic = True  # a model of mixed modes is trained in these
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+    options = {"eval_fn": eval_fn, "eval_data": shifted, "eval_batch_size": 40}
+    result = training.fit(
+        model, loss_fn, data(), optimizer=optimizer, epochs=2, batch_size=BATCH, **options
+    )
+    assert set(seen) == {(True, False)}
+    assert (model.dropout.deterministic, model.norm.use_running_average) == (True, False)
+    model.eval()
+    exact = fitting.nnx_loss(model, shifted)
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
+
+
+def test_a_model_without_modes_is_evaluated():
+    model = nnx.Linear(fitting.FEATURES, fitting.CLASSES, rngs=nnx.Rngs(0))
+    optimizer = training.Optimizer(model, fitting.method("adam"), wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return fitting.cross_entropy(model(batch["x"]), batch["y"])
+
+    options = {"eval_fn": lambda *of: {"loss": loss_fn(*of)}, "eval_data": data()}
+    result = training.fit(
+        model, loss_fn, data(), optimizer=optimizer, epochs=1, batch_size=BATCH, **options
+    )
+    exact = loss_fn(model, data())
+    np.testing.assert_allclose(result.history.last["eval_loss"], exact, rtol=1e-5)
+
+
 def test_a_progress_bar_shows_steps(capsys):
     fitting.fit("linen", "adam", epochs=1, progress=True)
     assert "5/5" in capsys.readouterr().out
@@ -512,3 +553,42 @@ def test_refreshes_within_steps_are_refused_with_what_to_do():
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
         )
     assert "epoch_start=optperm.take_snapshot" in "".join(caught.value.__notes__)
+
+
+def test_svrg_without_snapshots_is_warned_of_once():
+    tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
+    what = fitting.linen_loss, data()
+    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.take_snapshot") as caught:
+        result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
+    assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
+    assert not result.state.opt_state[0].snapshot.is_taken
+
+
+def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
+    def from_the_second(epoch):
+        return optperm.take_snapshot if epoch > 1 else None
+
+    tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
+    what = fitting.linen_state(tx), fitting.linen_loss, data()
+    training.fit(*what, epochs=1, batch_size=BATCH, epoch_start=from_the_second)
+    assert not [w for w in recwarn if "svrg" in str(w.message)]
+
+
+def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step():
+    """Once, with the step at which it began, also where a run goes on; a NaN that passes is none."""
+    x = np.ones((10, 2), np.float32)
+    x[7:] = np.nan
+    batches = list(x[:, None])
+    state = training.TrainState.create(apply_fn=None, params=jnp.ones(2), tx=optax.sgd(0.1))
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch @ w) ** 2)
+
+    with pytest.warns(RuntimeWarning, match="finite at step 8 of 10") as caught:
+        result = training.fit(state, loss_fn, batches, epochs=1)
+    assert (len(caught), caught[0].filename, result.ended) == (1, __file__, "finished")
+    with pytest.warns(RuntimeWarning, match="finite at step 8 of 20"):
+        training.fit(result, loss_fn, batches, epochs=2)
+    state = state.replace(tx=optax.apply_if_finite(optax.sgd(0.1), 9))
+    state = state.replace(opt_state=state.tx.init(state.params))
+    training.fit(state, loss_fn, batches[::-1], epochs=1)  # warnings are errors here

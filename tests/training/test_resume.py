@@ -101,9 +101,9 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         fitting.fit("linen", "adam", epochs=2, **where)
     with pytest.raises(ValueError, match="has none after that step, but after 10"):
         fitting.fit("linen", "adam", epochs=2, resume=4, **where)
-    with pytest.raises(ValueError, match="of another run: seed is 0 there and 1 here"):
+    with pytest.raises(ValueError, match=r"of another run: seed is 0 there and 1 here\. Pass"):
         fitting.fit("linen", "adam", epochs=3, resume=True, seed=1, **where)
-    with pytest.raises(ValueError, match="the form of the state is"):
+    with pytest.raises(ValueError, match=r"the form of the state is .*The optimizer, the model or"):
         fitting.fit("linen", "agn", epochs=3, resume=True, **where)
     with pytest.raises(ValueError, match="the kind of model is linen there and nnx here"):
         fitting.fit("nnx", "adam", epochs=3, resume=True, **where)
