@@ -294,9 +294,11 @@ class Run:
         if "is not bound here" in str(error):
             error.add_note("fit maps over an axis with devices, mesh or replicas.")
         if "needs the extra argument full_grad_fn" in str(error):
-            error.add_note(
+            # In the message, as not all who show it show notes, and what it advises is for loops.
+            error.args = (
                 "fit takes full gradients between steps: leave out refresh_every and "
-                "refresh_probability, and pass epoch_start=optperm.take_snapshot."
+                "refresh_probability, and pass epoch_start=optperm.take_snapshot. Without fit, "
+                f"{error}",
             )
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return

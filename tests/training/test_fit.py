@@ -548,11 +548,10 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 
 def test_refreshes_within_steps_are_refused_with_what_to_do():
     tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
-    with pytest.raises(ValueError, match="full_grad_fn") as caught:
+    with pytest.raises(ValueError, match=r"epoch_start=optperm\.take_snapshot.*full_grad_fn"):
         training.fit(
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
         )
-    assert "epoch_start=optperm.take_snapshot" in "".join(caught.value.__notes__)
 
 
 def test_svrg_without_snapshots_is_warned_of_once():
