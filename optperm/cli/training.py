@@ -165,6 +165,9 @@ class Training:
         there is not. Process 0 alone tests, by the program that `optperm evaluate` runs.
         """
         seconds = metrics.get("seconds", 0.0)
+        seconds -= compiling(
+            time.perf_counter() - seconds
+        )  # before testing, which compiles as well
         return {
             "epoch": epoch,
             "step": step,
@@ -172,7 +175,7 @@ class Training:
             "train_accuracy": metrics.get("accuracy"),
             "test_accuracy": self._tested(params) if jax.process_index() == 0 else None,
             "share_moved": metrics.get("share_moved"),
-            "seconds": seconds - compiling(time.perf_counter() - seconds),
+            "seconds": seconds,
             "phase": self.method.phase(step, **self.hyperparameters),
         }
 

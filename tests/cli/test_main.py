@@ -17,6 +17,7 @@ import support
 import optperm
 from optperm.cli import commands, methods, models, run_folder, training
 from optperm.cli.main import main
+from optperm.training import History
 
 # Either kernel may be the one installed here; the slow one says so.
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
@@ -67,6 +68,20 @@ def test_every_method_trains_and_is_rebuilt(train, files, data, method, capsys):
         logits = models.logits(models.build(run_folder.rebuild(out)[0]), trained, arrays["x_test"])
         correct = np.sum(np.argmax(logits, axis=-1) == arrays["y_test"])
     assert files(out).summary["test_accuracy"] == correct / 100
+
+
+def test_seconds_of_an_epoch_are_those_of_its_steps(flags, files, tmp_path, monkeypatch):
+    """Those of `fit`, in which nothing is compiled after the first epoch; testing is not in them."""
+    measured, add = [], History.add_epoch
+
+    def spy(self, epoch, step, seconds, evaluated):
+        measured.append(seconds)
+        add(self, epoch, step, seconds, evaluated)
+
+    monkeypatch.setattr(History, "add_epoch", spy)
+    assert main(["train", "sgd", *flags, "--epochs", "4", "--quiet"]) == 0
+    found = [line["seconds"] for line in files(tmp_path / "run").metrics]
+    assert found[2:] == pytest.approx(measured[1:])
 
 
 def test_summary_tells_all_flags_and_agrees_with_the_metrics(flags, files, tmp_path):
