@@ -17,7 +17,7 @@ def folder(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
     flags = ["--data", data, "--seeds", "2", "--seed", "3", *FLAGS]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert main(["compare", "sgperm", "svrg", "agn", "sgperm", *flags, "--out", str(out)]) == 0
+        assert main(["compare", "sgperm", "svrg", "agn", *flags, "--out", str(out)]) == 0
     return out
 
 
