@@ -71,12 +71,12 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
     `jax.jit` too, and nothing has to be compiled again. An update that is masked may be anything, NaN
     included. Negative zero is the number that leaves -0.0 as it is.
 
-    It is the last of its chain: with `optax.apply_updates` weight decay, for instance, would move what it
-    holds if it came later. With `optperm.apply_updates` masked entries keep their bits wherever it stands,
-    even under a method that places weights (`optperm.sgperm`, `optperm.agn`), under `optax.MultiSteps` and
-    `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the processor flushes
-    subnormal numbers. A placing method does not know the masks: what it reports from its own state, such
-    as `optperm.center_params`, is not masked.
+    It is the last of its chain: with `optax.apply_updates` weight decay, for instance, would move what
+    it holds if it came later. With `optperm.apply_updates` masked entries keep their bits wherever it
+    stands, even under a method that places weights (`optperm.sgperm`, `optperm.agn`), under
+    `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the
+    processor flushes subnormal numbers. A placing method does not know the masks: what it reports from
+    its own state, such as `optperm.center_params`, is not masked.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
