@@ -17,14 +17,13 @@ import numpy as np
 import optax
 
 from optperm.bayes.masters import with_masters
-from optperm.bayes.noise_state import can_be_seen
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like
+from optperm.contract.shardings import can_be_seen, shard_like
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 

@@ -18,7 +18,7 @@ from optperm.bayes.normal_noise import normal_like
 from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.contract.shardings import unshard
+from optperm.contract.shardings import can_be_seen, unshard
 from optperm.contract.states import mask_like
 
 if TYPE_CHECKING:
@@ -406,12 +406,6 @@ def foreign_share(state: GradientNoiseState) -> float:
     """In what share of the estimates the gradient was another one; of several chains the largest."""
     foreign, estimates = np.asarray(state.foreign), np.asarray(state.estimates)
     return float(np.max(foreign / np.maximum(estimates, 1)))
-
-
-def can_be_seen(number: Any) -> bool:
-    """Whether an entry of a state is there to be looked at now."""
-    is_array = isinstance(number, jax.Array) and not isinstance(number, jax.core.Tracer)
-    return is_array and (number.is_fully_addressable or number.is_fully_replicated)
 
 
 def _check_size(size: int, factor: jax.Array) -> None:

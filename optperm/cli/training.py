@@ -22,6 +22,7 @@ from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
 from optperm.training import CheckpointError, Event, History, TrainState, fit
+from optperm.training.history import diverged_at
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
@@ -165,9 +166,8 @@ class Training:
         there is not. Process 0 alone tests, by the program that `optperm evaluate` runs.
         """
         seconds = metrics.get("seconds", 0.0)
-        seconds -= compiling(
-            time.perf_counter() - seconds
-        )  # before testing, which compiles as well
+        # Asked before testing, which compiles as well.
+        seconds -= compiling(time.perf_counter() - seconds)
         return {
             "epoch": epoch,
             "step": step,
@@ -248,11 +248,10 @@ def train(
 
 def _refuse_diverged(history: History, folder: pathlib.Path) -> None:
     """Raises a CliError if the loss is not finite at the end."""
-    loss = history.steps.get("loss", np.zeros(0))
-    if loss.size and not np.isfinite(loss[-1]):
+    if (step := diverged_at(history)) is not None:
         raise CliError(
-            f"the loss stopped being finite at step {np.argmin(np.isfinite(loss)) + 1} of {len(loss)}: "
-            f"try a smaller --learning-rate. What there is lies in {folder}."
+            f"the loss stopped being finite at step {step} of {history.num_steps}: try a smaller "
+            f"--learning-rate. What there is lies in {folder}."
         )
 
 

@@ -124,3 +124,9 @@ def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
     places = tuple(index[None] for index in indices)
     one = sharding.update(spec=P(None, *sharding.spec[len(indices) :]))
     return leaf.at[places].get(out_sharding=one)[0]
+
+
+def can_be_seen(leaf: Any) -> bool:
+    """Whether this process can look at an array now: it is not traced, and lies here as a whole."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and (leaf.is_fully_addressable or leaf.is_fully_replicated)

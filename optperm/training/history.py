@@ -14,6 +14,14 @@ Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
 
 
+def diverged_at(history: "History") -> int | None:
+    """The row of steps, from 1, from which the loss is not finite, if it is not at the end."""
+    loss = history.steps.get("loss", np.zeros(0))
+    if not loss.size or np.isfinite(loss[-1]):
+        return None
+    return int(np.argmin(np.isfinite(loss))) + 1
+
+
 class History:
     """What training recorded, from its first step on.
 

@@ -12,14 +12,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.noise_state import GradientNoiseState, can_be_seen, warn_if_unstable
+from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
+from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import Callback, EarlyStopping, Event, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, StreamFeed
-from optperm.training.history import History
+from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout
 from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, trained, typed
 from optperm.training.terminal import Interrupt
@@ -278,13 +279,12 @@ class Run:
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
-        losses = self.history.steps.get("loss", np.zeros(0))
-        if losses.size and not np.isfinite(losses[-1]):
-            step = self.at.step - len(losses) + int(np.argmin(np.isfinite(losses))) + 1
+        if (row := diverged_at(self.history)) is not None:
+            step = self.at.step - self.history.num_steps + row
             warnings.warn(
-                f"The loss is {losses[-1]} at the end, and stopped being finite at step {step} of "
-                f"{self.at.step}: try a smaller learning rate, and look for examples that are not "
-                "finite.",
+                f"The loss is {self.history.steps['loss'][-1]} at the end, and stopped being finite at "
+                f"step {step} of {self.at.step}: try a smaller learning rate, and look for examples "
+                "that are not finite.",
                 RuntimeWarning,
                 stacklevel=3,  # where fit is called
             )
