@@ -50,12 +50,11 @@ def stepper(tx, batch_size=S, loss_fn=loss_fn):
     return step
 
 
-def draw(tx, start=None, *, batch_size=S, **options):
-    w = jnp.zeros(D) if start is None else jnp.asarray(start, jnp.float32)
+def draw(tx, start=None, *, batch_size=S, step=None, **options):
+    w = jnp.zeros(D) if start is None else jax.tree.map(jnp.asarray, start)
     options = {"num_chains": 4, "num_draws": 500, "thinning": 10} | options
-    return optperm.draw_samples(
-        stepper(tx, batch_size), w, tx.init(w), jax.random.key(0), **options
-    )
+    step = stepper(tx, batch_size) if step is None else step
+    return optperm.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
 
 
 def ratios_and_errors(draws):
@@ -281,17 +280,8 @@ def test_params_of_16_bits_have_a_master():
     def narrow_loss(w, batch):
         return loss_fn(w.astype(jnp.float32), batch)
 
-    w = jnp.zeros(D, jnp.bfloat16)
-    samples = optperm.draw_samples(
-        stepper(tx, 32, narrow_loss),
-        w,
-        tx.init(w),
-        jax.random.key(0),
-        num_chains=4,
-        num_draws=1000,
-        thinning=10,
-        warmup=1000,
-    )
+    start, step = jnp.zeros(D, jnp.bfloat16), stepper(tx, 32, narrow_loss)
+    samples = draw(tx, start, step=step, num_draws=1000, warmup=1000)
     state = samples.last_opt_state
     assert isinstance(state, optperm.MasterState)
     support.assert_same_bits(samples.last_params, state.masters.astype(jnp.bfloat16))
@@ -315,19 +305,10 @@ def test_draws_of_16_bits_are_not_rounded(average):
         return optax.apply_updates(w, updates), opt_state
 
     w = {"w": jnp.full(2, 100.0, jnp.bfloat16) * jnp.array([1, -1], jnp.bfloat16)}
+    options = {"num_draws": 2000, "warmup": 500, "thinning": 2, "average": average}
     # A gradient of a user's own would be that of the rounded params.
     with pytest.warns(UserWarning, match="neighboring numbers of bfloat16 differ"):
-        samples = optperm.draw_samples(
-            step,
-            w,
-            tx.init(w),
-            jax.random.key(0),
-            num_chains=4,
-            num_draws=2000,
-            warmup=500,
-            thinning=2,
-            average=average,
-        )
+        samples = draw(tx, w, step=step, **options)
     draws = np.asarray(samples.params["w"], np.float64)
     assert samples.last_params["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(draws.mean(axis=(0, 1)), mean, atol=2e-3)
