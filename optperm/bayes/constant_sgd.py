@@ -13,7 +13,7 @@ import optax
 from optperm.bayes.gradient_noise import scaled_by_noise
 from optperm.bayes.masters import with_masters
 from optperm.bayes.noise_estimates import Estimator, Preconditioner
-from optperm.bayes.noise_plan import plan
+from optperm.bayes.noise_plan import examples_of_an_estimate, plan
 from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
 from optperm.contract import checks
 from optperm.contract.dtypes import zero_if_not_finite
@@ -39,7 +39,7 @@ def constant_sgd(
     burn_in_optimizer: optax.GradientTransformation | None = None,
     freeze_after: int | jax.Array | None = None,
     estimate_after: int | jax.Array | None = None,
-    estimate_every: int | jax.Array = 1,
+    estimate_every: int | jax.Array | None = None,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
     fill: bool = True,
@@ -106,7 +106,9 @@ def constant_sgd(
         twice `burn_in`, at least 1,000 steps after it, else for never.
       estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
         filled noise, when its optimizer should have settled, else for none.
-      estimate_every: Steps from one estimate to the next.
+      estimate_every: Steps from one estimate to the next. None for 1, but with filled noise,
+        "per_example" and not the full preconditioner for half of S and a thousandth of the steps from
+        the burn-in to `freeze_after`, whichever is less, at most 4.
       max_step: The largest step size, None for no limit.
       damping: The least noise, in the units of :math:`C`.
       fill: Whether noise is filled in; False for Mandt's method.
@@ -154,7 +156,14 @@ def constant_sgd(
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill)
+    due = plan(
+        burn_in,
+        freeze_after,
+        estimate_after,
+        estimate_every,
+        fill,
+        examples=examples_of_an_estimate(estimator, preconditioner, batch_size),
+    )
     momentum_factor: Any = 1.0
     mean_factor: Any = 1.0
     if momentum is None and fill:

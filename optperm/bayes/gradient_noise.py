@@ -22,7 +22,7 @@ from optperm.bayes.noise_estimates import (
     Preconditioner,
     product_with,
 )
-from optperm.bayes.noise_plan import Plan, plan
+from optperm.bayes.noise_plan import Plan, examples_of_an_estimate, plan
 from optperm.bayes.noise_state import (
     UNSTABLE,
     GradientNoiseState,
@@ -59,7 +59,7 @@ def scale_by_gradient_noise(
     burn_in: int | jax.Array | None = None,
     freeze_after: int | jax.Array | None = None,
     estimate_after: int | jax.Array | None = None,
-    estimate_every: int | jax.Array = 1,
+    estimate_every: int | jax.Array | None = None,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
     fill: bool = False,
@@ -125,9 +125,9 @@ def scale_by_gradient_noise(
     noise of the batches this is stochastic gradient Langevin dynamics; b = 0 is the method above. The
     full preconditioner does without the second bound, which a diagonal needs where it credits
     directions with noise that they lack. The eigenvalues are found by power iterations, that of
-    :math:`A` by a Hessian-vector product in every tenth step until :math:`C` is constant. Without filled
-    noise they tell :math:`\lambda_{\max}(H A)` in the burn-in, if `grad_fn` is passed: at 2 and more
-    steps would diverge, and none is taken.
+    :math:`A` by a Hessian-vector product in every tenth step until :math:`C` is constant, that of
+    :math:`C` in every fourth of those. Without filled noise they tell :math:`\lambda_{\max}(H A)` in the
+    burn-in, if `grad_fn` is passed: at 2 and more steps would diverge, and none is taken.
 
     All of them are made by `optperm.evaluate`. Estimates that are not finite are left out, and so are
     the steps of entries whose gradient is not. An entry without any noise takes a step of `max_step`;
@@ -152,7 +152,9 @@ def scale_by_gradient_noise(
         with filled noise for twice `burn_in`, at least 1,000 steps after it, else for never.
       estimate_after: Steps before the first estimate of :math:`C`. None for half of `burn_in` with
         filled noise, else for none.
-      estimate_every: Steps from one estimate of :math:`C` to the next.
+      estimate_every: Steps from one estimate of :math:`C` to the next. None for 1, but with filled
+        noise, "per_example" and not the full preconditioner for half of S and a thousandth of the steps
+        from the burn-in to `freeze_after`, whichever is less, at most 4.
       max_step: The largest step size, for the eigenvalues of :math:`H`; None for no limit. With filled
         noise a bound on b, else larger eigenvalues are cut off, and the law with them.
       damping: The least noise: :math:`C_{kk}` is at least this large. With the full preconditioner it
@@ -201,7 +203,14 @@ def scale_by_gradient_noise(
     return scaled_by_noise(
         num_data,
         batch_size,
-        plan(burn_in, freeze_after, estimate_after, estimate_every, fill),
+        plan(
+            burn_in,
+            freeze_after,
+            estimate_after,
+            estimate_every,
+            fill,
+            examples=examples_of_an_estimate(estimator, preconditioner, batch_size),
+        ),
         preconditioner=preconditioner,
         estimator=estimator,
         temperature=temperature,
@@ -267,6 +276,7 @@ def scaled_by_noise(
             latest._replace(
                 estimates=jnp.minimum(latest.estimates, age),
                 foreign=jnp.minimum(latest.foreign, age),
+                summed=jnp.minimum(latest.summed, age),
             ),
             ESTIMATES[estimator](batch, outer),
             kappa,
@@ -291,8 +301,15 @@ def scaled_by_noise(
     def probe(latest: GradientNoiseState, batch: BatchGradients) -> GradientNoiseState:
         taken = due.probes_before(latest.count)
         if fill:
-            product = ESTIMATES[estimator](batch, product_with(latest.noise_direction))
-            latest = with_largest_noise(latest, product, due.probes_of_noise_before(latest.count))
+            latest = cond(
+                due.probes_noise(latest.count),
+                lambda: with_largest_noise(
+                    latest,
+                    ESTIMATES[estimator](batch, product_with(latest.noise_direction))[0],
+                    due.probes_of_noise_before(latest.count),
+                ),
+                lambda: latest,
+            )
             return with_curvature(latest, batch.curvature_product, taken)
         factor = resolve_schedule(
             "learning_rate", step_factor, latest.count, latest.stability.dtype

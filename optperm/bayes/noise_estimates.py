@@ -99,8 +99,9 @@ class BatchGradients(NamedTuple):
         )
 
 
-# An unbiased estimate of C, the covariance of one example's gradient: as much of it as `Outer` keeps.
-Estimate = Callable[[BatchGradients, Outer], Any]
+# An unbiased estimate of C, the covariance of one example's gradient, as much of it as `Outer` keeps;
+# and whether the batch's gradient turned out to be the sum of theirs, where it has to be the mean.
+Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
 
 
 def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
@@ -170,7 +171,7 @@ class _Sums(NamedTuple):
     products: Any
 
 
-def per_example(batch: BatchGradients, outer: Outer) -> Any:
+def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     r"""The unbiased covariance of the gradients of the batch's examples.
 
     .. math::
@@ -223,9 +224,28 @@ def per_example(batch: BatchGradients, outer: Outer) -> Any:
             found = optax.tree.add(found, chunk(whole * chunk_size, rest))
     if batch.axis_name is not None:
         found = jax.lax.psum(found, batch.axis_name)
-    of_mean = _outer_of(_rescale(found.deviations, 1 / found.count), found.count, outer)
+    mean = _rescale(found.deviations, 1 / found.count)
+    of_mean = _outer_of(mean, found.count, outer)
     spread = jax.tree.map(jnp.subtract, found.products, of_mean)
-    return _rescale(spread, 1 / (found.count - 1))
+    is_sum = _is_sum(center, mean, found.count / batch.replicas)
+    return _rescale(spread, 1 / (found.count - 1)), is_sum
+
+
+def _is_sum(grad: optax.Updates, deviation: optax.Updates, count: jax.Array) -> jax.Array:
+    """Whether a batch's gradient is the sum of those of its examples, of which it should be the mean.
+
+    Args:
+      grad: That of the batch.
+      deviation: By how much the mean of those of its examples exceeds it.
+      count: How many they are, on each replica.
+    """
+    grad = jax.tree.map(shard_like, grad, deviation)
+    gap = jax.tree.map(
+        lambda g, d: g - count.astype(g.dtype) * (g + d.astype(g.dtype)), grad, deviation
+    )
+    # Of a mean the deviation is nothing but rounding. A prior, which the batch has once, is no sum.
+    distance = optax.tree.norm(deviation, squared=True)
+    return (optax.tree.norm(gap, squared=True) < 0.01 * distance) & (count > 1)
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
@@ -241,7 +261,7 @@ def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:
     return numbers.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
-def single_example(batch: BatchGradients, outer: Outer) -> Any:
+def single_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     r"""How far the gradient of an example drawn apart lies from that of the batch.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
@@ -250,10 +270,12 @@ def single_example(batch: BatchGradients, outer: Outer) -> Any:
     one = batch.extras["example_grad_fn"](batch.params)
     one = _checked_gradients(one, batch, "example_grad_fn(params)", axes=0)
     estimate = _outer_of(_difference(one, batch.grad), 1 / (1 + 1 / batch.batch_size), outer)
-    return estimate if batch.axis_name is None else jax.lax.pmean(estimate, batch.axis_name)
+    if batch.axis_name is not None:
+        estimate = jax.lax.pmean(estimate, batch.axis_name)
+    return estimate, jnp.zeros([], jnp.bool_)
 
 
-def two_batches(batch: BatchGradients, outer: Outer) -> Any:
+def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     r"""How far the gradient of the batch's first half lies from that of the whole.
 
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
@@ -274,7 +296,7 @@ def two_batches(batch: BatchGradients, outer: Outer) -> Any:
     part = grad_fn(batch.params, start=0, size=half)
     part = _checked_gradients(part, batch, "grad_fn(params)", axes=0)
     factor = half / (here - half) * batch_size
-    return _outer_of(_difference(part, batch.grad), factor, outer)
+    return _outer_of(_difference(part, batch.grad), factor, outer), jnp.zeros([], jnp.bool_)
 
 
 ESTIMATES: dict[Estimator, Estimate] = {

@@ -11,6 +11,11 @@ _FILLED_BURN_IN, _PLAIN_BURN_IN = 4000, 10
 _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
 # A Hessian-vector product is taken in every tenth step, but in a short burn-in more often.
 _PROBE_EVERY, _PROBES = 10, 100
+# One of the covariance of the noise takes longer, with those of the curvature that stand between.
+_NOISE_EVERY = 4
+# An estimate by the gradients of all examples takes as long as two steps: where there is time for so
+# many after the burn-in, a fourth is enough.
+_ESTIMATE_EVERY, _ENOUGH = 4, 1000
 
 
 class Plan(NamedTuple):
@@ -52,9 +57,13 @@ class Plan(NamedTuple):
         """How many of those were due before a step."""
         return (count - self.estimate_after) // self._period
 
+    def probes_noise(self, count: jax.Array) -> jax.Array:
+        """Whether a step with a Hessian-vector product takes one of the noise's covariance too."""
+        return self.probes_before(count) % _NOISE_EVERY == 0
+
     def probes_of_noise_before(self, count: jax.Array) -> jax.Array:
         """How many of those count for the noise, which is another one where the mean begins anew."""
-        return (count - self._start(count)) // self._period
+        return (count - self._start(count)) // (self._period * _NOISE_EVERY)
 
     def factorizes(self, count: jax.Array) -> jax.Array | bool:
         """Whether a step makes the next one's factor of a full preconditioner anew."""
@@ -99,10 +108,20 @@ def plan(
     burn_in: int | jax.Array | None,
     freeze_after: int | jax.Array | None,
     estimate_after: int | jax.Array | None,
-    estimate_every: int | jax.Array,
+    estimate_every: int | jax.Array | None,
     fill: bool,
+    *,
+    examples: int | jax.Array,
 ) -> Plan:
-    """A plan from checked arguments, of which some have defaults that depend on others.
+    """A plan from arguments, of which some have defaults that depend on others.
+
+    Args:
+      burn_in: As the plan's, or None for the default, like the next three.
+      freeze_after: As the plan's.
+      estimate_after: As the plan's.
+      estimate_every: As the plan's.
+      fill: Whether noise is filled in.
+      examples: How many examples tell the variance of an entry in one estimate.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -111,7 +130,8 @@ def plan(
     checks.check_flag("fill", fill)
     burn_in = (_FILLED_BURN_IN if fill else _PLAIN_BURN_IN) if burn_in is None else burn_in
     checks.check_count("burn_in", burn_in, minimum=0)
-    checks.check_count("estimate_every", estimate_every)
+    if estimate_every is not None:
+        checks.check_count("estimate_every", estimate_every)
     if estimate_after is None:
         estimate_after = burn_in // 2 if fill else 0
     checks.check_count("estimate_after", estimate_after, minimum=0)
@@ -126,7 +146,21 @@ def plan(
                     f"{name}={least}: the noise would be taken to be constant before it is known where "
                     "the chain samples."
                 )
+    if estimate_every is None:
+        estimate_every = 1
+        if fill and freeze_after is not None:
+            estimate_every = _spared(freeze_after, burn_in, examples)
     return Plan(burn_in, freeze_after, estimate_after, estimate_every, bool(fill))
+
+
+def _spared(
+    freeze_after: int | jax.Array, burn_in: int | jax.Array, examples: int | jax.Array
+) -> int:
+    """Steps from one estimate to the next where fewer are enough."""
+    if not all(map(checks.is_concrete_number, (freeze_after, burn_in, examples))):
+        return 1
+    most = int(examples) // 2, (int(freeze_after) - int(burn_in)) // _ENOUGH, _ESTIMATE_EVERY
+    return max(min(most), 1)
 
 
 def _long_enough(burn_in: int | jax.Array) -> int | jax.Array:
@@ -134,3 +168,11 @@ def _long_enough(burn_in: int | jax.Array) -> int | jax.Array:
     if checks.is_concrete_number(burn_in):
         return min(int(burn_in) + max(int(burn_in), _LEAST_OPEN), _LONGEST)
     return burn_in + jnp.maximum(burn_in, _LEAST_OPEN)
+
+
+def examples_of_an_estimate(
+    estimator: str, preconditioner: str, batch_size: int | jax.Array
+) -> int | jax.Array:
+    """How many examples tell the variance of an entry; 1 where they have to tell a matrix."""
+    checks.check_count("batch_size", batch_size)
+    return batch_size if estimator == "per_example" and preconditioner != "full" else 1

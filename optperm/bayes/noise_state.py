@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 DOUBTFUL, UNSTABLE = 0.5, 2.0
 # So large a share of the estimates may be of another gradient than the one that moves the params.
 _LARGEST_FOREIGN = 0.02
+# With weights of examples the batch's gradient may by chance be close to the sum.
+_LARGEST_SUMMED = 0.2
 # A power iteration takes so many of its products for the weight of a new one.
 _FORGETTING = 5.0
 
@@ -56,6 +58,8 @@ class GradientNoiseState(NamedTuple):
       unstable: How many steps were not taken because they would diverge.
       foreign: How many of the estimates met another gradient than that of the extra arguments, whose
         noise they tell.
+      summed: How many of the estimates by the gradient of each example met a loss that sums over the
+        batch, where it has to be the mean.
       key: The raw random key of the filled noise.
     """
 
@@ -76,6 +80,7 @@ class GradientNoiseState(NamedTuple):
     noise_direction: Any
     unstable: Int32[Array, ""]
     foreign: Int32[Array, ""]
+    summed: Int32[Array, ""]
     key: UInt32[Array, "2"]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
@@ -149,7 +154,7 @@ def initial_state(
     )
     zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
     # Each is an array of its own: states may be donated.
-    counts = ("count", "steps", "estimates", "unstable", "foreign")
+    counts = ("count", "steps", "estimates", "unstable", "foreign", "summed")
     found = ("filling", "curvature", "stability", "largest_noise")
     return GradientNoiseState(
         **{name: jnp.zeros([], jnp.int32) for name in counts},
@@ -165,16 +170,21 @@ def initial_state(
 
 
 def with_estimate(
-    state: GradientNoiseState, sample: Any, kappa: jax.Array, *, is_foreign: jax.Array
+    state: GradientNoiseState,
+    estimate: tuple[Any, jax.Array],
+    kappa: jax.Array,
+    *,
+    is_foreign: jax.Array,
 ) -> GradientNoiseState:
     """The state with one more estimate of C, if it is finite.
 
     Args:
       state: The state before.
-      sample: The estimate.
+      estimate: The estimate, and whether the gradient is the sum over the batch and not the mean.
       kappa: The weight.
       is_foreign: Whether what is preconditioned is not the gradient whose noise this is.
     """
+    sample, is_of_sum = estimate
     is_sound = all_finite(sample)
 
     # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
@@ -190,6 +200,7 @@ def with_estimate(
     return state._replace(
         estimates=state.estimates + is_sound.astype(jnp.int32),
         foreign=state.foreign + (is_sound & is_foreign).astype(jnp.int32),
+        summed=state.summed + (is_sound & is_of_sum).astype(jnp.int32),
         weight=jnp.where(is_sound, weight, state.weight),
         covariance=jax.tree.map(towards, state.covariance, sample),
     )
@@ -362,7 +373,14 @@ def faults_of(state: GradientNoiseState) -> list[str]:
     Raises:
       ValueError: If steps were not taken, because they would diverge.
     """
-    numbers = state.stability, state.unstable, state.steps, state.foreign, state.estimates
+    numbers = (
+        state.stability,
+        state.unstable,
+        state.steps,
+        state.foreign,
+        state.summed,
+        state.estimates,
+    )
     if not all(can_be_seen(number) for number in numbers):
         return []
     found = []
@@ -390,7 +408,13 @@ def faults_of(state: GradientNoiseState) -> list[str]:
             f"lambda_max(H A) is {largest:.3g}: in that direction the variance of the draws is about "
             f"{off:.2g} times what it should be. {advice}"
         )
-    if foreign_share(state) > _LARGEST_FOREIGN:
+    if share_of(state.summed, state) > _LARGEST_SUMMED:
+        found.append(
+            "The gradient of the batch is the sum of those of its examples: the loss has to be the mean "
+            "over the batch. The draws are too narrow, as if the data were there batch_size times. Use "
+            "jnp.mean instead of jnp.sum."
+        )
+    if share_of(state.foreign, state) > _LARGEST_FOREIGN:
         # Without the share, which another step changes: Python gives the same text once.
         found.append(
             f"In more than {_LARGEST_FOREIGN:.0%} of the estimates of the noise the gradient was not "
@@ -402,10 +426,9 @@ def faults_of(state: GradientNoiseState) -> list[str]:
     return found
 
 
-def foreign_share(state: GradientNoiseState) -> float:
-    """In what share of the estimates the gradient was another one; of several chains the largest."""
-    foreign, estimates = np.asarray(state.foreign), np.asarray(state.estimates)
-    return float(np.max(foreign / np.maximum(estimates, 1)))
+def share_of(some: jax.Array, state: GradientNoiseState) -> float:
+    """What share of the estimates some of them are; of several chains the largest."""
+    return float(np.max(np.asarray(some) / np.maximum(np.asarray(state.estimates), 1)))
 
 
 def _check_size(size: int, factor: jax.Array) -> None:

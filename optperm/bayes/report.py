@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 
 from optperm.bayes import langevin, noise_state
 from optperm.bayes.langevin import SghmcState, SgldState
-from optperm.bayes.noise_state import GradientNoiseState, foreign_share, is_number
+from optperm.bayes.noise_state import GradientNoiseState, is_number, share_of
 from optperm.contract import checks
 from optperm.contract.states import find_states
 
@@ -206,7 +206,7 @@ def _report(
         found.append(_STUCK)
     langevin_states: list[Any] = find_states(opt_state, (SgldState, SghmcState))
     bias = _step_bias(samples, langevin_states, found)
-    shares = [foreign_share(state) for state in states]
+    shares = [share_of(state.foreign, state) for state in states]
     shares += [float(np.max(np.asarray(state.altered))) for state in langevin_states]
     return PosteriorReport(
         r_hat,

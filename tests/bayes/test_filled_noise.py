@@ -347,18 +347,57 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature_by_a_difference(f
 
 def test_a_short_burn_in_still_leaves_enough_estimates():
     """C is not frozen after the one estimate that a burn-in of no steps would leave."""
-    freezes = [plan(burn_in, None, None, 1, True).freeze_after for burn_in in (0, 500, 1000, 4000)]
+    freezes = [
+        plan(burn_in, None, None, 1, True, examples=1).freeze_after
+        for burn_in in (0, 500, 1000, 4000)
+    ]
     assert freezes == [1000, 1500, 2000, 8000]
+
+
+@pytest.mark.parametrize(
+    ("options", "every"),
+    [
+        ({}, 4),
+        ({"freeze_after": 2100}, 2),
+        ({"freeze_after": 100}, 1),
+        ({"batch_size": 4}, 2),
+        ({"batch_size": 2}, 1),
+        ({"preconditioner": "full"}, 1),
+        ({"preconditioner": "scalar"}, 4),
+        ({"estimator": "single_example"}, 1),
+        ({"fill": False}, 1),
+        ({"estimate_every": 3}, 3),
+    ],
+)
+def test_estimates_are_as_far_apart_as_their_examples_allow(options, every):
+    """Each takes as long as two steps: where many examples tell a variance, a fourth is enough."""
+    options = {"batch_size": 16, "burn_in": 20, "freeze_after": 4020, "estimate_after": 4} | options
+    tx = optperm.constant_sgd(N, **options)
+    rows = jax.random.normal(jax.random.key(0), (options["batch_size"], D))
+    extras = {
+        "per_example_grad_fn": lambda w: w + rows,
+        "example_grad_fn": lambda w: w + rows[0],
+        "grad_fn": lambda w: w + rows.mean(0),
+    }
+
+    def step(state, _):
+        _, state = tx.update(rows.mean(0), state, jnp.zeros(D), **extras)
+        return state, noise_state(state).weight
+
+    _, weights = jax.lax.scan(step, tx.init(jnp.zeros(D)), length=20)
+    changed = 1 + np.flatnonzero(np.diff(np.asarray(weights)) > 0)
+    np.testing.assert_array_equal(changed, np.arange(4, 20, every)[: len(changed)])
+    assert len(changed) >= 1
 
 
 def test_the_mean_of_the_estimates_begins_anew_on_the_way():
     """Where the burn-in ends, and after a quarter and a half of the steps until C is constant."""
-    due = plan(burn_in=100, freeze_after=180, estimate_after=50, estimate_every=2, fill=True)
+    due = plan(100, 180, estimate_after=50, estimate_every=2, fill=True, examples=1)
     ages = [int(due.age(jnp.int32(count))) for count in range(50, 180)]
     begun = [50 + index for index, age in enumerate(ages) if age == 0 and ages[index - 1] != 0]
     assert begun == [50, 100, 120, 140]
     assert max(ages) == 24
-    state = noise_state(warm("diagonal", burn_in=100, freeze_after=180)[1])
+    state = noise_state(warm("diagonal", burn_in=100, freeze_after=180, estimate_every=1)[1])
     assert int(state.estimates) == 40
 
 

@@ -64,6 +64,34 @@ def report_of(samples):
     return " ".join(str(w.message) for w in caught), report
 
 
+SUMMED = "the loss has to be the mean"
+
+
+def weighted_loss(w, batch):
+    """A mean with weights of the examples, which is no sum."""
+    x, y = batch
+    weight = 1.0 + jnp.abs(x[:, 0])
+    return 0.5 * jnp.sum(weight * (x @ w - y) ** 2) / jnp.sum(weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_sum"),
+    [
+        (loss_fn, False),
+        (weighted_loss, False),
+        (lambda w, b: 0.5 * jnp.sum((b[0] @ w - b[1]) ** 2), True),
+        (lambda w, b: 0.5 * jnp.sum((b[0] @ w - b[1]) ** 2) + optperm.normal_prior(w, 1, N), True),
+    ],
+    ids=["mean", "weighted mean", "sum", "sum and prior"],
+)
+@pytest.mark.parametrize("fill", [True, False])
+def test_constant_sgd_says_when_the_loss_is_a_sum(loss, is_sum, fill):
+    """Its draws are those of a posterior with batch_size times the data."""
+    step = stepper(tx := optperm.constant_sgd(N, S, fill=fill, **SHORT), loss_fn=loss)
+    text, _ = said(tx, step=step)
+    assert (SUMMED in text) == is_sum
+
+
 FOREIGN, ALTERED = "not the one of the extra arguments", "scaled or clipped on their way"
 TIGHT = 0.05  # far below what gradients are long
 
