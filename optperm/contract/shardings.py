@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,5 +129,7 @@ def take(leaf: jax.Array, *indices: jax.Array) -> jax.Array:
 
 def can_be_seen(leaf: Any) -> bool:
     """Whether this process can look at an array now: it is not traced, and lies here as a whole."""
+    if isinstance(leaf, np.ndarray | np.generic):  # from a checkpoint
+        return True
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and (leaf.is_fully_addressable or leaf.is_fully_replicated)

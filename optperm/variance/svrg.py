@@ -15,6 +15,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
 from optperm.variance.snapshots import (
@@ -181,10 +182,7 @@ def svrg(
 
 def _warn_without(snapshot: Snapshot) -> None:
     """Says, where Python can see it, that a step has nothing to correct its gradients by."""
-    if (
-        not isinstance(snapshot.is_taken, jax.core.Tracer)
-        and not np.asarray(snapshot.is_taken).all()
-    ):
+    if can_be_seen(snapshot.is_taken) and not np.asarray(snapshot.is_taken).all():
         warnings.warn(
             "svrg has no snapshot yet, so gradients pass through as they are: take one by "
             "optperm.take_snapshot(opt_state, params, full_grad), or pass refresh_every or "
