@@ -213,6 +213,17 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
         support.assert_same_bits(params, optperm.center_params(opt_state))
 
 
+def test_a_value_without_its_function_is_averaged_over_the_replicas():
+    tx = optperm.agn(spy(READINGS["value"][0]), 1, axis_name=replicas.AXIS)
+
+    def step(value):
+        return tx.update(START, tx.init(START), START, value=value)[0]
+
+    updates = jax.vmap(step, axis_name=replicas.AXIS)(jnp.arange(SIZE, dtype=jnp.float32))
+    wanted = jax.tree.map(lambda x: jnp.full((SIZE, *x.shape), -0.1 * (SIZE - 1) / 2), START)
+    support.assert_close(updates, wanted, atol=1e-6)
+
+
 def test_a_line_search_within():
     """L-BFGS, whose search calls and differentiates value_fn, lowers the loss of all replicas."""
     data = batches(1) * 6
