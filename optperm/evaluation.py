@@ -154,6 +154,8 @@ def evaluate(
 
     # Estimators of the gradient noise compare it with the size they were told.
     vars(grad_fn)["num_examples"] = num_examples(batch)
+    # With random keys the mean of the examples' gradients is not that of the batch.
+    vars(per_example_grad_fn)["draws_anew"] = any(map(_is_key, jax.tree.leaves((loss_fn, batch))))
     (value, aux), grad = value_and_grad(params, batch)
     value, grad = mean(value), mean(grad)
     extra_args = {

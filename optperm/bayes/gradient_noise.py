@@ -276,7 +276,7 @@ def scaled_by_noise(
             latest._replace(
                 estimates=jnp.minimum(latest.estimates, age),
                 foreign=jnp.minimum(latest.foreign, age),
-                summed=jnp.minimum(latest.summed, age),
+                uneven=jnp.minimum(latest.uneven, age),
             ),
             ESTIMATES[estimator](batch, outer),
             kappa,
@@ -307,10 +307,15 @@ def scaled_by_noise(
                     latest,
                     ESTIMATES[estimator](batch, product_with(latest.noise_direction))[0],
                     due.probes_of_noise_before(latest.count),
+                    due.is_frozen(latest.count),
                 ),
                 lambda: latest,
             )
-            return with_curvature(latest, batch.curvature_product, taken)
+            return cond(
+                due.is_frozen(latest.count),
+                lambda: latest,
+                lambda: with_curvature(latest, batch.curvature_product, taken),
+            )
         factor = resolve_schedule(
             "learning_rate", step_factor, latest.count, latest.stability.dtype
         )

@@ -24,7 +24,7 @@ from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import can_be_seen, shard_like
-from optperm.contract.states import mask_like
+from optperm.contract.states import find_states, mask_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
@@ -303,6 +303,36 @@ def faults_of(state: SgldState | SghmcState) -> list[str]:
         "The gradients are scaled or clipped on their way to the sampler, which changes what it "
         "samples: leave out what stands in front of it. Control variates (svrg) may stand there."
     ]
+
+
+# States of what makes other gradients of those before, but for those of svrg and its kin.
+_MOMENTS = (
+    optax.EmaState,
+    optax.ScaleByAdamState,
+    optax.ScaleByRmsState,
+    optax.ScaleByRStdDevState,
+    optax.TraceState,
+)
+
+
+def faults_in_front(opt_state: Any) -> list[str]:
+    """What does not belong in front of a sampler in an `optax.chain`, a sentence each."""
+    if not isinstance(opt_state, tuple | list | dict):
+        return []
+    children = list(opt_state.values() if isinstance(opt_state, dict) else opt_state)
+    found = []
+    if type(opt_state) is tuple:
+        places = [
+            i for i, each in enumerate(children) if find_states(each, (SgldState, SghmcState))
+        ]
+        before = children[: places[0]] if places else []
+        found = [
+            f"{type(state).__name__} stands in front of the sampler: of momentum, or of gradients that "
+            "are scaled by their own past, it samples another law. Leave it out; sghmc has momentum, "
+            "and sgld takes preconditioner=."
+            for state in find_states(before, _MOMENTS)
+        ]
+    return found + [fault for child in children for fault in faults_in_front(child)]
 
 
 def _zeros() -> tuple[jax.Array, jax.Array]:

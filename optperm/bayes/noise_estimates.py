@@ -100,7 +100,7 @@ class BatchGradients(NamedTuple):
 
 
 # An unbiased estimate of C, the covariance of one example's gradient, as much of it as `Outer` keeps;
-# and whether the batch's gradient turned out to be the sum of theirs, where it has to be the mean.
+# and whether the batch's gradient turned out not to be the mean of theirs.
 Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
 
 
@@ -227,25 +227,28 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     mean = _rescale(found.deviations, 1 / found.count)
     of_mean = _outer_of(mean, found.count, outer)
     spread = jax.tree.map(jnp.subtract, found.products, of_mean)
-    is_sum = _is_sum(center, mean, found.count / batch.replicas)
-    return _rescale(spread, 1 / (found.count - 1)), is_sum
+    return _rescale(spread, 1 / (found.count - 1)), _is_no_mean(batch, mean, found.count)
 
 
-def _is_sum(grad: optax.Updates, deviation: optax.Updates, count: jax.Array) -> jax.Array:
-    """Whether a batch's gradient is the sum of those of its examples, of which it should be the mean.
+def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
+    """Whether a batch's gradient is not the mean of those of its examples, by a tenth of its size.
 
     Args:
-      grad: That of the batch.
+      batch: The batch.
       deviation: By how much the mean of those of its examples exceeds it.
-      count: How many they are, on each replica.
+      count: How many they are.
     """
-    grad = jax.tree.map(shard_like, grad, deviation)
-    gap = jax.tree.map(
-        lambda g, d: g - count.astype(g.dtype) * (g + d.astype(g.dtype)), grad, deviation
-    )
-    # Of a mean the deviation is nothing but rounding. A prior, which the batch has once, is no sum.
-    distance = optax.tree.norm(deviation, squared=True)
-    return (optax.tree.norm(gap, squared=True) < 0.01 * distance) & (count > 1)
+    if getattr(batch.extras["per_example_grad_fn"], "draws_anew", False):
+        return jnp.zeros([], jnp.bool_)
+    grad = batch.grad
+    if batch.axis_name is not None:
+        grad = jax.lax.pmean(grad, batch.axis_name)
+        deviation = jax.lax.pmean(deviation, batch.axis_name)
+    epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(grad))
+    # What each of the examples is rounded by, where their mean is short.
+    least = jnp.maximum(0.01, (4 * epsilon) ** 2 * count)
+    size = optax.tree.norm(optax.tree.cast(grad, accumulation_dtype(grad)), squared=True)
+    return optax.tree.norm(deviation, squared=True) > least * size
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:

@@ -13,6 +13,8 @@ _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
 _PROBE_EVERY, _PROBES = 10, 100
 # One of the covariance of the noise takes longer, with those of the curvature that stand between.
 _NOISE_EVERY = 4
+# So often it is looked at again where C is constant.
+_LOOK_EVERY = 200
 # An estimate by the gradients of all examples takes as long as two steps: where there is time for so
 # many after the burn-in, a fourth is enough.
 _ESTIMATE_EVERY, _ENOUGH = 4, 1000
@@ -45,6 +47,17 @@ class Plan(NamedTuple):
         return self._is_open(count) & (since % self.estimate_every == 0)
 
     def probes(self, count: jax.Array) -> jax.Array:
+        """Whether a step looks at the largest eigenvalues."""
+        if not self.fill or self.freeze_after is None:
+            return self._takes_curvature(count)
+        looks_again = self.is_frozen(count) & ((count - self.freeze_after) % _LOOK_EVERY == 0)
+        return self._takes_curvature(count) | looks_again
+
+    def is_frozen(self, count: jax.Array) -> jax.Array | bool:
+        """Whether C is constant."""
+        return False if self.freeze_after is None else count >= self.freeze_after
+
+    def _takes_curvature(self, count: jax.Array) -> jax.Array:
         """Whether a step takes a Hessian-vector product."""
         is_due = (count - self.estimate_after) % self._period == 0
         if self.fill:
@@ -58,8 +71,8 @@ class Plan(NamedTuple):
         return (count - self.estimate_after) // self._period
 
     def probes_noise(self, count: jax.Array) -> jax.Array:
-        """Whether a step with a Hessian-vector product takes one of the noise's covariance too."""
-        return self.probes_before(count) % _NOISE_EVERY == 0
+        """Whether a step that looks at eigenvalues looks at that of the noise."""
+        return self.is_frozen(count) | (self.probes_before(count) % _NOISE_EVERY == 0)
 
     def probes_of_noise_before(self, count: jax.Array) -> jax.Array:
         """How many of those count for the noise, which is another one where the mean begins anew."""
@@ -68,10 +81,11 @@ class Plan(NamedTuple):
     def factorizes(self, count: jax.Array) -> jax.Array | bool:
         """Whether a step makes the next one's factor of a full preconditioner anew."""
         if not self.fill:
-            return (self.estimates(count) & (count + 1 >= self.burn_in)) | self.probes(count)
+            is_new = self.estimates(count) & (count + 1 >= self.burn_in)
+            return is_new | self._takes_curvature(count)
         is_last = count + 1 == (_LONGEST if self.freeze_after is None else self.freeze_after)
         is_first = count + 1 == jnp.asarray(self.burn_in)
-        return self.probes(count) | is_first | is_last
+        return self._takes_curvature(count) | is_first | is_last
 
     def age(self, count: jax.Array) -> jax.Array:
         """Estimates before a step, by which later ones weigh less.

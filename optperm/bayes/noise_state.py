@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 DOUBTFUL, UNSTABLE = 0.5, 2.0
 # So large a share of the estimates may be of another gradient than the one that moves the params.
 _LARGEST_FOREIGN = 0.02
-# With weights of examples the batch's gradient may by chance be close to the sum.
-_LARGEST_SUMMED = 0.2
+_LARGEST_UNEVEN = 0.2
 # A power iteration takes so many of its products for the weight of a new one.
 _FORGETTING = 5.0
+# So many looks at the noise, where it should no longer change, are averaged.
+_LATE_LOOKS = 64
 
 
 class GradientNoiseState(NamedTuple):
@@ -53,13 +54,17 @@ class GradientNoiseState(NamedTuple):
       curvature: With filled noise :math:`\lambda_{\max}(A)`, else 0.
       stability: :math:`\lambda_{\max}(H A)`, of the steps as they are taken; 0 where it is not known.
       largest_noise: With filled noise :math:`\lambda_{\max}(C)`, else 0.
+      late_noise: With filled noise, the mean of :math:`v^\top C v` along the direction of the noise
+        since :math:`C` is constant.
+      late_square: That of its square.
+      late_looks: How often it was looked at.
       curvature_direction: The vector of the power iteration of :math:`A`, or of :math:`H A`.
       noise_direction: That of :math:`C`; without filled noise an empty tuple.
       unstable: How many steps were not taken because they would diverge.
       foreign: How many of the estimates met another gradient than that of the extra arguments, whose
         noise they tell.
-      summed: How many of the estimates by the gradient of each example met a loss that sums over the
-        batch, where it has to be the mean.
+      uneven: How many of the estimates by the gradient of each example met a batch's gradient that is
+        not the mean of theirs.
       key: The raw random key of the filled noise.
     """
 
@@ -76,11 +81,14 @@ class GradientNoiseState(NamedTuple):
     curvature: Float[Array, ""]
     stability: Float[Array, ""]
     largest_noise: Float[Array, ""]
+    late_noise: Float[Array, ""]
+    late_square: Float[Array, ""]
+    late_looks: Int32[Array, ""]
     curvature_direction: PyTree[Float[Array, "?*shape"], "Params"]
     noise_direction: Any
     unstable: Int32[Array, ""]
     foreign: Int32[Array, ""]
-    summed: Int32[Array, ""]
+    uneven: Int32[Array, ""]
     key: UInt32[Array, "2"]
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
@@ -154,8 +162,15 @@ def initial_state(
     )
     zero = mark_varying(jnp.zeros([], accumulation_dtype(params)), varying_axes(params))
     # Each is an array of its own: states may be donated.
-    counts = ("count", "steps", "estimates", "unstable", "foreign", "summed")
-    found = ("filling", "curvature", "stability", "largest_noise")
+    counts = ("count", "steps", "estimates", "unstable", "foreign", "uneven", "late_looks")
+    found = (
+        "filling",
+        "curvature",
+        "stability",
+        "largest_noise",
+        "late_noise",
+        "late_square",
+    )
     return GradientNoiseState(
         **{name: jnp.zeros([], jnp.int32) for name in counts},
         **{name: zero.copy() for name in found},
@@ -180,11 +195,11 @@ def with_estimate(
 
     Args:
       state: The state before.
-      estimate: The estimate, and whether the gradient is the sum over the batch and not the mean.
+      estimate: The estimate, and whether the gradient is not the mean of those of the examples.
       kappa: The weight.
       is_foreign: Whether what is preconditioned is not the gradient whose noise this is.
     """
-    sample, is_of_sum = estimate
+    sample, is_uneven = estimate
     is_sound = all_finite(sample)
 
     # w_t = w_{t-1} + kappa_t (1 - w_{t-1})
@@ -200,26 +215,40 @@ def with_estimate(
     return state._replace(
         estimates=state.estimates + is_sound.astype(jnp.int32),
         foreign=state.foreign + (is_sound & is_foreign).astype(jnp.int32),
-        summed=state.summed + (is_sound & is_of_sum).astype(jnp.int32),
+        uneven=state.uneven + (is_sound & is_uneven).astype(jnp.int32),
         weight=jnp.where(is_sound, weight, state.weight),
         covariance=jax.tree.map(towards, state.covariance, sample),
     )
 
 
 def with_largest_noise(
-    state: GradientNoiseState, product: optax.Updates, taken: jax.Array
+    state: GradientNoiseState, product: optax.Updates, taken: jax.Array, is_late: jax.Array | bool
 ) -> GradientNoiseState:
     r"""The state with one more step of the power iteration for :math:`\lambda_{\max}(C)`.
+
+    Where :math:`C` is constant nothing that steps are made of changes any more: how much noise there is
+    along the direction that was found is kept beside it.
 
     Args:
       state: The state before.
       product: That of an estimate of C with the state's direction of the noise.
       taken: Steps of the iteration before this one.
+      is_late: Whether :math:`C` is constant.
     """
     # lambda = mean of v^T C v
     v = state.noise_direction
-    largest, direction = _iterated(state.largest_noise, v, product, _inner(v, product), taken)
-    return state._replace(largest_noise=largest, noise_direction=direction)
+    quotient = _inner(v, product)
+    largest, direction = _iterated(state.largest_noise, v, product, quotient, taken)
+    soon = state._replace(largest_noise=largest, noise_direction=direction)
+    if is_late is False:
+        return soon
+    rate = jnp.maximum(1 / (state.late_looks + 1), 1 / _LATE_LOOKS).astype(quotient.dtype)
+    late = state._replace(
+        late_noise=state.late_noise + rate * (quotient - state.late_noise),
+        late_square=state.late_square + rate * (quotient**2 - state.late_square),
+        late_looks=state.late_looks + 1,
+    )
+    return optax.tree.where(is_late, optax.tree.where(jnp.isfinite(quotient), late, state), soon)
 
 
 def with_curvature(
@@ -378,7 +407,7 @@ def faults_of(state: GradientNoiseState) -> list[str]:
         state.unstable,
         state.steps,
         state.foreign,
-        state.summed,
+        state.uneven,
         state.estimates,
     )
     if not all(can_be_seen(number) for number in numbers):
@@ -404,15 +433,19 @@ def faults_of(state: GradientNoiseState) -> list[str]:
             if is_filled
             else "Use constant_sgd(..., fill=True), or smaller batches."
         )
+        # The noise of the batches, which shortens steps too, is not in b alone.
+        bound = "is at most" if is_filled else "is"
         found.append(
-            f"lambda_max(H A) is {largest:.3g}: in that direction the variance of the draws is about "
+            f"lambda_max(H A) {bound} {largest:.3g}: in that direction the variance of the draws is about "
             f"{off:.2g} times what it should be. {advice}"
         )
-    if share_of(state.summed, state) > _LARGEST_SUMMED:
+    if share_of(state.uneven, state) > _LARGEST_UNEVEN:
         found.append(
-            "The gradient of the batch is the sum of those of its examples: the loss has to be the mean "
-            "over the batch. The draws are too narrow, as if the data were there batch_size times. Use "
-            "jnp.mean instead of jnp.sum."
+            "The gradient of the batch is not the mean of those of its examples, whose noise the steps "
+            "are made for, and the draws do not follow the posterior: the loss sums over the batch, has "
+            "weights of examples, or mixes them as BatchNorm does. Use jnp.mean of what each example "
+            "loses, with weights as factors in it, or for a loss that mixes them "
+            "estimator='two_batches'."
         )
     if share_of(state.foreign, state) > _LARGEST_FOREIGN:
         # Without the share, which another step changes: Python gives the same text once.

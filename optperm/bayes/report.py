@@ -26,10 +26,10 @@ SAMPLERS = (GradientNoiseState, SgldState, SghmcState)
 # Below, or above, which a figure is warned of; and so many draws it takes to judge a chain.
 _LEAST_TIMES, _LEAST_ESTIMATES, _LARGEST_SHARE = 20.0, 9.0, 0.03
 _LARGEST_BIAS, _LEAST_EXCESS, _LARGEST_EXCESS = 0.03, 0.7, 1.3
-# So many estimates it takes to see that noise is falling.
-_LEAST_KNOWN = 200
+# So many estimates it takes to see that noise is falling; and so many looks, that it has fallen.
+_LEAST_KNOWN, _LEAST_LOOKS = 200, 8
 # Of fewer draws R-hat tells less: so large it is of so many and more. Of fewest variances tell nothing.
-_LARGEST_R_HAT, _LEAST_DRAWS = ((1.1, 40), (3.0, 20)), 20
+_LARGEST_R_HAT, _LEAST_DRAWS, _FEWEST = ((1.1, 40), (3.0, 20)), 20, 4
 
 
 class PosteriorReport(NamedTuple):
@@ -38,7 +38,8 @@ class PosteriorReport(NamedTuple):
     Attributes:
       r_hat: The largest split R-hat of any parameter.
       ess: The smallest bulk effective sample size of any parameter, if ArviZ is installed.
-      stability: :math:`\lambda_{\max}(H A)`; variances are off by about 1 / (1 - that / 2).
+      stability: :math:`\lambda_{\max}(H A)`; variances are off by about 1 / (1 - that / 2). With filled
+        noise what it is at most, by :math:`b` alone.
       times: How many times the longest relaxation time fits into each chain's draws.
       estimates_per_param: Estimates of the gradient noise, by the number of params.
       share_at_max_step: The share of params whose steps have the largest size allowed, whatever the
@@ -74,14 +75,16 @@ def posterior_report(
     full preconditioner has fewer than 9 estimates of the noise a parameter, if without filled noise
     more than 3 % of the steps have the size `max_step`, if the draws are of steps that did not sample,
     if chains are shorter than 20 relaxation times :math:`\tau = 1 / (h \lambda_{\min}(A))`, if the
-    gradient was not the one whose noise was estimated, or if another preconditioner than the full one
+    gradient was not the one whose noise was estimated, or not the mean of those of its examples, if
+    several samplers share the params, or if another preconditioner than the full one
     meets noise so correlated that along its largest direction v
 
     .. math::
       \frac{v^\top (C + b I) v}{v^\top (\operatorname{diag} C + b I) v} > 1.3
 
     as the variance there comes out too large by about that factor. A ratio below .7, for any
-    preconditioner, is warned of too: :math:`C` is then of the way to the optimum. Of SGLD and SGHMC it
+    preconditioner, is warned of too: :math:`C` is then of the way to the optimum. The noise along v is
+    looked at in every 200th step after `freeze_after`. Of SGLD and SGHMC it
     warns if the length of their steps alone makes a variance too large by more than 3 %, to first order
 
     .. math::
@@ -89,12 +92,11 @@ def posterior_report(
       \frac{\eta T}{2 (2 - \alpha) \operatorname{Var} \theta_k}
 
     by the variance of the draws (which have to be iterates, not means of them), or if their gradients
-    were scaled or clipped. The noise of the batches widens the draws too, and is not in that figure:
-    where a batch's gradient has the covariance R, variances grow by about the share
-    :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether they fall with half
-    of the step size. Of all samplers it warns if draws are not finite, vary by less than 16-bit params
-    can tell apart, or if a split R-hat is above 1.1. What passes may still be
-    wrong.
+    were scaled or clipped, or are Adam's, RMSProp's or momentum's. The noise of the batches widens the
+    draws too, and is not in that figure: where a batch's gradient has the covariance R, variances grow
+    by about the share :math:`\epsilon N^2 R / (4 T)`, or :math:`\eta N^2 R / (2 \alpha T)`. See whether
+    they fall with half of the step size. Of all samplers it warns if draws are not finite, vary by less
+    than 16-bit params can tell apart, or if a split R-hat is above 1.1. What passes may still be wrong.
 
     Args:
       samples: What `optperm.draw_samples` returned.
@@ -204,7 +206,19 @@ def _report(
     figures = of_each[0] if len(of_each) == 1 else dict.fromkeys(names)
     if not found and np.isnan(r_hat) and _num_draws(samples) >= _LEAST_DRAWS:
         found.append(_STUCK)
+    if len(states) > 1:
+        found.append(
+            f"There are {len(states)} samplers, each of a part of the params: none sees how the noise "
+            "of its part goes with that of another one, and then the draws do not follow the posterior. "
+            "Use one for all params that are sampled."
+        )
+    if with_ess and np.isnan(r_hat) and _num_draws(samples) < _FEWEST:
+        found.append(
+            f"There are {_num_draws(samples)} draws a chain: split R-hat takes {_FEWEST}, and nothing "
+            "can be said of so few."
+        )
     langevin_states: list[Any] = find_states(opt_state, (SgldState, SghmcState))
+    found += langevin.faults_in_front(opt_state)
     bias = _step_bias(samples, langevin_states, found)
     shares = [share_of(state.foreign, state) for state in states]
     shares += [float(np.max(np.asarray(state.altered))) for state in langevin_states]
@@ -274,14 +288,15 @@ def _of_state(
     found += noise_state.faults_of(state)
     stability = float(np.max(np.asarray(state.stability))) or None
     idle = int(np.max(np.asarray(state.count) - np.asarray(state.steps)))
-    if idle > int(samples.next_step) - drawn:
+    before = int(np.max(np.asarray(state.count))) - drawn
+    if idle > before:
         found.append(
             f"Some draws are of steps that did not sample: {idle} steps were burn-in, or had no "
             f"estimate of the noise (there are {int(np.min(np.asarray(state.estimates)))}) or, for the "
-            "full preconditioner, none that can be inverted, and only "
-            f"{int(samples.next_step) - drawn} came before the first draw. Pass a longer warmup to "
-            "draw_samples; if there are no estimates, see that the gradient of each example is finite; "
-            "if they are singular, as a feature that is always zero makes them, use fill=True."
+            f"full preconditioner, none that can be inverted, and only {before} came before the first "
+            "draw. Pass a longer warmup to draw_samples; if there are no estimates, see that the "
+            "gradient of each example is finite; if they are singular, as a feature that is always zero "
+            "makes them, use fill=True."
         )
     times = None
     if least_curvature is not None:
@@ -307,8 +322,8 @@ def _of_state(
                 f"{share:.1%} of the params take steps of the size max_step, on which the temperature "
                 "has no effect: there the draws do not follow the posterior. Use fill=True."
             )
-    excess = _noise_excess(state)
-    found += _faults_of_noise(state, excess)
+    excess, error = _noise_excess(state)
+    found += _faults_of_noise(state, excess, error)
     return {
         "stability": stability,
         "times": times,
@@ -318,33 +333,40 @@ def _of_state(
     }
 
 
-def _faults_of_noise(state: GradientNoiseState, excess: float | None) -> list[str]:
-    """What is wrong where the noise is not what the preconditioner takes it for."""
+def _faults_of_noise(state: GradientNoiseState, excess: float | None, error: float) -> list[str]:
+    """What is wrong where the noise is not what the preconditioner takes it for, beyond its error."""
     if excess is None:
         return []
-    if excess > _LARGEST_EXCESS and isinstance(state.factor, tuple):
+    is_full = not isinstance(state.factor, tuple)
+    if excess > _LARGEST_EXCESS and excess - 2 * error > 1 and not is_full:
         return [
             f"The noise of the gradients is correlated: along its largest direction it is {excess:.2g} "
             "times what the preconditioner takes it for, and variances there are too large by about "
             "that factor. Use preconditioner='full', or a smaller rho."
         ]
-    if excess < _LEAST_EXCESS and np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN:
+    is_known = np.min(np.asarray(state.estimates)) >= _LEAST_KNOWN
+    if excess < _LEAST_EXCESS and excess + 2 * error < 1 and is_known:
         return [
-            "The noise of the gradients was not constant while it was estimated: at last, along its "
-            f"largest direction, it was {excess:.2g} times what the preconditioner takes it for, and so "
-            "about are the variances there. It is to be estimated where the chain samples: begin nearer "
-            "to the optimum, as at params that are trained, or take a longer burn_in, a faster "
-            "burn_in_optimizer (the default moves params by about .01 a step) or a later freeze_after."
+            "The noise of the gradients was not constant while it was estimated, or is another one "
+            f"since: along its largest direction it is {excess:.2g} times what the preconditioner takes "
+            "it for, and variances there are too small by about that factor or more. It is to be "
+            "estimated where the chain samples: begin nearer to the optimum, as at params that are "
+            "trained, or take a longer burn_in, a faster burn_in_optimizer (the default moves params by "
+            "about .01 a step) or a later freeze_after."
         ]
     return []
 
 
-def _noise_excess(state: GradientNoiseState) -> float | None:
-    """v^T (C + b I) v over what is assumed of it, of all chains, where v and that are known."""
-    if isinstance(state.noise_direction, tuple):
-        return None
+def _noise_excess(state: GradientNoiseState) -> tuple[float | None, float]:
+    """v^T (C + b I) v over what is assumed of it, of all chains, where v and that are known; its error.
 
-    def of_chain(state: GradientNoiseState) -> jax.Array:
+    As it is where the chains sample, if there are enough looks at it, whose error is known; else as it
+    was at last while it was estimated.
+    """
+    if isinstance(state.noise_direction, tuple):
+        return None, 0.0
+
+    def of_chain(state: GradientNoiseState) -> tuple[jax.Array, jax.Array]:
         v, _ = ravel_pytree(state.noise_direction)
         if not isinstance(state.factor, tuple):
             product = jnp.matmul(state.covariance, v, precision=jax.lax.Precision.HIGHEST)
@@ -353,12 +375,19 @@ def _noise_excess(state: GradientNoiseState) -> float | None:
         else:
             product = ravel_pytree(state.covariance)[0] * v
         assumed = jnp.sum(v * product) / jnp.sum(v**2) + state.filling
-        return (state.largest_noise + state.filling) / jnp.where(assumed > 0, assumed, jnp.inf)
+        assumed = jnp.where(assumed > 0, assumed, jnp.inf)
+        is_late = state.late_looks >= _LEAST_LOOKS
+        noise = jnp.where(is_late, state.late_noise, state.largest_noise)
+        spread = jnp.maximum(state.late_square - state.late_noise**2, 0.0)
+        error = jnp.where(is_late, jnp.sqrt(spread / jnp.maximum(state.late_looks, 1)), 0.0)
+        return (noise + state.filling) / assumed, error / assumed
 
-    ratio = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
+    found = jax.vmap(of_chain)(state) if jnp.ndim(state.count) else of_chain(state)
+    ratio, error = (np.atleast_1d(np.asarray(each)) for each in found)
+    if isinstance(state.factor, tuple):
+        return float(ratio.max()) or None, float(error[ratio.argmax()])
     # The full one is off by the noise of both alone, which the mean has less of.
-    of_chains = np.max if isinstance(state.factor, tuple) else np.mean
-    return float(of_chains(np.asarray(ratio))) or None
+    return float(ratio.mean()) or None, float(np.sqrt((error**2).mean() / len(error)))
 
 
 def _shares(state: GradientNoiseState) -> Any:
@@ -399,7 +428,7 @@ def _largest_r_hat(draws: Any) -> float:
     for leaf in _floating(draws):
         values = np.asarray(leaf, np.float64)
         half = values.shape[1] // 2
-        if half < 2 or not values.size:
+        if half < _FEWEST // 2 or not values.size:
             continue
         halves = np.concatenate([values[:, :half], values[:, -half:]])
         within = halves.var(axis=1, ddof=1).mean(axis=0)

@@ -17,7 +17,7 @@ from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.shardings import take
-from optperm.contract.states import without_variables
+from optperm.contract.states import find_states, without_variables
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree, Shaped
@@ -136,6 +136,12 @@ def draw_samples(
     checks.check_arrays("params", params)
     checks.check_arrays("opt_state", opt_state)
     checks.check_key("key", key)
+    samplers: list[Any] = find_states(opt_state, SAMPLERS)
+    if not stacked and any(jnp.ndim(state.count) for state in samplers):
+        raise ValueError(
+            "opt_state is that of several chains, as draw_samples returns it: pass stacked=True, and "
+            "first_step=samples.next_step so that no batch comes again."
+        )
     if stacked:
         _check_stacked("params", params, num_chains)
         _check_stacked("opt_state", opt_state, num_chains)

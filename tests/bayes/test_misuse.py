@@ -9,8 +9,11 @@ import numpy as np
 import optax
 import pytest
 import replicas
+import support
 
 import optperm
+from optperm.bayes import langevin
+from optperm.contract.states import find_states
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 200, 8, 3
@@ -44,9 +47,9 @@ def stepper(tx, batch_size=S, loss_fn=loss_fn, data=data):
     return step
 
 
-def said(tx, *, step=None, size=D, **options):
+def said(tx, *, step=None, size=D, params=None, **options):
     """The warnings of `draw_samples`, and the draws."""
-    w = jnp.zeros(size)
+    w = jnp.zeros(size) if params is None else params
     options = {"num_chains": 2, "num_draws": 60, "thinning": 2, "warmup": 40} | options
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -64,32 +67,116 @@ def report_of(samples):
     return " ".join(str(w.message) for w in caught), report
 
 
-SUMMED = "the loss has to be the mean"
+UNEVEN = "not the mean of those of its examples"
 
 
-def weighted_loss(w, batch):
-    """A mean with weights of the examples, which is no sum."""
+def each(w, batch):
+    """What each example loses, and a weight of its own."""
     x, y = batch
-    weight = 1.0 + jnp.abs(x[:, 0])
-    return 0.5 * jnp.sum(weight * (x @ w - y) ** 2) / jnp.sum(weight)
+    return 0.5 * (x @ w - y) ** 2, 1.0 + (x[:, 0] > 0)
+
+
+def centered(w, batch):
+    """A loss that mixes examples, as BatchNorm does."""
+    x, y = batch
+    return 0.5 * jnp.mean(((x - x.mean(0)) @ w - (y - y.mean())) ** 2)
+
+
+def with_dropout(w, batch, key):
+    """A mask for each example, drawn anew where they are taken by themselves."""
+    x, y = batch
+    return 0.5 * jnp.mean((x * jax.random.bernoulli(key, 0.5, x.shape) @ w - y) ** 2)
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_sum"),
+    ("loss", "is_uneven"),
     [
         (loss_fn, False),
-        (weighted_loss, False),
-        (lambda w, b: 0.5 * jnp.sum((b[0] @ w - b[1]) ** 2), True),
-        (lambda w, b: 0.5 * jnp.sum((b[0] @ w - b[1]) ** 2) + optperm.normal_prior(w, 1, N), True),
+        (lambda w, b: jnp.mean(jnp.multiply(*each(w, b))), False),
+        (jax.tree_util.Partial(with_dropout, key=jax.random.key(0)), False),
+        (lambda w, b: jnp.average(each(w, b)[0], weights=each(w, b)[1]), True),
+        (lambda w, b: jnp.sum(each(w, b)[0]) + optperm.normal_prior(w, 1, N), True),
+        (centered, True),
     ],
-    ids=["mean", "weighted mean", "sum", "sum and prior"],
+    ids=["mean", "mean with factors", "dropout", "weighted mean", "sum and prior", "centered"],
 )
-@pytest.mark.parametrize("fill", [True, False])
-def test_constant_sgd_says_when_the_loss_is_a_sum(loss, is_sum, fill):
-    """Its draws are those of a posterior with batch_size times the data."""
-    step = stepper(tx := optperm.constant_sgd(N, S, fill=fill, **SHORT), loss_fn=loss)
+def test_constant_sgd_says_when_the_gradient_is_not_the_mean_of_the_examples(loss, is_uneven):
+    """Else variances were up to a hundred times too large, or seven times too small."""
+    step = stepper(tx := optperm.constant_sgd(N, S, **SHORT), loss_fn=loss)
     text, _ = said(tx, step=step)
-    assert (SUMMED in text) == is_sum
+    assert (UNEVEN in text) == is_uneven
+
+
+def test_looks_at_the_noise_leave_steps_as_they_are():
+    """Where C is constant, all that a step is made of stays, and how much noise there is is kept."""
+    tx = optperm.constant_sgd(N, S, preconditioner="full", **SHORT)
+    step, w = jax.jit(stepper(tx)), jnp.zeros(D)
+    state, trail = tx.init(w), []
+    for key in jax.random.split(jax.random.key(0), 480):
+        w, state = step(w, state, key)
+        trail.append(find_states(state, optperm.GradientNoiseState)[0])
+    looks = [int(each.late_looks) for each in trail]
+    assert looks[59:62] == [0, 1, 1]
+    assert looks[-1] == 3  # before steps 60, 260 and 460
+    changing = ("count", "steps", "late_looks", "late_noise", "late_square")
+    kept = [each._replace(**dict.fromkeys(changing, 0)) for each in (trail[59], trail[-1])]
+    support.assert_same_bits(*kept)
+    # Of three looks the mean is what it should be only in its order.
+    assert 0.1 < float(trail[-1].late_noise / trail[-1].largest_noise) < 10
+
+
+@pytest.mark.parametrize("sampler", [optperm.sgld(1e-4, N), optperm.sghmc(1e-4, N, 0.1)])
+@pytest.mark.parametrize(
+    ("front", "name"),
+    [
+        (optax.scale_by_adam(), "ScaleByAdamState"),
+        (optax.scale_by_rms(), "ScaleByRmsState"),
+        (optax.trace(0.9), "TraceState"),
+        (optperm.svrg(refresh_every=20), None),
+    ],
+)
+def test_momentum_in_front_of_langevin_samplers_is_named(sampler, front, name):
+    """But svrg may stand there, and what is behind or beside is another one's."""
+    w = {"a": jnp.zeros(D), "b": jnp.zeros(D)}
+    chained = optax.chain(front, sampler).init(w)
+    apart = optax.partition({"s": sampler, "f": front}, {"a": "s", "b": "f"}).init(w)
+    found = langevin.faults_in_front((optax.EmptyState(), chained))
+    assert [text.split()[0] for text in found] == ([name] if name else [])
+    assert not langevin.faults_in_front(apart)
+
+
+def test_several_samplers_of_one_model_are_named():
+    """Neither sees how its gradients' noise goes with that of the other one's."""
+    one = optperm.constant_sgd(N, S, **SHORT)
+    tx = optax.partition({"one": one, "two": one}, {"a": "one", "b": "two"})
+
+    def loss(w, batch):
+        return loss_fn(jnp.concatenate([w["a"], w["b"]]), batch)
+
+    w = {"a": jnp.zeros(1), "b": jnp.zeros(D - 1)}
+    text, _ = said(tx, step=stepper(tx, loss_fn=loss), params=w)
+    assert "There are 2 samplers, each of a part" in text
+
+
+def test_chains_that_go_on_say_how():
+    """Without `stacked` by an error that names it; and with it without a word of a burn-in long past."""
+    tx = optperm.constant_sgd(N, S, **SHORT)
+    _, first = said(tx, warmup=100)
+    given = first.last_params, first.last_opt_state, jax.random.key(1)
+    with pytest.raises(ValueError, match="pass stacked=True"):
+        optperm.draw_samples(stepper(tx), *given, num_chains=2, num_draws=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optperm.draw_samples(stepper(tx), *given, num_chains=2, num_draws=3, stacked=True)
+    assert "did not sample" not in " ".join(str(w.message) for w in caught)
+
+
+def test_a_report_says_when_there_are_too_few_draws():
+    """Three, of which there is no split R-hat."""
+    _, samples = said(optperm.constant_sgd(N, S, **SHORT), num_draws=3)
+    text, report = report_of(samples)
+    assert "There are 3 draws a chain" in text
+    assert np.isnan(report.r_hat)
 
 
 FOREIGN, ALTERED = "not the one of the extra arguments", "scaled or clipped on their way"
@@ -180,9 +267,9 @@ def test_an_eager_update_says_so_too():
             extras = e.extra_args if clipped else e.extra_args | {"grad": front}
             state = tx.update(front, state, w, **extras)[1]
     # In all of the estimates, in half and in a third of them: in one text, which Python gives once.
-    assert len(caught) == 3
-    assert FOREIGN in str(caught[0].message)
-    assert len({str(w.message) for w in caught}) == 1
+    foreign = [str(w.message) for w in caught if FOREIGN in str(w.message)]
+    assert len(foreign) == 3
+    assert len(set(foreign)) == 1
 
 
 def test_microbatches_are_refused_or_warned_of():

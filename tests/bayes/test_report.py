@@ -183,13 +183,15 @@ def test_too_few_estimates_are_named():
 
 @pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
 @pytest.mark.parametrize("ending", [0.1, 1.0])
-def test_noise_that_was_still_falling_is_named(preconditioner, ending):
-    """Gradients whose deviation falls to a tenth in the last half of the estimates, or stays."""
+@pytest.mark.parametrize(("falls", "warmup"), [(350, 500), (1000, 3000)])
+def test_noise_that_has_fallen_is_named(preconditioner, ending, falls, warmup):
+    """Gradients whose deviation falls to a tenth in the last half of the estimates, or after them, as
+    where the optimum is far; or stays."""
     tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=100, freeze_after=500)
 
     def step(w, opt_state, key):
         (count,) = (s.count for s in find_states(opt_state, optperm.GradientNoiseState))
-        deviation = jnp.where(count < 350, 1.0, ending)
+        deviation = jnp.where(count < falls, 1.0, ending)
         rows = w + deviation * jax.random.normal(key, (S, D))
         extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w}
         updates, opt_state = tx.update(jnp.mean(rows, axis=0), opt_state, w, **extras)
@@ -199,7 +201,7 @@ def test_noise_that_was_still_falling_is_named(preconditioner, ending):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optperm.draw_samples(
-            step, w, tx.init(w), jax.random.key(0), num_chains=2, num_draws=9, warmup=500
+            step, w, tx.init(w), jax.random.key(0), num_chains=2, num_draws=9, warmup=warmup
         )
     text = " ".join(str(w.message) for w in caught)
     assert ("was not constant while it was estimated" in text) == (ending < 1)
