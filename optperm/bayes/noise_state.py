@@ -436,8 +436,8 @@ def faults_of(state: GradientNoiseState) -> list[str]:
         # The noise of the batches, which shortens steps too, is not in b alone.
         bound = "is at most" if is_filled else "is"
         found.append(
-            f"lambda_max(H A) {bound} {largest:.3g}: in that direction the variance of the draws is about "
-            f"{off:.2g} times what it should be. {advice}"
+            f"lambda_max(H A) {bound} {largest:.3g}: in that direction the variance of the draws is "
+            f"about {off:.2g} times what it should be. {advice}"
         )
     if share_of(state.uneven, state) > _LARGEST_UNEVEN:
         found.append(
