@@ -71,7 +71,9 @@ def constant_sgd(
     `learning_rate`, whose shorter steps keep the law. Nothing that changes the noise of gradients, as
     `optperm.svrg` and clipping do, belongs in front:
     :math:`C` is that of the plain ones, and the state's `foreign` counts the others, of which there is
-    a warning where the state is looked at. A loss that sums over examples is another posterior's.
+    a warning where the state is looked at. A loss has to be the mean of what each example loses, with
+    weights as factors in it: one that sums, divides by the sum of weights or mixes examples, as
+    BatchNorm does, has other noise, and the state's `uneven` counts it.
 
     The diagonal and the scalar preconditioner do not know how gradients are correlated: there variances
     are between about half and twice the right ones (features with a mean that is not zero are enough).
