@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _exit_at_once(str(error), CliError.exit_code)
         except CliError as error:
             return _fail(str(error), error.exit_code)
+        except ImportError as error:
+            return _fail(str(error), CliError.exit_code)
         except OSError as error:
             return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
         except jax.errors.JaxRuntimeError as error:

@@ -153,6 +153,7 @@ class Fed(NamedTuple):
     columns: dict[str, Any]  # float32, a row for each step, and perhaps more
     steps: int
     is_over: bool  # whether the epoch ends with them
+    error: Exception | None = None  # what came instead of the next step
 
 
 class ArrayFeed:
@@ -161,9 +162,9 @@ class ArrayFeed:
     With `replace` they are drawn with replacement: batches of one shuffle are not independent.
     """
 
-    replace = False
-
-    def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
+    def __init__(
+        self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
+    ) -> None:
         size, parts = num_examples("train_data", data), layout.parts
         if batch_size is None:
             raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
@@ -175,6 +176,7 @@ class ArrayFeed:
             says = f"counts the examples of all {parts} devices or replicas, and must be"
             raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
@@ -185,13 +187,13 @@ class ArrayFeed:
         """Tells the data from others."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
         facts = {"batch_size": self._batch_size, "train_data": str(forms)}
-        facts |= {"batches": "drawn with replacement"} if self.replace else {}
+        facts |= {"batches": "drawn with replacement"} if self._replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def begin(self, epoch: int, offset: int, _: Any = None) -> None:
         """Goes to a step of an epoch; epochs count from 1, steps from 0."""
         if epoch != self._epoch:
-            order = np.asarray(shuffled(self._seed, epoch, self._size, self.replace))
+            order = np.asarray(shuffled(self._seed, epoch, self._size, self._replace))
             order = order[: self.steps_per_epoch * self._batch_size]
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
@@ -236,7 +238,6 @@ class StreamFeed:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
         self._iterator: Any = None
-        self._error: Exception | None = None
         if earlier is not None and earlier._source is source:
             self._iterator, self._at = earlier._iterator, earlier._at
 
@@ -272,9 +273,7 @@ class StreamFeed:
     def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         rows: list[dict[str, jax.Array]] = []
-        (epoch, offset), is_over = self._at, False
-        if self._error is not None:
-            raise self._error
+        (epoch, offset), is_over, failure = self._at, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
@@ -287,7 +286,7 @@ class StreamFeed:
                 except Exception as error:  # the loader's own, or the loss function's
                     if not rows:
                         raise
-                    self._error = error  # once the steps before it are recorded
+                    failure = error  # raised once the steps before it are recorded
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
@@ -297,7 +296,7 @@ class StreamFeed:
             raise no_batch("train_data", epoch)
         self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
         columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
-        return Fed(carry, columns, len(rows), is_over)
+        return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
         parts = self._layout.parts // jax.process_count()

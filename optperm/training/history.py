@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from optperm.contract import checks
-from optperm.training.extras import import_optional
+from optperm.contract.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]

@@ -1,5 +1,6 @@
 """`fit`: trains a Flax model by any method."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
 from optperm.training.history import History
 from optperm.training.layout import Layout, layout_of
 from optperm.training.run import FitResult, Position, Run
-from optperm.training.steps import Evaluator, Model, copied, plain, typed
+from optperm.training.steps import copied, evaluated, model_of, plain, typed
 from optperm.training.terminal import Interrupt, progress_bar
 from optperm.training.train_state import TrainState
 
@@ -147,7 +148,7 @@ def fit(
     earlier = state_or_model if isinstance(state_or_model, FitResult) else None
     if earlier is not None:
         state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
-    model, initial = Model.of(state_or_model, optimizer)
+    model, initial = model_of(state_or_model, optimizer, loss_fn, bool(has_aux))
     places = {"mesh": mesh, "devices": devices, "replicas": replicas}
     if earlier is None or any(place is not None for place in places.values()):
         layout = layout_of(initial.tx, initial, **places)
@@ -160,9 +161,11 @@ def fit(
             "epoch_start goes through all batches before an epoch, and this iterator gives them once: "
             "pass a list, a data loader, or a function of the epoch's number that gives an iterator."
         )
+    carry = _placed(initial, layout) if earlier is None else _moved(earlier, layout)
     feed: ArrayFeed | StreamFeed
     if is_arrays("train_data", train_data):
-        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
+        draws = bool(find_states(carry.opt_state, SAMPLERS))
+        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call), draws)
     else:
         feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
     facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
@@ -170,21 +173,20 @@ def fit(
         digest = {"the digest of params": processes.digest(plain(initial.params))}
         counts = {name: given[name] for name in _COUNTS}
         processes.check_same({**facts, **feed.facts(), **counts, **digest})
-    evaluated = eval_batch_size or batch_size, model, Layout(layout.mesh, layout.batch)
+    whole = {"model": model, "layout": Layout(layout.mesh, layout.batch)}
+    evaluate = functools.partial(evaluated, eval_fn, eval_data, **whole)
     old = earlier.history if earlier else History()
     run = Run(
-        *((state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux)),
-        evaluator=eval_fn and Evaluator(eval_fn, eval_data, *evaluated),
+        *((state_or_model, optimizer), model, layout, feed),
+        evaluate=eval_fn and functools.partial(evaluate, batch_size=eval_batch_size or batch_size),
         every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
         epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
         epoch_start=epoch_start,
         steps_per_call=int(steps_per_call),
-        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
+        carry=carry,
         at=earlier._end[2] if earlier else Position(),
         history=History(old.steps, old.epoch_rows),
     )
-    if isinstance(feed, ArrayFeed):
-        feed.replace = bool(find_states(run.carry.opt_state, SAMPLERS))
     if checkpoints is not None:
         kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
         run.keep_in(kept, {**facts, **feed.facts()}, resume)
@@ -209,6 +211,9 @@ def _check(given: Mapping[str, Any]) -> None:
     for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
         if given[names[0]] is not None and given[names[1]] is None:
             raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
+    if given["eval_fn"] is not None:
+        checks.check_function("eval_fn", given["eval_fn"], "(params, batch) or (model, batch)")
+        is_arrays("eval_data", given["eval_data"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume", given["resume"], minimum=0)
     for name in ("resume", "checkpoint_every", "checkpoint_keep"):

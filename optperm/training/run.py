@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.bayes.report import warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states
@@ -22,9 +22,9 @@ from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, StreamFeed
 from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout
-from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, trained, typed
+from optperm.training.steps import copied, plain, steps_of, trained, typed
 from optperm.training.terminal import Interrupt
-from optperm.training.train_state import Loss, TrainState
+from optperm.training.train_state import Model, TrainState
 from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
 
@@ -76,9 +76,7 @@ class Run:
     model: Model
     layout: Layout
     feed: ArrayFeed | StreamFeed
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    evaluator: Evaluator | None
+    evaluate: Callable[..., dict[str, float]] | None
     every: dict[int, tuple[Callback, ...]]
     epoch_end: tuple[Callback, ...]
     epoch_start: Callable[..., Any] | None
@@ -89,7 +87,6 @@ class Run:
     checkpoints: Checkpoints | None = None
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     show: Any = None
-    has_warned: bool = False
 
     def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
         """Says where checkpoints go, and goes to one if that is asked for."""
@@ -100,16 +97,12 @@ class Run:
         form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
         each = {"each replica with its own": layout.own}
         self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **each}
-
-        def is_dealt(run: dict[str, Any]) -> bool:
-            return layout.own and run["replicas"] != layout.parts
-
-        def like(run: dict[str, Any]) -> Any:
-            return layout.lead(arrays, run["replicas"]) if is_dealt(run) else arrays
-
         if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
-            held, rows, run = checkpoints.read(chosen, like, self.facts)
-            arrays = layout.deal(held) if is_dealt(run) else held
+            run = checkpoints.read(chosen, self.facts)
+            is_dealt = layout.own and run["replicas"] != layout.parts
+            like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
+            held, rows = checkpoints.read_arrays(chosen, like)
+            arrays = layout.deal(held) if is_dealt else held
             self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
             self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
@@ -125,8 +118,7 @@ class Run:
         is_between = self.history.last and not self.at.offset
         if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
             return "stopped"
-        what = self.model, self.loss_fn, self.layout, self.carry
-        compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
+        compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
             # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
             code = 3 if error else 2 if interrupt.requested else int(stop)
@@ -138,7 +130,7 @@ class Run:
                     self._start_epoch()
                 self.feed.begin(self.at.epoch, self.at.offset)
                 fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
-                stop = self._after(fed, steps)
+                stop, error = self._after(fed, steps), fed.error
             except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
         if code == 3 and error is None:
@@ -175,8 +167,7 @@ class Run:
         if self.show is not None:
             self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
-            loss = Loss(self.loss_fn, self.has_aux, self.model.graphdef, self.model.wrt)
-            bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
+            bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
@@ -208,25 +199,22 @@ class Run:
         return stop
 
     def _end_epoch(self) -> bool:
-        evaluated, at = self._evaluate() if self.evaluator else {}, self.at
+        evaluated, at = self._evaluate() if self.evaluate else {}, self.at
         self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         self._say(metrics)
-        for sampler in find_states(self.carry.opt_state, GradientNoiseState):
-            warn_if_unstable(sampler)
-        self._warn_without_snapshot()
+        warn_of_samplers(self.carry.opt_state)
+        if self._epoch == 1 and self.epoch_start is None:
+            self._warn_without_snapshot()
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
 
     def _warn_without_snapshot(self) -> None:
-        """Says once that `svrg` has trained for an epoch, and nothing takes its snapshots."""
-        if self.epoch_start is not None or self.has_warned:
-            return
+        """Says that `svrg` has trained for an epoch, and nothing takes its snapshots."""
         for state in find_states(self.carry.opt_state, SvrgState):
             is_taken = state.snapshot.is_taken
             if can_be_seen(is_taken) and not np.asarray(is_taken).any():
-                self.has_warned = True
                 warnings.warn(
                     "svrg has no snapshot, so fit trains on plain gradients: pass "
                     "epoch_start=optperm.take_snapshot to take one before each epoch.",
@@ -250,9 +238,9 @@ class Run:
         return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.evaluator is None:
+        if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluator.evaluate(self._trained(), self._epoch)
+        return self.evaluate(state=self._trained(), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()

@@ -1,9 +1,8 @@
 """The exact mean gradient over all examples, streamed batch by batch."""
 
 import functools
-import importlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from jax.tree_util import Partial
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.extras import import_optional
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
@@ -285,12 +285,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _bar(batches: Iterable[Any]) -> Iterable[Any]:
-    try:
-        track: Callable[..., Iterable[Any]] = importlib.import_module("rich.progress").track
-    except ImportError as error:
-        raise ImportError(
-            f"progress=True needs rich, which cannot be imported ({error}). Install it with: "
-            "pip install 'optperm[progress]'"
-        ) from error
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
     total = len(batches) if isinstance(batches, Sized) else None
-    return track(batches, description="full gradient", total=total)
+    bar: Iterable[Any] = rich.track(batches, description="full gradient", total=total)
+    return bar
