@@ -161,6 +161,10 @@ def fit(
             "epoch_start goes through all batches before an epoch, and this iterator gives them once: "
             "pass a list, a data loader, or a function of the epoch's number that gives an iterator."
         )
+    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
+    if jax.process_count() > 1:
+        digest = {"the digest of params": processes.digest(plain(initial.params))}
+        processes.check_same({**facts, **{name: given[name] for name in _COUNTS}, **digest})
     carry = _placed(initial, layout) if earlier is None else _moved(earlier, layout)
     feed: ArrayFeed | StreamFeed
     if is_arrays("train_data", train_data):
@@ -168,17 +172,14 @@ def fit(
         feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call), draws)
     else:
         feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
-    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
     if jax.process_count() > 1:
-        digest = {"the digest of params": processes.digest(plain(initial.params))}
-        counts = {name: given[name] for name in _COUNTS}
-        processes.check_same({**facts, **feed.facts(), **counts, **digest})
-    whole = {"model": model, "layout": Layout(layout.mesh, layout.batch)}
-    evaluate = functools.partial(evaluated, eval_fn, eval_data, **whole)
+        processes.check_same(feed.facts())
+    whole, size = Layout(layout.mesh, layout.batch), eval_batch_size or batch_size
+    evaluate = functools.partial(evaluated, batch_size=size, model=model, layout=whole)
     old = earlier.history if earlier else History()
     run = Run(
         *((state_or_model, optimizer), model, layout, feed),
-        evaluate=eval_fn and functools.partial(evaluate, batch_size=eval_batch_size or batch_size),
+        evaluate=eval_fn and functools.partial(evaluate, eval_fn, eval_data),
         every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
         epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
         epoch_start=epoch_start,

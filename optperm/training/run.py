@@ -109,7 +109,8 @@ class Run:
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
-        self._since, stop, error, code = time.perf_counter(), False, None, 0
+        self._since, stop, code = time.perf_counter(), False, 0
+        error: BaseException | None = None
         if self.at.epoch <= epochs and self.at.step < steps:
             self._drop_part()
         if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
