@@ -18,6 +18,7 @@ from optperm.cli.flags import Network, Whole
 from optperm.cli.machines import Machines
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.training import Training
+from optperm.training.history import picture
 
 _CURVES = ("step", "train_loss", "test_accuracy")
 _COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
@@ -132,7 +133,7 @@ def _draw(path: pathlib.Path, groups: Mapping[str, Sequence[Outcome]], about: st
         name: [outcome["test_accuracy"][-1] for outcome in group] for name, group in groups.items()
     }
     names = sorted(ends, key=lambda name: statistics.mean(ends[name]))
-    with report.picture(path, figsize=(6, 2.6 + 0.16 * len(names))) as figure:
+    with picture(path, figsize=(6, 2.6 + 0.16 * len(names))) as figure:
         figure.suptitle("\n".join(textwrap.wrap(about, 76)))
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for row, name in enumerate(names):

@@ -1,17 +1,15 @@
 """What a run shows: lines of progress, a table at the end, and pictures."""
 
-import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from optperm.bayes.calibration import Calibration
-from optperm.cli.errors import import_extra
-from optperm.training import History
+from optperm.training.history import History, picture
 
 # This many lines of progress at most.
 _LINES = 10
@@ -74,15 +72,6 @@ class Reporter:
     def files(self, folder: pathlib.Path) -> None:
         """Prints what is in a folder."""
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-
-
-@contextlib.contextmanager
-def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
-    """A figure in the house's style, which is saved in the end. No pyplot: it would keep the figure."""
-    with import_extra("matplotlib.style").context("optperm.pictures"):
-        figure = import_extra("matplotlib.figure").Figure(**options)
-        yield figure
-        figure.savefig(path)
 
 
 def draw_curve(

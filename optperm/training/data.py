@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
+from optperm.contract.dtypes import as_array
 from optperm.training import processes
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
@@ -120,10 +121,10 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     """The next batch, or `END` where some process has none. All of them have to ask."""
     batch, size, failure = END, 0, None
     if jax.process_count() == 1:
-        return batch if (batch := next(iterator, END)) is END else jax.tree.map(_as_array, batch)
+        return batch if (batch := next(iterator, END)) is END else jax.tree.map(as_array, batch)
     try:
         if (batch := next(iterator, END)) is not END:
-            batch = jax.tree.map(_as_array, batch)
+            batch = jax.tree.map(as_array, batch)
             size = num_examples(f"A batch of {name}", batch)
     except Exception as error:
         size, failure = -1, error
@@ -138,12 +139,6 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
             "many, or its examples would not count like those of the others."
         )
     return batch if sizes.min() else END
-
-
-def _as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = jax.Array | np.ndarray | np.generic | bool | int | float
-    return leaf if isinstance(leaf, known) else np.asarray(leaf)
 
 
 class Fed(NamedTuple):

@@ -14,6 +14,7 @@ from jax.tree_util import Partial
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import mark_varying
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES, center_params
@@ -66,22 +67,18 @@ def model_of(
 
 def plain(tree: Any) -> Any:
     """The tree with the data of random keys in their place."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def typed(tree: Any, like: Any) -> Any:
     """Undoes `plain`, by a tree with such keys."""
 
     def wrap(key: Any, leaf: Any) -> Any:
-        if not _is_key(key):
+        if not is_key(key):
             return leaf
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
 
     return jax.tree.map(wrap, like, tree)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def copied(tree: Any) -> Any:

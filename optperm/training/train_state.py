@@ -13,6 +13,7 @@ from flax.training import train_state
 from jax.tree_util import Partial
 
 from optperm.contract import checks
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
@@ -205,8 +206,7 @@ class TrainState(train_state.TrainState):
         if not isinstance(model_state, Mapping | None):
             wanted = "a dict of collections, such as {'batch_stats': variables['batch_stats']}"
             raise TypeError(f"model_state must be {wanted}, got {type(model_state).__name__}.")
-        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if rng is not None and (not is_key or rng.ndim):
+        if rng is not None and (not is_key(rng) or rng.ndim):
             wanted = "a single random key from jax.random.key (a typed one, not from PRNGKey)"
             raise TypeError(f"rng must be {wanted}, got {rng!r}.")
         if "opt_state" not in fields:
