@@ -136,9 +136,9 @@ class History:
         """
         steps, epochs = self.steps, self.epochs
         names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
-        if not names:
-            raise ValueError("There is nothing to draw: no step has been recorded yet.")
         with picture(path, figsize=(6, 2.1 * len(names) + 0.6)) as figure:
+            if not names:
+                raise ValueError("There is nothing to draw: no step has been recorded yet.")
             column = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
             for axes, name in zip(column, names, strict=True):
                 axes.set(ylabel=name)

@@ -1,33 +1,17 @@
 """`fit`: trains a Flax model by any method."""
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from optperm.bayes.report import SAMPLERS
 from optperm.contract import checks
-from optperm.contract.states import find_states
-from optperm.training import processes
-from optperm.training.callbacks import as_callbacks
-from optperm.training.checkpoints import Checkpoints
-from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
-from optperm.training.history import History
-from optperm.training.layout import Layout, layout_of
-from optperm.training.run import FitResult, Position, Run
-from optperm.training.steps import copied, evaluated, model_of, plain, typed
+from optperm.training.data import is_arrays
+from optperm.training.run import COUNTS, FitResult, Run
 from optperm.training.terminal import Interrupt, progress_bar
-from optperm.training.train_state import TrainState
-
-_COUNTS = (
-    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
-    "checkpoint_keep",
-)
 
 
 def fit(
@@ -145,54 +129,9 @@ def fit(
     """
     given = dict(locals())
     _check(given)
-    earlier = state_or_model if isinstance(state_or_model, FitResult) else None
-    if earlier is not None:
-        state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
-    model, initial = model_of(state_or_model, optimizer, loss_fn, bool(has_aux))
-    places = {"mesh": mesh, "devices": devices, "replicas": replicas}
-    if earlier is None or any(place is not None for place in places.values()):
-        layout = layout_of(initial.tx, initial, **places)
-    else:
-        layout = earlier._end[0]
-    if epoch_start is not None and layout.own:
-        raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
-    if epoch_start is not None and isinstance(train_data, Iterator):
-        raise ValueError(
-            "epoch_start goes through all batches before an epoch, and this iterator gives them once: "
-            "pass a list, a data loader, or a function of the epoch's number that gives an iterator."
-        )
-    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
-    if jax.process_count() > 1:
-        digest = {"the digest of params": processes.digest(plain(initial.params))}
-        processes.check_same({**facts, **{name: given[name] for name in _COUNTS}, **digest})
-    carry = _placed(initial, layout) if earlier is None else _moved(earlier, layout)
-    feed: ArrayFeed | StreamFeed
-    if is_arrays("train_data", train_data):
-        draws = bool(find_states(carry.opt_state, SAMPLERS))
-        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call), draws)
-    else:
-        feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
-    if jax.process_count() > 1:
-        processes.check_same(feed.facts())
-    whole, size = Layout(layout.mesh, layout.batch), eval_batch_size or batch_size
-    evaluate = functools.partial(evaluated, batch_size=size, model=model, layout=whole)
-    old = earlier.history if earlier else History()
-    run = Run(
-        *((state_or_model, optimizer), model, layout, feed),
-        evaluate=eval_fn and functools.partial(evaluate, eval_fn, eval_data),
-        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
-        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
-        epoch_start=epoch_start,
-        steps_per_call=int(steps_per_call),
-        carry=carry,
-        at=earlier._end[2] if earlier else Position(),
-        history=History(old.steps, old.epoch_rows),
-    )
-    if checkpoints is not None:
-        kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
-        run.keep_in(kept, {**facts, **feed.facts()}, resume)
+    run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
-    total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
+    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     run.warn_if_diverged()
@@ -201,7 +140,7 @@ def fit(
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raises what `fit` says about arguments that can be judged by themselves."""
-    for name in _COUNTS:
+    for name in COUNTS:
         if given[name] is not None:
             checks.check_count(name, given[name])
     checks.check_seed("seed", given["seed"])
@@ -227,34 +166,3 @@ def _check(given: Mapping[str, Any]) -> None:
     if given["epoch_start"] is not None:
         says = "(opt_state, params, full_gradient)"
         checks.check_function("epoch_start", given["epoch_start"], says)
-
-
-def _placed(state: TrainState, layout: Layout) -> TrainState:
-    """A train state as a run begins with it, with an optimizer state."""
-    placed = typed(layout.place(plain(state)), state)
-    with layout.context():
-        if placed.opt_state is None and not layout.mapped:
-            placed = placed.replace(opt_state=placed.tx.init(placed.params))
-        placed = layout.deal(placed, own=False) if layout.own else placed
-        if placed.opt_state is not None:
-            return copied(placed)
-
-        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
-            return state.replace(opt_state=state.tx.init(state.params)), ()
-
-        return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
-
-
-def _moved(earlier: FitResult, layout: Layout) -> TrainState:
-    """The carry with which an earlier run ended."""
-    before, carry, *_ = earlier._end
-    if before == layout:
-        return copied(carry)
-    if before.own != layout.own:
-        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
-        raise ValueError(
-            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
-            "mesh, devices or replicas, or begin anew from its state."
-        )
-    placed = layout.place(jax.tree.map(np.asarray, plain(carry)))
-    return copied(typed(layout.deal(placed) if layout.own else placed, carry))

@@ -5,32 +5,47 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.report import warn_of_samplers
+from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states
 from optperm.training import processes
-from optperm.training.callbacks import Callback, EarlyStopping, Event, wants_to_stop
+from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
-from optperm.training.data import ArrayFeed, Fed, StreamFeed
+from optperm.training.data import ArrayFeed, Fed, StreamFeed, is_arrays
 from optperm.training.history import History, diverged_at
-from optperm.training.layout import Layout
-from optperm.training.steps import copied, plain, steps_of, trained, typed
+from optperm.training.layout import Layout, layout_of
+from optperm.training.steps import (
+    copied,
+    evaluated,
+    model_of,
+    moved,
+    placed,
+    plain,
+    steps_of,
+    trained,
+    typed,
+)
 from optperm.training.terminal import Interrupt
-from optperm.training.train_state import Model, TrainState
+from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
+# Arguments of `fit` that are numbers from 1 on.
+COUNTS = (
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
+    "checkpoint_keep",
+)
 
 
 class Position(NamedTuple):
@@ -68,35 +83,75 @@ class FitResult:
     _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
 
 
-@dataclasses.dataclass
 class Run:
     """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
 
-    source: tuple[Any, Any]
-    model: Model
-    layout: Layout
-    feed: ArrayFeed | StreamFeed
-    evaluate: Callable[..., dict[str, float]] | None
-    every: dict[int, tuple[Callback, ...]]
-    epoch_end: tuple[Callback, ...]
-    epoch_start: Callable[..., Any] | None
-    steps_per_call: int
-    carry: TrainState
-    at: Position
-    history: History
     checkpoints: Checkpoints | None = None
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     show: Any = None
 
-    def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
-        """Says where checkpoints go, and goes to one if that is asked for."""
+    def __init__(self, given: Any) -> None:
+        """`given` has the arguments of `fit`."""
+        source, optimizer, earlier = given.state_or_model, given.optimizer, None
+        if isinstance(source, FitResult):
+            earlier, optimizer = source, source.optimizer
+            source = earlier.state or earlier.model
+        self.source, has_aux = (source, optimizer), bool(given.has_aux)
+        self.model, initial = model_of(source, optimizer, given.loss_fn, has_aux)
+        places = {name: getattr(given, name) for name in ("mesh", "devices", "replicas")}
+        if earlier is None or any(place is not None for place in places.values()):
+            self.layout = layout_of(initial.tx, initial, **places)
+        else:
+            self.layout = earlier._end[0]
+        layout, data, size = self.layout, given.train_data, given.batch_size
+        if given.epoch_start is not None and layout.own:
+            says = "but here each replica has its own"
+            raise ValueError(f"epoch_start changes a shared state, {says}.")
+        if given.epoch_start is not None and isinstance(data, Iterator):
+            raise ValueError(
+                "epoch_start goes through all batches before an epoch, and this iterator gives them "
+                "once: pass a list, a data loader, or a function of the epoch's number that gives one."
+            )
+        kind, seed = "linen" if self.model.graphdef is None else "nnx", int(given.seed)
+        self.facts: dict[str, Any] = {"the kind of model": kind, "seed": seed}
+        if jax.process_count() > 1:
+            digest = {"the digest of params": processes.digest(plain(initial.params))}
+            counts = {name: getattr(given, name) for name in COUNTS}
+            processes.check_same({**self.facts, **counts, **digest})
+        self.carry = moved(*earlier._end[:2], layout) if earlier else placed(initial, layout)
+        self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
+        self.feed: ArrayFeed | StreamFeed
+        if is_arrays("train_data", data):
+            draws = bool(find_states(self.carry.opt_state, SAMPLERS))
+            self.feed = ArrayFeed(data, size, seed, layout, self.steps_per_call, draws)
+        else:
+            self.feed = StreamFeed(data, size, layout, earlier._end[3] if earlier else None)
+        if jax.process_count() > 1:
+            processes.check_same(self.feed.facts())
+        whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
+        evaluate = functools.partial(evaluated, batch_size=given.eval_batch_size or size, **whole)
+        self.evaluate = given.eval_fn and functools.partial(
+            evaluate, given.eval_fn, given.eval_data
+        )
+        every = (given.every or {}).items()
+        self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
+        self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
+        old = earlier.history if earlier else History()
+        self.at = earlier._end[2] if earlier else Position()
+        self.history = History(old.steps, old.epoch_rows)
+        if given.checkpoints is not None:
+            of_folder = given.checkpoint_every, given.checkpoint_keep
+            self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
+            self._resume(self.checkpoints, given.resume)
+
+    def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
+        """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
         arrays, layout = plain(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
-        each = {"each replica with its own": layout.own}
-        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **each}
+        self.facts |= self.feed.facts()
+        self.facts["the form of the state"] = f"{len(form)} arrays, {digest}"
+        self.facts["each replica with its own"] = layout.own
         if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
             run = checkpoints.read(chosen, self.facts)
             is_dealt = layout.own and run["replicas"] != layout.parts

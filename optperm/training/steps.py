@@ -86,6 +86,36 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
+def placed(state: TrainState, layout: Layout) -> TrainState:
+    """A train state as a run begins with it, with an optimizer state."""
+    here = typed(layout.place(plain(state)), state)
+    with layout.context():
+        if here.opt_state is None and not layout.mapped:
+            here = here.replace(opt_state=here.tx.init(here.params))
+        here = layout.deal(here, own=False) if layout.own else here
+        if here.opt_state is not None:
+            return copied(here)
+
+        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+            return state.replace(opt_state=state.tx.init(state.params)), ()
+
+        return jax.jit(layout.spread(init, 0))(here, (), ())[0]
+
+
+def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
+    """The carry with which an earlier run ended."""
+    if before == layout:
+        return copied(carry)
+    if before.own != layout.own:
+        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
+        raise ValueError(
+            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
+            "mesh, devices or replicas, or begin anew from its state."
+        )
+    here = layout.place(jax.tree.map(np.asarray, plain(carry)))
+    return copied(typed(layout.deal(here) if layout.own else here, carry))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def trained(carry: TrainState, layout: Layout) -> TrainState:
     """What has been trained, of the carries of all replicas: the center's params, or the first one's."""
