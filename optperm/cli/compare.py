@@ -88,16 +88,17 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
 
 def _outcome(training: Training, epochs: int, *, has_bar: bool) -> Outcome | None:
     """Trains once; None if Ctrl-C came between."""
-    result, opt_state, _, records, _ = training.run(epochs, progress=has_bar)
+    result: Any = training.run(epochs, progress=has_bar)
     if result.ended == "interrupted":
         return None
+    records = training.records
     seconds = [record["seconds"] for record in records[1:]]
     return {
         "method": training.method.name,
         "seed": training.spec.seed,
         # The median over the epochs, compiling and testing apart.
         "seconds_a_step": statistics.median(seconds) / training.steps_per_epoch,
-        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state)),
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result.state.opt_state)),
         "gradient_evaluations": training.gradient_evaluations(result.step),
         **{name: [record[name] for record in records] for name in _CURVES},
     }

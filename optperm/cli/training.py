@@ -7,7 +7,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,15 @@ Record = dict[str, Any]
 _COMPILED: list[tuple[float, float]] = []
 
 
-class Trained(NamedTuple):
-    """What training came to."""
-
-    result: FitResult
-    opt_state: Any  # of one replica
-    params: optax.Params  # the center's, where the method has one
-    records: list[Record]  # one for each epoch, epoch 0 and a part of one at the end included
-    compile_seconds: float
-
-
 class Training:
     """A method with its hyperparameters, a network, data and devices.
 
     A step of R replicas with batches of B examples takes the examples of one step of a single replica
     with a batch of R B. What does not fit together is a UsageError.
+
+    Attributes:
+      records: What each epoch came to, epoch 0 and a part of one at the end included.
+      params: The trained params: those of the center, where the method has one.
     """
 
     def __init__(
@@ -92,20 +86,19 @@ class Training:
         on_record: Callable[[Record], None] = lambda record: None,
         records: Sequence[Record] = (),
         **options: Any,
-    ) -> Trained:
+    ) -> FitResult:
         """Trains by `fit`, up to so many epochs in all, with some further options of that.
 
         `on_record` is called with each record, the `records` of an earlier run to go on from included.
         """
-        start = time.perf_counter()
-        known = [*records] or [self._record(0, 0, self.initial, {})]
-        for record in known:
+        self.records = [*records] or [self._record(0, 0, self.initial, {})]
+        for record in self.records:
             on_record(record)
 
         def on_epoch(event: Event) -> None:
             params = self._what_is_trained(event.state)
-            known.append(self._record(event.epoch, event.step, params, event.metrics))
-            on_record(known[-1])
+            self.records.append(self._record(event.epoch, event.step, params, event.metrics))
+            on_record(self.records[-1])
 
         prior = float(self.hyperparameters.get("prior_precision", 0.0))
         try:
@@ -128,12 +121,12 @@ class Training:
         except (ValueError, TypeError, CheckpointError) as error:
             says = str(error).replace("resume=STEP", "--from-epoch")
             raise CliError(f"{self.method.name}: {says}") from error
-        state: Any = result.state
-        params, steps = self._what_is_trained(state), result.step - known[-1]["step"]
+        self.params = self._what_is_trained(result.state)
+        steps = result.step - self.records[-1]["step"]
         if steps > 0:  # of an epoch that Ctrl-C has cut short
             means = result.history.means(steps)
-            known.append(self._record(result.epoch, result.step, params, means))
-        return Trained(result, state.opt_state, params, known, compiling(start))
+            self.records.append(self._record(result.epoch, result.step, self.params, means))
+        return result
 
     def gradient_evaluations(self, step: int) -> int:
         """How many gradients of the loss on one example it took to get to a step, full ones included."""
@@ -183,6 +176,7 @@ def train(
     where: machines.Machines,
 ) -> int:
     """Trains a network, and writes what came of it; returns the exit code."""
+    start = time.perf_counter()
     # What is missing must come out before the training, not after it.
     for extra in ("rich", "matplotlib", *(["orbax.checkpoint"] if run.keeps else [])):
         import_extra(extra)
@@ -214,12 +208,13 @@ def train(
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The loss is")  # the error below says so
-        trained = training.run(run.epochs, on_record=on_record, **options)
+        result = training.run(run.epochs, on_record=on_record, **options)
     if is_main:
-        summary = _summary(training, trained, run, where, step)
-        summary |= _write(folder, name, training, trained)
+        summary = _summary(training, result, run, where, step)
+        summary["compile_seconds"] = compiling(start)
+        summary |= _write(folder, name, training, result)
         run_folder.write_json(folder / "summary.json", summary)
-    history = trained.result.history
+    history = result.history
     if (bad := diverged_at(history)) is not None:
         raise CliError(
             f"the loss stopped being finite at step {bad} of {history.num_steps}: try a smaller "
@@ -227,7 +222,7 @@ def train(
         )
     if is_main:
         reporter.summary(summary, folder)
-    if trained.result.ended != "interrupted":
+    if result.ended != "interrupted":
         return 0
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
@@ -245,23 +240,22 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
     }
 
 
-def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> dict[str, Any]:
+def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> dict[str, Any]:
     """Writes the network, the steps, the draws and pictures; what the summary says of the draws."""
-    params, steps = trained.params, trained.result.history.steps
-    opt_state = trained.opt_state
+    params, steps, opt_state = training.params, result.history.steps, result.state.opt_state
     kept = opt_state if permutes(opt_state) else None
     run_folder.write_network(folder, training.spec, training.initial, params, kept)
     columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
     columns.pop("accuracy", None)
     np.savez_compressed(folder / "steps.npz", **columns)
-    report.draw_curve(folder / "curve.png", trained.records, steps, name)
+    report.draw_curve(folder / "curve.png", training.records, steps, name)
     noise = find_states(opt_state, optperm.GradientNoiseState)
     if not noise:
         return {}
     every, burn_in = (int(training.hyperparameters[name]) for name in ("draw_every", "burn_in"))
     snapshots, count = optperm.trajectory(opt_state)
     # The snapshots that were taken after a step that sampled.
-    valid = min(int(count), -(-trained.result.step // every) - (burn_in // every + 1))
+    valid = min(int(count), -(-result.step // every) - (burn_in // every + 1))
     if valid < 1:
         return {}
     draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
@@ -297,18 +291,16 @@ def _predictive(training: Training, draws: Any) -> tuple[dict[str, Any], optperm
 
 
 def _summary(
-    training: Training, trained: Trained, run: Run, where: machines.Machines, first: int | None
+    training: Training, result: Any, run: Run, where: machines.Machines, first: int | None
 ) -> dict[str, Any]:
-    result, last = trained.result, trained.records[-1]
-    moved = result.history.steps.get("share_moved")
-    local = find_states(trained.opt_state, LocalStepsState)
+    last, moved = training.records[-1], result.history.steps.get("share_moved")
+    local = find_states(result.state.opt_state, LocalStepsState)
     return {
         "method": training.method.name,
         **{name: last[name] for name in ("test_accuracy", "train_accuracy", "train_loss", "phase")},
         # The mean over all steps.
         "share_moved": None if moved is None else float(np.mean(moved)),
-        "seconds": sum(record["seconds"] for record in trained.records),
-        "compile_seconds": trained.compile_seconds,
+        "seconds": sum(record["seconds"] for record in training.records),
         "interrupted": result.ended == "interrupted",
         "resumed_from": None if run.resume is None else str(run.resume),
         "resumed_after_epoch": None if first is None else first // training.steps_per_epoch,
@@ -319,7 +311,7 @@ def _summary(
         "steps_since_commit": int(local[0].since_commit) if local else None,
         # How good their predictions are, where the method draws from a posterior.
         **{"last_iterate": None, "posterior": None},
-        "params": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
+        "params": sum(leaf.size for leaf in jax.tree.leaves(training.params)),
         "data": training.data.source,
         **{
             name: getattr(run, name) for name in ("model", "hidden", "seed", "epochs", "batch_size")
