@@ -46,7 +46,8 @@ def _of_method(method: Method) -> Callable[..., int]:
     for name, flag in method.flags.items():
         about = Parameter(help=flag.help, validator=finite if flag.kind is float else None)
         fields.append((name, Annotated[flag.kind, about], flag.default))
-    taken: Any = dataclasses.make_dataclass("Taken", fields, kw_only=True)
+    module = {"__module__": __name__}  # before Python 3.12 it would be that of `types`
+    taken: Any = dataclasses.make_dataclass("Taken", fields, namespace=module, kw_only=True)
 
     def command(
         *,

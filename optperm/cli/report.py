@@ -74,16 +74,12 @@ class Reporter:
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def draw_curve(
-    path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Any, title: str
-) -> None:
+def draw_curve(path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Any) -> None:
     """Draws what `History.plot` does: each metric over the steps, in training and in testing."""
     names = {"loss": "train_loss", "accuracy": "train_accuracy", "share_moved": "share_moved"}
     names |= {"step": "step", "eval_accuracy": "test_accuracy"}
     rows = [{name: r[key] for name, key in names.items() if r[key] is not None} for r in records]
-    figure = History(steps, rows[1:] or rows).plot()
-    figure.suptitle(title)
-    figure.savefig(path)
+    History(steps, rows[1:] or rows).plot(path)
 
 
 def draw_reliability(

@@ -2,7 +2,7 @@
 
 - `metrics.jsonl`: a line an epoch (`training.Training`), written as training goes on;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: the loss of each step, and the share of weights moved where the method counts them;
+- `steps.npz`: loss and accuracy of each step, and the share of weights moved where the method counts it;
 - `curve.png`: loss, accuracy and share moved over the steps;
 - `checkpoints/` on request: those of `optperm.training.fit`, by their steps, and in `run.json` what
   another run has to have in common with this one to go on from them;

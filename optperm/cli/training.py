@@ -73,11 +73,7 @@ class Training:
             self._tx = method.transformation(hyperparameters, facts)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
-
-    @functools.cached_property
-    def initial(self) -> optax.Params:
-        """The initial params."""
-        return models.initial_params(self.spec)
+        self.initial = models.initial_params(self.spec)
 
     def run(
         self,
@@ -245,10 +241,8 @@ def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> 
     params, steps, opt_state = training.params, result.history.steps, result.state.opt_state
     kept = opt_state if permutes(opt_state) else None
     run_folder.write_network(folder, training.spec, training.initial, params, kept)
-    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
-    columns.pop("accuracy", None)
-    np.savez_compressed(folder / "steps.npz", **columns)
-    report.draw_curve(folder / "curve.png", training.records, steps, name)
+    np.savez_compressed(folder / "steps.npz", **{"loss": np.zeros(0, np.float32), **steps})
+    report.draw_curve(folder / "curve.png", training.records, steps)
     noise = find_states(opt_state, optperm.GradientNoiseState)
     if not noise:
         return {}

@@ -141,6 +141,15 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     return batch if sizes.min() else END
 
 
+class Position(NamedTuple):
+    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
+
+    step: int = 0
+    epoch: int = 1
+    offset: int = 0
+    seconds: float = 0.0
+
+
 class Fed(NamedTuple):
     """What came of some steps."""
 
@@ -185,18 +194,15 @@ class ArrayFeed:
         facts |= {"batches": "drawn with replacement"} if self._replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
-    def begin(self, epoch: int, offset: int, _: Any = None) -> None:
-        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
-        if epoch != self._epoch:
-            order = np.asarray(shuffled(self._seed, epoch, self._size, self._replace))
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        if at.epoch != self._epoch:
+            order = np.asarray(shuffled(self._seed, at.epoch, self._size, self._replace))
             order = order[: self.steps_per_epoch * self._batch_size]
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
-        self._epoch, self._offset = epoch, offset
-
-    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
-        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
-        first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
+            self._epoch = at.epoch
+        first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
             carry, columns = steps[0](carry, shared, self._order)
@@ -215,9 +221,6 @@ class ArrayFeed:
         """All examples, placed; those included that no step of an epoch takes."""
         size = _GRADIENT_CHUNK * self._layout.parts
         return pieces("train_data", self._data, epoch, size, self._layout)
-
-    def state(self) -> None:
-        """Nothing: the shuffles follow from the seed."""
 
 
 class StreamFeed:
@@ -248,8 +251,9 @@ class StreamFeed:
             )
         return self._source
 
-    def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
+    def go_to(self, at: Position, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+        epoch, offset = at.epoch, at.offset
         if self._iterator is not None and self._at == (epoch, offset):
             return
         self._iterator = open_stream("train_data", self._reopened(), epoch)
@@ -265,10 +269,11 @@ class StreamFeed:
                     f"{offset} of them: to go on exactly, it has to give the same batches again."
                 )
 
-    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        self.go_to(at)
         rows: list[dict[str, jax.Array]] = []
-        (epoch, offset), is_over, failure = self._at, False, None
+        epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():

@@ -6,7 +6,7 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
-from optperm.training.data import ArrayFeed, Fed, StreamFeed, is_arrays
+from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays
 from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout, layout_of
 from optperm.training.steps import (
@@ -46,15 +46,6 @@ COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
     "checkpoint_keep",
 )
-
-
-class Position(NamedTuple):
-    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
-
-    step: int = 0
-    epoch: int = 1
-    offset: int = 0
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +151,8 @@ class Run:
             arrays = layout.deal(held) if is_dealt else held
             self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-            self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
+            if isinstance(self.feed, StreamFeed):
+                self.feed.go_to(self.at, run["iterator"])
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
@@ -184,8 +176,8 @@ class Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                self.feed.begin(self.at.epoch, self.at.offset)
-                fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
+                limit = self._limit(steps)
+                fed = self.feed.run(compiled, self.carry, self.at, limit, interrupt)
                 stop, error = self._after(fed, steps), fed.error
             except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
@@ -317,7 +309,8 @@ class Run:
         # Copies, as they are written while training goes on.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        run |= {"iterator": self.feed.state(), "replicas": self.layout.parts}
+        iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
+        run |= {"iterator": iterator, "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
 
