@@ -14,7 +14,6 @@ from flax import nnx
 
 from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
-from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
@@ -37,6 +36,7 @@ from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
+from optperm.variance.svrg import warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
@@ -253,22 +253,12 @@ class Run:
         self._say(metrics)
         warn_of_samplers(self.carry.opt_state)
         if self._epoch == 1 and self.epoch_start is None:
-            self._warn_without_snapshot()
+            for state in find_states(self.carry.opt_state, SvrgState):
+                advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
+                warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
-
-    def _warn_without_snapshot(self) -> None:
-        """Says that `svrg` has trained for an epoch, and nothing takes its snapshots."""
-        for state in find_states(self.carry.opt_state, SvrgState):
-            is_taken = state.snapshot.is_taken
-            if can_be_seen(is_taken) and not np.asarray(is_taken).any():
-                warnings.warn(
-                    "svrg has no snapshot, so fit trains on plain gradients: pass "
-                    "epoch_start=optperm.take_snapshot to take one before each epoch.",
-                    RuntimeWarning,
-                    stacklevel=6,  # where fit is called
-                )
 
     @property
     def _epoch(self) -> int:
