@@ -31,6 +31,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
+from optperm.contract.states import find_states
+from optperm.permutation.export import PERMUTED_STATES
 from optperm.training.checkpoints import differences
 from optperm.training.processes import digest
 
@@ -138,11 +140,11 @@ def write_network(
     spec: models.NetworkSpec,
     initial: optax.Params,
     trained: optax.Params,
-    opt_state: Any | None,
+    opt_state: Any,
 ) -> None:
     """Writes the trained params; with the state of a method that permutes them, their permutation."""
     name, leaves = _PARAMS_FILE, trained
-    if opt_state is not None:
+    if find_states(opt_state, PERMUTED_STATES):
         name, leaves = _PERMUTATION_FILE, optperm.export_permutation(initial, opt_state, trained)
         if digest(optperm.apply_permutation(initial, leaves)) != digest(trained):
             raise CliError(

@@ -21,8 +21,7 @@ from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
 from optperm.distributed.local_steps import LocalStepsState
-from optperm.permutation.laperm import LapermState
-from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.permutation.export import PERMUTED_STATES
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
 from optperm.training.history import diverged_at
 
@@ -136,7 +135,7 @@ class Training:
         params = state.params
         if find_states(state.opt_state, LocalStepsState):
             params = optperm.center_params(state.opt_state)
-        if permutes(state.opt_state):
+        if find_states(state.opt_state, PERMUTED_STATES):
             params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
         return jax.device_get(params)
 
@@ -239,8 +238,7 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
 def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> dict[str, Any]:
     """Writes the network, the steps, the draws and pictures; what the summary says of the draws."""
     params, steps, opt_state = training.params, result.history.steps, result.state.opt_state
-    kept = opt_state if permutes(opt_state) else None
-    run_folder.write_network(folder, training.spec, training.initial, params, kept)
+    run_folder.write_network(folder, training.spec, training.initial, params, opt_state)
     np.savez_compressed(folder / "steps.npz", **{"loss": np.zeros(0, np.float32), **steps})
     report.draw_curve(folder / "curve.png", training.records, steps)
     noise = find_states(opt_state, optperm.GradientNoiseState)
@@ -328,11 +326,6 @@ def version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
-
-
-def permutes(opt_state: Any) -> bool:
-    """Whether the trained weights are the initial ones in another order."""
-    return bool(find_states(opt_state, (PermuteByCyclesState, LapermState)))
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
