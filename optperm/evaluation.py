@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName, shared, varying_like
 from optperm.contract.states import fill_masked, trained_part
 
@@ -235,7 +236,7 @@ def map_examples(
 
     def one(place: jax.Array, example: Any) -> Any:
         def own(leaf: Any) -> Any:
-            return jax.random.fold_in(leaf, place) if _is_key(leaf) else leaf
+            return jax.random.fold_in(leaf, place) if is_key(leaf) and not leaf.ndim else leaf
 
         example = jax.tree.map(
             lambda mapped, leaf: leaf[None] if mapped else own(leaf), is_mapped, example
@@ -244,8 +245,3 @@ def map_examples(
 
     places = first + jnp.arange(num_examples(batch))
     return jax.vmap(one, in_axes=(0, axes))(places, batch)
-
-
-def _is_key(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not leaf.ndim
-    return is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -178,6 +178,18 @@ def warn_of_draws(samples: Samples) -> None:
         warnings.warn(_INFINITE, stacklevel=3)
 
 
+def warn_of_samplers(opt_state: Any) -> None:
+    """Gives the warnings of what the states of samplers tell of steps that do not sample.
+
+    Raises:
+      ValueError: If steps were not taken because they would diverge.
+    """
+    for state in find_states(opt_state, SAMPLERS):
+        judge = noise_state if isinstance(state, GradientNoiseState) else langevin
+        for fault in judge.faults_of(state):
+            warnings.warn(fault, stacklevel=2)
+
+
 _COLD = (
     "The temperature is 0, at which constant SGD takes no steps: all draws of a chain are the same."
 )

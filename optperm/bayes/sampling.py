@@ -16,6 +16,7 @@ from optperm.bayes.normal_noise import fold
 from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.keys import is_key
 from optperm.contract.shardings import take
 from optperm.contract.states import find_states, without_variables
 
@@ -246,7 +247,7 @@ def _is_shared(leaf: Any, num_chains: int) -> bool:
     """Whether a number of each chain is seen to be the same in all of them."""
     if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
         return False
-    if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+    if is_key(leaf):
         return False
     values = np.asarray(leaf)
     return bool(np.all(values == values[0]))

@@ -1,6 +1,6 @@
 """The commands and their flags, by cyclopts."""
 
-import inspect
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
@@ -42,24 +42,21 @@ def run(argv: Sequence[str]) -> int:
 
 def _of_method(method: Method) -> Callable[..., int]:
     """The command of a method: its hyperparameters as flags, then those of every run."""
-
-    def command(*, run: Run = Run(), where: Machines = Machines(), **given: Any) -> int:  # noqa: B008
-        return train(method, method.defaults() | given, run, where)
-
-    kinds, group = dict[str, Any](), Group(f"What {method.name} takes", sort_key=1)
+    fields, group = list[Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
-        check = finite if flag.kind is float else None
-        kinds[name] = Annotated[flag.kind, Parameter(help=flag.help, group=group, validator=check)]
-    kinds["run"] = Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)]
-    kinds["where"] = Annotated[Machines, Parameter(name="*", group=MACHINES)]
-    defaults: dict[str, Any] = method.defaults() | {"run": Run(), "where": Machines()}
-    only = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        inspect.Parameter(name, only, default=defaults[name], annotation=kinds[name])
-        for name in kinds
-    ]
-    command.__annotations__ = kinds
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        about = Parameter(help=flag.help, validator=finite if flag.kind is float else None)
+        fields.append((name, Annotated[flag.kind, about], flag.default))
+    module = {"__module__": __name__}  # before Python 3.12 it would be that of `types`
+    taken: Any = dataclasses.make_dataclass("Taken", fields, namespace=module, kw_only=True)
+
+    def command(
+        *,
+        given: Annotated[taken, Parameter(name="*", group=group)] = taken(),  # noqa: B008
+        run: Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)] = Run(),  # noqa: B008
+        where: Annotated[Machines, Parameter(name="*", group=MACHINES)] = Machines(),  # noqa: B008
+    ) -> int:
+        return train(method, dataclasses.asdict(given), run, where)
+
     return command
 
 
@@ -89,17 +86,17 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
       data: Other data than the run's.
     """
     spec, params = run_folder.rebuild(folder)
-    summary = run_folder.read_summary(folder)
-    found = datasets.load(summary["data"] if data is None else data)
+    source, tested = run_folder.read_summary(folder)
+    found = datasets.load(source if data is None else data)
     if found.x_test.shape[1:] != spec.input_shape:
         raise CliError(
             f"{found.source} holds examples of shape {list(found.x_test.shape[1:])}, but the network "
             f"was trained on shape {list(spec.input_shape)}."
         )
     accuracy = models.accuracy(models.build(spec), params, found.x_test, found.y_test)
-    if data is None and accuracy != summary["test_accuracy"]:
+    if data is None and accuracy != tested:
         raise CliError(
-            f"the test accuracy is {accuracy}, but summary.json says {summary['test_accuracy']}: "
+            f"the test accuracy is {accuracy}, but summary.json says {tested}: "
             "the data have changed, or the run was on another kind of device."
         )
     print(f"test accuracy {accuracy:.4f}")

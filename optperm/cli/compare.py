@@ -6,7 +6,6 @@ import itertools
 import pathlib
 import statistics
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,11 @@ import numpy as np
 
 from optperm.cli import datasets, report, run_folder
 from optperm.cli.errors import INTERRUPTED, UsageError, import_extra
-from optperm.cli.flags import Network, Switch, Whole
+from optperm.cli.flags import Network, Whole
 from optperm.cli.machines import Machines
 from optperm.cli.methods import METHODS, Method
-from optperm.cli.training import Training, compiling
+from optperm.cli.training import Training
+from optperm.training.history import picture
 
 _CURVES = ("step", "train_loss", "test_accuracy")
 _COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
@@ -28,28 +28,23 @@ Outcome = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison(Network):
-    """How often and how long to train.
+    """How often to train.
 
     Attributes:
-      seeds: From how many seeds each.
       epochs: Passes through the data.
+      seeds: From how many seeds each.
       devices: Devices to train on.
-      out: Folder for the results, which must be new or empty. Without it runs/compare-...
-      quiet: Print nothing but errors.
     """
 
-    seeds: Whole = 3
     epochs: Whole = 20
+    seeds: Whole = 3
     devices: Whole = 1
-    out: str | None = None
-    quiet: Switch = False
 
 
 def compare(names: Sequence[str], flags: Comparison) -> int:
     """Trains by all methods from all seeds, and writes tables and curves; returns the exit code."""
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise UsageError(f"{', '.join(twice)} is named more than once: name each method once.")
-    compiling(time.perf_counter())
     for extra in ("rich", "matplotlib"):
         import_extra(extra)
     data, reporter = datasets.load(flags.data), report.Reporter(0, quiet=flags.quiet)
@@ -57,7 +52,8 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
     methods = [METHODS[name] for name in names or METHODS]
 
     def training(method: Method, seed: int) -> Training:
-        return Training(method, method.defaults(), flags, data, seed=seed, devices=flags.devices)
+        of_seed = dataclasses.replace(flags, seed=seed)
+        return Training(method, method.defaults(), of_seed, data, flags.devices)
 
     for method in methods:
         training(method, flags.seed)  # what is wrong must come out before the first training
@@ -92,18 +88,18 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
 
 def _outcome(training: Training, epochs: int, *, has_bar: bool) -> Outcome | None:
     """Trains once; None if Ctrl-C came between."""
-    trained = training.run(epochs, progress=has_bar)
-    if trained.interrupted:
+    result: Any = training.run(epochs, progress=has_bar)
+    if result.ended == "interrupted":
         return None
-    records = trained.records
+    records = training.records
     seconds = [record["seconds"] for record in records[1:]]
     return {
         "method": training.method.name,
         "seed": training.spec.seed,
         # The median over the epochs, compiling and testing apart.
         "seconds_a_step": statistics.median(seconds) / training.steps_per_epoch,
-        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(trained.opt_state)),
-        "gradient_evaluations": training.gradient_evaluations(records[-1]["step"]),
+        "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result.state.opt_state)),
+        "gradient_evaluations": training.gradient_evaluations(result.step),
         **{name: [record[name] for record in records] for name in _CURVES},
     }
 
@@ -127,10 +123,9 @@ def _write_csv(path: pathlib.Path, groups: Mapping[str, Sequence[Outcome]]) -> N
         writer = csv.writer(file)
         writer.writerow(["method", "seed", "epoch", *_CURVES])
         for outcome in itertools.chain(*groups.values()):
-            curves = zip(*(outcome[name] for name in _CURVES), strict=True)
-            for epoch, (step, loss, accuracy) in enumerate(curves):
-                shown = "" if loss is None else f"{loss:.6g}", f"{accuracy:.6g}"
-                writer.writerow([outcome["method"], outcome["seed"], epoch, step, *shown])
+            curves = enumerate(zip(*(outcome[name] for name in _CURVES), strict=True))
+            run = outcome["method"], outcome["seed"]
+            writer.writerows((*run, epoch, *values) for epoch, values in curves)
 
 
 def _draw(path: pathlib.Path, groups: Mapping[str, Sequence[Outcome]], about: str) -> None:
@@ -139,7 +134,7 @@ def _draw(path: pathlib.Path, groups: Mapping[str, Sequence[Outcome]], about: st
         name: [outcome["test_accuracy"][-1] for outcome in group] for name, group in groups.items()
     }
     names = sorted(ends, key=lambda name: statistics.mean(ends[name]))
-    with report.picture(path, figsize=(6, 2.6 + 0.16 * len(names))) as figure:
+    with picture(path, figsize=(6, 2.6 + 0.16 * len(names))) as figure:
         figure.suptitle("\n".join(textwrap.wrap(about, 76)))
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         for row, name in enumerate(names):

@@ -82,12 +82,7 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
                 held = ", ".join(file) or "nothing"
                 raise CliError(f"{path} lacks {', '.join(missing)}. It holds {held}. {advice}")
             return {key: np.asarray(file[key]) for key in KEYS}
-    except MemoryError as error:
-        raise CliError(
-            f"{says}: a header claims more than fits into memory ({error}). It is damaged, or too "
-            "large for this machine."
-        ) from error
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
         raise CliError(f"{says}: {why}. {advice}") from error
 

@@ -1,8 +1,8 @@
 """Errors that end the program with one line, and the imports that may be missing."""
 
-from types import ModuleType
+import functools
 
-from optperm.training.extras import import_optional
+from optperm.contract.extras import import_optional
 
 # What a command ends with that Ctrl-C has cut short.
 INTERRUPTED = 130
@@ -20,9 +20,7 @@ class UsageError(CliError):
     exit_code = 2
 
 
-def import_extra(name: str) -> ModuleType:
-    """Imports a module of the optional extra `cli`; a CliError if that is not installed."""
-    try:
-        return import_optional(name, needed_by="the command line", install="optperm[cli]")
-    except ImportError as error:
-        raise CliError(str(error)) from error
+# Imports a module of the optional extra `cli`.
+import_extra = functools.partial(
+    import_optional, needed_by="the command line", install="optperm[cli]"
+)

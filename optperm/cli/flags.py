@@ -39,7 +39,7 @@ Switch = Annotated[bool, Parameter(negative=())]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
-    """What is trained on what.
+    """What is trained on what, and where it is written.
 
     Attributes:
       data: 'digits' (scikit-learn's), a folder of MNIST-format IDX files, or an .npz file with x_train,
@@ -48,6 +48,10 @@ class Network:
       hidden: Units of the hidden layer.
       batch_size: Examples a step, on each device.
       seed: Seed of the initial params, the shuffles and the method; the first one, of several.
+      epochs: Passes through the data.
+      out: Folder for the results, which must be new or empty. Without it one in runs/ that is named by
+        METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists.
+      quiet: Print nothing but errors.
     """
 
     data: str = "digits"
@@ -55,32 +59,28 @@ class Network:
     hidden: Annotated[int, whole_from(1, 2**20)] = 256
     batch_size: Whole = 50
     seed: Annotated[int, whole_from(0, 2**32 - 1)] = 0
+    epochs: Whole = 10
+    out: str | None = None
+    quiet: Switch = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Network):
-    """How long to train, and what to keep.
+    """What to keep.
 
     Attributes:
-      epochs: Passes through the data.
-      out: Folder for the results, which must be new or empty. Without it
-        runs/METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists.
       checkpoint_every: Epochs from one checkpoint to the next, from which the run can be resumed; where
         it ends it leaves one as well, after Ctrl-C too. 0 for none.
       checkpoint_keep: How many of the newest checkpoints to keep. Without it all.
       resume: Go on from the newest checkpoint of this run folder, in a new one, up to --epochs in all;
         the other flags have to be those of that run.
       from_epoch: With --resume: go on from the checkpoint after this epoch instead.
-      quiet: Print nothing but errors.
     """
 
-    epochs: Whole = 10
-    out: str | None = None
     checkpoint_every: Annotated[int, whole_from(0)] = 0
     checkpoint_keep: Whole | None = None
     resume: pathlib.Path | None = None
     from_epoch: Annotated[int, whole_from(0)] | None = None
-    quiet: Switch = False
 
     def __post_init__(self) -> None:
         if self.from_epoch is not None and self.resume is None:

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return commands.run(argv)
         except LostProcessError as error:
             _exit_at_once(str(error), CliError.exit_code)
-        except CliError as error:
-            return _fail(str(error), error.exit_code)
+        except (CliError, ImportError) as error:
+            return _fail(str(error), getattr(error, "exit_code", 1))
         except OSError as error:
             return _fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
         except jax.errors.JaxRuntimeError as error:

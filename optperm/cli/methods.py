@@ -47,9 +47,6 @@ class Method:
       example: Flags of a sensible run.
       of: The functions that it is made of, if they are others than `build`.
       own: Defaults other than theirs, and hyperparameters that they lack, with what to say of them.
-      permutes: Whether the trained weights are the initial ones in another order.
-      period: The flag that says after how many local steps the replicas commit to their center,
-        which is then what is trained. None where all replicas take each step together.
       epoch_start: From the number of an epoch (from 1) and the hyperparameters, how the optimizer state
         changes before it, if at all.
       gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
@@ -62,8 +59,6 @@ class Method:
     example: str
     of: tuple[Callable[..., Any], ...] = ()
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    permutes: bool = False
-    period: str | None = None
     epoch_start: Callable[..., Any] | None = None
     gradients_a_step: Callable[..., float] = lambda **_: 1
     phase: Callable[..., str | None] = lambda step, **_: None
@@ -216,14 +211,13 @@ def _constant_sgd(
 
 
 _ENTRIES = (
-    Method("sgperm", optperm.sgperm, "--aggressiveness 0.2 --epochs 20", permutes=True),
+    Method("sgperm", optperm.sgperm, "--aggressiveness 0.2 --epochs 20"),
     Method(
         "laperm",
         _laperm,
         "--sync-every 25 --epochs 20",
         (optperm.laperm, optax.adam),
         {"learning_rate": 1e-3, "sync_every": 58},
-        permutes=True,
     ),
     Method(
         "sgd",
@@ -258,7 +252,6 @@ _ENTRIES = (
         "--communication-period 20 --devices 4",
         (optperm.agn, optax.sgd),
         {"learning_rate": 0.5, "momentum": 0.5},
-        period="communication_period",
     ),
     Method(
         "diloco",
@@ -271,7 +264,6 @@ _ENTRIES = (
             "outer_learning_rate": (0.7, "The step size of the outer steps."),
             "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),
         },
-        period="sync_every",
     ),
     Method(
         "dldr",

@@ -15,7 +15,7 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.steps import Evaluator
+from optperm.training.steps import evaluated
 
 CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
@@ -112,5 +112,5 @@ def _metrics(model: Network) -> Callable[..., dict[str, jax.Array]]:
 def accuracy(model: Network, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.identity())
-    found = Evaluator(_metrics(model), {"x": x, "y": y}, CHUNK).evaluate(state, 0)
+    found = evaluated(_metrics(model), {"x": x, "y": y}, state, batch_size=CHUNK)
     return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

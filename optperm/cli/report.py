@@ -1,21 +1,24 @@
 """What a run shows: lines of progress, a table at the end, and pictures."""
 
-import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from optperm.bayes.calibration import Calibration
-from optperm.cli.errors import import_extra
+from optperm.training.history import History, picture
 
 # This many lines of progress at most.
 _LINES = 10
-# What the curve shows, as the legend calls it.
-_CURVES = {"test_accuracy": "test", "train_accuracy": "train"}
+# What the table of a run shows of its summary.
+_SHOWN = (
+    *("method", "model", "params", "data", "test_accuracy", "epochs_done", "seconds"),
+    *("compile_seconds", "gradient_evaluations", "share_moved", "phase", "steps_since_commit"),
+    *("devices", "processes", "last_iterate", "posterior"),
+)
 
 
 class Reporter:
@@ -51,37 +54,12 @@ class Reporter:
         self.say(" ".join(parts))
 
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
-        """Prints the result as a table, and where the files are."""
-        rows = {
-            "method": summary["method"],
-            "network": f"{summary['model']}, {summary['params']} params",
-            "data": summary["data"],
-            "test accuracy": f"{summary['test_accuracy']:.4f}",
-            "gradients": f"{summary['gradient_evaluations']:.2e}, of one example each",
-            "epochs": f"{summary['epochs_done']} of {summary['epochs']}",
-            "seconds": f"{summary['seconds']:.2f}, and {summary['compile_seconds']:.2f} to compile",
-            "phase": summary["phase"],
-        }
-        if summary["share_moved"] is not None:
-            rows["moved a step"] = f"{summary['share_moved']:.1%} of the weights"
-        if summary["processes"] > 1:
-            rows["devices"] = f"{summary['devices']} in each of {summary['processes']} processes"
-        elif summary["devices"] > 1:
-            rows["devices"] = str(summary["devices"])
-        for whose in ("last_iterate", "posterior"):
-            if (found := summary[whose]) is not None:
-                rows[whose.replace("_", " ")] = (
-                    f"accuracy {found['accuracy']:.4f}, negative log likelihood "
-                    f"{found['negative_log_likelihood']:.4f}, calibration error "
-                    f"{found['expected_calibration_error']:.4f}"
-                )
-        if summary["posterior"] is not None:
-            share = summary["posterior"]["share_at_max_step"]
-            limited = "" if share is None else f", {share:.1%} of the steps at --max-step"
-            rows["draws"] = f"{summary['posterior']['draws']}{limited}"
-        if summary["steps_since_commit"]:
-            rows["not committed"] = f"the last {summary['steps_since_commit']} steps"
-        self.table([(name, value) for name, value in rows.items() if value is not None])
+        """Prints the result as a table, by the names of summary.json, and where the files are."""
+        shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
+        for name in ("devices", "processes"):
+            if shown[name] == 1:
+                del shown[name]
+        self.table([(_words(name), _plain(value)) for name, value in shown.items()])
         self.files(folder)
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
@@ -96,34 +74,12 @@ class Reporter:
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-@contextlib.contextmanager
-def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
-    """A figure in the house's style, which is saved in the end. No pyplot: it would keep the figure."""
-    with import_extra("matplotlib.style").context("optperm.pictures"):
-        figure = import_extra("matplotlib.figure").Figure(**options)
-        yield figure
-        figure.savefig(path)
-
-
-def draw_curve(
-    path: pathlib.Path, records: Sequence[Mapping[str, Any]], moved: np.ndarray | None, title: str
-) -> None:
-    """Draws accuracies over the epochs, and the share of weights that each step moved."""
-    panels = 1 if moved is None else 2
-    with picture(path, figsize=(6, 2.4 + 1.2 * panels)) as figure:
-        ratios = (2, 1)[:panels]
-        column = figure.subplots(panels, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-        epochs = [record["epoch"] for record in records[1:]]
-        lowest = min((record["test_accuracy"] for record in records[1:]), default=0.0)
-        for name, label in _CURVES.items():
-            column[0].plot(epochs, [record[name] for record in records[1:]], ".-", label=label)
-        column[0].set(title=title, ylabel="accuracy", ylim=(np.floor(10 * lowest) / 10, 1.005))
-        figure.legend(loc="outside lower center", ncols=2)
-        if moved is not None:
-            steps = (np.arange(len(moved)) + 1) * records[-1]["epoch"] / max(len(moved), 1)
-            column[1].plot(steps, moved, color="0.4", linewidth=0.8)
-            column[1].set(ylabel="share of weights\nmoved a step", ylim=(0, None))
-        column[-1].set(xlabel="epoch", xlim=(0, None))
+def draw_curve(path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Any) -> None:
+    """Draws what `History.plot` does: each metric over the steps, in training and in testing."""
+    names = {"loss": "train_loss", "accuracy": "train_accuracy", "share_moved": "share_moved"}
+    names |= {"step": "step", "eval_accuracy": "test_accuracy"}
+    rows = [{name: r[key] for name, key in names.items() if r[key] is not None} for r in records]
+    History(steps, rows[1:] or rows).plot(path)
 
 
 def draw_reliability(
@@ -137,10 +93,20 @@ def draw_reliability(
             is_filled = np.asarray(found.counts) > 0
             confidence, accuracy = found.confidence[is_filled], found.accuracy[is_filled]
             error = float(found.expected_calibration_error)
-            label = f"{name.replace('_', ' ')}: calibration error {error:.4f}"
+            label = f"{_words(name)}: calibration error {error:.4f}"
             above.plot(confidence, accuracy, f"{marker}-", label=label)
             edges = np.linspace(0, 1, len(found.counts) + 1)
             below.stairs(np.asarray(found.counts), edges, linewidth=1.6)
         above.set(title=title, ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
         below.set(xlabel="confidence", ylabel="examples", yscale="log")
         figure.legend(loc="outside lower center")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{_words(name)} {_plain(entry)}" for name, entry in value.items())
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -2,8 +2,8 @@
 
 - `metrics.jsonl`: a line an epoch (`training.Training`), written as training goes on;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: the loss of each step, and the share of weights moved where the method counts them;
-- `curve.png`: accuracies and share moved;
+- `steps.npz`: loss and accuracy of each step, and the share of weights moved where the method counts it;
+- `curve.png`: loss, accuracy and share moved over the steps;
 - `checkpoints/` on request: those of `optperm.training.fit`, by their steps, and in `run.json` what
   another run has to have in common with this one to go on from them;
 - `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
@@ -16,8 +16,8 @@ a permutation the initial params are not stored: they are drawn again from the s
 import dataclasses
 import itertools
 import json
-import math
 import pathlib
+import shutil
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -31,6 +31,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
+from optperm.contract.states import find_states
+from optperm.permutation.export import PERMUTED_STATES
+from optperm.training.checkpoints import differences
 from optperm.training.processes import digest
 
 METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "run.json"
@@ -57,6 +60,22 @@ def create(out: str | None, name: str) -> pathlib.Path:
     return folder
 
 
+def prepare(
+    run: Any, name: str, identity: Mapping[str, Any], steps_per_epoch: int
+) -> tuple[str, int | None]:
+    """Makes the folder of a run, with what tells it from others; the step from which it goes on."""
+    resumes = run.resume is not None
+    step = _find_checkpoint(run, identity, steps_per_epoch) if resumes else None
+    folder = create(run.out, name)
+    if run.keeps:
+        (folder / CHECKPOINTS).mkdir()
+        write_json(folder / CHECKPOINTS / _IDENTITY_FILE, identity)
+    if resumes:
+        part = pathlib.Path(CHECKPOINTS, str(step))
+        shutil.copytree(run.resume / part, folder / part)
+    return str(folder), step
+
+
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
     """Adds a line to metrics.jsonl."""
     with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
@@ -77,23 +96,14 @@ def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
 
 
 def _json(values: Mapping[str, Any], **options: Any) -> str:
-    def known(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: known(entry) for key, entry in value.items()}
-        # JSON has no NaN and no infinity: null stands for the loss of a run that diverged.
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(known(values), allow_nan=False, **options)
+    # JSON has no NaN and no infinity: null stands for the loss of a run that diverged.
+    known = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    return json.dumps(known, **options)
 
 
-def find_checkpoint(
-    folder: pathlib.Path,
-    epoch: int | None,
-    epochs: int,
-    steps_per_epoch: int,
-    identity: Mapping[str, Any],
-) -> int:
-    """The step of the checkpoint after an epoch, or of the newest, if this run can go on from it."""
+def _find_checkpoint(run: Any, identity: Mapping[str, Any], steps_per_epoch: int) -> int:
+    """The step of the checkpoint of `--from-epoch`, or of the newest, if this run can go on from it."""
+    folder, epoch = run.resume, run.from_epoch
     if not (folder / METRICS_FILE).is_file():
         raise CliError(f"--resume {folder}: this is not the folder of a run.")
     kept = sorted(int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal())
@@ -106,16 +116,9 @@ def find_checkpoint(
         there = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, *_DAMAGE) as error:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
-    differences = [
-        f"{name} is {there.get(name)} there and {fact} here"
-        for name, fact in identity.items()
-        if there.get(name) != fact
-    ]
-    if differences:
-        raise UsageError(
-            f"--resume {folder}: the checkpoint is of another run: {'; '.join(differences)}. Pass the "
-            "flags of that run."
-        )
+    if which := differences(there, identity):
+        says = f"the checkpoint is of another run: {which}. Pass the flags of that run."
+        raise UsageError(f"--resume {folder}: {says}")
     step = kept[-1] if epoch is None else epoch * steps_per_epoch
     if step not in kept:
         others = [str(step // steps_per_epoch) for step in kept if not step % steps_per_epoch]
@@ -123,18 +126,13 @@ def find_checkpoint(
             f"--from-epoch {epoch}: {folder} holds no checkpoint of that epoch, but of "
             f"{', '.join(others) or 'none'}."
         )
-    if step > epochs * steps_per_epoch:
+    if step > run.epochs * steps_per_epoch:
         raise UsageError(
-            f"--epochs {epochs}: the checkpoint is after epoch {step // steps_per_epoch} already, and "
-            "--epochs counts from the start of the first run. Pass more, or an earlier --from-epoch."
+            f"--epochs {run.epochs}: the checkpoint is after epoch {step // steps_per_epoch} already, "
+            "and --epochs counts from the start of the first run. Pass more, or an earlier "
+            "--from-epoch."
         )
     return step
-
-
-def prepare_checkpoints(folder: pathlib.Path, identity: Mapping[str, Any]) -> None:
-    """Makes the folder of a run's checkpoints, with what tells it from others."""
-    (folder / CHECKPOINTS).mkdir()
-    write_json(folder / CHECKPOINTS / _IDENTITY_FILE, identity)
 
 
 def write_network(
@@ -142,11 +140,11 @@ def write_network(
     spec: models.NetworkSpec,
     initial: optax.Params,
     trained: optax.Params,
-    opt_state: Any | None,
+    opt_state: Any,
 ) -> None:
     """Writes the trained params; with the state of a method that permutes them, their permutation."""
     name, leaves = _PARAMS_FILE, trained
-    if opt_state is not None:
+    if find_states(opt_state, PERMUTED_STATES):
         name, leaves = _PERMUTATION_FILE, optperm.export_permutation(initial, opt_state, trained)
         if digest(optperm.apply_permutation(initial, leaves)) != digest(trained):
             raise CliError(
@@ -189,14 +187,11 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
     return spec, params
 
 
-def read_summary(folder: pathlib.Path) -> dict[str, Any]:
-    """Reads summary.json."""
+def read_summary(folder: pathlib.Path) -> tuple[str, float]:
+    """The data and the test accuracy of summary.json."""
     path = folder / "summary.json"
     try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"data", "test_accuracy"} - set(summary)
-    except (OSError, ValueError, TypeError) as error:
-        raise CliError(f"{path} cannot be read ({error}).") from error
-    if missing:
-        raise CliError(f"{path} is not the summary of a run: it lacks {', '.join(missing)}.")
-    return summary
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        return summary["data"], summary["test_accuracy"]
+    except (OSError, *_DAMAGE) as error:
+        raise CliError(f"{path} is not the summary of a run ({error!r}).") from error

@@ -4,11 +4,10 @@ import functools
 import importlib.metadata
 import pathlib
 import platform
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +20,15 @@ from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
 from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
-from optperm.training import CheckpointError, Event, History, TrainState, fit
+from optperm.distributed.local_steps import LocalStepsState
+from optperm.permutation.export import PERMUTED_STATES
+from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
 from optperm.training.history import diverged_at
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
-
-
-class Trained(NamedTuple):
-    """What training came to."""
-
-    params: optax.Params  # the center's, where the method has one
-    opt_state: Any  # of one replica
-    records: list[Record]  # one for each epoch, epoch 0 and a part of one at the end included
-    history: History
-    epoch: int  # whole epochs done
-    interrupted: bool
-    compile_seconds: float
+# When something was traced or compiled since this was imported: start and end, in order.
+_COMPILED: list[tuple[float, float]] = []
 
 
 class Training:
@@ -45,6 +36,10 @@ class Training:
 
     A step of R replicas with batches of B examples takes the examples of one step of a single replica
     with a batch of R B. What does not fit together is a UsageError.
+
+    Attributes:
+      records: What each epoch came to, epoch 0 and a part of one at the end included.
+      params: The trained params: those of the center, where the method has one.
     """
 
     def __init__(
@@ -53,8 +48,6 @@ class Training:
         hyperparameters: Mapping[str, Hyperparameter],
         flags: Network,
         data: datasets.Dataset,
-        *,
-        seed: int,
         devices: int,
     ) -> None:
         self.replicas = devices * jax.process_count()
@@ -68,23 +61,18 @@ class Training:
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters = method, dict(hyperparameters)
         self.data, self._devices = data, devices if self.replicas > 1 else None
-        # What the method does before an epoch.
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
-        shape = data.x_train.shape[1:]
-        self.spec = models.NetworkSpec(flags.model, flags.hidden, shape, data.num_classes, seed)
+        of_data = data.x_train.shape[1:], data.num_classes
+        self.spec = models.NetworkSpec(flags.model, flags.hidden, *of_data, flags.seed)
         self.model = models.build(self.spec)
-        facts = {"seed": seed, "num_data": len(data.x_train), "batch_size": self.batch_size}
+        facts = {"seed": flags.seed, "num_data": len(data.x_train), "batch_size": self.batch_size}
         facts["axis_name"] = "replica" if self.replicas > 1 else None
         try:
             self._tx = method.transformation(hyperparameters, facts)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
-
-    @functools.cached_property
-    def initial(self) -> optax.Params:
-        """The initial params."""
-        return models.initial_params(self.spec)
+        self.initial = models.initial_params(self.spec)
 
     def run(
         self,
@@ -93,20 +81,19 @@ class Training:
         on_record: Callable[[Record], None] = lambda record: None,
         records: Sequence[Record] = (),
         **options: Any,
-    ) -> Trained:
+    ) -> FitResult:
         """Trains by `fit`, up to so many epochs in all, with some further options of that.
 
         `on_record` is called with each record, the `records` of an earlier run to go on from included.
         """
-        start = time.perf_counter()
-        known = [*records] or [self._record(0, 0, self.initial, {})]
-        for record in known:
+        self.records = [*records] or [self._record(0, 0, self.initial, {})]
+        for record in self.records:
             on_record(record)
 
         def on_epoch(event: Event) -> None:
             params = self._what_is_trained(event.state)
-            known.append(self._record(event.epoch, event.step, params, event.metrics))
-            on_record(known[-1])
+            self.records.append(self._record(event.epoch, event.step, params, event.metrics))
+            on_record(self.records[-1])
 
         prior = float(self.hyperparameters.get("prior_precision", 0.0))
         try:
@@ -129,13 +116,12 @@ class Training:
         except (ValueError, TypeError, CheckpointError) as error:
             says = str(error).replace("resume=STEP", "--from-epoch")
             raise CliError(f"{self.method.name}: {says}") from error
-        state: Any = result.state
-        steps, history = result.step - known[-1]["step"], result.history
-        params = self._what_is_trained(state)
+        self.params = self._what_is_trained(result.state)
+        steps = result.step - self.records[-1]["step"]
         if steps > 0:  # of an epoch that Ctrl-C has cut short
-            known.append(self._record(result.epoch, result.step, params, history.means(steps)))
-        ended = result.epoch, result.ended == "interrupted", compiling(start)
-        return Trained(params, state.opt_state, known, history, *ended)
+            means = result.history.means(steps)
+            self.records.append(self._record(result.epoch, result.step, self.params, means))
+        return result
 
     def gradient_evaluations(self, step: int) -> int:
         """How many gradients of the loss on one example it took to get to a step, full ones included."""
@@ -147,33 +133,31 @@ class Training:
     def _what_is_trained(self, state: Any) -> optax.Params:
         """What is tested and kept of a state, in the memory of this process."""
         params = state.params
-        if self.method.period:
+        if find_states(state.opt_state, LocalStepsState):
             params = optperm.center_params(state.opt_state)
-        if self.method.permutes:
+        if find_states(state.opt_state, PERMUTED_STATES):
             params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
         return jax.device_get(params)
-
-    def _tested(self, params: optax.Params) -> float:
-        return models.accuracy(self.model, params, self.data.x_test, self.data.y_test)
 
     def _record(
         self, epoch: int, step: int, params: optax.Params, metrics: Mapping[str, float]
     ) -> Record:
-        """What an epoch came to. Epoch 0 is the network before training.
+        """What an epoch came to; epoch 0 is the network before training. None is for what there is not.
 
-        Loss, accuracy in training and share of weights moved are means over its steps, the test accuracy
-        is that after it; seconds are those of its steps, without compiling and testing. None is for what
-        there is not. Process 0 alone tests, by the program that `optperm evaluate` runs.
+        Seconds are those of its steps, without compiling and testing. Process 0 alone tests, by the
+        program that `optperm evaluate` runs.
         """
-        seconds = metrics.get("seconds", 0.0)
+        tested, seconds = None, metrics.get("seconds", 0.0)
         # Asked before testing, which compiles as well.
         seconds -= compiling(time.perf_counter() - seconds)
+        if jax.process_index() == 0:
+            tested = models.accuracy(self.model, params, self.data.x_test, self.data.y_test)
         return {
             "epoch": epoch,
             "step": step,
             "train_loss": metrics.get("loss"),
             "train_accuracy": metrics.get("accuracy"),
-            "test_accuracy": self._tested(params) if jax.process_index() == 0 else None,
+            "test_accuracy": tested,
             "share_moved": metrics.get("share_moved"),
             "seconds": seconds,
             "phase": self.method.phase(step, **self.hyperparameters),
@@ -187,7 +171,7 @@ def train(
     where: machines.Machines,
 ) -> int:
     """Trains a network, and writes what came of it; returns the exit code."""
-    compiling(time.perf_counter())
+    start = time.perf_counter()
     # What is missing must come out before the training, not after it.
     for extra in ("rich", "matplotlib", *(["orbax.checkpoint"] if run.keeps else [])):
         import_extra(extra)
@@ -196,70 +180,48 @@ def train(
     where.connect(lambda: reporter.say("Waiting for the other processes."))
     is_main = jax.process_index() == 0
     reporter.quiet |= not is_main
-    training = Training(method, hyperparameters, run, data, seed=run.seed, devices=where.devices)
-    name = f"{method.name}-{run.model}-{data.name}-s{run.seed}"
-
-    def prepare() -> tuple[str, int | None]:
-        identity, step = _identity(training, run), None
-        if run.resume is not None:
-            lengths = run.epochs, training.steps_per_epoch
-            step = run_folder.find_checkpoint(run.resume, run.from_epoch, *lengths, identity)
-        made = run_folder.create(run.out, name)
-        if run.keeps:
-            run_folder.prepare_checkpoints(made, identity)
-        if run.resume is not None:
-            part = pathlib.Path(run_folder.CHECKPOINTS, str(step))
-            shutil.copytree(run.resume / part, made / part)
-        return str(made), step
-
+    training = Training(method, hyperparameters, run, data, where.devices)
+    name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
+    prepare = functools.partial(run_folder.prepare, run, name, _identity(training, run), a_epoch)
     chosen, step = machines.decided(prepare)
-    folder, records, options = pathlib.Path(chosen), list[Record](), dict[str, Any]()
+    folder, options = pathlib.Path(chosen), dict[str, Any](progress=reporter.has_bar)
     if run.keeps:
         options["checkpoints"] = folder / run_folder.CHECKPOINTS
-        options["checkpoint_every"] = run.checkpoint_every * training.steps_per_epoch or None
+        options["checkpoint_every"] = run.checkpoint_every * a_epoch or None
         options["checkpoint_keep"] = run.checkpoint_keep
     if run.resume is not None:
-        options["resume"] = step
-        records = run_folder.read_metrics(run.resume, step)
-        reporter.say(_going_on(run, step // training.steps_per_epoch))
+        options |= {"resume": step, "records": run_folder.read_metrics(run.resume, step)}
+        says = f"Going on after epoch {step // a_epoch} of {run.resume}."
+        if step == run.epochs * a_epoch:
+            says = f"Nothing to train: {run.resume} is at epoch {run.epochs}. To go on, raise --epochs."
+        reporter.say(says)
 
     def on_record(record: Record) -> None:
         if is_main:
             run_folder.append_metrics(folder, record)
         reporter.epoch(record)
 
-    options["progress"] = reporter.has_bar
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The loss is")  # the error below says so
-        trained = training.run(run.epochs, on_record=on_record, records=records, **options)
+        result = training.run(run.epochs, on_record=on_record, **options)
     if is_main:
-        summary = _summary(training, trained, run, where, step)
-        summary |= _write(folder, name, training, trained)
+        summary = _summary(training, result, run, where, step)
+        summary["compile_seconds"] = compiling(start)
+        summary |= _write(folder, name, training, result)
         run_folder.write_json(folder / "summary.json", summary)
-    _refuse_diverged(trained.history, folder)
+    history = result.history
+    if (bad := diverged_at(history)) is not None:
+        raise CliError(
+            f"the loss stopped being finite at step {bad} of {history.num_steps}: try a smaller "
+            f"--learning-rate. What there is lies in {folder}."
+        )
     if is_main:
         reporter.summary(summary, folder)
-    if not trained.interrupted:
+    if result.ended != "interrupted":
         return 0
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
     return INTERRUPTED
-
-
-def _refuse_diverged(history: History, folder: pathlib.Path) -> None:
-    """Raises a CliError if the loss is not finite at the end."""
-    if (step := diverged_at(history)) is not None:
-        raise CliError(
-            f"the loss stopped being finite at step {step} of {history.num_steps}: try a smaller "
-            f"--learning-rate. What there is lies in {folder}."
-        )
-
-
-def _going_on(run: Run, epoch: int) -> str:
-    """What is said of a run that goes on after an epoch, which is --epochs at most."""
-    if epoch == run.epochs:
-        return f"Nothing to train: {run.resume} is at epoch {epoch}. To go on, raise --epochs."
-    return f"Going on after epoch {epoch} of {run.resume}."
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:
@@ -273,23 +235,19 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
     }
 
 
-def _write(folder: pathlib.Path, name: str, training: Training, trained: Trained) -> dict[str, Any]:
+def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> dict[str, Any]:
     """Writes the network, the steps, the draws and pictures; what the summary says of the draws."""
-    params, steps, last = trained.params, trained.history.steps, trained.records[-1]
-    opt_state = trained.opt_state
-    kept = opt_state if training.method.permutes else None
-    run_folder.write_network(folder, training.spec, training.initial, params, kept)
-    columns: dict[str, Any] = {"loss": np.zeros(0, np.float32), **steps}
-    columns.pop("accuracy", None)
-    np.savez_compressed(folder / "steps.npz", **columns)
-    report.draw_curve(folder / "curve.png", trained.records, steps.get("share_moved"), name)
+    params, steps, opt_state = training.params, result.history.steps, result.state.opt_state
+    run_folder.write_network(folder, training.spec, training.initial, params, opt_state)
+    np.savez_compressed(folder / "steps.npz", **{"loss": np.zeros(0, np.float32), **steps})
+    report.draw_curve(folder / "curve.png", training.records, steps)
     noise = find_states(opt_state, optperm.GradientNoiseState)
     if not noise:
         return {}
     every, burn_in = (int(training.hyperparameters[name]) for name in ("draw_every", "burn_in"))
     snapshots, count = optperm.trajectory(opt_state)
     # The snapshots that were taken after a step that sampled.
-    valid = min(int(count), -(-last["step"] // every) - (burn_in // every + 1))
+    valid = min(int(count), -(-result.step // every) - (burn_in // every + 1))
     if valid < 1:
         return {}
     draws = jax.tree.map(lambda rows: rows[int(count) - valid : int(count)][None], snapshots)
@@ -325,32 +283,27 @@ def _predictive(training: Training, draws: Any) -> tuple[dict[str, Any], optperm
 
 
 def _summary(
-    training: Training, trained: Trained, run: Run, where: machines.Machines, first: int | None
+    training: Training, result: Any, run: Run, where: machines.Machines, first: int | None
 ) -> dict[str, Any]:
-    last, method = trained.records[-1], training.method
-    period = method.period and int(training.hyperparameters[method.period])
-    moved = trained.history.steps.get("share_moved")
+    last, moved = training.records[-1], result.history.steps.get("share_moved")
+    local = find_states(result.state.opt_state, LocalStepsState)
     return {
-        "method": method.name,
-        **{name: last[name] for name in ("test_accuracy", "train_accuracy", "train_loss")},
+        "method": training.method.name,
+        **{name: last[name] for name in ("test_accuracy", "train_accuracy", "train_loss", "phase")},
         # The mean over all steps.
         "share_moved": None if moved is None else float(np.mean(moved)),
-        # Of all steps; compiling and testing come on top.
-        "seconds": sum(record["seconds"] for record in trained.records),
-        "compile_seconds": trained.compile_seconds,
-        "interrupted": trained.interrupted,
+        "seconds": sum(record["seconds"] for record in training.records),
+        "interrupted": result.ended == "interrupted",
         "resumed_from": None if run.resume is None else str(run.resume),
         "resumed_after_epoch": None if first is None else first // training.steps_per_epoch,
-        "epochs_done": trained.epoch,
-        "steps": last["step"],
-        "phase": last["phase"],
-        "gradient_evaluations": training.gradient_evaluations(last["step"]),
+        "epochs_done": result.epoch,
+        "steps": result.step,
+        "gradient_evaluations": training.gradient_evaluations(result.step),
         # The trained network holds nothing of them.
-        "steps_since_commit": last["step"] % period if period else None,
-        # How good their predicted probabilities are, where the method draws from a posterior.
-        "last_iterate": None,
-        "posterior": None,
-        "params": sum(leaf.size for leaf in jax.tree.leaves(trained.params)),
+        "steps_since_commit": int(local[0].since_commit) if local else None,
+        # How good their predictions are, where the method draws from a posterior.
+        **{"last_iterate": None, "posterior": None},
+        "params": sum(leaf.size for leaf in jax.tree.leaves(training.params)),
         "data": training.data.source,
         **{
             name: getattr(run, name) for name in ("model", "hidden", "seed", "epochs", "batch_size")
@@ -375,22 +328,17 @@ def version(package: str) -> str:
         return "(not installed)"
 
 
-@functools.cache
-def _compilations() -> list[tuple[float, float]]:
-    """When something was traced or compiled, from the first call on: start and end, in order."""
-    known: list[tuple[float, float]] = []
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    start = time.perf_counter() - duration_secs
+    if event.startswith("/jax/core/compile/"):
+        while _COMPILED and _COMPILED[-1][0] >= start:
+            _COMPILED.pop()  # it was a part of this
+        _COMPILED.append((start, start + duration_secs))
 
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        start = time.perf_counter() - duration_secs
-        if event.startswith("/jax/core/compile/"):
-            while known and known[-1][0] >= start:
-                known.pop()  # it was a part of this
-            known.append((start, start + duration_secs))
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return known
+jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
 def compiling(since: float) -> float:
-    """Seconds from a moment on that went into compiling; the first call begins to measure."""
-    return sum(max(0.0, end - max(start, since)) for start, end in _compilations())
+    """Seconds from a moment on that went into compiling."""
+    return sum(max(0.0, end - max(start, since)) for start, end in _COMPILED)

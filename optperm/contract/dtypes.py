@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
@@ -41,3 +42,9 @@ def all_finite(tree: Any) -> jax.Array:
 def zero_if_not_finite(tree: Any) -> Any:
     """The tree with zero in the place of each entry that is not finite."""
     return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), tree)
+
+
+def as_array(leaf: Any) -> Any:
+    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    known = jax.Array | np.ndarray | np.generic | bool | int | float
+    return leaf if isinstance(leaf, known) else np.asarray(leaf)

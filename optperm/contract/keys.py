@@ -1,6 +1,9 @@
 """Random keys in a state: raw data of threefry keys, which every checkpoint and Orbax can hold."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 
 def key_data(seed: int | jax.Array) -> jax.Array:
@@ -11,3 +14,8 @@ def key_data(seed: int | jax.Array) -> jax.Array:
 def as_key(data: jax.Array) -> jax.Array:
     """The key of raw data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys, from `jax.random.key`."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -24,6 +24,9 @@ from optperm.permutation.weight_vectors import (
     sort_order,
 )
 
+# The states of methods that train by a permutation of the initial weights.
+PERMUTED_STATES = (PermuteByCyclesState, LapermState)
+
 
 def permuted_params(
     opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
@@ -178,8 +181,8 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
 
 
 def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
-    types: tuple[type[Any], ...] = (PermuteByCyclesState, LapermState)
-    return find_state(opt_state, types, method="sgperm or optperm.laperm")
+    state: Any = find_state(opt_state, PERMUTED_STATES, method="sgperm or optperm.laperm")
+    return state
 
 
 def _weights_and_ranks(

@@ -9,15 +9,16 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from optperm.training.extras import import_optional
+from optperm.contract.extras import import_optional
 
 _NEVER, _DROPPED = 2**31 - 1, ".dropped"
+_ADVICE = "was not written by this version of optperm; resume=STEP takes another"
 
 
 class CheckpointError(RuntimeError):
@@ -78,33 +79,29 @@ class Checkpoints:
             raise ValueError(f"resume={resume}: {says}.")
         return known[-1] if resume is True else int(resume)
 
-    def read(
-        self, step: int, like: Callable[[dict[str, Any]], Any], facts: Mapping[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """What `write` wrote after a step, its arrays placed like those of `like(run)`.
-
-        What was kept after that step is dropped before the next one is written.
-        """
-        path, args, here = self._folder / str(step), self._ocp.args, json.loads(json.dumps(facts))
-        advice = "was not written by this version of optperm; resume=STEP takes another"
-        with _errors(f"{path} is damaged or {advice}"):
+    def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """What `write` wrote of the run after a step; a ValueError if its facts are others."""
+        path, args = self._folder / str(step), self._ocp.args
+        with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
-        there = {name: run["facts"].get(name) for name in here}
-        which = [f"{k} is {there[k]} there and {here[k]} here" for k in here if there[k] != here[k]]
-        if which:
-            form = "the form of the state"
-            what = "The optimizer, the model or their shapes are others. "
+        if which := differences(run["facts"], json.loads(json.dumps(facts))):
+            is_form = "the form of the state" in which
+            what = "The optimizer, the model or their shapes are others. " if is_form else ""
             raise ValueError(
-                f"The checkpoint {path} is of another run: {'; '.join(which)}. "
-                f"{what if there.get(form) != here.get(form) else ''}Pass what that run was started "
-                "with, or another folder."
+                f"The checkpoint {path} is of another run: {which}. {what}Pass what that run was "
+                "started with, or another folder."
             )
-        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like(run))
-        items = {"state": args.StandardRestore(forms), "history": args.StandardRestore()}
-        with _errors(f"{path} is damaged or {advice}"):
-            arrays = self._manager.restore(step, args=args.Composite(**items))
+        return dict(run)
+
+    def read_arrays(self, step: int, like: Any) -> tuple[Any, np.ndarray]:
+        """The state, placed like another one, and the rows; what came later will be dropped."""
+        restore = self._ocp.args.StandardRestore
+        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        items = self._ocp.args.Composite(state=restore(forms), history=restore())
+        with _errors(f"{self._folder / str(step)} is damaged or {_ADVICE}"):
+            arrays = self._manager.restore(step, args=items)
         self._last_kept = step
-        return arrays.state, np.asarray(arrays.history["steps"]), run
+        return arrays.state, np.asarray(arrays.history["steps"])
 
     def until_next(self, step: int, most: int) -> int:
         """In how many steps the next checkpoint is due, if in fewer than `most`, else that."""
@@ -154,6 +151,12 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if self._is_ours and jax.process_index() == 0:
             (self._folder / _DROPPED).rmtree(missing_ok=True)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Which facts of a run are others there than here, by name."""
+    which = {name: (there.get(name), fact) for name, fact in here.items()}
+    return "; ".join(f"{k} is {a} there and {b} here" for k, (a, b) in which.items() if a != b)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
+from optperm.contract.dtypes import as_array
 from optperm.training import processes
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
@@ -120,10 +121,10 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     """The next batch, or `END` where some process has none. All of them have to ask."""
     batch, size, failure = END, 0, None
     if jax.process_count() == 1:
-        return batch if (batch := next(iterator, END)) is END else jax.tree.map(_as_array, batch)
+        return batch if (batch := next(iterator, END)) is END else jax.tree.map(as_array, batch)
     try:
         if (batch := next(iterator, END)) is not END:
-            batch = jax.tree.map(_as_array, batch)
+            batch = jax.tree.map(as_array, batch)
             size = num_examples(f"A batch of {name}", batch)
     except Exception as error:
         size, failure = -1, error
@@ -140,10 +141,13 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     return batch if sizes.min() else END
 
 
-def _as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = jax.Array | np.ndarray | np.generic | bool | int | float
-    return leaf if isinstance(leaf, known) else np.asarray(leaf)
+class Position(NamedTuple):
+    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
+
+    step: int = 0
+    epoch: int = 1
+    offset: int = 0
+    seconds: float = 0.0
 
 
 class Fed(NamedTuple):
@@ -153,6 +157,7 @@ class Fed(NamedTuple):
     columns: dict[str, Any]  # float32, a row for each step, and perhaps more
     steps: int
     is_over: bool  # whether the epoch ends with them
+    error: Exception | None = None  # what came instead of the next step
 
 
 class ArrayFeed:
@@ -161,9 +166,9 @@ class ArrayFeed:
     With `replace` they are drawn with replacement: batches of one shuffle are not independent.
     """
 
-    replace = False
-
-    def __init__(self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int) -> None:
+    def __init__(
+        self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
+    ) -> None:
         size, parts = num_examples("train_data", data), layout.parts
         if batch_size is None:
             raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
@@ -175,6 +180,7 @@ class ArrayFeed:
             says = f"counts the examples of all {parts} devices or replicas, and must be"
             raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
@@ -185,21 +191,18 @@ class ArrayFeed:
         """Tells the data from others."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
         facts = {"batch_size": self._batch_size, "train_data": str(forms)}
-        facts |= {"batches": "drawn with replacement"} if self.replace else {}
+        facts |= {"batches": "drawn with replacement"} if self._replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
-    def begin(self, epoch: int, offset: int, _: Any = None) -> None:
-        """Goes to a step of an epoch; epochs count from 1, steps from 0."""
-        if epoch != self._epoch:
-            order = np.asarray(shuffled(self._seed, epoch, self._size, self.replace))
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        if at.epoch != self._epoch:
+            order = np.asarray(shuffled(self._seed, at.epoch, self._size, self._replace))
             order = order[: self.steps_per_epoch * self._batch_size]
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])
-        self._epoch, self._offset = epoch, offset
-
-    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
-        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
-        first, last = self._offset, min(self._offset + limit, self.steps_per_epoch)
+            self._epoch = at.epoch
+        first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
         shared = self._examples, np.int32(first), np.int32(last)
         with self._layout.context():
             carry, columns = steps[0](carry, shared, self._order)
@@ -219,9 +222,6 @@ class ArrayFeed:
         size = _GRADIENT_CHUNK * self._layout.parts
         return pieces("train_data", self._data, epoch, size, self._layout)
 
-    def state(self) -> None:
-        """Nothing: the shuffles follow from the seed."""
-
 
 class StreamFeed:
     """Batches from an iterable, or from a callable that gives one for each epoch.
@@ -236,7 +236,6 @@ class StreamFeed:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
         self._iterator: Any = None
-        self._error: Exception | None = None
         if earlier is not None and earlier._source is source:
             self._iterator, self._at = earlier._iterator, earlier._at
 
@@ -252,8 +251,9 @@ class StreamFeed:
             )
         return self._source
 
-    def begin(self, epoch: int, offset: int, state: str | None = None) -> None:
+    def go_to(self, at: Position, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+        epoch, offset = at.epoch, at.offset
         if self._iterator is not None and self._at == (epoch, offset):
             return
         self._iterator = open_stream("train_data", self._reopened(), epoch)
@@ -269,12 +269,11 @@ class StreamFeed:
                     f"{offset} of them: to go on exactly, it has to give the same batches again."
                 )
 
-    def run(self, steps: Any, carry: Any, limit: int, interrupt: Interrupt) -> Fed:
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        self.go_to(at)
         rows: list[dict[str, jax.Array]] = []
-        (epoch, offset), is_over = self._at, False
-        if self._error is not None:
-            raise self._error
+        epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
@@ -287,7 +286,7 @@ class StreamFeed:
                 except Exception as error:  # the loader's own, or the loss function's
                     if not rows:
                         raise
-                    self._error = error  # once the steps before it are recorded
+                    failure = error  # raised once the steps before it are recorded
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
@@ -297,7 +296,7 @@ class StreamFeed:
             raise no_batch("train_data", epoch)
         self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
         columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
-        return Fed(carry, columns, len(rows), is_over)
+        return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
         parts = self._layout.parts // jax.process_count()

@@ -1,14 +1,15 @@
 """What training recorded: a row for each step and one for each epoch, as arrays, CSV or a plot."""
 
+import contextlib
 import csv
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from optperm.contract import checks
-from optperm.training.extras import import_optional
+from optperm.contract.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
@@ -133,16 +134,11 @@ class History:
           ImportError: If matplotlib is not installed.
           ValueError: If there is nothing to draw.
         """
-        extra = "optperm[training]"
-        figures = import_optional("matplotlib.figure", needed_by="History.plot", install=extra)
         steps, epochs = self.steps, self.epochs
         names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
-        if not names:
-            raise ValueError("There is nothing to draw: no step has been recorded yet.")
-        styles = import_optional("matplotlib.style", needed_by="History.plot", install=extra)
-        with styles.context("optperm.pictures"):
-            # No pyplot: it would look for a display and keep the figure in its global state.
-            figure = figures.Figure(figsize=(6, 2.1 * len(names) + 0.6))
+        with picture(path, figsize=(6, 2.1 * len(names) + 0.6)) as figure:
+            if not names:
+                raise ValueError("There is nothing to draw: no step has been recorded yet.")
             column = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
             for axes, name in zip(column, names, strict=True):
                 axes.set(ylabel=name)
@@ -156,6 +152,16 @@ class History:
                         axes.plot(epochs["step"], epochs[column_name], ".-", label=label)
                 axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
             axes.set(xlabel="step")
-            if path is not None:
-                figure.savefig(path)
         return figure
+
+
+@contextlib.contextmanager
+def picture(path: str | os.PathLike[str] | None, **options: Any) -> Iterator[Any]:
+    """A figure in the house's style, which is saved in the end, if there is a path."""
+    what: Any = {"needed_by": "A picture", "install": "optperm[training]"}
+    figures = import_optional("matplotlib.figure", **what)
+    with import_optional("matplotlib.style", **what).context("optperm.pictures"):
+        # No pyplot: it would look for a display and keep the figure in its global state.
+        yield (figure := figures.Figure(**options))
+        if path is not None:
+            figure.savefig(path)

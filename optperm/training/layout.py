@@ -234,11 +234,9 @@ def mesh_of(devices: int) -> Mesh:
     checks.check_count("devices", devices)
     most = 0
     for platform in (None, "cpu"):
-        by_process: list[list[Any]] = [[] for _ in range(jax.process_count())]
-        for device in jax.devices(platform):
-            by_process[device.process_index].append(device)
-        if (most := max(most, min(map(len, by_process)))) >= devices:
-            return Mesh(np.array([each[:devices] for each in by_process]).ravel(), (AXIS,))
+        here = [jax.local_devices(index, platform) for index in range(jax.process_count())]
+        if (most := max(most, min(map(len, here)))) >= devices:
+            return Mesh(np.array([each[:devices] for each in here]).ravel(), (AXIS,))
     raise ValueError(
         f"devices must be at most {most}, the number that JAX has, got {devices}. For more virtual "
         f"ones on the processor start with the environment variable JAX_NUM_CPU_DEVICES={devices}."

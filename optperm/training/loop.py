@@ -1,32 +1,17 @@
 """`fit`: trains a Flax model by any method."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from optperm.bayes.report import SAMPLERS
 from optperm.contract import checks
-from optperm.contract.states import find_states
-from optperm.training import processes
-from optperm.training.callbacks import as_callbacks
-from optperm.training.checkpoints import Checkpoints
-from optperm.training.data import ArrayFeed, StreamFeed, is_arrays
-from optperm.training.history import History
-from optperm.training.layout import Layout, layout_of
-from optperm.training.run import FitResult, Position, Run
-from optperm.training.steps import Evaluator, Model, copied, plain, typed
+from optperm.training.data import is_arrays
+from optperm.training.run import COUNTS, FitResult, Run
 from optperm.training.terminal import Interrupt, progress_bar
-from optperm.training.train_state import TrainState
-
-_COUNTS = (
-    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
-    "checkpoint_keep",
-)
 
 
 def fit(
@@ -144,52 +129,9 @@ def fit(
     """
     given = dict(locals())
     _check(given)
-    earlier = state_or_model if isinstance(state_or_model, FitResult) else None
-    if earlier is not None:
-        state_or_model, optimizer = earlier.state or earlier.model, earlier.optimizer
-    model, initial = Model.of(state_or_model, optimizer)
-    places = {"mesh": mesh, "devices": devices, "replicas": replicas}
-    if earlier is None or any(place is not None for place in places.values()):
-        layout = layout_of(initial.tx, initial, **places)
-    else:
-        layout = earlier._end[0]
-    if epoch_start is not None and layout.own:
-        raise ValueError("epoch_start changes a shared state, but here each replica has its own.")
-    if epoch_start is not None and isinstance(train_data, Iterator):
-        raise ValueError(
-            "epoch_start goes through all batches before an epoch, and this iterator gives them once: "
-            "pass a list, a data loader, or a function of the epoch's number that gives an iterator."
-        )
-    feed: ArrayFeed | StreamFeed
-    if is_arrays("train_data", train_data):
-        feed = ArrayFeed(train_data, batch_size, int(seed), layout, int(steps_per_call))
-    else:
-        feed = StreamFeed(train_data, batch_size, layout, earlier._end[3] if earlier else None)
-    facts = {"the kind of model": "linen" if model.graphdef is None else "nnx", "seed": int(seed)}
-    if jax.process_count() > 1:
-        digest = {"the digest of params": processes.digest(plain(initial.params))}
-        counts = {name: given[name] for name in _COUNTS}
-        processes.check_same({**facts, **feed.facts(), **counts, **digest})
-    evaluated = eval_batch_size or batch_size, model, Layout(layout.mesh, layout.batch)
-    old = earlier.history if earlier else History()
-    run = Run(
-        *((state_or_model, optimizer), model, layout, feed, loss_fn, bool(has_aux)),
-        evaluator=eval_fn and Evaluator(eval_fn, eval_data, *evaluated),
-        every={int(n): as_callbacks(f"every[{n}]", f) for n, f in (every or {}).items()},
-        epoch_end=as_callbacks("on_epoch_end", on_epoch_end),
-        epoch_start=epoch_start,
-        steps_per_call=int(steps_per_call),
-        carry=_placed(initial, layout) if earlier is None else _moved(earlier, layout),
-        at=earlier._end[2] if earlier else Position(),
-        history=History(old.steps, old.epoch_rows),
-    )
-    if isinstance(feed, ArrayFeed):
-        feed.replace = bool(find_states(run.carry.opt_state, SAMPLERS))
-    if checkpoints is not None:
-        kept = Checkpoints(checkpoints, checkpoint_every, checkpoint_keep)
-        run.keep_in(kept, {**facts, **feed.facts()}, resume)
+    run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
-    total = min(most[0] * (feed.steps_per_epoch or math.inf), most[1])
+    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     run.warn_if_diverged()
@@ -198,7 +140,7 @@ def fit(
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raises what `fit` says about arguments that can be judged by themselves."""
-    for name in _COUNTS:
+    for name in COUNTS:
         if given[name] is not None:
             checks.check_count(name, given[name])
     checks.check_seed("seed", given["seed"])
@@ -209,6 +151,9 @@ def _check(given: Mapping[str, Any]) -> None:
     for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
         if given[names[0]] is not None and given[names[1]] is None:
             raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
+    if given["eval_fn"] is not None:
+        checks.check_function("eval_fn", given["eval_fn"], "(params, batch) or (model, batch)")
+        is_arrays("eval_data", given["eval_data"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume", given["resume"], minimum=0)
     for name in ("resume", "checkpoint_every", "checkpoint_keep"):
@@ -221,34 +166,3 @@ def _check(given: Mapping[str, Any]) -> None:
     if given["epoch_start"] is not None:
         says = "(opt_state, params, full_gradient)"
         checks.check_function("epoch_start", given["epoch_start"], says)
-
-
-def _placed(state: TrainState, layout: Layout) -> TrainState:
-    """A train state as a run begins with it, with an optimizer state."""
-    placed = typed(layout.place(plain(state)), state)
-    with layout.context():
-        if placed.opt_state is None and not layout.mapped:
-            placed = placed.replace(opt_state=placed.tx.init(placed.params))
-        placed = layout.deal(placed, own=False) if layout.own else placed
-        if placed.opt_state is not None:
-            return copied(placed)
-
-        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
-            return state.replace(opt_state=state.tx.init(state.params)), ()
-
-        return jax.jit(layout.spread(init, 0))(placed, (), ())[0]
-
-
-def _moved(earlier: FitResult, layout: Layout) -> TrainState:
-    """The carry with which an earlier run ended."""
-    before, carry, *_ = earlier._end
-    if before == layout:
-        return copied(carry)
-    if before.own != layout.own:
-        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
-        raise ValueError(
-            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
-            "mesh, devices or replicas, or begin anew from its state."
-        )
-    placed = layout.place(jax.tree.map(np.asarray, plain(carry)))
-    return copied(typed(layout.deal(placed) if layout.own else placed, carry))

@@ -5,41 +5,47 @@ import functools
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
-from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states
 from optperm.training import processes
-from optperm.training.callbacks import Callback, EarlyStopping, Event, wants_to_stop
+from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
-from optperm.training.data import ArrayFeed, Fed, StreamFeed
+from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays
 from optperm.training.history import History, diverged_at
-from optperm.training.layout import Layout
-from optperm.training.steps import Evaluator, Model, copied, plain, steps_of, trained, typed
+from optperm.training.layout import Layout, layout_of
+from optperm.training.steps import (
+    copied,
+    evaluated,
+    model_of,
+    moved,
+    placed,
+    plain,
+    steps_of,
+    trained,
+    typed,
+)
 from optperm.training.terminal import Interrupt
-from optperm.training.train_state import Loss, TrainState
+from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
+from optperm.variance.svrg import warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
-
-
-class Position(NamedTuple):
-    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
-
-    step: int = 0
-    epoch: int = 1
-    offset: int = 0
-    seconds: float = 0.0
+# Arguments of `fit` that are numbers from 1 on.
+COUNTS = (
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
+    "checkpoint_keep",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,55 +74,90 @@ class FitResult:
     _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
 
 
-@dataclasses.dataclass
 class Run:
     """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
 
-    source: tuple[Any, Any]
-    model: Model
-    layout: Layout
-    feed: ArrayFeed | StreamFeed
-    loss_fn: Callable[..., Any]
-    has_aux: bool
-    evaluator: Evaluator | None
-    every: dict[int, tuple[Callback, ...]]
-    epoch_end: tuple[Callback, ...]
-    epoch_start: Callable[..., Any] | None
-    steps_per_call: int
-    carry: TrainState
-    at: Position
-    history: History
     checkpoints: Checkpoints | None = None
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     show: Any = None
-    has_warned: bool = False
 
-    def keep_in(self, checkpoints: Checkpoints, facts: dict[str, Any], resume: bool | int) -> None:
-        """Says where checkpoints go, and goes to one if that is asked for."""
+    def __init__(self, given: Any) -> None:
+        """`given` has the arguments of `fit`."""
+        source, optimizer, earlier = given.state_or_model, given.optimizer, None
+        if isinstance(source, FitResult):
+            earlier, optimizer = source, source.optimizer
+            source = earlier.state or earlier.model
+        self.source, has_aux = (source, optimizer), bool(given.has_aux)
+        self.model, initial = model_of(source, optimizer, given.loss_fn, has_aux)
+        places = {name: getattr(given, name) for name in ("mesh", "devices", "replicas")}
+        if earlier is None or any(place is not None for place in places.values()):
+            self.layout = layout_of(initial.tx, initial, **places)
+        else:
+            self.layout = earlier._end[0]
+        layout, data, size = self.layout, given.train_data, given.batch_size
+        if given.epoch_start is not None and layout.own:
+            says = "but here each replica has its own"
+            raise ValueError(f"epoch_start changes a shared state, {says}.")
+        if given.epoch_start is not None and isinstance(data, Iterator):
+            raise ValueError(
+                "epoch_start goes through all batches before an epoch, and this iterator gives them "
+                "once: pass a list, a data loader, or a function of the epoch's number that gives one."
+            )
+        kind, seed = "linen" if self.model.graphdef is None else "nnx", int(given.seed)
+        self.facts: dict[str, Any] = {"the kind of model": kind, "seed": seed}
+        if jax.process_count() > 1:
+            digest = {"the digest of params": processes.digest(plain(initial.params))}
+            counts = {name: getattr(given, name) for name in COUNTS}
+            processes.check_same({**self.facts, **counts, **digest})
+        self.carry = moved(*earlier._end[:2], layout) if earlier else placed(initial, layout)
+        self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
+        self.feed: ArrayFeed | StreamFeed
+        if is_arrays("train_data", data):
+            draws = bool(find_states(self.carry.opt_state, SAMPLERS))
+            self.feed = ArrayFeed(data, size, seed, layout, self.steps_per_call, draws)
+        else:
+            self.feed = StreamFeed(data, size, layout, earlier._end[3] if earlier else None)
+        if jax.process_count() > 1:
+            processes.check_same(self.feed.facts())
+        whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
+        evaluate = functools.partial(evaluated, batch_size=given.eval_batch_size or size, **whole)
+        self.evaluate = given.eval_fn and functools.partial(
+            evaluate, given.eval_fn, given.eval_data
+        )
+        every = (given.every or {}).items()
+        self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
+        self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
+        old = earlier.history if earlier else History()
+        self.at = earlier._end[2] if earlier else Position()
+        self.history = History(old.steps, old.epoch_rows)
+        if given.checkpoints is not None:
+            of_folder = given.checkpoint_every, given.checkpoint_keep
+            self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
+            self._resume(self.checkpoints, given.resume)
+
+    def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
+        """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
         arrays, layout = plain(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        form_of = {"the form of the state": f"{len(form)} arrays, {digest}"}
-        each = {"each replica with its own": layout.own}
-        self.checkpoints, self.facts = checkpoints, {**facts, **form_of, **each}
-
-        def is_dealt(run: dict[str, Any]) -> bool:
-            return layout.own and run["replicas"] != layout.parts
-
-        def like(run: dict[str, Any]) -> Any:
-            return layout.lead(arrays, run["replicas"]) if is_dealt(run) else arrays
-
+        self.facts |= self.feed.facts()
+        self.facts["the form of the state"] = f"{len(form)} arrays, {digest}"
+        self.facts["each replica with its own"] = layout.own
         if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
-            held, rows, run = checkpoints.read(chosen, like, self.facts)
-            arrays = layout.deal(held) if is_dealt(run) else held
+            run = checkpoints.read(chosen, self.facts)
+            is_dealt = layout.own and run["replicas"] != layout.parts
+            like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
+            held, rows = checkpoints.read_arrays(chosen, like)
+            arrays = layout.deal(held) if is_dealt else held
             self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-            self.feed.begin(self.at.epoch, self.at.offset, run["iterator"])
+            if isinstance(self.feed, StreamFeed):
+                self.feed.go_to(self.at, run["iterator"])
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
-        self._since, stop, error, code = time.perf_counter(), False, None, 0
+        self._since, stop, code = time.perf_counter(), False, 0
+        error: BaseException | None = None
         if self.at.epoch <= epochs and self.at.step < steps:
             self._drop_part()
         if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
@@ -125,8 +166,7 @@ class Run:
         is_between = self.history.last and not self.at.offset
         if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
             return "stopped"
-        what = self.model, self.loss_fn, self.layout, self.carry
-        compiled = steps_of(*what, has_aux=self.has_aux, rows=self.feed.rows)
+        compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
             # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
             code = 3 if error else 2 if interrupt.requested else int(stop)
@@ -136,9 +176,9 @@ class Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                self.feed.begin(self.at.epoch, self.at.offset)
-                fed = self.feed.run(compiled, self.carry, self._limit(steps), interrupt)
-                stop = self._after(fed, steps)
+                limit = self._limit(steps)
+                fed = self.feed.run(compiled, self.carry, self.at, limit, interrupt)
+                stop, error = self._after(fed, steps), fed.error
             except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
         if code == 3 and error is None:
@@ -175,8 +215,7 @@ class Run:
         if self.show is not None:
             self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
-            loss = Loss(self.loss_fn, self.has_aux, self.model.graphdef, self.model.wrt)
-            bound = jax.tree_util.Partial(loss, carry.model_state, carry.step_rng())
+            bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
@@ -208,31 +247,18 @@ class Run:
         return stop
 
     def _end_epoch(self) -> bool:
-        evaluated, at = self._evaluate() if self.evaluator else {}, self.at
+        evaluated, at = self._evaluate() if self.evaluate else {}, self.at
         self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         self._say(metrics)
-        for sampler in find_states(self.carry.opt_state, GradientNoiseState):
-            warn_if_unstable(sampler)
-        self._warn_without_snapshot()
+        warn_of_samplers(self.carry.opt_state)
+        if self._epoch == 1 and self.epoch_start is None:
+            for state in find_states(self.carry.opt_state, SvrgState):
+                advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
+                warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
         stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
-
-    def _warn_without_snapshot(self) -> None:
-        """Says once that `svrg` has trained for an epoch, and nothing takes its snapshots."""
-        if self.epoch_start is not None or self.has_warned:
-            return
-        for state in find_states(self.carry.opt_state, SvrgState):
-            is_taken = state.snapshot.is_taken
-            if can_be_seen(is_taken) and not np.asarray(is_taken).any():
-                self.has_warned = True
-                warnings.warn(
-                    "svrg has no snapshot, so fit trains on plain gradients: pass "
-                    "epoch_start=optperm.take_snapshot to take one before each epoch.",
-                    RuntimeWarning,
-                    stacklevel=6,  # where fit is called
-                )
 
     @property
     def _epoch(self) -> int:
@@ -250,9 +276,9 @@ class Run:
         return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.evaluator is None:
+        if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluator.evaluate(self._trained(), self._epoch)
+        return self.evaluate(state=self._trained(), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -273,7 +299,8 @@ class Run:
         # Copies, as they are written while training goes on.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        run |= {"iterator": self.feed.state(), "replicas": self.layout.parts}
+        iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
+        run |= {"iterator": iterator, "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
 

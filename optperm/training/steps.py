@@ -14,6 +14,7 @@ from jax.tree_util import Partial
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import mark_varying
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES, center_params
@@ -23,10 +24,8 @@ from optperm.training import data as datas
 from optperm.training.layout import Layout, average_varying
 from optperm.training.train_state import (
     RESERVED,
-    Loss,
+    Model,
     TrainState,
-    arguments_of,
-    check_nnx,
     scalar_metrics,
     split_model,
 )
@@ -36,88 +35,85 @@ Metrics = dict[str, jax.Array]
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """What stands behind the train state that a run carries: a linen model, or one of `flax.nnx`.
-
-    Of the latter, put together by its `graphdef`, the state holds the params, by `wrt`, the optimizer's
-    state and step, and as `model_state` its random keys and all else.
-    """
-
-    graphdef: Any = None
-    wrt: Any = None
-
-    @classmethod
-    def of(cls, source: Any, optimizer: Any) -> tuple["Model", TrainState]:
-        """The first argument of `fit` with its optimizer, and the train state to carry."""
-        if isinstance(source, TrainState):
-            if optimizer is not None:
-                raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
-            return cls(), source
-        if not isinstance(source, nnx.Module):
-            raise TypeError(
-                "The first argument of fit must be a state from optperm.training.TrainState.create, a "
-                f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
-            )
-        if not isinstance(optimizer, nnx.Optimizer):
-            raise TypeError(
-                "A model of flax.nnx is trained by its optimizer: pass optimizer=optperm.training."
-                f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer)}."
-            )
-        graphdef, params, model_state = split_model(source, optimizer.wrt)
-        state = TrainState(
-            step=optimizer.step.get_value(),
-            apply_fn=None,  # type: ignore[arg-type]
-            params=params,
-            tx=optimizer.tx,
-            opt_state=nnx.as_pure(optimizer.opt_state),
-            model_state=model_state,
+def model_of(
+    source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
+) -> tuple[Model, TrainState]:
+    """The first argument of `fit`, with its optimizer and loss function, and the state to carry."""
+    if isinstance(source, TrainState):
+        if optimizer is not None:
+            raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
+        return Model(loss_fn, has_aux), source
+    if not isinstance(source, nnx.Module):
+        raise TypeError(
+            "The first argument of fit must be a state from optperm.training.TrainState.create, a "
+            f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
         )
-        return cls(graphdef, optimizer.wrt), state
-
-    def shown(self, state: TrainState) -> Any:
-        """The state, or a new model of it."""
-        if self.graphdef is None:
-            return state
-        return nnx.merge(self.graphdef, state.params, *state.model_state)
-
-    def evaluated(self, state: TrainState, batch: Any, eval_fn: Callable[..., Any]) -> Metrics:
-        """The metrics that a function gives on a batch; a model of `flax.nnx` is in eval mode."""
-        if self.graphdef is not None:
-            check_nnx("eval_fn", eval_fn)
-            model = self.shown(state)  # one of its own: the mode of the trained one stays
-            model.eval()
-            out = eval_fn(model, batch)
-        elif "rng" in (takes := arguments_of(eval_fn)):
-            raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
-        else:
-            out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
-        return scalar_metrics(out, source="What eval_fn returns")
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise TypeError(
+            "A model of flax.nnx is trained by its optimizer: pass optimizer=optperm.training."
+            f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer)}."
+        )
+    graphdef, params, model_state = split_model(source, optimizer.wrt)
+    state = TrainState(
+        step=optimizer.step.get_value(),
+        apply_fn=None,  # type: ignore[arg-type]
+        params=params,
+        tx=optimizer.tx,
+        opt_state=nnx.as_pure(optimizer.opt_state),
+        model_state=model_state,
+    )
+    return Model(loss_fn, has_aux, graphdef, optimizer.wrt), state
 
 
 def plain(tree: Any) -> Any:
     """The tree with the data of random keys in their place."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def typed(tree: Any, like: Any) -> Any:
     """Undoes `plain`, by a tree with such keys."""
 
     def wrap(key: Any, leaf: Any) -> Any:
-        if not _is_key(key):
+        if not is_key(key):
             return leaf
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
 
     return jax.tree.map(wrap, like, tree)
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def copied(tree: Any) -> Any:
     """The tree in memory of its own, where it lies: a loop may give that up."""
     return jax.tree.map(jnp.copy, tree)
+
+
+def placed(state: TrainState, layout: Layout) -> TrainState:
+    """A train state as a run begins with it, with an optimizer state."""
+    here = typed(layout.place(plain(state)), state)
+    with layout.context():
+        if here.opt_state is None and not layout.mapped:
+            here = here.replace(opt_state=here.tx.init(here.params))
+        here = layout.deal(here, own=False) if layout.own else here
+        if here.opt_state is not None:
+            return copied(here)
+
+        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+            return state.replace(opt_state=state.tx.init(state.params)), ()
+
+        return jax.jit(layout.spread(init, 0))(here, (), ())[0]
+
+
+def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
+    """The carry with which an earlier run ended."""
+    if before == layout:
+        return copied(carry)
+    if before.own != layout.own:
+        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
+        raise ValueError(
+            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
+            "mesh, devices or replicas, or begin anew from its state."
+        )
+    here = layout.place(jax.tree.map(np.asarray, plain(carry)))
+    return copied(typed(layout.deal(here) if layout.own else here, carry))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -150,20 +146,19 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
     return known[key]
 
 
-def steps_of(
-    model: Model, loss_fn: Any, layout: Layout, carry: TrainState, *, has_aux: bool, rows: int
-) -> tuple[Any, Any]:
+def steps_of(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
     """The compiled steps of carries that lie where this one does, found again in later calls.
 
     Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
     the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
     """
     leaves, structure = jax.tree.flatten(carry)
+    bare = dataclasses.replace(model, loss_fn=None)
     shardings = None if layout.mesh is None else tuple(leaf.sharding for leaf in leaves)
 
     def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
         def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-            return _step(carry, batch, Loss(loss(), has_aux, model.graphdef, model.wrt), layout)
+            return _step(carry, batch, dataclasses.replace(bare, loss_fn=loss()), layout)
 
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
             (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
@@ -189,13 +184,15 @@ def steps_of(
         first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
         return first, second
 
-    return made(loss_fn, (model, layout, structure, shardings, has_aux, rows), make)
+    return made(model.loss_fn, (bare, layout, structure, shardings, rows), make)
 
 
-def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[TrainState, Metrics]:
+def _step(
+    state: TrainState, batch: Any, model: Model, layout: Layout
+) -> tuple[TrainState, Metrics]:
     """The state after one step, of the same types, and float32 scalars by name."""
     averaged = None if layout.local else layout.mapped or None
-    bound = Partial(loss, state.model_state, state.step_rng(layout.mapped or None))
+    bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
     metrics = {"loss": e.value.astype(jnp.float32)}
@@ -211,33 +208,28 @@ def _step(state: TrainState, batch: Any, loss: Loss, layout: Layout) -> tuple[Tr
     return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluator:
-    """Evaluates a function on all of some data, of arrays `batch_size` examples at once."""
+def evaluated(
+    eval_fn: Callable[..., Any],
+    data: Any,
+    state: TrainState,
+    *,
+    epoch: int = 1,
+    batch_size: int | None = None,
+    model: Model = Model(),  # noqa: B008
+    layout: Layout = Layout(),  # noqa: B008
+) -> dict[str, float]:
+    """The means of metrics over all examples, of arrays so many at once; a ValueError without any."""
+    rows, sizes, model = list[Any](), list[int](), dataclasses.replace(model, loss_fn=None)
 
-    eval_fn: Callable[..., Any]
-    data: Any
-    batch_size: int | None = None
-    model: Model = Model()
-    layout: Layout = Layout()  # noqa: RUF009
+    def make(function: Callable[[], Any]) -> Any:
+        return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
 
-    def __post_init__(self) -> None:
-        checks.check_function("eval_fn", self.eval_fn, "(params, batch) or (model, batch)")
-        datas.is_arrays("eval_data", self.data)
-
-    def evaluate(self, state: TrainState, epoch: int) -> dict[str, float]:
-        """The means over all examples, by name; a ValueError if there are none."""
-        model, rows, sizes = self.model, list[Any](), list[int]()
-
-        def make(function: Callable[[], Any]) -> Any:
-            return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
-
-        call = made(self.eval_fn, ("evaluated", model), make)
-        with self.layout.context():
-            what = self.data, epoch, self.batch_size, self.layout
-            for batch in datas.pieces("eval_data", *what):  # loaded while others are computed
-                sizes.append(datas.num_examples("A batch of eval_data", batch))
-                rows.append(call(state, batch))
-                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-        host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
-        return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}
+    call = made(eval_fn, ("evaluated", model), make)
+    with layout.context():
+        for batch in datas.pieces("eval_data", data, epoch, batch_size, layout):
+            sizes.append(datas.num_examples("A batch of eval_data", batch))
+            rows.append(call(state, batch))
+            # The next ones are loaded while these are computed.
+            jax.block_until_ready(rows[: -datas.AHEAD][-1:])
+    host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+    return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}

@@ -11,7 +11,7 @@ from typing import Self
 
 import jax
 
-from optperm.training.extras import import_optional
+from optperm.contract.extras import import_optional
 
 
 @contextlib.contextmanager

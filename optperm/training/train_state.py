@@ -13,6 +13,7 @@ from flax.training import train_state
 from jax.tree_util import Partial
 
 from optperm.contract import checks
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
@@ -30,16 +31,17 @@ class Outputs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
-    """A loss function, as one of the model state, a random key, the params and the batch.
+class Model:
+    """A model and its loss function, as one function of model state, random key, params and batch.
 
-    Without a `graphdef` it is `loss_fn(params, batch)`, which may take `model_state` and `rng` by these
-    names, and returns the loss, the new model state if it takes one, and aux with `has_aux`. With that
-    of a model of `flax.nnx` it is `loss_fn(model, batch)`, which may change the model.
+    Without a `graphdef` it is one of linen: `loss_fn(params, batch)` may take `model_state` and `rng` by
+    these names, and returns the loss, the new model state if it takes one, and aux with `has_aux`. With
+    one it is of `flax.nnx`, put together of the params, which `wrt` selects, and as model state of its
+    random keys and all else: `loss_fn(model, batch)` may change the model.
     """
 
-    loss_fn: Callable[..., Any]
-    has_aux: bool
+    loss_fn: Any = None
+    has_aux: bool = False
     graphdef: Any = None
     wrt: Any = None
 
@@ -74,6 +76,25 @@ class Loss:
         says = "The model_state that loss_fn returned"
         checks.check_same_tree(says, new, model_state, source="the one before")
         return got["loss"], Outputs(new, got.get("aux"))
+
+    def shown(self, state: Any) -> Any:
+        """The state, or a new model of it."""
+        if self.graphdef is None:
+            return state
+        return nnx.merge(self.graphdef, state.params, *state.model_state)
+
+    def evaluated(self, state: Any, batch: Any, eval_fn: Callable[..., Any]) -> dict[str, Any]:
+        """The metrics that a function gives on a batch; a model of `flax.nnx` is in eval mode."""
+        if self.graphdef is not None:
+            check_nnx("eval_fn", eval_fn)
+            model = self.shown(state)  # one of its own: the mode of the trained one stays
+            model.eval()
+            out = eval_fn(model, batch)
+        elif "rng" in (takes := arguments_of(eval_fn)):
+            raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
+        else:
+            out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
+        return scalar_metrics(out, source="What eval_fn returns")
 
 
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
@@ -185,8 +206,7 @@ class TrainState(train_state.TrainState):
         if not isinstance(model_state, Mapping | None):
             wanted = "a dict of collections, such as {'batch_stats': variables['batch_stats']}"
             raise TypeError(f"model_state must be {wanted}, got {type(model_state).__name__}.")
-        is_key = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        if rng is not None and (not is_key or rng.ndim):
+        if rng is not None and (not is_key(rng) or rng.ndim):
             wanted = "a single random key from jax.random.key (a typed one, not from PRNGKey)"
             raise TypeError(f"rng must be {wanted}, got {rng!r}.")
         if "opt_state" not in fields:
@@ -225,7 +245,7 @@ class TrainState(train_state.TrainState):
           An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
           evaluation, to pass to `apply_gradients`, and of `aux.aux`.
         """
-        loss = Partial(Loss(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
+        loss = Partial(Model(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
         return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
 
     def apply_gradients(
@@ -279,7 +299,7 @@ class Optimizer(nnx.Optimizer[Any]):
         scalar mean loss, or `(loss, aux)` with `has_aux`; all else is as in `optperm.evaluate`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
-        loss = Partial(Loss(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
+        loss = Partial(Model(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
         e = evaluate(loss, params, batch, has_aux=True, axis_name=axis_name)
         nnx.update(model, e.aux.model_state[1])
         return dataclasses.replace(e, aux=e.aux.aux)

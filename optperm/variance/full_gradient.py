@@ -1,9 +1,8 @@
 """The exact mean gradient over all examples, streamed batch by batch."""
 
 import functools
-import importlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,8 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import accumulation_dtype, as_array, cast_like
+from optperm.contract.extras import import_optional
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
@@ -228,16 +228,16 @@ def _with_weights(
     """The batches that have examples, as arrays, each with its weights or None."""
     others = None if weights is None else iter(weights)
     for index, batch in enumerate(batches):
-        arrays = jax.tree.map(_as_array, batch)
+        arrays = jax.tree.map(as_array, batch)
         checks.check_arrays(f"batches[{index}]", arrays)
         size = _batch_size(arrays)
         of_batch = None
         if others is not None:
-            of_batch = _as_array(next(others, _END))
-            if of_batch is _END:
+            if (own := next(others, _END)) is _END:
                 raise ValueError(
                     f"weights ended after {index} arrays, but batches go on: one array a batch."
                 )
+            of_batch = as_array(own)
             kind = checks.dtype_of(f"weights[{index}]", of_batch)
             real = (jnp.floating, jnp.integer, jnp.bool_)
             if not any(jnp.issubdtype(kind, each) for each in real):
@@ -251,12 +251,6 @@ def _with_weights(
             yield arrays, of_batch
     if others is not None and next(others, _END) is not _END:
         raise ValueError("batches ended, but weights go on: one array a batch.")
-
-
-def _as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    is_known = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float)
-    return leaf if is_known or leaf is _END else np.asarray(leaf)
 
 
 def _batch_size(batch: Any) -> int:
@@ -285,12 +279,8 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _bar(batches: Iterable[Any]) -> Iterable[Any]:
-    try:
-        track: Callable[..., Iterable[Any]] = importlib.import_module("rich.progress").track
-    except ImportError as error:
-        raise ImportError(
-            f"progress=True needs rich, which cannot be imported ({error}). Install it with: "
-            "pip install 'optperm[progress]'"
-        ) from error
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
     total = len(batches) if isinstance(batches, Sized) else None
-    return track(batches, description="full gradient", total=total)
+    bar: Iterable[Any] = rich.track(batches, description="full gradient", total=total)
+    return bar

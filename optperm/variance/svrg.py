@@ -29,6 +29,11 @@ from optperm.variance.snapshots import (
     needs_of,
 )
 
+_ADVICE = (
+    "take one by optperm.take_snapshot(opt_state, params, full_grad), or pass refresh_every or "
+    "refresh_probability"
+)
+
 
 def svrg(
     coefficient: optax.ScalarOrSchedule = 1.0,
@@ -151,7 +156,7 @@ def svrg(
             is_time = is_due(state, refresh_every, None)
             snapshot = cond(is_time, renewed, lambda: state.snapshot)
         elif refresh_probability is None:
-            _warn_without(snapshot)
+            warn_without(snapshot)
 
         # g <- g - c_t (grad f_B(theta~) - mu)
         c = resolve_schedule("coefficient", coefficient, state.count, float)
@@ -180,15 +185,13 @@ def svrg(
     )
 
 
-def _warn_without(snapshot: Snapshot) -> None:
+def warn_without(snapshot: Snapshot, advice: str = _ADVICE, *, stacklevel: int = 2) -> None:
     """Says, where Python can see it, that a step has nothing to correct its gradients by."""
     if can_be_seen(snapshot.is_taken) and not np.asarray(snapshot.is_taken).all():
         warnings.warn(
-            "svrg has no snapshot yet, so gradients pass through as they are: take one by "
-            "optperm.take_snapshot(opt_state, params, full_grad), or pass refresh_every or "
-            "refresh_probability.",
+            f"svrg has no snapshot yet, so gradients pass through as they are: {advice}.",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=stacklevel,
         )
 
 

@@ -38,7 +38,7 @@ def test_a_run_on_the_digits_learns_and_says_so(tmp_path, files, capsys):
     assert summary["test_accuracy"] > 0.9
     assert files(out).names == FILES | {"params.npz"}
     assert [line.split()[:2] for line in shown[:3]] == [["epoch", f"{i}/2"] for i in range(3)]
-    assert f"test accuracy  {summary['test_accuracy']:.4f}" in shown
+    assert f"test accuracy {summary['test_accuracy']:.4f}" in [" ".join(s.split()) for s in shown]
     assert shown[-1].startswith(f"Files in {out}: curve.png, metrics.jsonl, params.npz")
 
 
@@ -346,7 +346,6 @@ def test_every_flag_has_a_type_a_default_and_help():
             assert type(flag.default) in (bool, int, float, str), (method.name, name)
             assert len(flag.help) > 5, (method.name, name)
             assert not set(flag.help) & set("\\`"), (method.name, name)
-        assert method.period is None or method.period in method.flags
 
 
 def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
@@ -363,9 +362,8 @@ def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():
 
 
 def test_time_spent_on_compiling_is_counted_once(monkeypatch):
-    known = training._compilations()
-    monkeypatch.setattr(training, "_compilations", lambda: [(1.0, 2.0), (3.0, 5.0)])
-    assert isinstance(known, list)
+    assert training._COMPILED
+    monkeypatch.setattr(training, "_COMPILED", [(1.0, 2.0), (3.0, 5.0)])
     assert training.compiling(0.0) == 3.0
     assert training.compiling(4.0) == 1.0
 
@@ -410,17 +408,23 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     assert not (out / "summary.json").exists()
 
 
-@pytest.mark.parametrize("seconds", [0.2, 0.7])
-def test_ctrl_c_while_it_is_imported_leaves_no_traceback(seconds):
-    code = "import sys\nfrom optperm_command import main\nsys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "train", "sgd"], stderr=subprocess.PIPE, text=True
+@pytest.mark.parametrize("module", ["jax", "flax", "cyclopts"])
+def test_ctrl_c_while_it_is_imported_leaves_no_traceback(module):
+    """The signal comes when a module is about to be imported, early or late."""
+    code = (
+        "import signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        "from optperm_command import main\n"
+        "sys.exit(main())"
     )
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
-    assert "Traceback" not in err
-    assert process.returncode == 130
+    command = [sys.executable, "-c", code, "train", "sgd"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in ended.stderr
+    assert "stopped by Ctrl-C" in ended.stderr
+    assert ended.returncode == 130
 
 
 def test_a_terminal_that_shows_ascii_alone_loses_no_run(flags, tmp_path, monkeypatch):

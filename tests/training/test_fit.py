@@ -554,6 +554,23 @@ def test_refreshes_within_steps_are_refused_with_what_to_do():
         )
 
 
+@pytest.mark.parametrize(
+    ("sampler", "says"),
+    [
+        (optperm.sgld(1e-6, 40), "gradients are scaled or clipped"),
+        (optperm.sghmc(1e-6, 40, friction=0.1), "gradients are scaled or clipped"),
+        (optperm.constant_sgd(40, BATCH, burn_in=1, fill=False, max_step=0.01), "clipping"),
+    ],
+    ids=["sgld", "sghmc", "constant_sgd"],
+)
+def test_gradients_that_a_sampler_should_not_meet_are_warned_of(sampler, says):
+    """Each looks at a part of the steps alone, so that it takes some epochs."""
+    tx = optax.chain(optax.clip_by_global_norm(1e-3), sampler)
+    what = fitting.linen_loss, data()
+    with pytest.warns(UserWarning, match=says):
+        training.fit(fitting.linen_state(tx), *what, epochs=20, batch_size=BATCH)
+
+
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     what = fitting.linen_loss, data()

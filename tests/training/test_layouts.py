@@ -140,7 +140,7 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     with where.context():
         carry = where.place(state)
         batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
-        one = steps.steps_of(steps.Model(), dense_loss, where, carry, has_aux=False, rows=1)[1]
+        one = steps.steps_of(steps.Model(dense_loss), where, carry, rows=1)[1]
         model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
         texts = [
             one.lower(carry, (), batch).compile().as_text(),

@@ -12,7 +12,7 @@ from fitting import BATCH
 import optperm
 from optperm import training
 from optperm.contract.states import find_state
-from optperm.training import loop
+from optperm.training import steps
 
 
 def assert_same_run(resumed, whole):
@@ -75,7 +75,7 @@ def test_a_result_is_gone_on_with(kind):
     plain = fitting.fit(kind, "adam", steps=2, devices=2)
     assert not plain._end[0].own
     with pytest.raises(ValueError, match="had each its own, and here they have one state"):
-        loop._moved(part, plain._end[0])
+        steps.moved(*part._end[:2], plain._end[0])
 
 
 def test_an_iterable_is_resumed_within_an_epoch(tmp_path):
