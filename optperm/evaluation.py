@@ -156,7 +156,9 @@ def evaluate(
     # Estimators of the gradient noise compare it with the size they were told.
     vars(grad_fn)["num_examples"] = num_examples(batch)
     # With random keys the mean of the examples' gradients is not that of the batch.
-    vars(per_example_grad_fn)["draws_anew"] = any(map(_is_key, jax.tree.leaves((loss_fn, batch))))
+    vars(per_example_grad_fn)["draws_anew"] = any(
+        map(_is_shared_key, jax.tree.leaves((loss_fn, batch)))
+    )
     (value, aux), grad = value_and_grad(params, batch)
     value, grad = mean(value), mean(grad)
     extra_args = {
@@ -236,7 +238,7 @@ def map_examples(
 
     def one(place: jax.Array, example: Any) -> Any:
         def own(leaf: Any) -> Any:
-            return jax.random.fold_in(leaf, place) if is_key(leaf) and not leaf.ndim else leaf
+            return jax.random.fold_in(leaf, place) if _is_shared_key(leaf) else leaf
 
         example = jax.tree.map(
             lambda mapped, leaf: leaf[None] if mapped else own(leaf), is_mapped, example
@@ -245,3 +247,7 @@ def map_examples(
 
     places = first + jnp.arange(num_examples(batch))
     return jax.vmap(one, in_axes=(0, axes))(places, batch)
+
+
+def _is_shared_key(leaf: Any) -> bool:
+    return is_key(leaf) and not leaf.ndim
