@@ -31,10 +31,16 @@ inline bool ProcessorHasAvx512() {
 // Tests set it to false.
 inline bool use_avx512 = ProcessorHasAvx512();
 
-// Sorting 32-bit items: by partitions down to what registers hold, and there by Batcher's bitonic network.
-namespace network {
+namespace avx512 {
 
-constexpr int32_t kRegisters = 8, kLanes = 16;
+constexpr int32_t kLanes = 16;  // of 32 bits
+
+// The first lanes of a register, all of them at most.
+OPTPERM_AVX512 inline __mmask16 First(int32_t count) {
+  return static_cast<__mmask16>(_bzhi_u32(0xFFFF, std::min(count, kLanes)));
+}
+
+// ---- Sorting 32-bit items: by partitions down to what registers hold, and there by Batcher's bitonic network.
 
 // With all lanes named: GCC 12 warns of the plain forms, in which it names something undefined.
 OPTPERM_AVX512 inline __m512i Min(__m512i a, __m512i b) { return _mm512_maskz_min_epu32(0xFFFF, a, b); }
@@ -108,7 +114,7 @@ OPTPERM_AVX512 inline void SortFew(const uint32_t* from, int32_t size, uint32_t*
   __m512i v[count];
   __mmask16 inside[count];
   for (int i = 0; i < count; ++i) {
-    inside[i] = static_cast<__mmask16>(_bzhi_u32(0xFFFF, std::clamp(size - i * kLanes, 0, kLanes)));
+    inside[i] = First(std::max(size - i * kLanes, 0));
     v[i] = _mm512_mask_loadu_epi32(_mm512_set1_epi32(-1), inside[i], from + i * kLanes);
   }
   SortRegisters<count, count * kLanes>(v);
@@ -121,16 +127,13 @@ OPTPERM_AVX512 inline int32_t Partition(const uint32_t* from, int32_t size, uint
   const __m512i pivots = _mm512_set1_epi32(static_cast<int32_t>(pivot));
   int32_t front = 0, back = size;
   for (int32_t i = 0; i < size; i += kLanes) {
-    const uint32_t inside = _bzhi_u32(0xFFFF, std::min(size - i, kLanes));
-    const __m512i v = _mm512_maskz_loadu_epi32(static_cast<__mmask16>(inside), from + i);
-    const uint32_t below = _mm512_mask_cmplt_epu32_mask(static_cast<__mmask16>(inside), v, pivots);
-    const uint32_t above = inside & ~below;
+    const __mmask16 inside = First(size - i);
+    const __m512i v = _mm512_maskz_loadu_epi32(inside, from + i);
+    const __mmask16 below = _mm512_mask_cmplt_epu32_mask(inside, v, pivots), above = inside ^ below;
     const int32_t num_below = __builtin_popcount(below), num_above = __builtin_popcount(above);
     back -= num_above;
-    _mm512_mask_storeu_epi32(to + front, static_cast<__mmask16>(_bzhi_u32(0xFFFF, num_below)),
-                             _mm512_maskz_compress_epi32(static_cast<__mmask16>(below), v));
-    _mm512_mask_storeu_epi32(to + back, static_cast<__mmask16>(_bzhi_u32(0xFFFF, num_above)),
-                             _mm512_maskz_compress_epi32(static_cast<__mmask16>(above), v));
+    _mm512_mask_storeu_epi32(to + front, First(num_below), _mm512_maskz_compress_epi32(below, v));
+    _mm512_mask_storeu_epi32(to + back, First(num_above), _mm512_maskz_compress_epi32(above, v));
     front += num_below;
   }
   return front;
@@ -158,7 +161,75 @@ OPTPERM_AVX512 inline void Sort(uint32_t* from, uint32_t* spare, int32_t size, u
   Sort(spare + below, from + below, size - below, sorted + below, most_partitions - 1);
 }
 
-}  // namespace network
+// ---- The search: what it does with entries in words of 64 places.
+
+alignas(64) constexpr uint8_t kPlaces[64] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
+// The sign bits of keys, 64 in a word.
+OPTPERM_AVX512 inline void Signs(const uint32_t* keys, int32_t size, uint64_t* words) {
+  std::fill_n(words, (size + 63) / 64, 0);
+  for (int32_t i = 0; i < size; i += kLanes) {
+    const __m512i some = _mm512_maskz_loadu_epi32(First(size - i), keys + i);
+    words[i >> 6] |= uint64_t{_mm512_movepi32_mask(some)} << (i & 63);
+  }
+}
+
+OPTPERM_AVX512 inline void Signs(const uint64_t* keys, int32_t size, uint64_t* words) {
+  std::fill_n(words, (size + 63) / 64, 0);
+  for (int32_t i = 0; i < size; i += kLanes / 2) {
+    const __m512i some = _mm512_maskz_loadu_epi64(static_cast<__mmask8>(First(size - i)), keys + i);
+    words[i >> 6] |= uint64_t{_mm512_movepi64_mask(some)} << (i & 63);
+  }
+}
+
+// The alive ones of some places, in a buffer with room for a register more. Returns how many they are.
+OPTPERM_AVX512 inline int32_t Alive(const int32_t* places, int32_t size, const uint64_t* alive, uint32_t* found) {
+  const __m512i ones = _mm512_set1_epi32(1), low_bits = _mm512_set1_epi32(31);
+  int32_t count = 0;
+  for (int32_t i = 0; i < size; i += kLanes) {
+    const __mmask16 inside = First(size - i);
+    const __m512i place = _mm512_maskz_loadu_epi32(inside, places + i);
+    const __m512i half_word = _mm512_maskz_srli_epi32(inside, place, 5);
+    const __m512i bits = _mm512_mask_i32gather_epi32(ones, inside, half_word, alive, 4);
+    const __m512i bit = _mm512_maskz_sllv_epi32(inside, ones, _mm512_and_si512(place, low_bits));
+    const __mmask16 is_alive = _mm512_mask_test_epi32_mask(inside, bits, bit);
+    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(is_alive, place));
+    count += __builtin_popcount(is_alive);
+  }
+  return count;
+}
+
+// Each entry of a word takes its own.
+OPTPERM_AVX512 inline void Stay(uint8_t* taken) { _mm512_storeu_si512(taken, _mm512_load_si512(kPlaces)); }
+
+// The entries of a word that `to` marks take those that `from` marks, one after the other.
+OPTPERM_AVX512 inline void Move(uint8_t* taken, uint64_t from, uint64_t to) {
+  const __m512i places = _mm512_maskz_compress_epi8(from, _mm512_load_si512(kPlaces));
+  _mm512_storeu_si512(taken, _mm512_mask_expand_epi8(_mm512_loadu_si512(taken), to, places));
+}
+
+// The entries of a cycle but its end take the next ones, which are all but the source; the end takes the source.
+OPTPERM_AVX512 inline void MoveCycle(uint8_t* taken, uint64_t cycle, uint64_t end, int source) {
+  const uint64_t others = cycle & ~(uint64_t{1} << source);
+  const __m512i next = _mm512_maskz_compress_epi8(others, _mm512_load_si512(kPlaces));
+  const __m512i moved = _mm512_mask_expand_epi8(_mm512_loadu_si512(taken), cycle ^ end, next);
+  _mm512_storeu_si512(taken, _mm512_mask_set1_epi8(moved, end, static_cast<char>(source)));
+}
+
+// take[i] = the place in its word that entry i takes, as a place among all, but for those marked in `far`.
+OPTPERM_AVX512 inline void Unpack(const uint8_t* taken, const uint64_t* far, int32_t size, int32_t* take) {
+  for (int32_t i = 0; i < size; i += kLanes) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(taken + i));
+    const __m512i places = _mm512_add_epi32(_mm512_maskz_cvtepu8_epi32(0xFFFF, bytes), _mm512_set1_epi32(i & ~63));
+    const uint32_t is_far = static_cast<uint32_t>(far[i >> 6] >> (i & 63));
+    _mm512_mask_storeu_epi32(take + i, static_cast<__mmask16>(First(size - i) & ~is_far), places);
+  }
+}
+
+}  // namespace avx512
 
 #else
 constexpr bool use_avx512 = false;

@@ -26,8 +26,7 @@ class KeySorter {
     }
     low_ = low;
     const uint64_t range = high - low;
-    int place_bits = 1;
-    while ((int64_t{1} << place_bits) < size) ++place_bits;
+    const int place_bits = std::max(BitLength(static_cast<uint64_t>(size) - 1), 1);
 #if OPTPERM_HAS_AVX512
     if (use_avx512 && AreEnough(32 - place_bits, range, place_bits)) {
       SortByNetwork(keys, size, range, place_bits);
@@ -65,12 +64,10 @@ class KeySorter {
     return place_bits <= 14 && Shift(range, bits) + place_bits <= kFraction + 2;
   }
 
+  static int BitLength(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
+
   // How many low bits of numbers up to `range` are too many.
-  static int Shift(uint64_t range, int bits) {
-    int shift = 0;
-    while (range >> shift >> bits != 0) ++shift;
-    return shift;
-  }
+  static int Shift(uint64_t range, int bits) { return std::max(BitLength(range) - bits, 0); }
 
   // For few entries: the place of each in the order is the number of those that come before it, by leading
   // bits in 16-bit integers, of which processors compare many at once; by insertion where those are equal.
@@ -103,7 +100,7 @@ class KeySorter {
     for (int32_t i = 0; i < size; ++i) {
       items[i] = static_cast<uint32_t>((Masked(keys[i]) - low) >> shift) << place_bits | static_cast<uint32_t>(i);
     }
-    network::Sort(items, spare, size, items, 2 * place_bits);
+    avx512::Sort(items, spare, size, items, 2 * place_bits);
     Unpack(keys, size, items, spare, place_bits);
   }
 #endif

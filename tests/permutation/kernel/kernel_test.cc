@@ -470,7 +470,7 @@ void TestNetwork() {
       for (uint32_t& item : items) item = static_cast<uint32_t>(rng()) | (rng() % 64 == 0 ? 0xFFFFFF00u : 0);
       std::vector<uint32_t> expected = items;
       std::sort(expected.begin(), expected.end());
-      optperm::network::Sort(items.data(), spare.data(), size, sorted.data(), most_partitions);
+      optperm::avx512::Sort(items.data(), spare.data(), size, sorted.data(), most_partitions);
       Check(sorted == expected, "the network of " + std::to_string(size));
     }
   }
