@@ -67,7 +67,8 @@ constexpr bool kHasBlocks = false;
 template <typename T>
 void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width, T* to, int64_t to_stride) {
   constexpr bool kBlocks = kHasBlocks && sizeof(T) == 4;
-  const int64_t block_lines = kBlocks ? lines / 4 * 4 : 0, block_width = kBlocks ? width / 4 * 4 : 0;
+  const bool has_blocks = kBlocks && lines >= 4 && width >= 4;
+  const int64_t block_lines = has_blocks ? lines / 4 * 4 : 0, block_width = has_blocks ? width / 4 * 4 : 0;
   const auto transpose_four = [&](int64_t i, int64_t j) {
     TransposeFour(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
   };
