@@ -14,10 +14,6 @@
 
 namespace optperm {
 
-// The most candidates looked at together: enough to spare most of the branches on whether one is still alive,
-// few enough that hardly any is memorized meanwhile.
-constexpr int32_t kLookAhead = 32;
-
 // Finds the cycles of one subset: steps 6 and 7 of the method, for entries that all take part.
 template <typename T>
 class CycleSearch {
@@ -83,11 +79,16 @@ class CycleSearch {
     return static_cast<double>(weight_[low]) >= static_cast<double>(weight_[high]) - epsilon_;
   }
 
+  // The most sources looked at together: enough to spare most of the branches on whether one is still alive, few
+  // enough that hardly any is memorized meanwhile.
+  static constexpr int32_t kLookAhead = 32;
+  int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
+
   // Sources in descending |m|, on equal |m| the later place first. Several are looked at together, and those that
   // are memorized already are left out.
   void Search(const int32_t* order) {
     std::iota(take_, take_ + size_, 0);
-    const int32_t look_ahead = std::clamp(size_ / 6, 8, kLookAhead);
+    const int32_t look_ahead = LookAhead();
     uint32_t sources[kLookAhead];
     for (int32_t end = size_, begin; end > 0; end = begin) {
       begin = std::max(0, end - look_ahead);
@@ -110,9 +111,10 @@ class CycleSearch {
     far_ = far_buffer_.Reserve<uint64_t>(words);
     for (int32_t i = 0; i < words; ++i) avx512::Stay(taken_ + 64 * i);
     std::fill_n(far_, words, 0);
+    const int32_t look_ahead = LookAhead();
     uint32_t sources[kLookAhead + avx512::kLanes];
     for (int32_t end = size_, begin; end > 0; end = begin) {
-      begin = std::max(0, end - kLookAhead);
+      begin = std::max(0, end - look_ahead);
       const int32_t count = avx512::Alive(order + begin, end - begin, places_.alive(), sources);
       SearchEach<true>(sources, count);
     }
