@@ -44,9 +44,21 @@ inline void TransposeFour(const void* from, int64_t from_stride, void* to, int64
   std::memcpy(target + 12 * to_stride, &d, 16);
 }
 
+// Processors do not see the pattern in lines that lie far apart. Fetches those that come some lines after line i and
+// the next three; the `width` entries of one may lie on two lines of the cache.
+template <typename T>
+void FetchAhead(const T* matrix, int64_t stride, int64_t i, int64_t lines, int64_t width) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t line = i + kAhead; line < std::min(i + kAhead + 4, lines); ++line) {
+    __builtin_prefetch(matrix + line * stride);
+    __builtin_prefetch(matrix + line * stride + width - 1);
+  }
+}
+
 constexpr bool kHasBlocks = true;
 #else
 inline void TransposeFour(const void*, int64_t, void*, int64_t) {}
+inline void FetchAhead(const void*, int64_t, int64_t, int64_t, int64_t) {}
 constexpr bool kHasBlocks = false;
 #endif
 
@@ -55,16 +67,19 @@ constexpr bool kHasBlocks = false;
 template <typename T>
 void Transpose(const T* from, int64_t from_stride, int64_t lines, int64_t width, T* to, int64_t to_stride) {
   constexpr bool kBlocks = kHasBlocks && sizeof(T) == 4;
-  const int64_t block_lines = kBlocks ? lines / 4 * 4 : 0, block_width = kBlocks ? width / 4 * 4 : 0;
+  const bool has_blocks = kBlocks && lines >= 4 && width >= 4;
+  const int64_t block_lines = has_blocks ? lines / 4 * 4 : 0, block_width = has_blocks ? width / 4 * 4 : 0;
   const auto transpose_four = [&](int64_t i, int64_t j) {
     TransposeFour(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
   };
   if (lines > width) {
     for (int64_t i = 0; i < block_lines; i += 4) {
+      FetchAhead(from, from_stride, i, lines, width);
       for (int64_t j = 0; j < block_width; j += 4) transpose_four(i, j);
     }
   } else {
     for (int64_t j = 0; j < block_width; j += 4) {
+      FetchAhead(to, to_stride, j, width, lines);
       for (int64_t i = 0; i < block_lines; i += 4) transpose_four(i, j);
     }
   }

@@ -31,6 +31,11 @@ struct Problem {
 // Permutes all weight vectors. Returns false, with the outputs undefined, if the ranks of one are not a
 // permutation of 0, ..., n - 1.
 //
+// Its phases, with the functions that hold them: a tile's columns are copied to rows (Transpose); the ranks are inverted
+// (SortByRank); ranks are drawn into subsets (Partition). Then for each subset: what its entries are is gathered
+// (SubsetPermuter::Permute); wishes are sorted by size (KeySorter); cycles are searched (CycleSearch); weights and ranks
+// are put in place. At last the rows are copied to columns. avx512.h has other forms of the sort and of the search.
+//
 // Neighboring weight vectors make tiles, which the threads share. Of long vectors that are fewer than the
 // threads one is permuted at a time, and the threads share its subsets.
 template <typename T>

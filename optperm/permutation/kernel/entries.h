@@ -23,6 +23,8 @@ namespace optperm {
 // Called, not copied into the above: that takes the compiler long, and makes no odds where it runs rarely.
 #define OPTPERM_RARE __attribute__((noinline))
 
+#define OPTPERM_INLINE __attribute__((always_inline)) inline
+
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
 

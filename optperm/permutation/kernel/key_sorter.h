@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <utility>
 
+#include "avx512.h"
 #include "entries.h"
 
 namespace optperm {
 
-// Sorts places by the bits of their keys that a mask leaves, ties by place: by radix on as many leading bits
-// as a 32- or 64-bit item holds beside the place, and by insertion where those bits are equal.
+// Sorts places by the bits of their keys that a mask leaves, ties by place: as items of as many leading bits
+// as 32 or 64 bits hold beside the place, and by insertion where those bits are equal. Items are sorted by
+// AVX-512 where the processor has it, by radix elsewhere; few keys are compared each with each.
 template <typename Key, Key kMask>
 class KeySorter {
  public:
@@ -24,19 +26,21 @@ class KeySorter {
     }
     low_ = low;
     const uint64_t range = high - low;
+    const int place_bits = std::max(BitLength(static_cast<uint64_t>(size) - 1), 1);
+#if OPTPERM_HAS_AVX512
+    if (use_avx512 && AreEnough(32 - place_bits, range, place_bits)) {
+      SortByNetwork(keys, size, range, place_bits);
+      return order_;
+    }
+#endif
     if (size <= kFew) {
       order_ = first_.Reserve<int32_t>(size);
       spare_ = second_.Reserve<int32_t>(size);
       Count(keys, size, range);
       return order_;
     }
-    int place_bits = 1;
-    while ((int64_t{1} << place_bits) < size) ++place_bits;
     const int digit_bits = std::min({std::max(place_bits - 1, 4), (32 - place_bits) / 2, 10});
-    // Keys are made of floating numbers. If between two powers of two there are less different leading bits
-    // than a quarter of the places, too many are equal.
-    constexpr int kFraction = sizeof(Key) == 4 ? 23 : 52;
-    if (place_bits <= 14 && Shift(range, 2 * digit_bits) + place_bits <= kFraction + 2) {
+    if (AreEnough(2 * digit_bits, range, place_bits)) {
       Radix<uint32_t, 2>(keys, size, range, place_bits, digit_bits);
     } else {
       Radix<uint64_t, 3>(keys, size, range, place_bits, 11);
@@ -52,12 +56,18 @@ class KeySorter {
 
   static Key Masked(Key key) { return key & kMask; }
 
-  // How many low bits of numbers up to `range` are too many.
-  static int Shift(uint64_t range, int bits) {
-    int shift = 0;
-    while (range >> shift >> bits != 0) ++shift;
-    return shift;
+  // Whether so many leading bits, in an item of 32 bits, tell most keys apart. Keys are made of floating numbers:
+  // if between two powers of two there are less different leading bits than a quarter of the places, too many
+  // are equal.
+  static bool AreEnough(int bits, uint64_t range, int place_bits) {
+    constexpr int kFraction = sizeof(Key) == 4 ? 23 : 52;
+    return place_bits <= 14 && Shift(range, bits) + place_bits <= kFraction + 2;
   }
+
+  static int BitLength(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
+
+  // How many low bits of numbers up to `range` are too many.
+  static int Shift(uint64_t range, int bits) { return std::max(BitLength(range) - bits, 0); }
 
   // For few entries: the place of each in the order is the number of those that come before it, by leading
   // bits in 16-bit integers, of which processors compare many at once; by insertion where those are equal.
@@ -81,6 +91,19 @@ class KeySorter {
       if (equal[i] > 1) Insert(keys, i, i + equal[i]);
     }
   }
+
+#if OPTPERM_HAS_AVX512
+  void SortByNetwork(const Key* keys, int32_t size, uint64_t range, int place_bits) {
+    const int shift = Shift(range, 32 - place_bits);
+    const Key low = low_;
+    uint32_t *items = first_.Reserve<uint32_t>(size), *spare = second_.Reserve<uint32_t>(size);
+    for (int32_t i = 0; i < size; ++i) {
+      items[i] = static_cast<uint32_t>((Masked(keys[i]) - low) >> shift) << place_bits | static_cast<uint32_t>(i);
+    }
+    avx512::Sort(items, spare, size, items, 2 * place_bits);
+    Unpack(keys, size, items, spare, place_bits);
+  }
+#endif
 
   template <typename Item, int kDigits>
   void Radix(const Key* keys, int32_t size, uint64_t range, int place_bits, int digit_bits) {
@@ -110,15 +133,28 @@ class KeySorter {
       }
       std::swap(from, to);
     }
-    const Item *sorted = from, place_mask = (Item{1} << place_bits) - 1;
-    order_ = reinterpret_cast<int32_t*>(to);
-    spare_ = reinterpret_cast<int32_t*>(from);
+    Unpack(keys, size, from, to, place_bits);
+  }
+
+  // The places of sorted items, into a buffer that they no longer need.
+  template <typename Item>
+  void Unpack(const Key* keys, int32_t size, Item* sorted, Item* spare, int place_bits) {
+    const Item place_mask = (Item{1} << place_bits) - 1;
+    order_ = reinterpret_cast<int32_t*>(spare);
+    spare_ = reinterpret_cast<int32_t*>(sorted);
     for (int32_t i = 0; i < size; ++i) order_[i] = static_cast<int32_t>(sorted[i] & place_mask);
-    for (int32_t i = 1; i < size; ++i) {
-      if ((sorted[i] ^ sorted[i - 1]) > place_mask) continue;
-      const int32_t begin = i - 1;
-      while (i < size && (sorted[i] ^ sorted[begin]) <= place_mask) ++i;
-      Insert(keys, begin, i);
+    const auto is_equal = [&](int32_t i, int32_t begin) { return (sorted[i] ^ sorted[begin]) <= place_mask; };
+    for (int32_t i = 1; i < size;) {
+      const int32_t end = std::min(size, i + 64);
+      int any = 0;  // most blocks have none
+      for (int32_t j = i; j < end; ++j) any |= is_equal(j, j - 1);
+      if (any == 0) i = end;
+      for (; i < end; ++i) {
+        if (!is_equal(i, i - 1)) continue;
+        const int32_t begin = i - 1;
+        while (i < size && is_equal(i, begin)) ++i;
+        Insert(keys, begin, i);
+      }
     }
   }
 

@@ -7,15 +7,12 @@
 #include <numeric>
 #include <vector>
 
+#include "avx512.h"
 #include "entries.h"
 #include "key_sorter.h"
 #include "places.h"
 
 namespace optperm {
-
-// The most candidates looked at together: enough to spare most of the branches on whether one is still alive,
-// few enough that hardly any is memorized meanwhile.
-constexpr int32_t kLookAhead = 32;
 
 // Finds the cycles of one subset: steps 6 and 7 of the method, for entries that all take part.
 template <typename T>
@@ -29,42 +26,49 @@ class CycleSearch {
     const int32_t* order = sorter_.Sort(entries.wish, entries.size);
     take_ = sorter_.spare();
     Prepare(entries, has_ties);
-    const int32_t look_ahead = std::clamp(entries.size / 6, 8, kLookAhead);
-    uint32_t candidates[kLookAhead];
-    for (int32_t next = entries.size; next > 0;) {
-      // Sources in descending |m|, on equal |m| the later place first.
-      const int32_t stop = std::max(0, next - look_ahead);
-      int32_t count = 0;
-      while (next > stop) {
-        const uint32_t place = order[--next];
-        candidates[count] = place;
-        count += places_.alive()[place >> 6] >> (place & 63) & 1;
-      }
-      for (int32_t i = 0; i < count; ++i) SearchFrom(candidates[i]);
+#if OPTPERM_HAS_AVX512
+    if (use_avx512) {
+      SearchByAvx512(order);
+      return take_;
     }
+#endif
+    Search(order);
     return take_;
   }
 
  private:
   void Prepare(const Entries<T>& entries, bool has_ties) {
-    const int32_t size = entries.size;
-    places_.Reset(size);
-    uint64_t *alive = places_.alive(), *rising = places_.rising(), *tied = places_.tied();
-    for (int32_t begin = 0; begin < size; begin += 64) {
-      const int32_t length = std::min(64, size - begin);
-      const Bits<T>* wish = entries.wish + begin;
-      uint64_t rises = 0, ties = 0;
-      for (int32_t i = length; i-- > 0;) rises = 2 * rises + (wish[i] >> (8 * sizeof(T) - 1));
+    places_.Reset(size_);
+    uint64_t *alive = places_.alive(), *tied = places_.tied();
+    for (int32_t begin = 0; begin < size_; begin += 64) {
+      const int32_t length = std::min(64, size_ - begin);
+      uint64_t ties = 0;
       if (has_ties) {
         const T* w = weight_ + begin;
         for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
       }
       alive[begin >> 6] = ~uint64_t{0} >> (64 - length);
-      rising[begin >> 6] = rises;
       tied[begin >> 6] = ties;
     }
+    Signs(entries.wish);
     places_.Summarize();
-    std::iota(take_, take_ + size, 0);
+    lowest_word_ = 0;
+    highest_word_ = (size_ - 1) >> 6;
+  }
+
+  // Which entries should rise: the sign bits of their wishes.
+  void Signs(const Bits<T>* wishes) {
+    uint64_t* rising = places_.rising();
+#if OPTPERM_HAS_AVX512
+    if (use_avx512) return avx512::Signs(wishes, size_, rising);
+#endif
+    for (int32_t begin = 0; begin < size_; begin += 64) {
+      uint64_t signs = 0;
+      for (int32_t i = std::min(64, size_ - begin); i-- > 0;) {
+        signs = 2 * signs + (wishes[begin + i] >> (8 * sizeof(T) - 1));
+      }
+      rising[begin >> 6] = signs;
+    }
   }
 
   // Whether entries may move between two weights: up takes [w, w + epsilon), down [w - epsilon, w).
@@ -75,41 +79,116 @@ class CycleSearch {
     return static_cast<double>(weight_[low]) >= static_cast<double>(weight_[high]) - epsilon_;
   }
 
-  // The search from one source, and its cycle.
+  // The most sources looked at together: enough to spare most of the branches on whether one is still alive, few
+  // enough that hardly any is memorized meanwhile.
+  static constexpr int32_t kLookAhead = 32;
+  int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
+
+  // Sources in descending |m|, on equal |m| the later place first. Several are looked at together, and those that
+  // are memorized already are left out.
+  void Search(const int32_t* order) {
+    std::iota(take_, take_ + size_, 0);
+    const int32_t look_ahead = LookAhead();
+    uint32_t sources[kLookAhead];
+    for (int32_t end = size_, begin; end > 0; end = begin) {
+      begin = std::max(0, end - look_ahead);
+      int32_t count = 0;
+      for (int32_t i = begin; i < end; ++i) {
+        const uint32_t place = order[i];
+        sources[count] = place;
+        count += places_.alive()[place >> 6] >> (place & 63) & 1;
+      }
+      SearchEach<false>(sources, count);
+    }
+  }
+
+#if OPTPERM_HAS_AVX512
+  // The same. What an entry takes from its own word of 64 places is a byte here, so that a few instructions move a
+  // cycle, however long.
+  OPTPERM_AVX512 OPTPERM_RARE void SearchByAvx512(const int32_t* order) {
+    const int32_t words = (size_ + 63) / 64;
+    taken_ = taken_buffer_.Reserve<uint8_t>(64 * words);
+    far_ = far_buffer_.Reserve<uint64_t>(words);
+    for (int32_t i = 0; i < words; ++i) avx512::Stay(taken_ + 64 * i);
+    std::fill_n(far_, words, 0);
+    const int32_t look_ahead = LookAhead();
+    uint32_t sources[kLookAhead + avx512::kLanes];
+    for (int32_t end = size_, begin; end > 0; end = begin) {
+      begin = std::max(0, end - look_ahead);
+      const int32_t count = avx512::Alive(order + begin, end - begin, places_.alive(), sources);
+      SearchEach<true>(sources, count);
+    }
+    avx512::Unpack(taken_, far_, size_, take_);
+  }
+#endif
+
+  // The search from each of these sources, from the last one on, and its cycle.
   //
   // Without ties among the places in question the cycle of a riser is the risers from it up to the first
   // faller, and that faller, if the faller reaches down to the source: no other faller reaches as far
   // down. If it does not, there is no cycle, ties or not. Likewise for a faller. Here are the cycles that
   // lie within a word of 64 places, with hardly a branch that is hard to predict.
-  void SearchFrom(uint32_t source) {
-    const uint32_t index = source >> 6, bit = source & 63;
-    const uint64_t alive = places_.alive()[index], rising = places_.rising()[index];
-    if ((alive >> bit & 1) == 0) return;
-    const uint64_t rises = uint64_t{0} - (rising >> bit & 1);  // all ones or all zeros
-    const uint64_t one = uint64_t{1} << bit;
-    const uint64_t above = alive & ~rising & ~(one | (one - 1));
-    const uint64_t below = alive & rising & (one - 1);
-    if (((above & rises) | (below & ~rises)) == 0) return SearchWide(source);
-    const uint64_t first_above = above & (uint64_t{0} - above);
-    const uint64_t first_below = uint64_t{1} << HighestBit(below | 1);
-    const uint64_t lowest = (one & rises) | (first_below & ~rises);
-    const uint64_t highest = (first_above & rises) | (one & ~rises);
-    const uint64_t range = (highest - lowest) | highest;
-    const int32_t base = index << 6;
-    const int32_t low = base + LowestBit(lowest), high = base + LowestBit(highest);
-    const uint64_t tied = places_.tied()[index] & (range ^ lowest);
-    if (!IsPlain(low, high, tied)) return SearchCarefully(source, rises, low, high);
+  template <bool kByAvx512>
+  OPTPERM_INLINE void SearchEach(const uint32_t* sources, int32_t count) {
+    uint64_t* const alive_words = places_.alive();
+    const uint64_t *const rising_words = places_.rising(), *const tied_words = places_.tied();
+    const T* const weights = weight_;
+    const double epsilon = epsilon_;
+    while (count > 0) {
+      const uint32_t source = sources[--count], index = source >> 6, base = source & ~uint32_t{63};
+      const uint64_t alive = alive_words[index], rising = rising_words[index];
+      const uint64_t one = uint64_t{1} << (source & 63);
+      if ((alive & one) == 0) continue;
+      const uint64_t rises = uint64_t{0} - (rising >> (source & 63) & 1);  // all ones or all zeros
+      const uint64_t above = alive & ~rising & ~(one | (one - 1));
+      const uint64_t below = alive & rising & (one - 1);
+      if (((above & rises) | (below & ~rises)) == 0) {
+        if (kByAvx512) {
+          SearchWide<true>(source);
+        } else {
+          SearchWideRarely(source);
+        }
+        continue;
+      }
+      const uint64_t first_above = above & (uint64_t{0} - above);
+      const uint64_t first_below = uint64_t{1} << HighestBit(below | 1);
+      const uint64_t lowest = (one & rises) | (first_below & ~rises);
+      const uint64_t highest = (first_above & rises) | (one & ~rises);
+      const uint64_t range = (highest - lowest) | highest;
+      const int32_t low = base + LowestBit(lowest), high = base + LowestBit(highest);
+      const double low_weight = weights[low], high_weight = weights[high];
+      const int up = high_weight < low_weight + epsilon, down = low_weight >= high_weight - epsilon;
+      const int apart = (tied_words[index] & (range ^ lowest)) == 0;
+      if ((up & down & apart) == 0) {
+        if ((up | down) == 0) {
+          alive_words[index] = alive ^ one;
+        } else {
+          SearchCarefully(source, rises != 0, low, high);
+        }
+        continue;
+      }
+      const uint64_t cycle = alive & range;
+      alive_words[index] = alive & ~cycle;
+#if OPTPERM_HAS_AVX512
+      if (kByAvx512) {
+        avx512::MoveCycle(taken_ + base, cycle, lowest ^ highest ^ one, source & 63);
+        continue;
+      }
+#endif
+      Move(take_ + base, base, cycle, highest, low - base, high - base, rises);
+    }
+  }
 
-    const uint64_t cycle = alive & range;
-    places_.alive()[index] = alive & ~cycle;
-    // From the lowest place of the cycle upwards, for risers into `up`, for fallers into `down`, and for the
-    // others nowhere. Three moves at once, since few cycles are longer; beyond the highest place they stay
-    // there.
+  // From the lowest place of the cycle upwards, for risers into `up`, for fallers into `down`, and for the
+  // others nowhere. Three moves at once, since few cycles are longer; beyond the highest place they stay
+  // there.
+  static OPTPERM_INLINE void Move(int32_t* take, int32_t base, uint64_t cycle, uint64_t highest, int32_t low,
+                                  int32_t high, uint64_t rises) {
     int32_t nowhere[64];
-    int32_t* const targets[] = {nowhere, take_ + base};
+    int32_t* const targets[] = {nowhere, take};
     int32_t *const up = targets[rises & 1], *const down = targets[~rises & 1];
     uint64_t rest = cycle;
-    int32_t here = LowestBit(lowest);
+    int32_t here = low;
     const auto move = [&] {
       rest = (rest & (rest - 1)) | highest;
       const int32_t next = LowestBit(rest);
@@ -119,39 +198,75 @@ class CycleSearch {
     };
     for (int i = 0; i < 3; ++i) move();
     while (rest != highest) move();
-    up[high - base] = low;
-    down[low - base] = high;
-    down[high - base] = base + HighestBit(cycle ^ highest);
+    up[high] = base + low;
+    down[low] = base + high;
+    down[high] = base + HighestBit(cycle ^ highest);
   }
 
   // The same for a source whose word holds no end of its cycle.
-  OPTPERM_RARE void SearchWide(int32_t source) {
+  template <bool kByAvx512>
+  OPTPERM_INLINE void SearchWide(int32_t source) {
+    uint64_t* const alive_words = places_.alive();
+    const uint64_t* const tied_words = places_.tied();
     const bool rises = places_.Rises(source);
-    const int32_t end = rises ? places_.Up(Places::kFallers, (source | 63) + 1)
-                              : places_.Down(Places::kRisers, (source & ~63) - 1);
-    if (end == Places::kNone) return places_.Remove(source);
+    const int32_t end = NearestBeyondWord(source, rises);
+    if (end == Places::kNone) return RemoveFrom(source, rises);
     const int32_t low = std::min(source, end), high = std::max(source, end);
     const uint64_t from_low = ~uint64_t{0} << (low & 63), to_high = ~uint64_t{0} >> (63 - (high & 63));
     const int32_t first = low >> 6, last = high >> 6;
-    uint64_t tied = (places_.tied()[first] & from_low & (from_low - 1)) | (places_.tied()[last] & to_high);
-    for (int32_t i = first + 1; i < last; ++i) tied |= places_.tied()[i];
+    uint64_t tied = (tied_words[first] & from_low & (from_low - 1)) | (tied_words[last] & to_high);
+    for (int32_t i = first + 1; i < last; ++i) tied |= tied_words[i];
     if (!IsPlain(low, high, tied)) return SearchCarefully(source, rises, low, high);
 
-    int32_t here = low;
+    int32_t here = Places::kNone;
     for (int32_t i = first; i <= last; ++i) {
-      uint64_t& alive = places_.alive()[i];
-      uint64_t bits = alive;
-      if (i == first) bits &= from_low;
-      if (i == last) bits &= to_high;
-      alive &= ~bits;
-      if (i == first) bits &= bits - 1;
-      for (; bits != 0; bits &= bits - 1) {
-        const int32_t next = (i << 6) + LowestBit(bits);
-        take_[rises ? here : next] = rises ? next : here;
-        here = next;
+      const uint64_t alive = alive_words[i], inside = i == first ? from_low : i == last ? to_high : ~uint64_t{0};
+      uint64_t bits = alive & inside;
+      if (bits == 0) continue;
+      alive_words[i] = alive & ~inside;
+      const int32_t next = (i << 6) + LowestBit(bits);
+      if (here != Places::kNone) Take<kByAvx512>(rises ? here : next, rises ? next : here);
+      here = (i << 6) + HighestBit(bits);
+#if OPTPERM_HAS_AVX512
+      if (kByAvx512) {
+        const uint64_t all_but_lowest = bits & (bits - 1), all_but_highest = bits ^ uint64_t{1} << (here & 63);
+        avx512::Move(taken_ + (i << 6), rises ? all_but_lowest : all_but_highest,
+                     rises ? all_but_highest : all_but_lowest);
+        continue;
+      }
+#endif
+      for (int32_t a = next; (bits &= bits - 1) != 0;) {
+        const int32_t b = (i << 6) + LowestBit(bits);
+        Take<kByAvx512>(rises ? a : b, rises ? b : a);
+        a = b;
       }
     }
-    take_[rises ? high : low] = rises ? low : high;
+    Take<kByAvx512>(rises ? high : low, rises ? low : high);
+  }
+
+  OPTPERM_RARE void SearchWideRarely(int32_t source) { SearchWide<false>(source); }
+
+  // The end of a source's cycle, beyond its word.
+  OPTPERM_INLINE int32_t NearestBeyondWord(int32_t source, bool rises) {
+    const int32_t index = source >> 6, next = rises ? index + 1 : index - 1;
+    if (next < lowest_word_ || next > highest_word_) return Places::kNone;
+    const uint64_t ends = places_.alive()[next] & (places_.rising()[next] ^ (uint64_t{0} - rises));
+    if (ends != 0) return (next << 6) + (rises ? LowestBit(ends) : HighestBit(ends));
+    return rises ? places_.Up(Places::kFallers, (next + 1) << 6) : places_.Down(Places::kRisers, (next << 6) - 1);
+  }
+
+  // Takes out a source that has no end, and all beyond it, which have none either.
+  void RemoveFrom(int32_t source, bool rises) {
+    uint64_t* alive = places_.alive();
+    const int32_t index = source >> 6;
+    const uint64_t one = uint64_t{1} << (source & 63);
+    if (rises) {
+      alive[index] &= one - 1;
+      while (highest_word_ > index) alive[highest_word_--] = 0;
+    } else {
+      alive[index] &= ~(one | (one - 1));
+      while (lowest_word_ < index) alive[lowest_word_++] = 0;
+    }
   }
 
   // Whether a cycle with these ends is one for certain: no ties, and if the ends reach each other both
@@ -232,9 +347,21 @@ class CycleSearch {
     TakePath();
   }
 
+  // What is not moved within a word by AVX-512 is marked as that.
+  template <bool kByAvx512>
+  OPTPERM_INLINE void Take(int32_t place, int32_t from) {
+    take_[place] = from;
+    if (kByAvx512) far_[place >> 6] |= uint64_t{1} << (place & 63);
+  }
+
   void TakePath() {
     for (size_t i = 0; i < path_.size(); ++i) {
-      take_[path_[i]] = path_[i + 1 < path_.size() ? i + 1 : 0];
+      const int32_t next = path_[i + 1 < path_.size() ? i + 1 : 0];
+      if (use_avx512) {
+        Take<true>(path_[i], next);
+      } else {
+        Take<false>(path_[i], next);
+      }
     }
   }
 
@@ -244,6 +371,10 @@ class CycleSearch {
   Places places_;
   KeySorter<Bits<T>, static_cast<Bits<T>>(~kSignBit<T>)> sorter_;
   int32_t* take_ = nullptr;
+  Buffer taken_buffer_, far_buffer_;
+  uint8_t* taken_ = nullptr;  // for AVX-512: for each entry the place in its word whose weight it takes
+  uint64_t* far_ = nullptr;   // which entries take_ holds already
+  int32_t lowest_word_ = 0, highest_word_ = 0;  // beyond which no place is alive
   std::vector<int32_t> path_, visited_;
 };
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "avx512.h"
 #include "columns.h"
 #include "cycles.h"
 #include "places.h"
@@ -459,14 +460,25 @@ void TestReorder(const char* type) {
   std::printf("reordering by %s: ok\n", type);
 }
 
-}  // namespace
+#if OPTPERM_HAS_AVX512
+// Of each size, as partitions leave them, and where partitions are used up.
+void TestNetwork() {
+  std::mt19937_64 rng(0);
+  for (int32_t size = 1; size < 700; ++size) {
+    for (int most_partitions : {0, 1, 30}) {
+      std::vector<uint32_t> items(size), spare(size), sorted(size);
+      for (uint32_t& item : items) item = static_cast<uint32_t>(rng()) | (rng() % 64 == 0 ? 0xFFFFFF00u : 0);
+      std::vector<uint32_t> expected = items;
+      std::sort(expected.begin(), expected.end());
+      optperm::avx512::Sort(items.data(), spare.data(), size, sorted.data(), most_partitions);
+      Check(sorted == expected, "the network of " + std::to_string(size));
+    }
+  }
+  std::printf("the network: ok\n");
+}
+#endif
 
-int main() {
-  optperm::max_threads = 4;
-  TestTranspose<float>();
-  TestTranspose<double>();
-  TestPlaces();
-  TestDamagedRanks();
+void TestKernel() {
   TestAgainstDescription<float>("float");
   TestAgainstDescription<double>("double");
   TestReorder<int32_t>("int32");
@@ -478,6 +490,25 @@ int main() {
     TestLongVector<float>("float", 20000, kind);
     TestLongVector<double>("double", 20000, kind);
   }
+}
+
+}  // namespace
+
+int main() {
+  optperm::max_threads = 4;
+  TestTranspose<float>();
+  TestTranspose<double>();
+  TestPlaces();
+  TestDamagedRanks();
+  TestKernel();
+#if OPTPERM_HAS_AVX512
+  if (optperm::use_avx512) {
+    TestNetwork();
+    std::printf("and without AVX-512:\n");
+    optperm::use_avx512 = false;
+    TestKernel();
+  }
+#endif
   std::printf("%lld checks passed\n", static_cast<long long>(checks));
   return 0;
 }
