@@ -182,7 +182,7 @@ def test_too_few_estimates_are_named():
 
 
 @pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
-@pytest.mark.parametrize("ending", [0.1, 1.0])
+@pytest.mark.parametrize("ending", [0.1, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 def test_noise_that_was_still_falling_is_named(preconditioner, ending):
     """Gradients whose deviation falls to a tenth in the last half of the estimates, or stays."""
     tx = optperm.constant_sgd(N, S, preconditioner=preconditioner, burn_in=100, freeze_after=500)
