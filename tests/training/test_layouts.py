@@ -225,7 +225,17 @@ def by_hand(name, size, start):
 PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
 
 
-@pytest.mark.parametrize("name", fitting.METHODS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sgperm", "svrg", "dldr", "constant_sgd", "agn"),
+        # As far as `fit` is concerned each is like one of these, and test_resume.py has them all.
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("adam", "laperm", "diloco")
+        ),
+    ],
+)
 def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     """Four devices; from weights that can all be permuted."""
     start = jax.tree.map(
