@@ -228,11 +228,11 @@ PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
 @pytest.mark.parametrize(
     "name",
     [
-        *("sgperm", "svrg", "dldr", "constant_sgd", "agn"),
+        *("sgperm", "svrg", "constant_sgd", "agn"),
         # As far as `fit` is concerned each is like one of these, and test_resume.py has them all.
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("adam", "laperm", "diloco")
+            for name in ("adam", "laperm", "dldr", "diloco")
         ),
     ],
 )
