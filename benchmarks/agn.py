@@ -39,12 +39,14 @@ from collectives import find_collectives, traffic
 
 AXIS, REPLICAS, PERIOD = "replica", 4, 10
 NEVER = 1_000_000
+SGD = optax.sgd(0.1)
 OPTIMIZERS = {
-    "SGD": optax.sgd(0.1),
+    "SGD": SGD,
     "momentum": optax.sgd(0.1, momentum=0.9),
     "Adam": optax.adam(1e-3),
     "AdamW": optax.adamw(1e-3),
 }
+COMMITTING = ("SGD", "Adam")
 RULES = ("mean", "sum", "sequential")
 RESULTS = results.Results()
 
@@ -226,7 +228,7 @@ def print_traffic() -> None:
     }
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(f"Traffic of each device: {count} float32 params in 4 leaves, period {PERIOD}")
-    peers = {"synchronous": OPTIMIZERS["SGD"]} | methods(OPTIMIZERS["SGD"], PERIOD)
+    peers = {"synchronous": SGD} | methods(SGD, PERIOD)
     exchanges: dict[str, dict[str, Any]] = {
         "4 fragments": {"sync_every": optperm.Every(PERIOD, fragments=4)},
         "4 bits": {"sync_every": PERIOD, "compress": optperm.compress_quantized(4)},
@@ -236,7 +238,7 @@ def print_traffic() -> None:
         },
     }
     for peer, options in exchanges.items():
-        peers[peer] = optperm.diloco(OPTIMIZERS["SGD"], axis_name=AXIS, **options)
+        peers[peer] = optperm.diloco(SGD, axis_name=AXIS, **options)
     synchronous = 0.0
     for name, tx in peers.items():
         step = on_replicas(tx, synchronous=name == "synchronous")
@@ -302,7 +304,7 @@ def main() -> None:
     print_traffic()
     # Four replicas share this machine, so each has a quarter of the leaves.
     print(f"Commits: {few} leaves of {size} float32 on each of {REPLICAS} replicas")
-    for name in ("SGD", "Adam"):
+    for name in COMMITTING:
         measure_commits(name, few, size, repetitions)
     RESULTS.write(chosen.json)
 

@@ -2,7 +2,8 @@
 
 What a block prints must be what the page shows after it, in a block of plain text: the same words, and
 numbers that are near, since training differs a little from one processor to another. The pictures that
-the blocks save are written beside the pages.
+the blocks save are written beside the pages. A block under the comment `long` compares many trainings;
+nothing but what it prints depends on it.
 
     python docs/run_tutorials.py [PAGE ...]          # checks what is printed, and draws the pictures
     python docs/run_tutorials.py --write [PAGE ...]  # writes what is printed into the pages
@@ -22,7 +23,10 @@ import matplotlib.style
 
 TUTORIALS = pathlib.Path(__file__).parent / "tutorials"
 PAGES = sorted(path.stem for path in TUTORIALS.glob("*.md") if path.stem != "index")
-_BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
+_BLOCK = re.compile(
+    r"^(?P<long><!-- long -->\n)?```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```\n)?",
+    re.M | re.S,
+)
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?|[-+]?\.\d+")
 
 
@@ -49,16 +53,27 @@ def _is_same(shown: str, found: str) -> bool:
     return a == b and all(is_near(*pair) for pair in numbers)
 
 
-def run(page: str, pictures: pathlib.Path = TUTORIALS) -> tuple[list[str], dict[str, Any]]:
-    """Runs a page; returns what each block has printed, and the namespace at the end."""
+def run(
+    page: str, pictures: pathlib.Path = TUTORIALS, *, is_short: bool = False
+) -> tuple[list[str], dict[str, Any]]:
+    """Runs a page; returns what each block has printed, and the namespace at the end.
+
+    Args:
+      page: Its name.
+      pictures: Where the pictures are written.
+      is_short: Whether blocks that are marked as long are left out; what is shown stands for them.
+    """
     outputs, namespace = [], {"__name__": f"tutorials.{page}"}
     if pictures != TUTORIALS:
         for kept in TUTORIALS.glob("*.json"):
             shutil.copy(kept, pictures)
     with contextlib.chdir(pictures), matplotlib.style.context("optperm.pictures"):
         for index, block in enumerate(_BLOCK.finditer((TUTORIALS / f"{page}.md").read_text())):
+            if is_short and block["long"]:
+                outputs.append(block["shown"])
+                continue
             with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(compile(block[1], f"{page}.md, block {index + 1}", "exec"), namespace)
+                exec(compile(block["code"], f"{page}.md, block {index + 1}", "exec"), namespace)
             outputs.append(
                 "".join(f"{line.rstrip()}\n" for line in printed.getvalue().splitlines())
             )
@@ -67,7 +82,9 @@ def run(page: str, pictures: pathlib.Path = TUTORIALS) -> tuple[list[str], dict[
 
 def wrong_outputs(page: str, outputs: list[str]) -> list[str]:
     """Where a page shows something else than what its blocks have printed."""
-    shown = [block[2] or "" for block in _BLOCK.finditer((TUTORIALS / f"{page}.md").read_text())]
+    shown = [
+        block["shown"] or "" for block in _BLOCK.finditer((TUTORIALS / f"{page}.md").read_text())
+    ]
     pairs = enumerate(zip(shown, outputs, strict=True), start=1)
     return [
         f"{page}.md, block {index}\n{line}" for index, pair in pairs for line in differences(*pair)
@@ -80,7 +97,8 @@ def write(page: str, outputs: list[str]) -> None:
 
     def with_output(block: re.Match[str]) -> str:
         printed = next(remaining)
-        return f"```python\n{block[1]}```\n" + (f"\n```text\n{printed}```\n" if printed else "")
+        code = f"{block['long'] or ''}```python\n{block['code']}```\n"
+        return code + (f"\n```text\n{printed}```\n" if printed else "")
 
     path.write_text(_BLOCK.sub(with_output, path.read_text()))
 

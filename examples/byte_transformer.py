@@ -41,7 +41,8 @@ def run(name: str, tx: Any, plan: Any, params: Any, batches: Any, mesh: Mesh) ->
 
     programs, sent = dict[Any, tuple[Any, int]](), list[int]()
     stacked = jax.tree.map(lambda leaf: np.stack([leaf] * REPLICAS), params)
-    carry = jax.device_get((stacked, jax.vmap(tx.init)(stacked)))  # the same in each process
+    opt_state = jax.jit(jax.vmap(tx.init))(stacked)
+    carry = jax.device_get((stacked, opt_state))  # the same in each process
     carry = jax.device_put(carry, NamedSharding(mesh, P(AXIS)))
     for number, ids in enumerate(batches, start=1):
         exchange = plan and plan.at(number)
@@ -71,7 +72,7 @@ def train(steps: int, common: int, seed: int, grid: bool) -> dict[str, tuple[flo
             ids = windows(data, rng, REPLICAS, BATCH)
             yield jax.device_put(ids, NamedSharding(mesh, P(AXIS)))
 
-    params = Decoder().init(jax.random.key(seed), jnp.zeros((1, CONTEXT), jnp.int32))
+    params = jax.jit(Decoder().init)(jax.random.key(seed), jnp.zeros((1, CONTEXT), jnp.int32))
     params, _ = run("in step", adamw(RATE), None, params, batches(common, 0), mesh)
     print(f"seed {seed}: {evaluate(params, test):.3f} nats a byte after {common} common steps")
     results = dict[str, tuple[float, float, int]]()

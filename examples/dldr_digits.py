@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 import optperm
 
 BATCH, SAMPLE_EVERY = 128, 4  # images; steps
+SIZES = (2, 4, 8, 12)  # dimensions
 
 
 def predict(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         )
         return train(tx, data, test, 2 * arguments.epochs)
 
-    sizes = [k for k in (2, 4, 8, 12) if k < samples]
+    sizes = [k for k in SIZES if k < samples]
     bfgs = {k: two_phases(optperm.dim_reduce(n_components=k)) for k in sizes}
     plain, most = optax.with_extra_args_support(optax.sgd(0.1)), sizes[-1]
     curves = {

@@ -13,15 +13,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
-# Each with flags that make it small, and its tables with what is left of them; a part that is not asked
-# for has flags of its own.
+# Each with flags that make it small, and its tables, or functions that make one, with what is left of
+# them; a part that is not asked for has flags of its own.
 RUNS = [
     (
         "agn.py",
         "--repetitions 1 --leaves 2 --leaf-size 100",
-        {"OPTIMIZERS": ("SGD", "Adam"), "RULES": ("mean",)},
+        {"OPTIMIZERS": ("Adam",), "COMMITTING": ("Adam",), "RULES": ("mean",)},
     ),
-    ("constant_sgd.py", "--only steps --repetitions 3", {}),
+    (
+        "constant_sgd.py",
+        "--only steps --repetitions 3",
+        {"samplers": ("SGD", "diagonal, single_example", "sgld")},
+    ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
@@ -55,6 +59,13 @@ SHARED = {"results.py"}
 DEVICES = ("jax_num_cpu_devices",)
 
 
+def part_of(table, left):
+    """What is left of a table, or of what a function makes."""
+    if callable(table):
+        return lambda *arguments: part_of(table(*arguments), left)
+    return {key: table[key] for key in left} if isinstance(table, dict) else left
+
+
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(("script", "flags", "tables"), RUNS)
 def test_benchmark(script, flags, tables, monkeypatch, capfd, tmp_path):
@@ -72,9 +83,7 @@ def test_benchmark(script, flags, tables, monkeypatch, capfd, tmp_path):
     monkeypatch.setattr(small, "WIDTH", 8)
     main = runpy.run_path(str(path))["main"]
     for name, left in tables.items():
-        table = main.__globals__[name]
-        is_named = isinstance(table, dict)
-        main.__globals__[name] = {key: table[key] for key in left} if is_named else left
+        main.__globals__[name] = part_of(main.__globals__[name], left)
     main()
     printed = capfd.readouterr().out.strip().splitlines()
     assert re.search(r"\d", printed[-1])

@@ -13,10 +13,11 @@ RUNNER = runpy.run_path(str(DOCS / "run_tutorials.py"))
 
 
 @pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("is_short", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page", RUNNER["PAGES"])
-def test_a_tutorial_prints_and_draws_what_it_shows(page, tmp_path):
-    """The words are the same, the numbers near."""
-    outputs, _ = RUNNER["run"](page, tmp_path)
+def test_a_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
+    """The words are the same, the numbers near; comparisons of many trainings run by night."""
+    outputs, _ = RUNNER["run"](page, tmp_path, is_short=is_short)
     assert RUNNER["wrong_outputs"](page, outputs) == []
     text = (DOCS / "tutorials" / f"{page}.md").read_text()
     shown = set(re.findall(r"^!\[.*\]\((\w+\.png)\)$", text, re.MULTILINE))

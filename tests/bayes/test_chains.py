@@ -66,7 +66,7 @@ def on_a_quadratic(preconditioner, seed, momentum=None):
         burn_in=200,
         freeze_after=500,
     )
-    mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, warmup=1500, thinning=150)
+    mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, warmup=1000, thinning=90)
     diagonal = np.diag(NOISE)
     h = {
         "scalar": 2 * S * 3 / (N * diagonal.sum()) * np.eye(3),

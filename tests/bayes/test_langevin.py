@@ -24,7 +24,7 @@ def long_steps():
         yield
 
 
-def draws(tx, *, num_draws=400, thinning=25):
+def draws(tx, *, num_draws=250, thinning=25):
     """Of 64 chains on a quadratic with Gaussian noise, flat."""
     hessian, root = jnp.float32(HESSIAN), jnp.float32(ROOT)
 
@@ -55,8 +55,9 @@ def assert_has_law(flat, wanted):
 
 
 @pytest.mark.usefixtures("long_steps")
-@pytest.mark.parametrize("preconditioner", [None, (3.0, 0.5)])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize(
+    ("preconditioner", "temperature"), support.in_turns([None, (3.0, 0.5)], [1.0, 2.5])
+)
 def test_sgld_has_its_exact_law(preconditioner, temperature):
     """Constant SGD with H = eps N M / 2, to whose noise 4 T / (eps N^2) M^-1 is added; at steps that are
     not small, and not at any of the posterior."""
@@ -72,7 +73,7 @@ def test_sgld_has_its_exact_law(preconditioner, temperature):
 
 
 @pytest.mark.usefixtures("long_steps")
-@pytest.mark.parametrize(("friction", "noise_estimate"), [(0.2, 0.0), (0.5, 0.1), (1.0, 0.0)])
+@pytest.mark.parametrize(("friction", "noise_estimate"), [(0.2, 0.0), (0.5, 0.1)])
 def test_sghmc_has_its_exact_law(friction, noise_estimate):
     """Momentum SGD with H = eta N and the decay 1 - alpha, to whose noise 2 (alpha - beta) T / (eta N^2)
     is added."""

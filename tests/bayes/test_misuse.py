@@ -186,11 +186,9 @@ TIGHT = 0.05  # far below what gradients are long
 @pytest.mark.parametrize(
     ("front", "is_foreign", "fill"),
     [
-        (optax.identity, False, True),
         (lambda: optax.clip_by_global_norm(TIGHT), True, True),
         (lambda: optax.clip_by_global_norm(1e6), False, False),
-        (lambda: optax.clip(TIGHT), True, False),
-        (lambda: optperm.svrg(refresh_every=20), True, True),
+        (lambda: optperm.svrg(refresh_every=20), True, False),
         (lambda: optax.add_decayed_weights(1.0), True, False),
     ],
 )
@@ -204,19 +202,18 @@ def test_constant_sgd_says_when_the_gradient_is_another_one(front, is_foreign, f
     assert ((report.altered_gradients or 0.0) > 0.5) == is_foreign
 
 
-@pytest.mark.parametrize("build", [optperm.sgld, functools.partial(optperm.sghmc, friction=0.2)])
-@pytest.mark.parametrize(
-    ("front", "is_altered"),
-    [
-        (optax.identity, False),
-        (lambda: optax.clip_by_global_norm(TIGHT), True),
-        (lambda: optax.clip_by_global_norm(1e6), False),
-        (lambda: optax.clip(TIGHT), True),
-        (lambda: optperm.svrg(refresh_every=20), False),
-        (lambda: optperm.svrg(0.1, refresh_every=20), False),
-    ],
-)
-def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front, is_altered):
+SAMPLERS = [optperm.sgld, functools.partial(optperm.sghmc, friction=0.2)]
+FRONTS = [
+    (lambda: optax.clip_by_global_norm(TIGHT), True),
+    (lambda: optax.clip_by_global_norm(1e6), False),
+    (lambda: optperm.svrg(0.1, refresh_every=20), False),
+    (lambda: optax.clip(TIGHT), True),
+]
+
+
+@pytest.mark.parametrize(("build", "front"), support.in_turns(SAMPLERS, FRONTS))
+def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front):
+    front, is_altered = front
     tx = optax.chain(front(), build(1e-5, N))
     text, samples = said(tx)
     assert (ALTERED in text) == is_altered
@@ -227,48 +224,52 @@ def test_langevin_dynamics_take_control_variates_and_no_clipping(build, front, i
 
 
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
-@pytest.mark.parametrize(("limit", "is_foreign"), [(TIGHT, True), (1e6, False)])
-def test_replicas_compare_the_gradient_of_the_whole_batch(mapping, limit, is_foreign):
+def test_replicas_compare_the_gradient_of_the_whole_batch(mapping):
     """Which has been averaged already, or has not been."""
 
-    def foreign(x, y, *, evaluate_over):
-        w = jnp.zeros(D)
+    def foreign(x, y, limit):
+        w, found = jnp.zeros(D), []
         tx = optax.chain(
             optax.clip_by_global_norm(limit),
             optperm.constant_sgd(N, S, fill=False, burn_in=1, axis_name=replicas.AXIS),
         )
-        e = optperm.evaluate(loss_fn, w, (x, y), axis_name=evaluate_over)
-        grad = e.grad if evaluate_over else jax.lax.pmean(e.grad, replicas.AXIS)
-        return tx.update(grad, tx.init(w), w, **e.extra_args)[1][1][0].foreign
+        for evaluate_over in (replicas.AXIS, None):
+            e = optperm.evaluate(loss_fn, w, (x, y), axis_name=evaluate_over)
+            grad = e.grad if evaluate_over else jax.lax.pmean(e.grad, replicas.AXIS)
+            found.append(tx.update(grad, tx.init(w), w, **e.extra_args)[1][1][0].foreign)
+        return jnp.stack(found)
 
     parts = [leaf[:S].reshape(4, S // 4, *leaf.shape[1:]) for leaf in data()]
-    for evaluate_over in (replicas.AXIS, None):
-        run = functools.partial(foreign, evaluate_over=evaluate_over)
-        found = replicas.MAPPINGS[mapping](run, 4)(*parts)
-        assert int(replicas.take(found, 0)) == is_foreign
+    run = replicas.MAPPINGS[mapping](foreign, 4)
+    for limit, is_foreign in ((TIGHT, True), (1e6, False)):
+        found = run(*parts, jnp.full(4, limit))
+        assert replicas.take(found, 0).tolist() == [is_foreign] * 2
 
 
 def test_an_eager_update_says_so_too():
     tx = optax.chain(optax.clip(TIGHT), optperm.sgld(1e-5, N))
     w = jnp.ones(D)
     e = optperm.evaluate(loss_fn, w, tuple(leaf[:S] for leaf in data()))
-    state = tx.init(w)
+    state = jax.jit(  # whose count of them is as far as to tell
+        lambda state: jax.lax.fori_loop(
+            0, 30, lambda _, state: tx.update(e.grad, state, w, **e.extra_args)[1], state
+        )
+    )(tx.init(w))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(31):
-            state = tx.update(e.grad, state, w, **e.extra_args)[1]
+        tx.update(e.grad, state, w, **e.extra_args)
     assert ALTERED in str(caught[-1].message)
     tx = optax.chain(optax.clip(TIGHT), optperm.constant_sgd(N, S, burn_in=0))
     state = tx.init(w)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for clipped in (True, False, False):
+        for clipped in (True, False):
             front = e.grad * jnp.float32(1 if clipped else TIGHT / 100)
             extras = e.extra_args if clipped else e.extra_args | {"grad": front}
             state = tx.update(front, state, w, **extras)[1]
-    # In all of the estimates, in half and in a third of them: in one text, which Python gives once.
+    # In all of the estimates, and in half of them: in one text, which Python gives once.
     foreign = [str(w.message) for w in caught if FOREIGN in str(w.message)]
-    assert len(foreign) == 3
+    assert len(foreign) == 2
     assert len(set(foreign)) == 1
 
 
@@ -363,7 +364,9 @@ def test_rows_without_a_finite_loss_do_not_spoil_the_chain():
     np.testing.assert_allclose(flat.std(axis=0), 1 / np.sqrt(N), rtol=0.25)
 
 
-@pytest.mark.parametrize("preconditioner", ["scalar", "diagonal", "full"])
+@pytest.mark.parametrize(
+    "preconditioner", [pytest.param("scalar", marks=pytest.mark.exhaustive), "diagonal", "full"]
+)
 def test_correlated_noise_is_named_by_how_much_it_is(preconditioner):
     """Of ten gradients that are nearly one the variance along it is nearly twice the posterior's."""
     size = 10
@@ -379,7 +382,7 @@ def test_correlated_noise_is_named_by_how_much_it_is(preconditioner):
     # Steps so short that the second bound is the one that counts.
     options = {"momentum": 0.0, "stability": 0.1, "burn_in": 500, "num_data": 1000}
     tx = optperm.constant_sgd(batch_size=S, preconditioner=preconditioner, **options)
-    run = {"num_chains": 8, "warmup": 2000, "num_draws": 500, "thinning": 20}
+    run = {"num_chains": 8, "warmup": 1000, "num_draws": 300, "thinning": 20}
     text, samples = said(tx, step=functools.partial(step, tx=tx), size=size, **run)
     along = np.asarray(samples.params, np.float64) @ np.ones(size) / np.sqrt(size)
     ratio = along.var() * 1000 * (0.05 + 0.95 * size)

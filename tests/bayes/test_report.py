@@ -182,7 +182,7 @@ def test_too_few_estimates_are_named():
 
 
 @pytest.mark.parametrize("preconditioner", ["diagonal", "full"])
-@pytest.mark.parametrize("ending", [0.1, 1.0])
+@pytest.mark.parametrize("ending", [0.1, pytest.param(1.0, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("falls", "warmup"), [(350, 500), (1000, 3000)])
 def test_noise_that_has_fallen_is_named(preconditioner, ending, falls, warmup):
     """Gradients whose deviation falls to a tenth in the last half of the estimates, or after them, as

@@ -80,7 +80,7 @@ def test_the_recursion_settles_there(form, momentum):
 
 
 @pytest.mark.usefixtures("x64")
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), momentum=st.sampled_from([0.0, 0.7]))
 def test_the_limit_solves_its_equation(seed, momentum):
     """For any positive definite matrices; and it is what small steps come near to, momentum or not."""

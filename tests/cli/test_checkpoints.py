@@ -176,7 +176,9 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_serves(
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "by", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)]
+)
 def test_a_run_that_is_stopped_goes_on_from_its_newest_checkpoint(
     data, files, tmp_path, start, wait_for_epochs, by
 ):

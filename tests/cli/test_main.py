@@ -68,6 +68,7 @@ def test_every_method_trains_and_is_rebuilt(train, files, data, method, capsys):
         logits = models.logits(models.build(run_folder.rebuild(out)[0]), trained, arrays["x_test"])
         correct = np.sum(np.argmax(logits, axis=-1) == arrays["y_test"])
     assert files(out).summary["test_accuracy"] == correct / 100
+    assert files(out).summary["posterior"] is None
 
 
 def test_seconds_of_an_epoch_are_those_of_its_steps(flags, files, tmp_path, monkeypatch):
@@ -155,7 +156,6 @@ def test_constant_sgd_predicts_by_its_draws(train, data, files):
     exact = optperm.calibration(mean, y).expected_calibration_error
     assert found["expected_calibration_error"] == pytest.approx(float(exact), abs=1e-5)
     assert summary["last_iterate"]["accuracy"] == summary["test_accuracy"]
-    assert files(train("constant-sgd")).summary["posterior"] is None
 
 
 def test_laperm_tests_what_is_synchronized(flags, files, tmp_path):
@@ -384,7 +384,7 @@ def test_sigterm_saves_what_was_learned(flags, tmp_path, files, capsys, start, w
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     out = tmp_path / "run"
     # A call of a hundred steps takes longer than the test.

@@ -28,7 +28,11 @@ def assert_same_run(one, other, **tolerance):
     )
 
 
-@pytest.mark.parametrize("flags", [["svrg"], ["dldr", *DLDR]], ids=lambda f: f[0])
+@pytest.mark.parametrize(
+    "flags",
+    [["svrg"], pytest.param(["dldr", *DLDR], marks=pytest.mark.exhaustive)],
+    ids=lambda f: f[0],
+)
 def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags, capsys):
     """Each of four replicas of dldr holds two of the five rows of the basis, or one, or none."""
     folder = train(*flags, devices=4)
@@ -136,8 +140,10 @@ def ends(process):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair):
-    """Of agn each replica has its own params; a checkpoint of both goes on in mid-period."""
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair, goes_on):
+    """Of agn each replica has its own params; a checkpoint of both goes on in mid-period, which `fit`
+    is asked for every time in tests/multiprocess."""
     flags = ["agn", "--communication-period", "7", "--epochs", "3", "--checkpoint-every", "1"]
     (code, out, err), other = map(ends, pair(*flags)[1])
     assert (code, err) == (0, "")
@@ -150,6 +156,8 @@ def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair)
     assert_same_run(whole, files(train(*flags[:3], devices=4)), rtol=1e-5)
     assert whole.summary.items() >= {"replicas": 4, "devices": 2, "processes": 2}.items()
     assert main(["evaluate", str(tmp_path / "run")]) == 0
+    if not goes_on:
+        return
 
     flags += ["--resume", str(tmp_path / "run"), "--from-epoch", "1"]
     ended = [ends(process)[::2] for process in pair(*flags, out="resumed")[1]]
@@ -193,7 +201,7 @@ def test_ctrl_c_in_one_process_stops_both_and_saves(tmp_path, files, pair, wait_
     assert main(["evaluate", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_dies_leaves_no_other_waiting(tmp_path, pair, wait_for_epochs):
     # With several devices in a process it takes longer: those that wait for one another there do not
     # hear of it, until JAX misses the other process's sign of life.

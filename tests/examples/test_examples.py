@@ -1,6 +1,7 @@
 """The examples run, and show what they claim."""
 
 import importlib
+import inspect
 import pathlib
 import re
 import runpy
@@ -28,10 +29,15 @@ def load(name):
     return runpy.run_path(str(EXAMPLES / name))
 
 
-def run(name, folder, *flags):
-    """What the example's `main` returns, run in this process; its picture is not blank."""
+def run(name, folder, *flags, example=None, **smaller):
+    """What the example's `main` returns, run in this process; its picture is not blank.
+
+    Numbers of the example, in capitals, may be others; what `load` gave may be run.
+    """
     out = folder / "curves.png"
-    found = load(name)["main"](["--out", str(out), *map(str, flags)])
+    main = (example or load(name))["main"]
+    inspect.unwrap(main).__globals__.update(smaller)
+    found = main(["--out", str(out), *map(str, flags)])
     assert_is_picture(out)
     return found
 
@@ -94,7 +100,7 @@ def test_posterior_benchmark(capsys):
 def test_dldr_digits(tmp_path):
     """In the subspace of its trajectory P-BFGS ends at half the loss of SGD, and P-SGD beside it; TWA
     lowers the loss of the mean that it begins at."""
-    curves = run("dldr_digits.py", tmp_path)
+    curves = run("dldr_digits.py", tmp_path, SIZES=(12,))
     sgd, p_sgd, p_bfgs, twa = (curve[-1, 0] for curve in curves.values())
     assert p_bfgs < 0.5 * sgd
     assert p_sgd < 1.2 * sgd
@@ -138,12 +144,19 @@ def test_prune_freeze_sweep_as_it_was_first_made(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
-def test_byte_transformer(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "some",
+    [
+        ("in step", "top 1/16, 2 bits"),
+        pytest.param(("in step", "alone", "agn", "4 bits"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_byte_transformer(some, tmp_path, capsys, monkeypatch):
     """The methods learn on from one start, a smaller network; who commits less sends less."""
     small = importlib.import_module("library_bytes")
     monkeypatch.setattr(small, "LAYERS", 1)
     monkeypatch.setattr(small, "WIDTH", 16)
-    some = ("in step", "alone", "agn", "4 bits", "top 1/16, 2 bits")
+    monkeypatch.setattr(small, "CONTEXT", 16)
     listed = importlib.import_module("commit_methods")
     every = listed.methods
     monkeypatch.setattr(
@@ -153,9 +166,13 @@ def test_byte_transformer(tmp_path, capsys, monkeypatch):
     assert tuple(found) == some
     assert all(3.5 < loss < 5.5 for loss, *_ in found.values()), found
     table = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    in_step, alone, agn, four_bits, few = (float(row[-2]) for row in table)
+    in_step, *sent = (float(row[-2]) for row in table)
+    if "agn" not in some:
+        assert in_step > 150 * sent[0] > 0
+        return
+    alone, agn, four_bits = sent
     assert (in_step / agn, alone) == (pytest.approx(10, rel=1e-3), 0)
-    assert agn > 7 * four_bits > 20 * few
+    assert agn > 7 * four_bits
 
 
 def test_byte_transformer_is_drawn_from_what_is_kept(tmp_path):
@@ -208,20 +225,20 @@ def test_laperm_digits(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("lenient")
 def test_flax_fit(tmp_path):
-    """Each method is stopped early, and with the break ends bit for bit as without."""
+    """Each method is stopped early; with the break svrg ends bit for bit as without."""
     example = load("flax_fit.py")
-    results = run("flax_fit.py", tmp_path)
+    results = run("flax_fit.py", tmp_path, example=example)
     assert list(results) == ["svrg", "sgperm"]
-    for method, result in results.items():
+    for result in results.values():
         assert result.ended == "stopped"
         epochs = result.history.epochs
         assert epochs["epoch"].tolist() == list(range(1, result.epoch + 1))
         assert epochs["eval_accuracy"][-1] > 0.95
-        without = example["train"](method, 12)
-        assert (without.ended, without.epoch) == (result.ended, result.epoch)
-        support.assert_same_bits(
-            *((r.state.params, r.state.model_state, r.state.opt_state) for r in (result, without))
-        )
+    without, result = example["train"]("svrg", 12), results["svrg"]
+    assert (without.ended, without.epoch) == (result.ended, result.epoch)
+    support.assert_same_bits(
+        *((r.state.params, r.state.model_state, r.state.opt_state) for r in (result, without))
+    )
     fresh, trained = (
         {name: jax.device_get(r.state.params[name]) for name in ("Dense_0", "Dense_1")}
         for r in (example["train"]("sgperm", 1), results["sgperm"])

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import pathlib
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 import support
 from fitting import BATCH, data
+from processes import xla_flags
 
 import optperm
 from optperm import training
@@ -202,7 +204,7 @@ def test_a_second_ctrl_c_stops_at_once():
         linear_fit(epochs=1, every={1: interrupt})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_program_ends_within_a_call_of_steps(tmp_path):
     """Whose signal comes while the compiled steps run: it saves, and ends as it should."""
     code = """
@@ -472,18 +474,12 @@ def test_settings_of_jax_are_seen():
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_bit_for_bit():
-    """The short form of `benchmarks/kills.py`."""
-    command = [sys.executable, ROOT / "benchmarks" / "kills.py", "--epochs", "3", "--seconds", "4"]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    flags = "--xla_backend_optimization_level=0"
-    environment = os.environ | {"PYTHONPATH": paths, "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [*command, "--devices", "4", "--kills", "1"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the same bits: True" in done.stdout
+def test_a_run_that_is_killed_goes_on_bit_for_bit(monkeypatch, capsys):
+    """The short form of `benchmarks/kills.py`, whose programs are processes of their own."""
+    flags = "--epochs 2 --seconds 3 --devices 2 --kills 1"
+    monkeypatch.setattr(sys, "argv", ["kills.py", *flags.split()])
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("XLA_FLAGS", xla_flags())
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # it has devices here
+    runpy.run_path(str(ROOT / "benchmarks" / "kills.py"))["main"]()
+    assert "the same bits: True" in capsys.readouterr().out

@@ -22,7 +22,7 @@ import optperm
 from optperm import training
 
 
-@pytest.mark.parametrize("name", ["sgperm", "svrg"])
+@pytest.mark.parametrize("name", ["svrg", pytest.param("sgperm", marks=pytest.mark.exhaustive)])
 def test_fit_is_a_loop_written_by_hand_for_a_train_state(name):
     """Evaluation, update and model state spelled out, one jitted call a step."""
     tx = fitting.method(name)
@@ -119,7 +119,9 @@ def test_examples_are_drawn_anew_by_their_seed_and_epoch():
         assert 50 < len(set(draw.tolist())) < 77
 
 
-@pytest.mark.parametrize("name", ["adam", "constant_sgd", "sgld", "sghmc"])
+@pytest.mark.parametrize(
+    "name", ["adam", "constant_sgd", "sgld", pytest.param("sghmc", marks=pytest.mark.exhaustive)]
+)
 def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
     tx = {
         "adam": optax.adam(0.1),
@@ -213,7 +215,7 @@ def test_a_basis_is_spread_over_devices():
     def run(axis_name, **options):
         tx = optperm.dldr(
             optax.sgd(0.5),
-            optperm.dim_reduce(n_components=2, axis_name=axis_name),
+            optperm.project(2, optax.sgd(0.5), axis_name=axis_name),
             sample_every=1,
             num_samples=4,
         )
