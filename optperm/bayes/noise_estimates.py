@@ -71,13 +71,15 @@ class BatchGradients(NamedTuple):
             grads = self.extras["grad_fn"](params)
             return _checked_gradients(grads, self, "grad_fn(params)", axes=0)
 
+        def derivative(params: optax.Params, tangents: optax.Params) -> optax.Updates:
+            return jax.jvp(gradient, (params,), (tangents,))[1]
+
         tangents = cast_like(direction, self.params)
-        try:
-            _, product = jax.jvp(gradient, (self.params,), (tangents,))
-        except TypeError as error:
-            if "custom_vjp" not in str(error):
-                raise
+        # Traced, as the derivative that is missing is an error only where it is compiled.
+        if "custom_lin" in str(jax.make_jaxpr(derivative)(self.params, tangents)):
             product = self._difference(gradient, tangents)
+        else:
+            product = derivative(self.params, tangents)
         return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
 
     def _difference(

@@ -345,12 +345,27 @@ def test_draws_of_16_bits_are_not_rounded(average):
     np.testing.assert_allclose(draws.std(axis=(0, 1)) * np.sqrt(precision), 1, rtol=0.1)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_momentum_lets_less_noise_be_filled_in(momentum):
+    """b = 2 S T lambda_max(A) (1 - mu) / ((1 + mu) N c): steps diverge later by so much."""
+    state = noise_state(warm("full", momentum=momentum, burn_in=40, freeze_after=80)[1])
+    expected = state.scale * state.curvature * (1 - momentum) / (1 + momentum) / 0.2
+    assert float(state.filling) == pytest.approx(float(expected), rel=1e-5)
+
+
+@jax.custom_vjp
+def same(x):
+    return x
+
+
 @jax.custom_vjp
 def halved_square(x):
     return 0.5 * x**2
 
 
-halved_square.defvjp(lambda x: (halved_square(x), x), lambda x, g: (g * x,))
+same.defvjp(lambda x: (x, None), lambda _, g: (g,))
+# A rule that is itself one has no forward derivative.
+halved_square.defvjp(lambda x: (halved_square(x), x), lambda x, g: (g * same(x),))
 
 
 @pytest.mark.parametrize("fill", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
@@ -365,7 +380,7 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature_by_a_difference(f
     for loss in (loss_fn, custom_loss):
         tx = optperm.constant_sgd(N, S, fill=fill, burn_in=40, freeze_after=200)
         step, w = jax.jit(stepper(tx, loss_fn=loss)), jnp.ones(D)
-        opt_state = tx.init(w)
+        w, opt_state = stepper(tx, loss_fn=loss)(w, tx.init(w), jax.random.key(1))
         for key in jax.random.split(jax.random.key(0), 40):
             w, opt_state = step(w, opt_state, key)
         state = find_state(opt_state, optperm.GradientNoiseState, method="constant_sgd")
