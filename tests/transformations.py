@@ -71,6 +71,11 @@ class Transformation:
         """The public name of its factory, or its own."""
         return self.other_name or self.factory.__name__
 
+    @property
+    def is_variant(self) -> bool:
+        """Whether another entry stands for the same factory: dear suites run this one every night."""
+        return bool(self.other_name)
+
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
         return self._made
