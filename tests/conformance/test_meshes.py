@@ -58,7 +58,7 @@ STEPS = {"jit": 4, "eager": 2}
 
 
 def run(ours, place, *, jit_init, how):
-    """After each step the updates, the state and the params; and the text of the compiled step, if any."""
+    """Updates, state and params after each step; and the text of the compiled step, if there is one."""
     tx = ours.make()
     params, pulls = place(params_of()), place(params_of(seed=9))
     opt_state = (jax.jit(tx.init) if jit_init else tx.init)(params)
@@ -187,7 +187,7 @@ def test_params_on_another_mesh_are_named(ours, mesh):
 
 @pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
 def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
-    """The first are brought to the params, the second are refused, on an explicit mesh, while tracing."""
+    """The first are brought to the params, the second are refused; traced, on an explicit mesh."""
     mesh = jax.make_mesh((4,), ("x",))
     tx, whole = ours.make(), params_of()
     with jax.set_mesh(mesh):

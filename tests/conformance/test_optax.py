@@ -98,11 +98,8 @@ def runs():
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             label = "-".join(getattr(value, "__name__", str(value)) for value in values)
-            # The files ask much the same, and for each dtype: what is left to the exhaustive tier.
-            is_repeated = name.startswith("alias.") or (
-                label in ("float16", "float32", "float64") and not name.endswith("test_optimizers")
-            )
-            marks = [pytest.mark.exhaustive] if is_repeated else []
+            is_usual = name.endswith(USUAL[label != "False"]) and name.startswith("contrib.")
+            marks = [] if is_usual and not ours.is_variant else [pytest.mark.exhaustive]
             yield pytest.param(
                 name,
                 entry | chosen,
