@@ -68,6 +68,15 @@ LEFT_OUT = {
     "alias.AliasTest.test_explicit_dtype": {"*": "is about arguments of sgd and adam"},
     **{case: {"*": "is about L-BFGS alone"} for case in CASES if ".LBFGSTest." in case},
 }
+# The cases and dtypes that are run every time. What the others ask, ours do of every method too: dtypes
+# and states that stay (test_mixed_dtypes_keep_theirs, test_state_never_changes_its_form), and arguments
+# that nothing knows (test_update_is_pure).
+USUAL = {
+    "contrib.ContribTest.test_optimizers": "float32",
+    f"contrib.ContribTest.{_INJECTED}": "",
+    "contrib.ContribTest.test_gradient_accumulation": "bfloat16",
+    "contrib.ContribTest.test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such": "",
+}
 
 
 def is_left_out(case, name):
@@ -98,8 +107,8 @@ def runs():
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             label = "-".join(getattr(value, "__name__", str(value)) for value in values)
-            is_usual = name.endswith(USUAL[label != "False"]) and name.startswith("contrib.")
-            marks = [] if is_usual and not ours.is_variant else [pytest.mark.exhaustive]
+            is_usual = name in USUAL and label.endswith(USUAL[name]) and not ours.is_variant
+            marks = [] if is_usual else [pytest.mark.exhaustive]
             yield pytest.param(
                 name,
                 entry | chosen,
