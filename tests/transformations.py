@@ -15,6 +15,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optperm
 
@@ -435,3 +436,8 @@ TRANSFORMATIONS = (
         no_minimum="samples",
     ),
 )
+# For `pytest.mark.parametrize` of suites that compile much: each method, and its variants every night.
+VARIANTS_AT_NIGHT = [
+    pytest.param(ours, marks=pytest.mark.exhaustive if ours.is_variant else ())
+    for ours in TRANSFORMATIONS
+]

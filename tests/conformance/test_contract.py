@@ -190,9 +190,7 @@ def test_mixed_dtypes_keep_theirs(ours):
         updates, after, new_state = jax.eval_shape(step, every, opt_state)
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, every, after)
         assert support.signature(new_state) == support.signature(opt_state)
-        narrow, wide = (
-            jax.random.normal(jax.random.key(0), (9, 2), d) for d in ("bfloat16", "float64")
-        )
+        narrow, wide = (support.normal((9, 2), 0, d) for d in ("bfloat16", "float64"))
         params = {"layer": (narrow, [wide])}
 
         def body(carried, _):
@@ -334,7 +332,7 @@ def test_vmap_trains_each_as_by_itself(ours):
         step = loops.make_step(tx, loops.linear)
         return loops.carry(step, params, tx.init(params), jnp.stack(loops.linear_batches(2)))
 
-    together = run(replicas.stack(each))
+    together = jax.device_get(run(replicas.stack(each)))
     for index, params in enumerate(each):
         chex.assert_trees_all_close(
             replicas.take(together, index), train(ours, params, 2)[-1], rtol=1e-5, atol=1e-6

@@ -126,7 +126,7 @@ def test_params_sharded_over_outputs_are_permuted_where_they_are(kernel):
     """Weight vectors spread over eight devices give the bits of one; each device permutes its own, by
     whichever kernel, and no matrix travels."""
     mesh = Mesh(np.array(jax.devices()), ("model",))
-    start, pull = (jax.random.normal(jax.random.key(seed), (30, 16)) for seed in range(2))
+    start, pull = (support.normal((30, 16), seed) for seed in range(2))
     tx = make()
     ((expected, _),) = loops.train(tx, start, [pull])
     start, pull = jax.device_put((start, pull), NamedSharding(mesh, P(None, "model")))
@@ -182,7 +182,7 @@ def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, by, monkeypa
     monkeypatch.setenv("OPTPERM_KERNEL", kernel)
     shape, axes, spec = OUTPUTS_CUT[cut]
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType[axis_type],) * 2)
-    w, g = (jax.random.normal(jax.random.key(seed), shape) for seed in range(2))
+    w, g = (support.normal(shape, seed) for seed in range(2))
     tx = METHODS[method](axes)
     _, expected = jax.jit(tx.update)(g, tx.init(w), w)
     with jax.set_mesh(mesh):
@@ -211,7 +211,7 @@ def test_whole_weight_vectors_stay_on_their_devices(axis_type, cut, by, monkeypa
 def test_in_replicas_whose_params_are_sharded(spec, axis_type):
     """Under `jax.vmap` and `jax.shard_map` over one axis of a mesh, params may be cut over another."""
     mesh = jax.make_mesh((2, 2), ("replica", "x"), axis_types=(AxisType[axis_type],) * 2)
-    starts, pulls = (jax.random.normal(jax.random.key(seed), (2, 12, 8)) for seed in range(2))
+    starts, pulls = (support.normal((2, 12, 8), seed) for seed in range(2))
     tx = make()
 
     def step(w, g):

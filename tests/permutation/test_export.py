@@ -34,7 +34,7 @@ def test_permutation_rebuilds_the_trained_weights_bit_for_bit(dtype):
         kernel = jnp.asarray(kernel, dtype)
         params = {
             "kernel": kernel,
-            "bias": jax.random.normal(jax.random.key(1), (7,), dtype),
+            "bias": support.normal((7,), 1, dtype),
             "scale": jnp.ones((), dtype),
             "none": jnp.zeros((0, 3), dtype),
         }

@@ -159,7 +159,7 @@ def test_damaged_ranks_are_refused():
 
 def test_synchronizing_each_step_learns_nothing_where_steps_are_small():
     """No weight gets past its neighbor in one step; in fifty it does, and the loss falls."""
-    x = jax.random.normal(jax.random.key(0), (64, 10))
+    x = support.normal((64, 10), 0)
     y = x @ jnp.linspace(-1.0, 1.0, 10)
     start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 10))
 
@@ -181,7 +181,7 @@ def test_synchronizing_each_step_learns_nothing_where_steps_are_small():
 def test_export_between_two_synchronizations(axes):
     """With the params it is of them, synchronized; without, of the last synchronization. Of either the
     exported permutation rebuilds the weights bit for bit, along the output axes asked for."""
-    initial = {"kernel": jax.random.normal(jax.random.key(0), (3, 4, 5)), "scale": jnp.float32(2)}
+    initial = {"kernel": support.normal((3, 4, 5), 0), "scale": jnp.float32(2)}
     tx = optperm.laperm(optax.sgd(0.5), 2, output_axes=axes)
     drawn = [support.random_like(initial, index) for index in range(3)]
     p, opt_state = loops.train(tx, initial, drawn)[-1]

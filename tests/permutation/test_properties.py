@@ -142,8 +142,8 @@ def test_a_faller_never_takes_a_tied_weight():
 
 def test_rows_in_the_thousands_match_in_low_precision():
     """Bfloat16 has few values, so that long rows are full of ties: multisets still hold."""
-    params = jax.random.normal(jax.random.key(0), (1500, 2), jnp.bfloat16)
-    grads = jax.random.normal(jax.random.key(1), (1500, 2), jnp.bfloat16)
+    params = support.normal((1500, 2), 0, jnp.bfloat16)
+    grads = support.normal((1500, 2), 1, jnp.bfloat16)
     tx = optperm.sgperm(0.1, partition_ratio=0.2)
     _, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
     support.assert_permutes(optperm.permuted_params(opt_state), params)
@@ -155,8 +155,8 @@ def test_rows_in_the_thousands_match_in_low_precision():
 def test_a_weight_that_is_not_finite_stays_in_its_place(dtype):
     """NaN and infinite weights never move and do no harm: the finite ones around them do move."""
     odd = jnp.array([jnp.nan, jnp.inf, -jnp.inf, jnp.nan], dtype)
-    params = jax.random.normal(jax.random.key(0), (30, 2), dtype).at[3:7, 0].set(odd)
-    grads = jax.random.normal(jax.random.key(1), (30, 2), dtype)
+    params = support.normal((30, 2), 0, dtype).at[3:7, 0].set(odd)
+    grads = support.normal((30, 2), 1, dtype)
     tx = optperm.permute_by_cycles(0.5, 1.0)
     _, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
     after, before = np.asarray(opt_state.weights), np.asarray(params)

@@ -69,7 +69,7 @@ def test_reproduces_the_original_bit_for_bit(sequence):
 def test_ten_thousand_plain_updates_never_drift():
     """After 10,000 steps of `optax.apply_updates` the state still holds the initial multiset, and
     the params are within one rounding of it: errors do not add up."""
-    params = {"kernel": jax.random.normal(jax.random.key(0), (8, 2))}
+    params = {"kernel": support.normal((8, 2), 0)}
     tx = optperm.sgperm(aggressiveness=0.5, aggressiveness_decay=1.0, momentum=0.5)
     run_one = loops.make_step(
         tx, lambda p, key: (support.random_like_from_key(p, key), {}), loops.by_addition
@@ -113,8 +113,8 @@ def test_negative_recommendations_rise_and_positive_fall(sign, expected):
 
 def test_the_last_axis_indexes_weight_vectors():
     """Weights stay in their column of a (..., out) parameter, of any rank."""
-    params = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
-    after, state = one_step(params, jax.random.normal(jax.random.key(1), params.shape))
+    params = support.normal((2, 3, 4, 5), 0)
+    after, state = one_step(params, support.normal(params.shape, 1))
     support.assert_permutes(after, params)
     assert state.share_moved > 0.3
     # Across columns the values do differ, so that the check above can fail.
@@ -133,8 +133,8 @@ def test_the_last_axis_indexes_weight_vectors():
 )
 def test_other_output_axes(output_axes, to_rows):
     """Weight vectors are taken along the axes asked for: as if they had been laid out that way."""
-    params = jax.random.normal(jax.random.key(0), (3, 4, 5))
-    grads = jax.random.normal(jax.random.key(1), (3, 4, 5))
+    params = support.normal((3, 4, 5), 0)
+    grads = support.normal((3, 4, 5), 1)
     after, _ = one_step(params, grads, output_axes=output_axes)
     rows_params, rows_grads = jnp.asarray(to_rows(params)), jnp.asarray(to_rows(grads))
     expected, _ = one_step(rows_params.T, rows_grads.T)
@@ -183,8 +183,8 @@ def decayed(step):
 
 def test_the_decay_is_the_schedule_it_stands_for():
     """alpha_t = alpha_0 beta^(t+1): the first step already uses the decayed value."""
-    params = jax.random.normal(jax.random.key(0), (50, 3))
-    grads = jax.random.normal(jax.random.key(1), (6, 50, 3))
+    params = support.normal((50, 3), 0)
+    grads = support.normal((6, 50, 3), 1)
     built_in, by_schedule, other = (
         trained(tx, params, grads)
         for tx in (
@@ -210,8 +210,8 @@ def test_aggressiveness_bounds_each_move():
 
 def test_partitions_grow_to_their_limit():
     """lambda_t = min(lambda_0 beta^(t+1), lambda_max), seen in the state's share of whole rows."""
-    params = jax.random.normal(jax.random.key(0), (40, 3))
-    grads = [jax.random.normal(jax.random.key(step), params.shape) for step in range(3)]
+    params = support.normal((40, 3), 0)
+    grads = [support.normal(params.shape, step) for step in range(3)]
     grown = optperm.sgperm(0.2, 1.0, 0.0, 0.25, 2.0, 0.9, momentum=0.0)
     steps = optperm.sgperm(
         0.2, 1.0, partition_ratio=lambda step: jnp.array([0.5, 0.9, 0.9])[step], momentum=0.0
@@ -274,8 +274,8 @@ def test_rows_steps_leaves_and_seeds_draw_partitions_of_their_own():
 
 def test_the_recommendation_stays_with_the_location():
     """Momentum accumulates by place: m <- lr * g + momentum * m, whatever weight is there."""
-    params = jax.random.normal(jax.random.key(0), (30, 2))
-    grads = jax.random.normal(jax.random.key(1), (4, 30, 2))
+    params = support.normal((30, 2), 0)
+    grads = support.normal((4, 30, 2), 1)
     tx = optperm.sgperm(0.3, learning_rate=0.5, momentum=0.8)
     expected = np.zeros((30, 2), np.float32)
     for g in grads:
@@ -286,8 +286,8 @@ def test_the_recommendation_stays_with_the_location():
 
 def test_entries_without_a_finite_gradient_sit_out_and_training_goes_on():
     """NaN and infinite gradients move nothing there and do not poison the momentum."""
-    params = jax.random.normal(jax.random.key(0), (30, 2))
-    good = jax.random.normal(jax.random.key(1), (30, 2))
+    params = support.normal((30, 2), 0)
+    good = support.normal((30, 2), 1)
     bad = good.at[3, 0].set(jnp.nan).at[7, 1].set(jnp.inf).at[9, 1].set(-jnp.inf)
     out = ~np.isfinite(np.asarray(bad))
     trail = loops.train(optperm.sgperm(0.5), params, [good, bad, good])
@@ -304,8 +304,8 @@ def test_entries_without_a_finite_gradient_sit_out_and_training_goes_on():
 
 def test_learning_on_real_numbers():
     """A linear teacher with the same multiset is found again by permuting alone."""
-    x = jax.random.normal(jax.random.key(0), (256, 16))
-    teacher = jax.random.normal(jax.random.key(1), (16, 3))
+    x = support.normal((256, 16), 0)
+    teacher = support.normal((16, 3), 1)
     student = jax.random.permutation(jax.random.key(2), teacher, axis=0)
 
     def loss_fn(w, batch):
@@ -348,7 +348,7 @@ def test_a_donated_state_is_written_in_place(shape):
 
     In jax 0.10 XLA drops optimization barriers before it fuses, and copies three arrays.
     """
-    params, grads = jax.random.normal(jax.random.key(0), (2, *shape))
+    params, grads = support.normal((2, *shape), 0)
     tx = optperm.sgperm(0.3)
     state = tx.init(params)
     compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(grads, state, params).compile()

@@ -453,7 +453,7 @@ def test_replicas_of_agn_agree_on_what_is_pruned():
     params, opt_state = jax.vmap(
         lambda p: optperm.prune(p, tx.init(p), 0.5, criterion="random", key=jax.random.key(0))
     )(params)
-    targets = [jax.random.normal(jax.random.key(1), (4, 20))] * 4
+    targets = [support.normal((4, 20), 1)] * 4
     trail = loops.train(
         tx, params, targets, evaluate=away_from, how="vmap", size=4, opt_state=opt_state
     )
@@ -471,7 +471,7 @@ def away_from(params, target):
 def test_a_model_per_device(mapping):
     """Under shard_map each device prunes its own params, and the choice is that of a single one."""
     tx = followed(optax.sgd(0.1))
-    stacked = jax.random.normal(jax.random.key(0), (4, 9))
+    stacked = support.normal((4, 9), 0)
 
     def train(params):
         params, opt_state = optperm.prune(params, tx.init(params), 0.5)
@@ -486,7 +486,7 @@ def test_every_dtype_keeps_its_own():
     """float16, bfloat16, float32 and float64 in one tree, compared with each other in float64."""
     with jax.enable_x64(True):
         names = ("float16", "bfloat16", "float32", "float64")
-        params = {n: jax.random.normal(jax.random.key(i), (9,), n) for i, n in enumerate(names)}
+        params = {n: support.normal((9,), i, n) for i, n in enumerate(names)}
         tx = optperm.mask_elements()
         after, opt_state = optperm.prune(params, tx.init(params), 0.5, scope="global")
         wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}
