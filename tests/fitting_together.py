@@ -46,7 +46,7 @@ def main(index, folder):
 def mistakes(index, folder):
     """What differs between processes is named in all of them, before the first step."""
     moved = {name: np.roll(leaf, int(index), axis=0) for name, leaf in fitting.data().items()}
-    state = fitting.linen_state(fitting.method("adam"))
+    state = fitting.linen_state(fitting.method("agn", "replica"))
     other = state.replace(params=jax.tree.map(lambda p: p + 1e-6 * int(index), state.params))
     cases = {
         "seed": (state, fitting.data(), {"seed": int(index)}),

@@ -182,8 +182,9 @@ def test_compressed_contributions_equal_a_simulation(method, how):
             )
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize("shape", [(), (7,), (300,), (9, 1000)])
+@pytest.mark.parametrize(
+    ("bits", "shape"), support.in_turns([1, 2, 4, 8], [(), (7,), (300,), (9, 1000)])
+)
 def test_bytes_say_what_was_sent(bits, shape):
     """What is decoded is within half a level, and the bytes are as few as the bits say."""
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -287,8 +288,9 @@ def run_alone(plan, flags, **options):
     tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), plan, **options)
     params = jnp.zeros(1)
     opt_state = tx.init(params)
+    update = jax.jit(tx.update, static_argnames="commit")
     for commit in flags:
-        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+        updates, opt_state = update(jnp.ones(1), opt_state, params, commit=commit)
         params = optperm.apply_updates(params, updates, opt_state)
         yield float(params[0])
 

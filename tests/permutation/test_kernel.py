@@ -19,7 +19,12 @@ def run(*command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sanitize", ["address,undefined", "thread", pytest.param("", marks=pytest.mark.exhaustive)]
+    "sanitize",
+    [
+        "address,undefined",
+        pytest.param("thread", marks=pytest.mark.exhaustive),
+        pytest.param("", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_kernel_alone(tmp_path, sanitize):
     """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor

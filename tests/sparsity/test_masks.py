@@ -78,8 +78,7 @@ def pruned_like(params, held):
 # Which entries, and how many.
 
 
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("scope", ["leaf", "global"])
+@pytest.mark.parametrize(("kind", "scope"), support.in_turns(SCORES, ["leaf", "global"]))
 def test_exactly_the_lowest_are_chosen(kind, scope):
     """For every fraction of 0, .02, ... 1 the same entries as NumPy's, down to ties and NaN."""
     scores = SCORES[kind]()
@@ -116,8 +115,9 @@ def test_python_and_traced_fractions_count_in_their_own_arithmetic():
     assert [traced_count(x) for x in (np.nan, -0.5, 1.5, np.inf)] == [0, 0, 50, 50]
 
 
-@pytest.mark.parametrize("scope", ["leaf", "global"])
-@pytest.mark.parametrize("criterion", ["magnitude", "random"])
+@pytest.mark.parametrize(
+    ("scope", "criterion"), support.in_turns(["leaf", "global"], ["magnitude", "random"])
+)
 def test_vmap_over_fractions_and_keys_gives_one_by_one(scope, criterion):
     """A sweep in one compiled call, traced fraction and key, against the single calls."""
     params = jax.tree.map(jnp.asarray, SCORES["with ties"]())
@@ -375,10 +375,18 @@ NESTINGS = {
     "dim_reduce": lambda: followed(optperm.dim_reduce(n_components=2)),
 }
 KERNEL_ALONE = {"masked", "partition"}
+# What others of them hold.
+AT_NIGHT = {"chain", "nested chains", "sgperm", "agn"}
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("name", NESTINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in AT_NIGHT else ())
+        for name in NESTINGS
+    ],
+)
 def test_held_under_whatever_it_is_composed_with(name):
     """In a scan through a first training, pruning and freezing: what is held keeps its bits, -0.0
     included, the rest trains on, and the state keeps its form."""
