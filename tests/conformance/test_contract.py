@@ -17,11 +17,13 @@ import pytest
 import replicas
 import support
 from flax import nnx
-from transformations import TRANSFORMATIONS
+from transformations import TRANSFORMATIONS, VARIANTS_AT_NIGHT
 
 import optperm
 
-pytestmark = pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+every = pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
+# Of what takes most to compile.
+one_of_each = pytest.mark.parametrize("ours", VARIANTS_AT_NIGHT, ids=str)
 
 
 @flax.struct.dataclass
@@ -85,6 +87,7 @@ def train(ours, params, steps=3, **options):
     )
 
 
+@every
 @pytest.mark.parametrize(
     "container",
     [
@@ -102,6 +105,7 @@ def test_params_in_any_container(ours, container):
     assert support.signature(after) == support.signature(start)
 
 
+@every
 def test_state_never_changes_its_form(ours):
     """Structure, shapes, dtypes and weak types stay those of init, planned or made, and are what the
     states' types say; none is weak."""
@@ -117,6 +121,7 @@ def test_state_never_changes_its_form(ours):
         assert support.signature(jax.eval_shape(tx.init, given)) == expected
 
 
+@every
 def test_init_keeps_no_alias_of_the_params(ours):
     """Params may be donated while the state lives: it holds copies."""
     params = support.random_params()
@@ -131,6 +136,7 @@ def test_init_keeps_no_alias_of_the_params(ours):
     support.assert_same_bits(opt_state, before)
 
 
+@every
 def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
     """Params and state that went through Orbax after any of the first steps, alone or stacked, go on as
     they were bit for bit."""
@@ -150,6 +156,7 @@ def test_training_goes_on_from_a_checkpoint(ours, tmp_path):
         support.assert_same_bits(resumed, trail[taken:])
 
 
+@every
 def test_tree_map_params_sees_the_params_of_the_state(ours):
     """`optax.tree.map_params` maps the entries that mirror params, with a spec beside each."""
     params = support.random_params()
@@ -174,6 +181,7 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     support.assert_same_bits(unchanged, opt_state)
 
 
+@one_of_each
 def test_mixed_dtypes_keep_theirs(ours):
     """In one tree of several containers each leaf's updates, and the params after them, have its
     dtype; narrow ones and wide ones move."""
@@ -205,6 +213,7 @@ def test_mixed_dtypes_keep_theirs(ours):
         assert all(not np.array_equal(new, old) for new, old in pairs)
 
 
+@every
 def test_gradients_in_another_precision(ours):
     """Float32 gradients train bfloat16 params, and the other way round; the params' dtype stays."""
     if ours.is_identity:
@@ -217,6 +226,7 @@ def test_gradients_in_another_precision(ours):
         assert support.signature(opt_state) == support.signature(before)
 
 
+@every
 def test_weak_types_go_no_further(ours):
     """Gradients made of Python's numbers give updates and states that are strongly typed."""
     if ours.is_identity:
@@ -229,6 +239,7 @@ def test_weak_types_go_no_further(ours):
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
 
 
+@every
 def test_update_is_pure(ours):
     """The same call twice, outside of jit, gives the same bits and leaves what it was given alone, also
     with what other methods of a chain need; the state keeps its form."""
@@ -247,6 +258,7 @@ def test_update_is_pure(ours):
     support.assert_same_bits(given[:3], before)
 
 
+@every
 def test_update_without_params_says_so(ours):
     """Forgetting the params raises a ValueError that shows the right call."""
     if not ours.needs_params:
@@ -257,6 +269,7 @@ def test_update_without_params_says_so(ours):
         tx.update(params, tx.init(params))
 
 
+@every
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -282,6 +295,7 @@ def test_trees_that_do_not_match_are_named(ours, spoil, message):
         tx.update(params, opt_state, spoil(params))
 
 
+@every
 def test_params_of_another_dtype_are_named(ours):
     """Params cast behind the optimizer's back raise."""
     if ours.is_identity or ours.knows != "dtypes":
@@ -303,6 +317,7 @@ WRAPPERS = {
 }
 
 
+@every
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "inject_hyperparams"])
 def test_wrapped_by_optax_the_state_keeps_its_form(ours, wrapper, lenient):
     """Masked, partitioned, skipped, accumulated or with traced numbers: no leaf changes its type."""
@@ -321,6 +336,7 @@ def test_wrapped_by_optax_the_state_keeps_its_form(ours, wrapper, lenient):
     assert support.signature(after) == support.signature((params, opt_state))
 
 
+@one_of_each
 def test_vmap_trains_each_as_by_itself(ours):
     """Three networks at once, each with a state of its own, end where they end one by one."""
     each = [support.random_params(seed) for seed in range(3)]

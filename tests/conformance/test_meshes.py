@@ -124,15 +124,14 @@ def cells():
     """Each method on each mesh, with each cut, eager and compiled.
 
     Every time each method is compiled for a kernel that is cut along both axes, and each that is no
-    variant of another one for one that is cut along one of them, on the other kind of mesh, and is run
-    once outside of `jax.jit`; the others are of the exhaustive tier.
+    variant of another one is run outside of `jax.jit` for one of the cuts, on the other kind of mesh.
+    The others are of the exhaustive tier.
     """
     kinds = list(MESHES)
     for number, ours in enumerate(TRANSFORMATIONS):
         one, other = kinds[number % 2], kinds[1 - number % 2]
         usual = {(one, "both", "jit")}
         if not ours.is_variant:
-            usual.add((other, ("input", "output")[number // 2 % 2], "jit"))
             usual.add((other, list(SHARDINGS)[number % 3], "eager"))
         for cell in itertools.product(kinds, SHARDINGS, STEPS):
             yield pytest.param(ours, *cell, marks=() if cell in usual else pytest.mark.exhaustive)
