@@ -69,11 +69,13 @@ def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="jit"):
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("track", [False, True])
-@pytest.mark.parametrize(("first", "then"), [("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")])
-def test_is_the_two_by_hand(first, then, track):
+@pytest.mark.parametrize(
+    ("both", "track"),
+    support.in_turns([("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")], [True, False]),
+)
+def test_is_the_two_by_hand(both, track):
     """Each step's params are theirs bit for bit, through the switch in one scan."""
-    first, then = OPTIMIZERS[first], OPTIMIZERS[then]
+    first, then = (OPTIMIZERS[name] for name in both)
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
     trail = trained(tx, how="scan")

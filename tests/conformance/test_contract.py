@@ -239,7 +239,7 @@ def test_weak_types_go_no_further(ours):
     assert not any(leaf.weak_type for leaf in jax.tree.leaves(after))
 
 
-@every
+@one_of_each
 def test_update_is_pure(ours):
     """The same call twice, outside of jit, gives the same bits and leaves what it was given alone, also
     with what other methods of a chain need; the state keeps its form."""

@@ -69,13 +69,12 @@ LEFT_OUT = {
     **{case: {"*": "is about L-BFGS alone"} for case in CASES if ".LBFGSTest." in case},
 }
 # The cases and dtypes that are run every time. What the others ask, ours do of every method too: dtypes
-# and states that stay (test_mixed_dtypes_keep_theirs, test_state_never_changes_its_form), and arguments
-# that nothing knows (test_update_is_pure).
+# and states that stay (test_mixed_dtypes_keep_theirs, test_state_never_changes_its_form), arguments that
+# nothing knows (test_update_is_pure), and schedules (test_a_schedule_out_of_range).
 USUAL = {
     "contrib.ContribTest.test_optimizers": "float32",
     f"contrib.ContribTest.{_INJECTED}": "",
     "contrib.ContribTest.test_gradient_accumulation": "bfloat16",
-    "contrib.ContribTest.test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such": "",
 }
 
 

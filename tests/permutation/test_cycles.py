@@ -49,7 +49,7 @@ def permute(rows, aggressiveness, size, drop_remainder):
     """`cycles.permute_rows` with the kernel that the environment names."""
     recommendation, weights, seeds = rows
     run = _compiled(os.environ.get("OPTPERM_KERNEL"), drop_remainder)
-    ranks = sort_ranks(jnp.asarray(weights))
+    ranks = jax.jit(sort_ranks)(weights)
     outputs = run(
         recommendation, weights, ranks, seeds, jnp.float32(aggressiveness), jnp.int32(size)
     )
