@@ -29,7 +29,7 @@ def in_turns(*factors):
     factors = [list(factor) for factor in factors]
     turns = max(map(len, factors))
     chosen = [tuple(each[turn % len(each)] for each in factors) for turn in range(turns)]
-    return _marked(itertools.product(*factors), chosen)
+    return every_night(itertools.product(*factors), chosen)
 
 
 def in_pairs(*factors):
@@ -44,12 +44,16 @@ def in_pairs(*factors):
         best = max(cells, key=lambda cell: len(pairs(cell) & missing))
         chosen.append(best)
         missing -= pairs(best)
-    return _marked(cells, chosen)
+    return every_night(cells, chosen)
 
 
-def _marked(cells, chosen):
+def every_night(cells, usual):
+    """Cells for `pytest.mark.parametrize`: those that are not usual are marked `exhaustive`."""
     return [
-        pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive)
+        pytest.param(
+            *(cell if isinstance(cell, tuple) else (cell,)),
+            marks=() if cell in usual else pytest.mark.exhaustive,
+        )
         for cell in cells
     ]
 

@@ -21,7 +21,7 @@ import pytest
 import support
 from calls import BATCH, CASES, PARAMETERS, PARAMS, SNAPSHOTS, loss_fn, sgd
 from hypothesis import strategies as st
-from transformations import TRANSFORMATIONS
+from transformations import ONE_OF_EACH, TRANSFORMATIONS
 
 import optperm
 
@@ -223,20 +223,16 @@ MIXED = {
 }
 
 
+KEEPS_OUT = [name for name, ours in BY_NAME.items() if not ours.hands_on]
+
+
 def with_extras(params, grads):
     """An evaluation that is given the gradients."""
     del params
     return grads, EXTRAS
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if ours.is_variant else ())
-        for name, ours in BY_NAME.items()
-        if not ours.hands_on
-    ],
-)
+@pytest.mark.parametrize("name", support.every_night(KEEPS_OUT, [*map(str, ONE_OF_EACH)]))
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(entries=st.lists(ENTRIES, min_size=9, max_size=9))
 def test_gradients_that_are_not_finite_leave_everything_finite(name, entries):

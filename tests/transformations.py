@@ -15,7 +15,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
+import support
 
 import optperm
 
@@ -436,8 +436,6 @@ TRANSFORMATIONS = (
         no_minimum="samples",
     ),
 )
-# For `pytest.mark.parametrize` of suites that compile much: each method, and its variants every night.
-VARIANTS_AT_NIGHT = [
-    pytest.param(ours, marks=pytest.mark.exhaustive if ours.is_variant else ())
-    for ours in TRANSFORMATIONS
-]
+# Of each factory one entry, for suites that compile much; its variants are run there every night.
+ONE_OF_EACH = [ours for ours in TRANSFORMATIONS if not ours.is_variant]
+VARIANTS_AT_NIGHT = support.every_night(TRANSFORMATIONS, ONE_OF_EACH)

@@ -88,13 +88,7 @@ def train(ours, params, steps=3, **options):
 
 
 @every
-@pytest.mark.parametrize(
-    "container",
-    [
-        pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.exhaustive)
-        for name in CONTAINERS
-    ],
-)
+@pytest.mark.parametrize("container", support.every_night(CONTAINERS, EVERY_TIME))
 def test_params_in_any_container(ours, container):
     """Every pytree of arrays can be trained, and keeps its form."""
     params = CONTAINERS[container](support.random_params())

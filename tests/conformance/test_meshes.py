@@ -202,11 +202,9 @@ def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
 
 @pytest.mark.parametrize(
     ("mesh", "criterion"),
-    [
-        ("explicit", "random"),
-        pytest.param("auto", "magnitude", marks=pytest.mark.exhaustive),
-        pytest.param("auto", "random", marks=pytest.mark.exhaustive),
-    ],
+    support.every_night(
+        itertools.product(MESHES, ["magnitude", "random"]), [("explicit", "random")]
+    ),
 )
 def test_pruning_sharded_params(mesh, criterion):
     """It chooses what it chooses of whole ones, and leaves everything where it lies."""

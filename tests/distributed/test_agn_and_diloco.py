@@ -114,11 +114,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize(
-    ("method", "size"),
-    [
-        pytest.param(*cell, marks=() if cell in USUAL else pytest.mark.exhaustive)
-        for cell in itertools.product(SIMULATED, (4, 1, 2))
-    ],
+    ("method", "size"), support.every_night(itertools.product(SIMULATED, (4, 1, 2)), USUAL)
 )
 def test_equals_simulated_workers_and_center(method, size):
     """Every step of every replica, and the center, are those of a simulation in NumPy."""
@@ -146,13 +142,7 @@ def squared_error(params, batch):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        pytest.param(mapping, marks=() if mapping == "shard_map" else pytest.mark.exhaustive)
-        for mapping in replicas.MAPPINGS
-    ],
-)
+@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
 def test_known_trace(mapping):
     """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
     tx = optperm.diloco(

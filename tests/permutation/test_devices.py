@@ -71,15 +71,7 @@ def shares(step):
     return replicas.stack(examples)
 
 
-@pytest.mark.parametrize(
-    "mapping",
-    [
-        pytest.param(
-            mapping, marks=() if mapping in ("pmap", "shard_map") else pytest.mark.exhaustive
-        )
-        for mapping in replicas.MAPPINGS
-    ],
-)
+@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["pmap", "shard_map"]))
 def test_replicas_agree_with_one_device(mapping):
     """Four replicas that average their gradients hold the bits of the single-device run, whether
     params and state are said to be the same on all of them or not."""
@@ -239,21 +231,19 @@ def test_in_replicas_whose_params_are_sharded(spec, axis_type):
             support.assert_same_bits(jax.jit(run)(starts, pulls), expected)
 
 
+# Each with its kernel, in one process.
+HANGS = [
+    {"pmap": "ffi", "rows": "callback"},
+    {"pmap": "callback", "shard_map": "ffi", "rows": "ffi"},
+    {"shard_map": "callback"},
+]
+
+
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="processes cannot be tied to cores"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cells",
-    [
-        {"pmap": "ffi", "rows": "callback"},
-        pytest.param(
-            {"pmap": "callback", "shard_map": "ffi", "rows": "ffi"}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param({"shard_map": "callback"}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("cells", support.every_night(HANGS, HANGS[:1]), ids=str)
 def test_large_leaves_on_eight_devices_do_not_hang(cells):
     """200 steps on eight devices of two cores end, in replicas and with rows sharded: the kernel's call
     cannot deadlock.

@@ -101,14 +101,7 @@ def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
         assert not np.any(moved)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "bfloat16",
-        "float32",
-        *(pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in ("float16", "float64")),
-    ],
-)
+@pytest.mark.parametrize("dtype", support.every_night(support.DTYPES, ["bfloat16", "float32"]))
 def test_training_keeps_every_weight_vector_bit_for_bit(dtype):
     """After twenty steps of sgperm the multisets, and the dtypes, are those of the start."""
 

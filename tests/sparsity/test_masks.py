@@ -375,18 +375,12 @@ NESTINGS = {
     "dim_reduce": lambda: followed(optperm.dim_reduce(n_components=2)),
 }
 KERNEL_ALONE = {"masked", "partition"}
-# What others of them hold.
-AT_NIGHT = {"chain", "nested chains", "sgperm", "agn"}
+# What the others hold, these hold together or around it.
+USUAL = NESTINGS.keys() - {"chain", "nested chains", "sgperm", "agn"}
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in AT_NIGHT else ())
-        for name in NESTINGS
-    ],
-)
+@pytest.mark.parametrize("name", support.every_night(NESTINGS, USUAL))
 def test_held_under_whatever_it_is_composed_with(name):
     """In a scan through a first training, pruning and freezing: what is held keeps its bits, -0.0
     included, the rest trains on, and the state keeps its form."""
