@@ -117,6 +117,7 @@ def train(
     how="jit",
     size=None,
     opt_state=None,
+    init="eager",
 ):
     """Trains, and remembers every step.
 
@@ -129,12 +130,13 @@ def train(
       how: "eager", "jit", "scan" (one compiled scan over all steps), or one of `replicas.MAPPINGS`.
       size: The number of replicas under a mapping, which all begin with these params.
       opt_state: A state to go on from, under a mapping stacked as the params are then.
+      init: "eager", or "jit" where `init` computes: two dozen programs otherwise, for each shape.
 
     Returns:
       The params and the optimizer state after each step; of all replicas, stacked, under a mapping.
     """
     if opt_state is None:
-        opt_state = tx.init(params)
+        opt_state = jax.jit(tx.init)(params) if init == "jit" else tx.init(params)
         if size is not None:
             params, opt_state = (replicas.stack([tree] * size) for tree in (params, opt_state))
     if how == "scan":

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 import optperm
 
 AXIS = "replica"
-# The methods whose replicas train each by itself, without their optimizer.
+# The methods whose replicas train each by itself, without their optimizer. AGN's sum, its mean by a
+# factor, is compared with the simulation and on each mapping.
 PERIOD = 3
 METHODS = {
     f"agn {rule}": functools.partial(optperm.agn, communication_period=PERIOD, commit=rule)
-    for rule in ("mean", "sum", "sequential")
+    for rule in ("mean", "sequential")
 } | {"diloco": functools.partial(optperm.diloco, sync_every=PERIOD)}
 _EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 

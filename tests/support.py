@@ -4,6 +4,7 @@ import itertools
 import os
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def in_turns(*factors):
     factors = [list(factor) for factor in factors]
     turns = max(map(len, factors))
     chosen = [tuple(each[turn % len(each)] for each in factors) for turn in range(turns)]
-    return _marked(itertools.product(*factors), chosen)
+    return every_night(itertools.product(*factors), chosen)
 
 
 def in_pairs(*factors):
@@ -43,12 +44,16 @@ def in_pairs(*factors):
         best = max(cells, key=lambda cell: len(pairs(cell) & missing))
         chosen.append(best)
         missing -= pairs(best)
-    return _marked(cells, chosen)
+    return every_night(cells, chosen)
 
 
-def _marked(cells, chosen):
+def every_night(cells, usual):
+    """Cells for `pytest.mark.parametrize`: those that are not usual are marked `exhaustive`."""
     return [
-        pytest.param(*cell, marks=() if cell in chosen else pytest.mark.exhaustive)
+        pytest.param(
+            *(cell if isinstance(cell, tuple) else (cell,)),
+            marks=() if cell in usual else pytest.mark.exhaustive,
+        )
         for cell in cells
     ]
 
@@ -124,22 +129,27 @@ def ulp_of_largest(leaf):
     return np.spacing(largest)
 
 
+def normal(shape, seed=0, dtype=np.float32):
+    """Normal numbers by NumPy: a program of JAX would be compiled for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
+
+
 def bias(size, seed=0):
-    return jax.random.normal(jax.random.key(seed), (size,))
+    return normal((size,), seed)
 
 
 def random_params(seed=0, dtype=np.float32):
     """A small network's parameters, without ties."""
-    kernel_key, bias_key = jax.random.split(jax.random.key(seed))
-    return {
-        "kernel": jax.random.normal(kernel_key, (12, 5), dtype),
-        "bias": jax.random.normal(bias_key, (5,), dtype),
-    }
+    flat = np.random.default_rng(seed).normal(size=65).astype(dtype)
+    return {"kernel": jnp.asarray(flat[:60].reshape(12, 5)), "bias": jnp.asarray(flat[60:])}
 
 
 def random_like(params, seed):
     """A tree of normal numbers like params, from an integer."""
-    return random_like_from_key(params, jax.random.key(seed))
+    rng = np.random.default_rng((seed, 1))  # others than `random_params` has
+    return jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=jnp.shape(p)).astype(jnp.result_type(p))), params
+    )
 
 
 def random_like_from_key(params, key):

@@ -22,8 +22,8 @@ def loss_fn(params, batch):
 
 def make_batch(size=8):
     return {
-        "x": jax.random.normal(jax.random.key(1), (size, 12)),
-        "y": jax.random.normal(jax.random.key(2), (size, 5)),
+        "x": support.normal((size, 12), 1),
+        "y": support.normal((size, 5), 2),
     }
 
 

@@ -62,21 +62,23 @@ def by_hand(first, then, *, track, switch=SWITCH):
     return trail, then_state
 
 
-def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="scan"):
-    """Params and state after each step, by one scan."""
+def trained(tx, params=None, opt_state=None, steps=range(STEPS), how="jit"):
+    """Params and state after each step."""
     params = start() if params is None else params
     return loops.train(tx, params, [grads(i) for i in steps], how=how, opt_state=opt_state)
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("track", [False, True])
-@pytest.mark.parametrize(("first", "then"), [("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")])
-def test_is_the_two_by_hand(first, then, track):
+@pytest.mark.parametrize(
+    ("both", "track"),
+    support.in_turns([("sgd", "sgperm"), ("sgperm", "sgd"), ("agn", "agn")], [True, False]),
+)
+def test_is_the_two_by_hand(both, track):
     """Each step's params are theirs bit for bit, through the switch in one scan."""
-    first, then = OPTIMIZERS[first], OPTIMIZERS[then]
+    first, then = (OPTIMIZERS[name] for name in both)
     tx = optperm.switch_after(SWITCH, first, then, track=track)
     wanted, then_state = by_hand(first, then, track=track)
-    trail = trained(tx)
+    trail = trained(tx, how="scan")
     for index, ((p, opt_state), expected) in enumerate(zip(trail, wanted, strict=True)):
         support.assert_same_bits(p, expected)
         assert opt_state.count == index + 1
@@ -146,7 +148,7 @@ def test_weights_are_placed_in_their_phase_alone():
     support.assert_same_bits(optperm.apply_permutation(at_switch, permutation), p)
 
     twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
-    trail = trained(twice, params(), steps=range(4), how="jit")
+    trail = trained(twice, params(), steps=range(4))
     for p, _ in trail:
         support.assert_permutes(p, params())
     opt_state = trail[-1][1]
@@ -182,7 +184,7 @@ def test_targets_of_another_state_of_its_phase():
 def test_local_steps_around_a_switch():
     """AGN takes one whose phases move params."""
     around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), communication_period=2)
-    p, opt_state = trained(around, steps=range(2), how="jit")[-1]
+    p, opt_state = trained(around, steps=range(2))[-1]
     support.assert_same_bits(p, optperm.center_params(opt_state))
 
 
@@ -206,7 +208,7 @@ def test_extra_arguments_reach_line_searches_in_both_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
 def test_replicas_of_their_own_switch_as_one_does(mapping):
     """Each of four replicas, with other gradients, holds the bits of its run alone."""
     tx = optperm.switch_after(SWITCH, sgd(), OPTIMIZERS["agn"])

@@ -15,6 +15,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
+import support
 
 import optperm
 
@@ -70,6 +71,11 @@ class Transformation:
     def name(self) -> str:
         """The public name of its factory, or its own."""
         return self.other_name or self.factory.__name__
+
+    @property
+    def is_variant(self) -> bool:
+        """Whether another entry stands for the same factory: dear suites run this one every night."""
+        return bool(self.other_name)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
@@ -430,3 +436,6 @@ TRANSFORMATIONS = (
         no_minimum="samples",
     ),
 )
+# Of each factory one entry, for suites that compile much; its variants are run there every night.
+ONE_OF_EACH = [ours for ours in TRANSFORMATIONS if not ours.is_variant]
+VARIANTS_AT_NIGHT = support.every_night(TRANSFORMATIONS, ONE_OF_EACH)

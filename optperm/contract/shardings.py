@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -84,10 +84,12 @@ def _spread_sharding(leaf: Any) -> NamedSharding | None:
 
 def describe(leaf: Any) -> str:
     """Where an array lies, for a message."""
-    if isinstance(leaf, jax.core.Tracer) or not hasattr(leaf.sharding, "device_set"):
+    sharding = None if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+    # While tracing, a mesh is abstract: it has no devices yet, and raises where it is asked for them.
+    if sharding is None or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return str(jax.typeof(leaf))
-    devices = sorted(device.id for device in leaf.sharding.device_set)
-    return f"devices {devices} by {getattr(leaf.sharding, 'spec', leaf.sharding)}"
+    devices = sorted(device.id for device in sharding.device_set)
+    return f"devices {devices} by {getattr(sharding, 'spec', sharding)}"
 
 
 def is_spread(leaf: Any) -> bool:

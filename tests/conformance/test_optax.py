@@ -68,6 +68,14 @@ LEFT_OUT = {
     "alias.AliasTest.test_explicit_dtype": {"*": "is about arguments of sgd and adam"},
     **{case: {"*": "is about L-BFGS alone"} for case in CASES if ".LBFGSTest." in case},
 }
+# The cases and dtypes that are run every time. What the others ask, ours do of every method too: dtypes
+# and states that stay (test_mixed_dtypes_keep_theirs, test_state_never_changes_its_form), arguments that
+# nothing knows (test_update_is_pure), and schedules (test_a_schedule_out_of_range).
+USUAL = {
+    "contrib.ContribTest.test_optimizers": "float32",
+    f"contrib.ContribTest.{_INJECTED}": "",
+    "contrib.ContribTest.test_gradient_accumulation": "bfloat16",
+}
 
 
 def is_left_out(case, name):
@@ -98,11 +106,8 @@ def runs():
         for values in itertools.product(*grid.values()):
             chosen = dict(zip(grid, values, strict=True))
             label = "-".join(getattr(value, "__name__", str(value)) for value in values)
-            # The files ask much the same, and for each dtype: what is left to the exhaustive tier.
-            is_repeated = name.startswith("alias.") or (
-                label in ("float16", "float32", "float64") and not name.endswith("test_optimizers")
-            )
-            marks = [pytest.mark.exhaustive] if is_repeated else []
+            is_usual = name in USUAL and label.endswith(USUAL[name]) and not ours.is_variant
+            marks = [] if is_usual else [pytest.mark.exhaustive]
             yield pytest.param(
                 name,
                 entry | chosen,

@@ -1,6 +1,7 @@
 """AGN and DiLoCo: the known figures, and an independent simulation of workers and a center."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,19 @@ def test_known_params_of_adam_without_betas():
     np.testing.assert_allclose([params for params, _ in trail], known, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("method", "size"), support.in_turns(SIMULATED, [4, 1, 2]))
+# Each rule, each optimizer and each size occur every time.
+USUAL = {
+    ("agn mean sgd", 4),
+    ("agn sum momentum", 2),
+    ("agn sequential adam", 4),
+    ("diloco by default", 4),
+    ("diloco adam", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "size"), support.every_night(itertools.product(SIMULATED, (4, 1, 2)), USUAL)
+)
 def test_equals_simulated_workers_and_center(method, size):
     """Every step of every replica, and the center, are those of a simulation in NumPy."""
     make, simulate = SIMULATED[method]
@@ -129,7 +142,7 @@ def squared_error(params, batch):
     return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
 
-@pytest.mark.parametrize("mapping", replicas.MAPPINGS)
+@pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
 def test_known_trace(mapping):
     """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
     tx = optperm.diloco(

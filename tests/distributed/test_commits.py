@@ -369,7 +369,8 @@ def test_multi_steps_of_the_center_are_refused(factory):
     optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
 
 
-LAID_OUT = replicas.METHODS | {
+LAID_OUT = {
+    "agn sequential": replicas.METHODS["agn sequential"],
     "streaming": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
     "compressed": functools.partial(
         optperm.diloco, sync_every=3, compress=optperm.compress_quantized(8)

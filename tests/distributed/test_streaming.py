@@ -93,7 +93,6 @@ def run(plan, *, flagged=False, targets, start, how="vmap", **options):
 PLANS = [
     (optperm.Every(4), 0.0),
     (optperm.Every(4, fragments=3), 0.0),
-    (optperm.Every(4), 0.5),
     (optperm.Every(4, fragments=2, delay=1), 0.25),
     (optperm.Every(5, fragments=4, delay=3), 0.5),
     (optperm.Every(3, delay=2), 0.0),
@@ -161,9 +160,7 @@ COMPRESSED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("method", "how"), support.in_turns(COMPRESSED, ["vmap", "pmap", "shard_map"])
-)
+@pytest.mark.parametrize(("method", "how"), support.in_turns(COMPRESSED, ["pmap", "shard_map"]))
 def test_compressed_contributions_equal_a_simulation(method, how):
     """With error feedback, over fragments and a delay; the centers of all replicas are the same bits."""
     compress, sent = COMPRESSED[method]
@@ -182,8 +179,9 @@ def test_compressed_contributions_equal_a_simulation(method, how):
             )
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize("shape", [(), (7,), (300,), (9, 1000)])
+@pytest.mark.parametrize(
+    ("bits", "shape"), support.in_turns([1, 2, 4, 8], [(), (7,), (300,), (9, 1000)])
+)
 def test_bytes_say_what_was_sent(bits, shape):
     """What is decoded is within half a level, and the bytes are as few as the bits say."""
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
@@ -287,8 +285,9 @@ def run_alone(plan, flags, **options):
     tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), plan, **options)
     params = jnp.zeros(1)
     opt_state = tx.init(params)
+    update = jax.jit(tx.update, static_argnames="commit")
     for commit in flags:
-        updates, opt_state = tx.update(jnp.ones(1), opt_state, params, commit=commit)
+        updates, opt_state = update(jnp.ones(1), opt_state, params, commit=commit)
         params = optperm.apply_updates(params, updates, opt_state)
         yield float(params[0])
 

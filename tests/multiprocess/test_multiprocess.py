@@ -21,12 +21,14 @@ FOLDER = pathlib.Path(__file__).parent
 
 
 def test_two_processes_are_one(tmp_path):
-    """One pair of processes trains by all methods: each is what it is in one process."""
+    """One pair of processes trains by all methods, and by `fit`: each is what it is in one process."""
     processes.run_workers(FOLDER / "worker.py", tmp_path)
     worker = types.SimpleNamespace(**runpy.run_path(str(FOLDER / "worker.py")))
     for name, check in CHECKS.items():
         held = (np.load(tmp_path / f"{name}-{index}.npz") for index in range(2))
         check(worker, *map(dict, held))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        check_fit(tmp_path)
 
 
 def check_svrg(worker, first, second):
@@ -92,16 +94,19 @@ def check_dim_reduce(worker, *both):
 CHECKS = {"svrg": check_svrg, "local_steps": check_local_steps, "dim_reduce": check_dim_reduce}
 
 
-def test_fit_in_two_processes_is_that_in_one(lenient, tmp_path):
-    """From arrays and from an iterable; stopped and resumed; a callback and a mistake in one of them."""
-    processes.run_workers(FOLDER / "fit_worker.py", tmp_path)
+def check_fit(folder):
+    """From arrays; one process also goes on from a checkpoint of both."""
     for name in ("svrg", "agn"):
         alone = fitting.fit("linen", name, epochs=2, devices=4).history.steps["loss"]
         for index in range(2):
-            with np.load(tmp_path / f"{name}-{index}.npz") as file:
+            with np.load(folder / f"fit-{name}-{index}.npz") as file:
                 np.testing.assert_allclose(file["loss"], alone, rtol=2e-4)
+    where = {"checkpoints": folder / "agn", "checkpoint_every": 3}
+    gone_on = fitting.fit("linen", "agn", epochs=2, devices=4, resume=3, **where)
+    np.testing.assert_allclose(gone_on.history.steps["loss"], alone, rtol=2e-4)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_go_on_where_one_of_three_died(lenient, tmp_path):
     """From the last checkpoint, between two commits: what one process with two devices comes to."""
     script = FOLDER / "fewer_worker.py"

@@ -1,12 +1,14 @@
 """One of the processes of `test_multiprocess`: `python worker.py ADDRESS PROCESSES INDEX FOLDER`.
 
-Each trains by three methods over the devices of all processes, and saves what it holds of each.
+Each trains by three methods over the devices of all processes, and saves what it holds of each; then all
+call `fit` together.
 """
 
 import pathlib
 import sys
 
 import dim_reduce_reference as golden
+import fitting_together
 import jax
 import jax.numpy as jnp
 import loops
@@ -169,6 +171,8 @@ def main(address, processes, index, folder):
     assert (jax.device_count(), jax.local_device_count()) == (SIZE, SIZE // int(processes))
     for train in (svrg, local_steps, dim_reduce):
         np.savez(pathlib.Path(folder) / f"{train.__name__}-{index}", **train(int(index)))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        fitting_together.main(index, pathlib.Path(folder))
 
 
 if __name__ == "__main__":

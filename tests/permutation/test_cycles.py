@@ -5,6 +5,7 @@ A plain reading of the method, which the compiled kernel agrees with bit for bit
 
 import functools
 import itertools
+import os
 import warnings
 
 import hypothesis
@@ -37,11 +38,18 @@ def random_rows(seed, n, rows, dtype):
     return recommendation, weights, seeds
 
 
+@functools.cache
+def _compiled(kernel, drop_remainder):
+    """Another function for each kernel, which is chosen while it is traced."""
+    del kernel
+    return jax.jit(functools.partial(cycles.permute_rows, drop_remainder=drop_remainder))
+
+
 def permute(rows, aggressiveness, size, drop_remainder):
-    """`cycles.permute_rows` with the kernel that the environment names, never one cached before."""
+    """`cycles.permute_rows` with the kernel that the environment names."""
     recommendation, weights, seeds = rows
-    run = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=drop_remainder))
-    ranks = sort_ranks(jnp.asarray(weights))
+    run = _compiled(os.environ.get("OPTPERM_KERNEL"), drop_remainder)
+    ranks = jax.jit(sort_ranks)(weights)
     outputs = run(
         recommendation, weights, ranks, seeds, jnp.float32(aggressiveness), jnp.int32(size)
     )

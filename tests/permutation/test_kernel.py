@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+import support
 
 SOURCE = pathlib.Path(__file__).parent / "kernel"
 
@@ -19,7 +20,7 @@ def run(*command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sanitize", ["address,undefined", "thread", pytest.param("", marks=pytest.mark.exhaustive)]
+    "sanitize", support.every_night(["address,undefined", "thread", ""], ["address,undefined"])
 )
 def test_the_kernel_alone(tmp_path, sanitize):
     """Bit for bit what a search through neighbor lists gives, and no access out of bounds, nor

@@ -112,7 +112,7 @@ def test_subnormal_weights_move_as_recommended(tiny, dtype, kernel):
     with jax.enable_x64(dtype == np.float64):
         tx = optperm.permute_by_cycles(0.25, 1.0)
         params = jnp.asarray(weights)
-        _, state = jax.jit(tx.update)(jnp.asarray(grads), tx.init(params), params)
+        _, state = jax.jit(tx.update)(jnp.asarray(grads), jax.jit(tx.init)(params), params)
         after = np.asarray(state.weights)
     support.assert_permutes(after, weights)
     # In units of the least number, in which Python's integers are exact.
@@ -134,7 +134,7 @@ def test_subnormal_recommendations_count(kernel):
     params, wishes = rng.normal(size=(N, ROWS)).astype(np.float32), rng.choice([-3, 5], (N, ROWS))
     grads = (wishes * np.float64(1e-45)).astype(np.float32)
     tx = optperm.permute_by_cycles(0.25, 1.0)
-    state = tx.init(jnp.asarray(params))
+    state = jax.jit(tx.init)(jnp.asarray(params))
     _, of_subnormal = jax.jit(tx.update)(jnp.asarray(grads), state, params)
     _, of_normal = jax.jit(tx.update)(wishes.astype(np.float32), state, params)
     support.assert_same_bits(of_subnormal.weights, of_normal.weights)
@@ -151,7 +151,7 @@ def test_damaged_ranks_are_refused(damage, kernel):
     """Ranks that are no permutation raise an error that says so, with every kernel."""
     params = support.bias(9)
     tx = optperm.permute_by_cycles(0.25, 1.0)
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     bad = {"twice": state.ranks[3], "too large": 9, "negative": -1}[damage]
     state = state._replace(ranks=state.ranks.at[5].set(bad))
     with pytest.raises(jax.errors.JaxRuntimeError, match="not permutations: the state is damaged"):

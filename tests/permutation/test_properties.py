@@ -53,7 +53,7 @@ def numbers(step, dtype):
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
 @pytest.mark.parametrize("dtype", support.DTYPES)
 @hypothesis.given(step=steps())
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=3)
 def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
     """Each weight vector keeps its bits; each moved weight moved the way asked, within reach."""
     weights, recommendation = numbers(step, support.DTYPES[dtype])
@@ -101,7 +101,7 @@ def test_every_move_is_a_permutation_along_the_recommendation(dtype, step):
         assert not np.any(moved)
 
 
-@pytest.mark.parametrize("dtype", support.DTYPES)
+@pytest.mark.parametrize("dtype", support.every_night(support.DTYPES, ["bfloat16", "float32"]))
 def test_training_keeps_every_weight_vector_bit_for_bit(dtype):
     """After twenty steps of sgperm the multisets, and the dtypes, are those of the start."""
 
@@ -127,7 +127,7 @@ def test_equal_weights_keep_their_places_and_their_signs():
     """A row of 0.0 and -0.0 has no range: nothing moves, and no zero changes its sign."""
     params = jnp.array([0.0, -0.0, 0.0, -0.0, -0.0])
     grads = jnp.array([1.0, -1.0, 1.0, -1.0, 1.0])
-    ((after, opt_state),) = loops.train(optperm.sgperm(1.0), params, [grads])
+    ((after, opt_state),) = loops.train(optperm.sgperm(1.0), params, [grads], init="jit")
     support.assert_permutes(after, params)
     np.testing.assert_array_equal(optperm.permuted_params(opt_state), jnp.zeros(5))
 
@@ -136,16 +136,16 @@ def test_a_faller_never_takes_a_tied_weight():
     """Of two equal weights that should fall and one larger that should rise, nothing can move."""
     params = jnp.array([1.0, 1.0, 2.0])
     tx = optperm.sgperm(10.0)
-    _, opt_state = jax.jit(tx.update)(jnp.array([1.0, 1.0, -1.0]), tx.init(params), params)
+    _, opt_state = jax.jit(tx.update)(jnp.array([1.0, 1.0, -1.0]), jax.jit(tx.init)(params), params)
     assert opt_state[1].share_moved == 0.0
 
 
 def test_rows_in_the_thousands_match_in_low_precision():
     """Bfloat16 has few values, so that long rows are full of ties: multisets still hold."""
-    params = jax.random.normal(jax.random.key(0), (1500, 2), jnp.bfloat16)
-    grads = jax.random.normal(jax.random.key(1), (1500, 2), jnp.bfloat16)
+    params = support.normal((1500, 2), 0, jnp.bfloat16)
+    grads = support.normal((1500, 2), 1, jnp.bfloat16)
     tx = optperm.sgperm(0.1, partition_ratio=0.2)
-    _, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+    _, opt_state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
     support.assert_permutes(optperm.permuted_params(opt_state), params)
     assert opt_state[1].share_moved > 0.5
 
@@ -155,10 +155,10 @@ def test_rows_in_the_thousands_match_in_low_precision():
 def test_a_weight_that_is_not_finite_stays_in_its_place(dtype):
     """NaN and infinite weights never move and do no harm: the finite ones around them do move."""
     odd = jnp.array([jnp.nan, jnp.inf, -jnp.inf, jnp.nan], dtype)
-    params = jax.random.normal(jax.random.key(0), (30, 2), dtype).at[3:7, 0].set(odd)
-    grads = jax.random.normal(jax.random.key(1), (30, 2), dtype)
+    params = support.normal((30, 2), 0, dtype).at[3:7, 0].set(odd)
+    grads = support.normal((30, 2), 1, dtype)
     tx = optperm.permute_by_cycles(0.5, 1.0)
-    _, opt_state = jax.jit(tx.update)(grads, tx.init(params), params)
+    _, opt_state = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
     after, before = np.asarray(opt_state.weights), np.asarray(params)
     np.testing.assert_array_equal(after[3:7, 0].astype(np.float32), odd.astype(jnp.float32))
     finite = np.isfinite(before)

@@ -78,8 +78,7 @@ def pruned_like(params, held):
 # Which entries, and how many.
 
 
-@pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("scope", ["leaf", "global"])
+@pytest.mark.parametrize(("kind", "scope"), support.in_turns(SCORES, ["leaf", "global"]))
 def test_exactly_the_lowest_are_chosen(kind, scope):
     """For every fraction of 0, .02, ... 1 the same entries as NumPy's, down to ties and NaN."""
     scores = SCORES[kind]()
@@ -116,8 +115,9 @@ def test_python_and_traced_fractions_count_in_their_own_arithmetic():
     assert [traced_count(x) for x in (np.nan, -0.5, 1.5, np.inf)] == [0, 0, 50, 50]
 
 
-@pytest.mark.parametrize("scope", ["leaf", "global"])
-@pytest.mark.parametrize("criterion", ["magnitude", "random"])
+@pytest.mark.parametrize(
+    ("scope", "criterion"), support.in_turns(["leaf", "global"], ["magnitude", "random"])
+)
 def test_vmap_over_fractions_and_keys_gives_one_by_one(scope, criterion):
     """A sweep in one compiled call, traced fraction and key, against the single calls."""
     params = jax.tree.map(jnp.asarray, SCORES["with ties"]())
@@ -375,10 +375,12 @@ NESTINGS = {
     "dim_reduce": lambda: followed(optperm.dim_reduce(n_components=2)),
 }
 KERNEL_ALONE = {"masked", "partition"}
+# What the others hold, these hold together or around it.
+USUAL = NESTINGS.keys() - {"chain", "nested chains", "sgperm", "agn"}
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("name", NESTINGS)
+@pytest.mark.parametrize("name", support.every_night(NESTINGS, USUAL))
 def test_held_under_whatever_it_is_composed_with(name):
     """In a scan through a first training, pruning and freezing: what is held keeps its bits, -0.0
     included, the rest trains on, and the state keeps its form."""
@@ -453,7 +455,7 @@ def test_replicas_of_agn_agree_on_what_is_pruned():
     params, opt_state = jax.vmap(
         lambda p: optperm.prune(p, tx.init(p), 0.5, criterion="random", key=jax.random.key(0))
     )(params)
-    targets = [jax.random.normal(jax.random.key(1), (4, 20))] * 4
+    targets = [support.normal((4, 20), 1)] * 4
     trail = loops.train(
         tx, params, targets, evaluate=away_from, how="vmap", size=4, opt_state=opt_state
     )
@@ -471,7 +473,7 @@ def away_from(params, target):
 def test_a_model_per_device(mapping):
     """Under shard_map each device prunes its own params, and the choice is that of a single one."""
     tx = followed(optax.sgd(0.1))
-    stacked = jax.random.normal(jax.random.key(0), (4, 9))
+    stacked = support.normal((4, 9), 0)
 
     def train(params):
         params, opt_state = optperm.prune(params, tx.init(params), 0.5)
@@ -486,7 +488,7 @@ def test_every_dtype_keeps_its_own():
     """float16, bfloat16, float32 and float64 in one tree, compared with each other in float64."""
     with jax.enable_x64(True):
         names = ("float16", "bfloat16", "float32", "float64")
-        params = {n: jax.random.normal(jax.random.key(i), (9,), n) for i, n in enumerate(names)}
+        params = {n: support.normal((9,), i, n) for i, n in enumerate(names)}
         tx = optperm.mask_elements()
         after, opt_state = optperm.prune(params, tx.init(params), 0.5, scope="global")
         wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}

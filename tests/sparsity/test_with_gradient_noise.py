@@ -23,9 +23,13 @@ def warm(preconditioner, wrap=lambda tx: tx):
     )
     tx = optax.chain(noise, wrap(optperm.mask_elements()))
     grads = jax.tree.map(lambda r: r.mean(axis=0), rows)
-    state = tx.init(PARAMS)
-    for _ in range(2):  # as one batch has too few examples for the full preconditioner
-        _, state = tx.update(grads, state, PARAMS, per_example_grad_fn=lambda params: rows)
+
+    @jax.jit
+    def update(state):
+        return tx.update(grads, state, PARAMS, per_example_grad_fn=lambda params: rows)[1]
+
+    # Twice, as one batch has too few examples for the full preconditioner.
+    state = update(update(tx.init(PARAMS)))
     flat = np.stack([ravel_pytree(jax.tree.map(lambda r, i=i: r[i], rows))[0] for i in range(12)])
     return state, np.cov(flat.T)
 

@@ -1,9 +1,7 @@
-"""One of several processes that call `fit` together: `fit_worker.py ADDRESS PROCESSES INDEX FOLDER`."""
+"""What `worker.py` does with `fit`, in each of two processes."""
 
 import itertools
-import pathlib
 import signal
-import sys
 
 import fitting
 import jax
@@ -11,8 +9,6 @@ import numpy as np
 import support
 
 from optperm import training
-
-METHODS = ("svrg", "agn")
 
 
 def part(epoch):
@@ -22,16 +18,15 @@ def part(epoch):
         yield {name: parts[jax.process_index()] for name, parts in halves.items()}
 
 
-def main(address, processes, index, folder):
-    jax.distributed.initialize(address, int(processes), int(index))
-    folder = pathlib.Path(folder)
-    for name in METHODS:
-        where = {"checkpoints": folder / name, "checkpoint_every": 3}
-        whole = fitting.fit("linen", name, epochs=2, devices=2)
-        fitting.fit("linen", name, steps=4, devices=2, **where)
-        resumed = fitting.fit("linen", name, epochs=2, devices=2, resume=3, **where)
-        support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
-        np.savez(folder / f"{name}-{index}", loss=whole.history.steps["loss"])
+def main(index, folder):
+    svrg = fitting.fit("linen", "svrg", epochs=2, devices=2)
+    where = {"checkpoints": folder / "agn", "checkpoint_every": 3}
+    whole = fitting.fit("linen", "agn", epochs=2, devices=2)
+    fitting.fit("linen", "agn", steps=4, devices=2, **where)
+    resumed = fitting.fit("linen", "agn", epochs=2, devices=2, resume=3, **where)
+    support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
+    for name, result in (("svrg", svrg), ("agn", whole)):
+        np.savez(folder / f"fit-{name}-{index}", loss=result.history.steps["loss"])
     streamed = fitting.fit("linen", "agn", epochs=2, devices=2, train_data=part)
     np.testing.assert_allclose(
         streamed.history.steps["loss"], whole.history.steps["loss"], rtol=1e-5
@@ -51,7 +46,7 @@ def main(address, processes, index, folder):
 def mistakes(index, folder):
     """What differs between processes is named in all of them, before the first step."""
     moved = {name: np.roll(leaf, int(index), axis=0) for name, leaf in fitting.data().items()}
-    state = fitting.linen_state(fitting.method("adam"))
+    state = fitting.linen_state(fitting.method("agn", "replica"))
     other = state.replace(params=jax.tree.map(lambda p: p + 1e-6 * int(index), state.params))
     cases = {
         "seed": (state, fitting.data(), {"seed": int(index)}),
@@ -106,8 +101,3 @@ def refusal(kind, state, data, **options):
     except kind as error:
         return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        main(*sys.argv[1:])
