@@ -79,7 +79,13 @@ FUNCTIONS = {
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {
-        "samples": optperm.Samples(DRAWS, PARAMS, (), jnp.int32(2), jnp.int32(1)),
+        "samples": optperm.Samples(
+            jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), DRAWS),
+            PARAMS,
+            (),
+            jnp.int32(4),
+            jnp.int32(1),
+        ),
         "least_curvature": 1.0,
     },
     "posterior_predictive": {

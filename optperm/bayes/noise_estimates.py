@@ -58,8 +58,7 @@ class BatchGradients(NamedTuple):
             # Averaged already or not: the mean of what is the same everywhere is itself.
             grad = jax.lax.pmean(grad, self.axis_name)
         grad = jax.tree.map(shard_like, grad, updates)
-        gap = optax.tree.norm(_difference(updates, grad), squared=True)
-        return gap > 1e-4 * optax.tree.norm(grad, squared=True)
+        return _size(_difference(updates, grad)) > 1e-4 * _size(grad)
 
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
         """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
@@ -249,8 +248,7 @@ def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Arra
     epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(grad))
     # What each of the examples is rounded by, where their mean is short.
     least = jnp.maximum(0.01, (4 * epsilon) ** 2 * count)
-    size = optax.tree.norm(optax.tree.cast(grad, accumulation_dtype(grad)), squared=True)
-    return optax.tree.norm(deviation, squared=True) > least * size
+    return _size(deviation) > least.astype(accumulation_dtype(grad)) * _size(grad)
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
@@ -327,6 +325,11 @@ def _length(rows: optax.Updates) -> int:
 
 def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
     return _rescale(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
+
+
+def _size(tree: Any) -> jax.Array:
+    """The squared norm of a tree, whose leaves may have several dtypes."""
+    return optax.tree.norm(optax.tree.cast(tree, accumulation_dtype(tree)), squared=True)
 
 
 def _rescale(tree: Any, factor: Any) -> Any:

@@ -179,3 +179,17 @@ def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
     nothing = optax.masked(tx, {"w": False, "b": False})
     updates, _ = nothing.update(e.grad, nothing.init(params), params, **e.extra_args)
     support.assert_same_bits(updates, e.grad)
+
+
+@pytest.mark.usefixtures("x64")
+def test_leaves_of_several_dtypes_are_compared():
+    """With those of another gradient, which is told, under strict promotion."""
+    params = {name: jnp.ones(3, name) for name in ("bfloat16", "float32", "float64")}
+    rows = jax.tree.map(lambda p: jnp.stack([p, 3 * p]), params)
+    grads = jax.tree.map(lambda row: jnp.mean(row, axis=0), rows)
+    tx = optperm.scale_by_gradient_noise(100, 2)
+    extras = {"per_example_grad_fn": lambda _: rows, "grad": grads}
+    update = jax.jit(lambda g: tx.update(g, tx.init(params), params, **extras)[1])
+    for factor in (1, 3):
+        state = update(jax.tree.map(lambda g, by=factor: g / jnp.asarray(by, g.dtype), grads))
+        assert (int(state.foreign), int(state.uneven)) == (factor == 3, 0)
