@@ -17,7 +17,7 @@ from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
-from optperm.training.checkpoints import CheckpointError, Checkpoints
+from optperm.training.checkpoints import CheckpointError, Checkpoints, differences
 from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays
 from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout, layout_of
@@ -38,6 +38,7 @@ from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
 from optperm.variance.svrg import warn_without
 
+Facts = Callable[[], dict[str, Any]]  # tell batches from others
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
@@ -70,8 +71,10 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    # Where and what another run goes on with, from where, and its batches, if they are no arrays.
-    _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
+    # Where and what another run goes on with, from where, and with which batches.
+    _end: tuple[Layout, TrainState, Position, Facts, StreamFeed | None] = dataclasses.field(
+        repr=False
+    )
 
 
 class Run:
@@ -102,8 +105,8 @@ class Run:
                 "epoch_start goes through all batches before an epoch, and this iterator gives them "
                 "once: pass a list, a data loader, or a function of the epoch's number that gives one."
             )
-        kind, seed = "linen" if self.model.graphdef is None else "nnx", int(given.seed)
-        self.facts: dict[str, Any] = {"the kind of model": kind, "seed": seed}
+        kind = "linen" if self.model.graphdef is None else "nnx"
+        self.facts: dict[str, Any] = {"the kind of model": kind}
         if jax.process_count() > 1:
             digest = {"the digest of params": processes.digest(plain(initial.params))}
             counts = {name: getattr(given, name) for name in COUNTS}
@@ -113,9 +116,10 @@ class Run:
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
             draws = bool(find_states(self.carry.opt_state, SAMPLERS))
-            self.feed = ArrayFeed(data, size, seed, layout, self.steps_per_call, draws)
+            self.feed = ArrayFeed(data, size, int(given.seed), layout, self.steps_per_call, draws)
         else:
-            self.feed = StreamFeed(data, size, layout, earlier._end[3] if earlier else None)
+            before = earlier._end[4] if earlier else None
+            self.feed = StreamFeed(data, size, layout, before)
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
         whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
@@ -128,11 +132,22 @@ class Run:
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
         old = earlier.history if earlier else History()
         self.at = earlier._end[2] if earlier else Position()
+        if earlier and self.at.offset:
+            self._check_within_epoch(earlier._end[3]())
         self.history = History(old.steps, old.epoch_rows)
         if given.checkpoints is not None:
             of_folder = given.checkpoint_every, given.checkpoint_keep
             self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
             self._resume(self.checkpoints, given.resume)
+
+    def _check_within_epoch(self, facts: Mapping[str, Any]) -> None:
+        """Raises a ValueError unless batches are those with which the epoch was begun."""
+        if which := differences(facts, self.feed.facts()):
+            at = f"after {self.at.offset} steps of epoch {self.at.epoch}"
+            raise ValueError(
+                f"The earlier fit ended {at}, which goes on with its own batches, but {which}. Pass "
+                "what that run had, or end it with an epoch, by epochs, before data are others."
+            )
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
@@ -346,6 +361,7 @@ class Run:
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)
         is_linen, at = self.model.graphdef is None, self.at
+        stream = self.feed if isinstance(self.feed, StreamFeed) else None
         result = FitResult(
             state if is_linen else None,
             None if is_linen else source,
@@ -354,7 +370,7 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            (self.layout, self.carry, at, self.feed if isinstance(self.feed, StreamFeed) else None),
+            (self.layout, self.carry, at, self.feed.facts, stream),
         )
         if self.checkpoints is not None:
             try:
