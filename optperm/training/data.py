@@ -16,6 +16,7 @@ import numpy as np
 from optperm.contract import checks
 from optperm.contract.dtypes import as_array
 from optperm.training import processes
+from optperm.training.history import joined
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
 
@@ -305,7 +306,7 @@ class StreamFeed:
             raise no_batch("train_data", epoch)
         self._open.at = None if failure else (epoch, offset + len(rows))
         host = jax.device_get(rows)
-        columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
+        columns = joined([{name: value[None] for name, value in row.items()} for row in host])
         return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:

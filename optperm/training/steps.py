@@ -232,4 +232,7 @@ def evaluated(
             # The next ones are loaded while these are computed.
             jax.block_until_ready(rows[: -datas.AHEAD][-1:])
     host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+    if different := [list(row) for row in host if row.keys() != host[0].keys()]:
+        says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
+        raise ValueError(f"eval_fn must return {says}.")
     return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}

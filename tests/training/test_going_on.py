@@ -82,3 +82,55 @@ def test_a_batch_that_failed_is_not_passed_over():
     whole = linear_fit(train_data=batches, steps=3)
     on = go_on(part, batches, steps=3)
     np.testing.assert_array_equal(on.history.steps["loss"], whole.history.steps["loss"])
+
+
+def loss_with_aux(params, batch):
+    loss = linear_loss(params, batch)
+    return loss, {"half": loss / 2}
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("steps", [5, 7])
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_metrics_come_and_go(is_kept, steps, is_dropped, tmp_path):
+    """They are NaN in the steps that had none, and so is the mean over an epoch with both."""
+    phases = [(loss_with_aux, True), (linear_loss, False)]
+    (first, aux), (then, later_aux) = phases if is_dropped else phases[::-1]
+    where = {"checkpoints": tmp_path} if is_kept else {}
+    part, seen = linear_fit(first, steps=steps, has_aux=aux, **where), []
+    options = where | {"has_aux": later_aux, "every": {1: seen.append}, "batch_size": BATCH}
+    if is_kept:
+        on = linear_fit(then, epochs=3, resume=True, checkpoint_every=3, **options)
+    else:
+        on = go_on(part, loss_fn=then, epochs=3, **options)
+    half = on.history.steps["loss"] / 2
+    half[steps:] = np.nan if is_dropped else half[steps:]
+    half[:steps] = half[:steps] if is_dropped else np.nan
+    np.testing.assert_array_equal(on.history.steps["half"], half)
+    assert all(("half" in event.metrics) != is_dropped for event in seen)
+    means = on.history.epochs["half"]
+    expected = half.reshape(3, 5).mean(axis=1)
+    np.testing.assert_allclose(means, expected, rtol=1e-6)
+    assert training.fit(on, then, data(), epochs=3, batch_size=BATCH, has_aux=later_aux).step == 15
+
+
+def test_metrics_that_not_every_batch_has():
+    def metrics(params, batch):
+        small = {"small": jnp.float32(1.0)} if batch["x"].shape[0] < BATCH else {}
+        return {"loss": linear_loss(params, batch), **small}
+
+    def loss_fn(params, batch):
+        out = metrics(params, batch)
+        return out.pop("loss"), out
+
+    batches = [*fitting.batches(1), {name: leaf[:3] for name, leaf in data().items()}]
+    result = linear_fit(loss_fn, batches, epochs=1, has_aux=True)
+    np.testing.assert_array_equal(result.history.steps["small"], [*[np.nan] * 5, 1.0])
+    evaluation = {"eval_fn": metrics, "eval_data": batches}
+    with pytest.raises(ValueError, match=r"the same metrics for every batch, got .*'small'"):
+        linear_fit(epochs=1, **evaluation)
+
+
+def test_names_of_metrics_are_strings():
+    with pytest.raises(TypeError, match="by names that are strings, got the name 3"):
+        linear_fit(lambda *args: (linear_loss(*args), {3: 1.0}), steps=1, has_aux=True)
