@@ -175,7 +175,7 @@ class Run:
         error: BaseException | None = None
         if self.at.epoch <= epochs and self.at.step < steps:
             self._drop_part()
-        if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
+        if self.at.step and not self.at.offset and self._row is None:
             stop = self._end_epoch()  # an error came between the epoch's last step and its row
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
         is_between = self.history.last and not self.at.offset
@@ -205,7 +205,7 @@ class Run:
 
     def _drop_part(self) -> None:
         """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self.history.last.get("step") == self.at.step:
+        if self.at.offset and self._row is not None:
             row = self.history.epoch_rows.pop()
             self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
 
@@ -255,9 +255,9 @@ class Run:
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
         # That an epoch was over may be found only when a batch more is asked for.
         is_end = fed.is_over or self.at.step >= steps
-        if is_end and self.history.last.get("step") != self.at.step:
+        if is_end and self._row is None:
             stop |= self._end_epoch()
-        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
+        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step, self._row):
             self._save(self.checkpoints)
         return stop
 
@@ -279,6 +279,12 @@ class Run:
     def _epoch(self) -> int:
         """The epoch of the last step."""
         return self.at.epoch if self.at.offset else self.at.epoch - 1
+
+    @property
+    def _row(self) -> dict[str, float] | None:
+        """The row of an epoch that ended with the last step, if one did."""
+        row = self.history.last
+        return row if row.get("step") == self.at.step else None
 
     def _say(self, metrics: Mapping[str, float]) -> None:
         if self.show is None:
@@ -317,7 +323,7 @@ class Run:
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
+        checkpoints.write(self.at.step, plain(self.carry), rows, run, self._row)
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
@@ -345,12 +351,13 @@ class Run:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:
-            self.result("stopped")
+            result = self.result("stopped")
         except CheckpointError as other:
-            if isinstance(error, CheckpointError):
-                error.result = other.result
-            else:
+            result = other.result
+            if not isinstance(error, CheckpointError):
                 error.add_note(f"What had been trained could not be saved: {other}")
+        if isinstance(error, CheckpointError):
+            error.result = result
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""

@@ -3,6 +3,7 @@
 import fitting
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import support
 from fitting import BATCH, data
@@ -134,3 +135,33 @@ def test_metrics_that_not_every_batch_has():
 def test_names_of_metrics_are_strings():
     with pytest.raises(TypeError, match="by names that are strings, got the name 3"):
         linear_fit(lambda *args: (linear_loss(*args), {3: 1.0}), steps=1, has_aux=True)
+
+
+def test_a_manager_that_tracks_the_best_is_given_metrics(tmp_path):
+    """It saves at the ends of epochs, and what is saved within one when training ends is no best."""
+
+    def eval_fn(params, batch):
+        return {"loss": linear_loss(params, batch)}
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda row: -row["eval_loss"])
+    evaluation = {"eval_fn": eval_fn, "eval_data": data()}
+    with ocp.CheckpointManager(tmp_path / "best", options=options) as manager:
+        whole = linear_fit(epochs=4, checkpoints=manager, **evaluation)
+        assert manager.all_steps() == [15, 20]
+        assert manager.best_step() == 20
+        stop = {"every": {23: lambda event: True}}
+        linear_fit(epochs=6, checkpoints=manager, resume=True, **evaluation, **stop)
+        assert manager.all_steps() == [15, 20, 23]
+        assert manager.best_step() == 20
+        on = linear_fit(epochs=5, checkpoints=manager, resume=True, **evaluation)
+        assert manager.best_step() == 25
+    np.testing.assert_array_equal(
+        on.history.epochs["eval_loss"][:4], whole.history.epochs["eval_loss"]
+    )
+    options = ocp.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda row: row["eval_valeu"])
+    with (
+        ocp.CheckpointManager(tmp_path / "none", options=options) as manager,
+        pytest.raises(training.CheckpointError, match="eval_valeu") as caught,
+    ):
+        linear_fit(epochs=4, checkpoints=manager, **evaluation)
+    assert caught.value.result.step == 10  # where Orbax compares two
