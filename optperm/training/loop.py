@@ -54,7 +54,8 @@ def fit(
 
     Args:
       state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place; or
-        what an earlier `fit` returned, to go on from exactly there, on the same devices by default.
+        what an earlier `fit` returned, to go on from exactly there, on the same devices by default,
+        and within an epoch with the same data, `batch_size` and `seed`.
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
         and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
@@ -134,8 +135,9 @@ def fit(
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
+    result = run.result(ended)
     run.warn_if_diverged()
-    return run.result(ended)
+    return result
 
 
 def _check(given: Mapping[str, Any]) -> None:

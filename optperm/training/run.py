@@ -108,7 +108,7 @@ class Run:
         kind = "linen" if self.model.graphdef is None else "nnx"
         self.facts: dict[str, Any] = {"the kind of model": kind}
         if jax.process_count() > 1:
-            digest = {"the digest of params": processes.digest(plain(initial.params))}
+            digest = {"the digest of params": processes.digest(initial.params)}
             counts = {name: getattr(given, name) for name in COUNTS}
             processes.check_same({**self.facts, **counts, **digest})
         self.carry = moved(*earlier._end[:2], layout) if earlier else placed(initial, layout)
@@ -132,21 +132,29 @@ class Run:
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
         old = earlier.history if earlier else History()
         self.at = earlier._end[2] if earlier else Position()
-        if earlier and self.at.offset:
-            self._check_within_epoch(earlier._end[3]())
+        if earlier is not None:
+            self._check_earlier(earlier, initial)
         self.history = History(old.steps, old.epoch_rows)
         if given.checkpoints is not None:
             of_folder = given.checkpoint_every, given.checkpoint_keep
             self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
             self._resume(self.checkpoints, given.resume)
 
-    def _check_within_epoch(self, facts: Mapping[str, Any]) -> None:
-        """Raises a ValueError unless batches are those with which the epoch was begun."""
-        if which := differences(facts, self.feed.facts()):
-            at = f"after {self.at.offset} steps of epoch {self.at.epoch}"
+    def _check_earlier(self, earlier: FitResult, initial: TrainState) -> None:
+        """Raises a ValueError unless going on with an earlier result is what would have come next."""
+        layout, carry, at, facts, _ = earlier._end
+        each = trained(carry, layout), initial
+        if len({processes.digest((state.params, state.opt_state)) for state in each}) > 1:
             raise ValueError(
-                f"The earlier fit ended {at}, which goes on with its own batches, but {which}. Pass "
-                "what that run had, or end it with an epoch, by epochs, before data are others."
+                "The params or the optimizer state have changed since the earlier fit, which its result "
+                "would undo: pass the TrainState, or the model and its optimizer, to begin anew from "
+                "those."
+            )
+        if at.offset and (which := differences(facts(), self.feed.facts())):
+            raise ValueError(
+                f"The earlier fit ended after {at.offset} steps of epoch {at.epoch}, which goes on with "
+                f"its own batches, but {which}. Pass what that fit was given, or end it with an epoch, "
+                "by epochs, before data are others."
             )
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
@@ -299,21 +307,16 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(state=self._trained(), epoch=self._epoch)
+        return self.evaluate(state=trained(self.carry, self.layout), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
         self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
         self._since = now
 
-    def _trained(self) -> TrainState:
-        """The carry, or what has been trained of those of all replicas."""
-        with self.layout.context():
-            return trained(self.carry, self.layout) if self.layout.own else self.carry
-
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self.model.shown(self.layout.bring_home(copied(self._trained())))
+        return self.model.shown(self.layout.bring_home(copied(trained(self.carry, self.layout))))
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self._tick()
@@ -361,7 +364,10 @@ class Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, (source, optimizer) = self.layout.bring_home(self._trained()), self.source
+        state, (source, optimizer) = (
+            self.layout.bring_home(trained(self.carry, self.layout)),
+            self.source,
+        )
         if self.model.graphdef is not None:
             own = copied(state)
             nnx.update(source, own.params, own.model_state[1])

@@ -116,9 +116,15 @@ def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
     return copied(typed(layout.deal(here) if layout.own else here, carry))
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def trained(carry: TrainState, layout: Layout) -> TrainState:
-    """What has been trained, of the carries of all replicas: the center's params, or the first one's."""
+    """The carry, or what has been trained of those of all replicas."""
+    with layout.context():
+        return _center(carry, layout) if layout.own else carry
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _center(carry: TrainState, layout: Layout) -> TrainState:
+    """The center's params, or the first one's, and the mean model state."""
     first = jax.tree.map(lambda leaf: leaf[0], carry)
 
     def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -1,12 +1,16 @@
 """Going on with what an earlier `fit` returned: what is refused, and what is kept."""
 
+import dataclasses
+
 import fitting
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import support
 from fitting import BATCH, data
+from flax import nnx
 
 from optperm import training
 
@@ -165,3 +169,52 @@ def test_a_manager_that_tracks_the_best_is_given_metrics(tmp_path):
     ):
         linear_fit(epochs=4, checkpoints=manager, **evaluation)
     assert caught.value.result.step == 10  # where Orbax compares two
+
+
+def test_a_run_that_diverges_is_saved_before_it_is_said(tmp_path):
+    """Where warnings are errors, as they are here."""
+    with pytest.raises(RuntimeWarning, match="stopped being finite at step 1 of 3"):
+        linear_fit(lambda *args: jnp.nan * linear_loss(*args), steps=3, checkpoints=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_random_keys_among_the_examples(tmp_path):
+    """Other ones are other data."""
+
+    def loss_fn(params, batch):
+        return linear_loss(params, batch) + jax.random.normal(batch["key"][0])
+
+    def run(seed, **options):
+        keys = jax.random.split(jax.random.key(seed), fitting.EXAMPLES)
+        where = {"batch_size": BATCH, "checkpoints": tmp_path}
+        return linear_fit(loss_fn, {**data(), "key": keys}, **where, **options)
+
+    run(0, steps=3)
+    assert run(0, steps=7, resume=True).step == 7
+    with pytest.raises(ValueError, match="the digest of train_data is"):
+        run(1, steps=9, resume=True)
+
+
+@pytest.mark.parametrize("kind", fitting.KINDS)
+@pytest.mark.parametrize("part", ["params", "opt_state", "another fit"])
+def test_what_has_changed_since_is_not_gone_on_with(kind, part):
+    """What was trained is pruned, say, and would be overwritten."""
+    result = fitting.fit(kind, "adam", steps=7)
+    changed, loss_fn = result, fitting.LOSS[kind]
+    options = {"train_data": data(), "batch_size": BATCH}
+    if part == "another fit":
+        training.fit(result, loss_fn, steps=8, **options)
+    elif kind == "nnx":
+        for variable in jax.tree.leaves(
+            nnx.state(result.model, nnx.Param) if part == "params" else result.optimizer.opt_state,
+            is_leaf=lambda node: isinstance(node, nnx.Variable),
+        ):
+            variable.set_value(2 * variable.get_value())
+    else:
+        double = jax.tree.map(lambda x: 2 * x, getattr(result.state, part))
+        changed = dataclasses.replace(result, state=result.state.replace(**{part: double}))
+    if part == "another fit" and kind == "linen":  # each state is one of its own
+        assert training.fit(result, loss_fn, steps=8, **options).step == 8
+        return
+    with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
+        training.fit(changed, loss_fn, steps=9, **options)
