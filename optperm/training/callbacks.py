@@ -23,6 +23,8 @@ class Event:
       step: Steps done.
       metrics: At the end of an epoch its row; with `every={n: f}` the means over the last n steps.
       history: All so far.
+      state: What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`. The model
+        that `fit` was given takes on what has been trained only when training ends.
     """
 
     epoch: int

@@ -2,11 +2,12 @@
 
 import base64
 import functools
+import inspect
 import json
 import math
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,15 +66,27 @@ def is_arrays(name: str, data: Any) -> bool:
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
         return num_examples(name, data) > 0
-    _check_stream(name, data, isinstance(data, Iterable) or callable(data))
+    _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
     return False
+
+
+def takes_epoch(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with the number of an epoch alone."""
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin does not say
+        return True
+    return True
 
 
 def _check_stream(name: str, value: Any, is_one: bool) -> None:
     if not is_one or isinstance(value, str | Mapping):
         raise TypeError(
             f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            f"of batches, or a function of the epoch's number that gives one, got {type(value)}."
+            "of batches, or a function of the epoch's number, lambda epoch: ..., that gives one, got "
+            f"{type(value)}."
         )
 
 

@@ -81,8 +81,9 @@ class History:
 
         `epoch`, from 1, and `step`, the steps done by then, int64; `seconds` of wall time; the mean of
         each column of `steps` over the steps since the row before; and what the evaluation gave, as
-        `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it,
-        in whose place that of the whole epoch comes when training goes on.
+        `eval_<name>`: float64. An epoch within which `steps` ends training has a row of that part,
+        in whose place that of the whole epoch comes when training goes on; of one within which a
+        callback, a signal or an error ends it there is none.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)

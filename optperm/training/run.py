@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints, differences
-from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays
+from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
 from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout, layout_of
 from optperm.training.steps import (
@@ -225,13 +224,8 @@ class Run:
 
     def _start_epoch(self) -> None:
         change, carry, layout = self.epoch_start, self.carry, self.layout
-        if change is not None:
-            try:
-                inspect.signature(change).bind(1)
-            except TypeError:
-                pass  # it takes more than the number of an epoch: it is the change itself
-            else:
-                change = change(self.at.epoch)
+        if change is not None and takes_epoch(change):  # else it is the change itself
+            change = change(self.at.epoch)
         if change is None:
             return
         checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")

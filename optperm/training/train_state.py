@@ -195,7 +195,8 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: Usually `model.apply`.
           params: The initial params.
-          tx: The transformation; one without extra arguments is fine.
+          tx: The transformation; one without extra arguments is fine. One whose `init` asks for a mapped
+            axis, such as `optperm.dim_reduce` with `axis_name`, goes with `opt_state=None`.
           model_state: The non-trained collections by name.
           rng: A random key, from `jax.random.key`, for dropout and the like.
           **fields: Those that a subclass adds, and `opt_state` where it is to be another than

@@ -6,6 +6,7 @@ import fitting
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import support
@@ -218,3 +219,16 @@ def test_what_has_changed_since_is_not_gone_on_with(kind, part):
         return
     with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
         training.fit(changed, loss_fn, steps=9, **options)
+
+
+def test_data_and_methods_that_are_almost_right():
+    with pytest.raises(
+        TypeError, match=r"a function of the epoch's number, lambda epoch: \.\.\., "
+    ):
+        linear_fit(train_data=lambda: fitting.batches(1), epochs=1)
+    every_second = optax.MultiSteps(optax.adam(0.1), 2)
+    with pytest.raises(
+        TypeError, match=r"adam\(1e-3\), got <.*MultiSteps.*gradient_transformation\(\)"
+    ):
+        linear_fit(tx=every_second, epochs=1)
+    assert linear_fit(tx=every_second.gradient_transformation(), epochs=1).epoch == 1
