@@ -232,3 +232,42 @@ def test_data_and_methods_that_are_almost_right():
     ):
         linear_fit(tx=every_second, epochs=1)
     assert linear_fit(tx=every_second.gradient_transformation(), epochs=1).epoch == 1
+
+
+class Counting:
+    """Batches that follow from their number, by an iterator that can be put at any."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return {name: np.roll(leaf, self.at, axis=0)[:BATCH] for name, leaf in data().items()}
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_a_batch_that_failed_is_taken_when_a_run_is_resumed(tmp_path):
+    """A checkpoint is written after an error, and the iterator had given one batch more by then."""
+
+    class Failing(Counting):
+        def __next__(self):
+            batch = super().__next__()
+            if self.at == 4:
+                raise ZeroDivisionError
+            return batch
+
+    where = {"checkpoints": tmp_path}
+    whole = linear_fit(train_data=Counting(), steps=6)
+    with pytest.raises(ZeroDivisionError):
+        linear_fit(train_data=Failing(), steps=6, **where)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
+    resumed = linear_fit(train_data=Counting(), steps=6, resume=True, **where)
+    np.testing.assert_array_equal(resumed.history.steps["loss"], whole.history.steps["loss"])
