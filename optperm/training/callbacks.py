@@ -18,13 +18,14 @@ Mode = Literal["min", "max"]
 class Event:
     """A moment between two steps, as a callback sees it.
 
+    `state` is what has been trained so far. The model of `flax.nnx` that `fit` was given takes that on
+    only when training ends.
+
     Attributes:
       epoch: The epoch of the last step, from 1.
       step: Steps done.
       metrics: At the end of an epoch its row; with `every={n: f}` the means over the last n steps.
       history: All so far.
-      state: What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`. The model
-        that `fit` was given takes on what has been trained only when training ends.
     """
 
     epoch: int

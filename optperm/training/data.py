@@ -343,6 +343,6 @@ class StreamFeed:
         state = iterator.get_state()
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
-        content = None if self._open.at is None else content  # it has given more than was taken
-        texts = processes.gather_texts(json.dumps(content, default=int))
+        is_known = self._open.at is not None  # else it has given more than was taken
+        texts = processes.gather_texts(json.dumps(content if is_known else None, default=int))
         return None if "null" in texts else json.dumps(texts)
