@@ -257,7 +257,8 @@ def check_transformation(name: str, value: object) -> None:
     """Raises a TypeError unless `value` is an optimizer as Optax builds them."""
     if not isinstance(value, optax.GradientTransformation):
         raise TypeError(
-            f"{name} must be an optax.GradientTransformation such as optax.adam(1e-3), got {value!r}."
+            f"{name} must be an optax.GradientTransformation such as optax.adam(1e-3), got {value!r}. "
+            "Of optax.MultiSteps pass what its method gradient_transformation() gives."
         )
 
 

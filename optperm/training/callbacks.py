@@ -18,6 +18,9 @@ Mode = Literal["min", "max"]
 class Event:
     """A moment between two steps, as a callback sees it.
 
+    `state` is what has been trained so far. The model of `flax.nnx` that `fit` was given takes that on
+    only when training ends.
+
     Attributes:
       epoch: The epoch of the last step, from 1.
       step: Steps done.

@@ -49,6 +49,8 @@ class Checkpoints:
             )
         self._manager = self._open(where, keep) if self._is_ours else where
         self._folder = self._manager.directory
+        # Orbax has no public name for whether there is a `best_fn`, which needs metrics.
+        self._tracks_best = not self._is_ours and getattr(where, "_track_best", False)
 
     def _open(self, where: Any, keep: int | None) -> Any:
         epath = import_optional("etils.epath", needed_by="A checkpoint", install="etils[epath]")
@@ -108,11 +110,15 @@ class Checkpoints:
         if self._is_ours:
             return min(most, self._every - step % self._every)
         self._drop_later()  # as should_save is False before the newest one
+        if self._tracks_best:
+            return most
         return next((n for n in range(1, most) if self._manager.should_save(step + n)), most)
 
-    def is_due(self, step: int) -> bool:
-        """Whether one is due after a step."""
-        return step % self._every == 0 if self._is_ours else self._manager.should_save(step)
+    def is_due(self, step: int, metrics: Any) -> bool:
+        """Whether one is due after a step, which may have metrics."""
+        if self._is_ours:
+            return step % self._every == 0
+        return not (self._tracks_best and metrics is None) and self._manager.should_save(step)
 
     def _drop_later(self) -> None:
         for later in [step for step in self._manager.all_steps() if step > self._last_kept]:
@@ -125,8 +131,8 @@ class Checkpoints:
         """Writes the checkpoint of a step, unless there is one. To be called in all processes.
 
         `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
-        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees. They are written
-        while training goes on, and must not change meanwhile.
+        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees, if not None. They
+        are written while training goes on, and must not change meanwhile.
         """
         if step == self._last_kept:  # nothing has come of it yet
             return

@@ -1,10 +1,13 @@
 """Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
 import base64
+import functools
+import inspect
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +17,7 @@ import numpy as np
 from optperm.contract import checks
 from optperm.contract.dtypes import as_array
 from optperm.training import processes
+from optperm.training.history import joined
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
 
@@ -62,15 +66,27 @@ def is_arrays(name: str, data: Any) -> bool:
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
         return num_examples(name, data) > 0
-    _check_stream(name, data, isinstance(data, Iterable) or callable(data))
+    _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
     return False
+
+
+def takes_epoch(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with the number of an epoch alone."""
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin does not say
+        return True
+    return True
 
 
 def _check_stream(name: str, value: Any, is_one: bool) -> None:
     if not is_one or isinstance(value, str | Mapping):
         raise TypeError(
             f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            f"of batches, or a function of the epoch's number that gives one, got {type(value)}."
+            "of batches, or a function of the epoch's number, lambda epoch: ..., that gives one, got "
+            f"{type(value)}."
         )
 
 
@@ -160,6 +176,14 @@ class Fed(NamedTuple):
     error: Exception | None = None  # what came instead of the next step
 
 
+def array_facts(data: Any, batch_size: int, seed: int, replace: bool) -> dict[str, Any]:
+    """Tells the batches of arrays from others."""
+    forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", data)
+    facts = {"seed": seed, "batch_size": batch_size, "train_data": str(forms)}
+    facts |= {"batches": "drawn with replacement"} if replace else {}
+    return facts | {"the digest of train_data": processes.digest(data)}
+
+
 class ArrayFeed:
     """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
 
@@ -179,6 +203,8 @@ class ArrayFeed:
         if batch_size % parts:
             says = f"counts the examples of all {parts} devices or replicas, and must be"
             raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
+        # Bound to the data alone: what keeps it keeps none of the arrays on the devices.
+        self.facts = functools.partial(array_facts, data, int(batch_size), seed, replace)
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
         self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
@@ -186,13 +212,6 @@ class ArrayFeed:
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
         self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
         self._began = -math.inf
-
-    def facts(self) -> dict[str, Any]:
-        """Tells the data from others."""
-        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
-        facts = {"batch_size": self._batch_size, "train_data": str(forms)}
-        facts |= {"batches": "drawn with replacement"} if self._replace else {}
-        return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
@@ -234,17 +253,19 @@ class StreamFeed:
     def __init__(self, source: Any, batch_size: Any, layout: Layout, earlier: Any) -> None:
         if batch_size is not None:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
-        self._source, self._layout, self._at = source, layout, (0, 0)  # epoch and offset
-        self._iterator: Any = None
+        self._source, self._layout = source, layout
+        # One of all runs that take batches from one iterator: where that is, or None if unknown.
+        self._open = types.SimpleNamespace(iterator=None, at=None)
         if earlier is not None and earlier._source is source:
-            self._iterator, self._at = earlier._iterator, earlier._at
+            self._open = earlier._open
 
-    def facts(self) -> dict[str, Any]:
+    @staticmethod
+    def facts() -> dict[str, Any]:
         """What will come is not known."""
         return {"train_data": "an iterable of batches"}
 
     def _reopened(self) -> Any:
-        if self._iterator is not None and self._iterator is self._source:
+        if self._open.iterator is not None and self._open.iterator is self._source:
             raise ValueError(
                 "train_data is an iterator that can be gone through only once, and is needed again. "
                 "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
@@ -254,16 +275,17 @@ class StreamFeed:
     def go_to(self, at: Position, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
         epoch, offset = at.epoch, at.offset
-        if self._iterator is not None and self._at == (epoch, offset):
+        if self._open.at == (epoch, offset):
             return
-        self._iterator = open_stream("train_data", self._reopened(), epoch)
-        self._at = epoch, offset
+        self._open.iterator = open_stream("train_data", self._reopened(), epoch)
+        self._open.at = epoch, offset
         if state is not None:
             kind, content = json.loads(json.loads(state)[jax.process_index()])
-            self._iterator.set_state(base64.b64decode(content) if kind == "bytes" else content)
+            content = base64.b64decode(content) if kind == "bytes" else content
+            self._open.iterator.set_state(content)
             return
         for index in range(offset):
-            if next(self._iterator, END) is END:
+            if next(self._open.iterator, END) is END:
                 raise ValueError(
                     f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
                     f"{offset} of them: to go on exactly, it has to give the same batches again."
@@ -272,6 +294,7 @@ class StreamFeed:
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         self.go_to(at)
+        self._open.at = None  # until these steps are done, or if they fail
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
@@ -279,7 +302,7 @@ class StreamFeed:
         with self._layout.context():
             while len(rows) < limit and not is_over and not (alone and interrupt.requested):
                 try:
-                    batch = pull("train_data", self._iterator)
+                    batch = pull("train_data", self._open.iterator)
                     if is_over := batch is END:
                         break
                     carry, row = steps[1](carry, (), self._placed(batch))
@@ -294,8 +317,9 @@ class StreamFeed:
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)
-        self._at, host = (epoch, offset + len(rows)), jax.device_get(rows)
-        columns = {name: np.stack([row[name] for row in host]) for name in (host or [{}])[0]}
+        self._open.at = None if failure else (epoch, offset + len(rows))
+        host = jax.device_get(rows)
+        columns = joined([{name: value[None] for name, value in row.items()} for row in host])
         return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
@@ -313,9 +337,12 @@ class StreamFeed:
 
     def state(self) -> str | None:
         """Where an iterator that can say so has come, in all processes."""
-        if not hasattr(self._iterator, "get_state") or not hasattr(self._iterator, "set_state"):
+        iterator = self._open.iterator
+        if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
             return None
-        state = self._iterator.get_state()
+        state = iterator.get_state()
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
-        return json.dumps(processes.gather_texts(json.dumps(content, default=int)))
+        is_known = self._open.at is not None  # else it has given more than was taken
+        texts = processes.gather_texts(json.dumps(content if is_known else None, default=int))
+        return None if "null" in texts else json.dumps(texts)

@@ -3,7 +3,7 @@
 import contextlib
 import csv
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,6 +13,16 @@ from optperm.contract.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
+
+
+def joined(parts: Sequence[Columns]) -> Columns:
+    """Rows one after another, NaN where some have no such column."""
+
+    def column(part: Columns, name: str) -> np.ndarray:
+        return part[name] if name in part else np.full_like(next(iter(part.values())), np.nan)
+
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.concatenate([column(part, name) for part in parts]) for name in names}
 
 
 def diverged_at(history: "History") -> int | None:
@@ -45,6 +55,7 @@ class History:
     ) -> None:
         # Columns with how many of their first rows count: they may still be computed on a device.
         self.num_steps, self._parts = 0, list[tuple[dict[str, Any], int]]()
+        self._names = frozenset[str]()  # of the last rows
         self.epoch_rows = [dict(row) for row in epoch_rows]
         self.add_steps(steps or {})
 
@@ -53,12 +64,11 @@ class History:
         """The rows of the steps by name, float32 (steps,).
 
         `loss`, that of each batch before its step; what the loss function returned beside it with
-        `has_aux`; and `share_moved` where a method permutes weights.
+        `has_aux`; and `share_moved` where a method permutes weights. NaN where a step had none.
         """
         if len(self._parts) > 1:
             parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
-            joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            self._parts = [(joined, self.num_steps)]
+            self._parts = [(joined(parts), self.num_steps)]
         return self._rows(0, 0, self.num_steps) if self._parts else {}
 
     def _rows(self, part: int, low: int, high: int) -> Columns:
@@ -71,8 +81,9 @@ class History:
 
         `epoch`, from 1, and `step`, the steps done by then, int64; `seconds` of wall time; the mean of
         each column of `steps` over the steps since the row before; and what the evaluation gave, as
-        `eval_<name>`: float64. Training that ends within an epoch has a row for that part of it,
-        in whose place that of the whole epoch comes when training goes on.
+        `eval_<name>`: float64. An epoch within which `steps` ends training has a row of that part,
+        in whose place that of the whole epoch comes when training goes on; of one within which a
+        callback, a signal or an error ends it there is none.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)
@@ -90,6 +101,7 @@ class History:
         """Adds rows of steps: all, or the first `count` of them."""
         if columns:
             count = len(next(iter(columns.values()))) if count is None else count
+            self._names = frozenset(columns)
             self._parts.append((columns if isinstance(columns, dict) else dict(columns), count))
             self.num_steps += count
 
@@ -101,8 +113,8 @@ class History:
             last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
             if low <= end - count:
                 break
-        joined = {name: np.concatenate([rows[name] for rows in last]) for name in (last or [{}])[0]}
-        return {name: float(np.mean(column, dtype=np.float64)) for name, column in joined.items()}
+        rows = {name: column for name, column in joined(last).items() if name in self._names}
+        return {name: float(np.mean(column, dtype=np.float64)) for name, column in rows.items()}
 
     def add_epoch(
         self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]

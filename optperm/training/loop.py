@@ -54,16 +54,21 @@ def fit(
 
     Args:
       state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place; or
-        what an earlier `fit` returned, to go on from exactly there, on the same devices by default.
+        what an earlier `fit` returned, to go on from exactly there, on the same devices by default,
+        and within an epoch with the same data, `batch_size` and `seed`.
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
         and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
+        What was compiled of a function object is used again in later calls: as with `jax.jit`, a value
+        from outside that has changed since is not seen.
       train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
         shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`), for a method that samples
         (`optperm.constant_sgd`, `sgld`, `sghmc`) drawn with replacement; a last part that fills no batch
         is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
         or a function of the epoch's number, from 1, that gives one. No batch is asked for before the
         step that takes it. With several processes an iterable brings in each its part of a batch.
+        To `resume`, those of its epoch that were taken before are dropped, unless the iterator has a
+        state to set: pass a new one, as the run began with, as one that has gone on would lose more.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
@@ -134,8 +139,9 @@ def fit(
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
+    result = run.result(ended)
     run.warn_if_diverged()
-    return run.result(ended)
+    return result
 
 
 def _check(given: Mapping[str, Any]) -> None:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optperm.contract.keys import is_key
+
 
 class LostProcessError(RuntimeError):
     """Another process of the run has ended, and what this one still runs may never come to an end."""
@@ -55,5 +57,6 @@ def digest(tree: Any) -> str:
             if not leaf.is_fully_replicated:
                 continue
             leaf = leaf.addressable_data(0)  # noqa: PLW2901
-        hashed.update(np.ascontiguousarray(leaf).tobytes())
+        host = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        hashed.update(np.ascontiguousarray(host).tobytes())
     return hashed.hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,8 @@ from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.training import processes
 from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
-from optperm.training.checkpoints import CheckpointError, Checkpoints
-from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays
+from optperm.training.checkpoints import CheckpointError, Checkpoints, differences
+from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
 from optperm.training.history import History, diverged_at
 from optperm.training.layout import Layout, layout_of
 from optperm.training.steps import (
@@ -38,6 +37,7 @@ from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
 from optperm.variance.svrg import warn_without
 
+Facts = Callable[[], dict[str, Any]]  # tell batches from others
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
 _ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
@@ -70,8 +70,10 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    # Where and what another run goes on with, from where, and its batches, if they are no arrays.
-    _end: tuple[Layout, TrainState, Position, StreamFeed | None] = dataclasses.field(repr=False)
+    # Where and what another run goes on with, from where, and with which batches.
+    _end: tuple[Layout, TrainState, Position, Facts, StreamFeed | None] = dataclasses.field(
+        repr=False
+    )
 
 
 class Run:
@@ -102,10 +104,10 @@ class Run:
                 "epoch_start goes through all batches before an epoch, and this iterator gives them "
                 "once: pass a list, a data loader, or a function of the epoch's number that gives one."
             )
-        kind, seed = "linen" if self.model.graphdef is None else "nnx", int(given.seed)
-        self.facts: dict[str, Any] = {"the kind of model": kind, "seed": seed}
+        kind = "linen" if self.model.graphdef is None else "nnx"
+        self.facts: dict[str, Any] = {"the kind of model": kind}
         if jax.process_count() > 1:
-            digest = {"the digest of params": processes.digest(plain(initial.params))}
+            digest = {"the digest of params": processes.digest(initial.params)}
             counts = {name: getattr(given, name) for name in COUNTS}
             processes.check_same({**self.facts, **counts, **digest})
         self.carry = moved(*earlier._end[:2], layout) if earlier else placed(initial, layout)
@@ -113,9 +115,10 @@ class Run:
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
             draws = bool(find_states(self.carry.opt_state, SAMPLERS))
-            self.feed = ArrayFeed(data, size, seed, layout, self.steps_per_call, draws)
+            self.feed = ArrayFeed(data, size, int(given.seed), layout, self.steps_per_call, draws)
         else:
-            self.feed = StreamFeed(data, size, layout, earlier._end[3] if earlier else None)
+            before = earlier._end[4] if earlier else None
+            self.feed = StreamFeed(data, size, layout, before)
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
         whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
@@ -128,11 +131,30 @@ class Run:
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
         old = earlier.history if earlier else History()
         self.at = earlier._end[2] if earlier else Position()
+        if earlier is not None:
+            self._check_earlier(earlier, initial)
         self.history = History(old.steps, old.epoch_rows)
         if given.checkpoints is not None:
             of_folder = given.checkpoint_every, given.checkpoint_keep
             self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
             self._resume(self.checkpoints, given.resume)
+
+    def _check_earlier(self, earlier: FitResult, initial: TrainState) -> None:
+        """Raises a ValueError unless going on with an earlier result is what would have come next."""
+        layout, carry, at, facts, _ = earlier._end
+        each = trained(carry, layout), initial
+        if len({processes.digest((state.params, state.opt_state)) for state in each}) > 1:
+            raise ValueError(
+                "The params or the optimizer state have changed since the earlier fit, which its result "
+                "would undo: pass the TrainState, or the model and its optimizer, to begin anew from "
+                "those."
+            )
+        if at.offset and (which := differences(facts(), self.feed.facts())):
+            raise ValueError(
+                f"The earlier fit ended after {at.offset} steps of epoch {at.epoch}, which goes on with "
+                f"its own batches, but {which}. Pass what that fit was given, or end it with an epoch, "
+                "by epochs, before data are others."
+            )
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
@@ -160,7 +182,7 @@ class Run:
         error: BaseException | None = None
         if self.at.epoch <= epochs and self.at.step < steps:
             self._drop_part()
-        if self.at.step and not self.at.offset and self.history.last.get("step") != self.at.step:
+        if self.at.step and not self.at.offset and self._row is None:
             stop = self._end_epoch()  # an error came between the epoch's last step and its row
         early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
         is_between = self.history.last and not self.at.offset
@@ -190,7 +212,7 @@ class Run:
 
     def _drop_part(self) -> None:
         """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self.history.last.get("step") == self.at.step:
+        if self.at.offset and self._row is not None:
             row = self.history.epoch_rows.pop()
             self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
 
@@ -202,13 +224,8 @@ class Run:
 
     def _start_epoch(self) -> None:
         change, carry, layout = self.epoch_start, self.carry, self.layout
-        if change is not None:
-            try:
-                inspect.signature(change).bind(1)
-            except TypeError:
-                pass  # it takes more than the number of an epoch: it is the change itself
-            else:
-                change = change(self.at.epoch)
+        if change is not None and takes_epoch(change):  # else it is the change itself
+            change = change(self.at.epoch)
         if change is None:
             return
         checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
@@ -240,9 +257,9 @@ class Run:
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
         # That an epoch was over may be found only when a batch more is asked for.
         is_end = fed.is_over or self.at.step >= steps
-        if is_end and self.history.last.get("step") != self.at.step:
+        if is_end and self._row is None:
             stop |= self._end_epoch()
-        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step):
+        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step, self._row):
             self._save(self.checkpoints)
         return stop
 
@@ -265,6 +282,12 @@ class Run:
         """The epoch of the last step."""
         return self.at.epoch if self.at.offset else self.at.epoch - 1
 
+    @property
+    def _row(self) -> dict[str, float] | None:
+        """The row of an epoch that ended with the last step, if one did."""
+        row = self.history.last
+        return row if row.get("step") == self.at.step else None
+
     def _say(self, metrics: Mapping[str, float]) -> None:
         if self.show is None:
             return
@@ -278,21 +301,16 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(state=self._trained(), epoch=self._epoch)
+        return self.evaluate(state=trained(self.carry, self.layout), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
         self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
         self._since = now
 
-    def _trained(self) -> TrainState:
-        """The carry, or what has been trained of those of all replicas."""
-        with self.layout.context():
-            return trained(self.carry, self.layout) if self.layout.own else self.carry
-
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self.model.shown(self.layout.bring_home(copied(self._trained())))
+        return self.model.shown(self.layout.bring_home(copied(trained(self.carry, self.layout))))
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self._tick()
@@ -302,7 +320,7 @@ class Run:
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
         rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, plain(self.carry), rows, run, self.history.last)
+        checkpoints.write(self.at.step, plain(self.carry), rows, run, self._row)
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
@@ -330,22 +348,27 @@ class Run:
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:
-            self.result("stopped")
+            result = self.result("stopped")
         except CheckpointError as other:
-            if isinstance(error, CheckpointError):
-                error.result = other.result
-            else:
+            result = other.result
+            if not isinstance(error, CheckpointError):
                 error.add_note(f"What had been trained could not be saved: {other}")
+        if isinstance(error, CheckpointError):
+            error.result = result
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, (source, optimizer) = self.layout.bring_home(self._trained()), self.source
+        state, (source, optimizer) = (
+            self.layout.bring_home(trained(self.carry, self.layout)),
+            self.source,
+        )
         if self.model.graphdef is not None:
             own = copied(state)
             nnx.update(source, own.params, own.model_state[1])
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)
         is_linen, at = self.model.graphdef is None, self.at
+        stream = self.feed if isinstance(self.feed, StreamFeed) else None
         result = FitResult(
             state if is_linen else None,
             None if is_linen else source,
@@ -354,7 +377,7 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            (self.layout, self.carry, at, self.feed if isinstance(self.feed, StreamFeed) else None),
+            (self.layout, self.carry, at, self.feed.facts, stream),
         )
         if self.checkpoints is not None:
             try:

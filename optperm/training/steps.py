@@ -116,9 +116,15 @@ def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
     return copied(typed(layout.deal(here) if layout.own else here, carry))
 
 
-@functools.partial(jax.jit, static_argnums=1)
 def trained(carry: TrainState, layout: Layout) -> TrainState:
-    """What has been trained, of the carries of all replicas: the center's params, or the first one's."""
+    """The carry, or what has been trained of those of all replicas."""
+    with layout.context():
+        return _center(carry, layout) if layout.own else carry
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _center(carry: TrainState, layout: Layout) -> TrainState:
+    """The center's params, or the first one's, and the mean model state."""
     first = jax.tree.map(lambda leaf: leaf[0], carry)
 
     def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -232,4 +238,7 @@ def evaluated(
             # The next ones are loaded while these are computed.
             jax.block_until_ready(rows[: -datas.AHEAD][-1:])
     host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+    if different := [list(row) for row in host if row.keys() != host[0].keys()]:
+        says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
+        raise ValueError(f"eval_fn must return {says}.")
     return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}

@@ -130,12 +130,14 @@ def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> 
         if shape or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             advice = "Take its mean over the batch, or leave it out"
             raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
+        if not isinstance(name, str):
+            raise TypeError(f"{wanted} by names that are strings, got the name {name!r}.")
         if name in reserved or (reserved and name.startswith("eval_")):
             says = (
                 f"{source} has a metric named {name!r}, which is a column of the history of its own"
             )
             raise ValueError(f"{says}: choose another than {', '.join(reserved)} and eval_...")
-    return {str(name): jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
+    return {name: jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
 
 
 class TrainState(train_state.TrainState):
@@ -193,7 +195,8 @@ class TrainState(train_state.TrainState):
         Args:
           apply_fn: Usually `model.apply`.
           params: The initial params.
-          tx: The transformation; one without extra arguments is fine.
+          tx: The transformation; one without extra arguments is fine. One whose `init` asks for a mapped
+            axis, such as `optperm.dim_reduce` with `axis_name`, goes with `opt_state=None`.
           model_state: The non-trained collections by name.
           rng: A random key, from `jax.random.key`, for dropout and the like.
           **fields: Those that a subclass adds, and `opt_state` where it is to be another than

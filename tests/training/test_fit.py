@@ -400,7 +400,7 @@ RAGGED = {"x": np.zeros((4, 5), np.float32), "y": np.zeros(3, np.int32)}
         ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got .*dict"),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
-        ({"epochs": 1, "train_data": lambda: []}, TypeError, "takes 0 positional arguments"),
+        ({"epochs": 1, "train_data": lambda: []}, TypeError, "lambda epoch: ..., that gives"),
         (
             {"epochs": 1, "train_data": lambda epoch: 1},
             TypeError,

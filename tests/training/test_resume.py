@@ -70,6 +70,7 @@ def test_a_result_is_gone_on_with(kind):
     again = training.fit(gone_on, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
     assert (again.ended, again.step) == ("finished", 15)
     # On the same devices, unless others are named.
+    part = fitting.fit(kind, "agn", steps=7, devices=4)  # a model of nnx has gone on itself
     without = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
     assert_same_run(without, whole)
     plain = fitting.fit(kind, "adam", steps=2, devices=2)
