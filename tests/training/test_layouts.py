@@ -49,6 +49,7 @@ def sampler(axis_name=None):
         burn_in=4,
         burn_in_optimizer=optax.sgd(0.1),
         max_step=0.03,
+        fill=False,
         axis_name=axis_name,
     )
 
