@@ -195,3 +195,17 @@ def arrays(result):
             result.optimizer.step.get_value(),
         ],
     )
+
+
+def linear_loss(params, batch):
+    return cross_entropy(batch["x"] @ params["w"], batch["y"])
+
+
+def linear_fit(loss_fn=linear_loss, train_data=None, tx=None, **options):
+    """Of few params; with the data of all these tests."""
+    params = {"w": jnp.ones((FEATURES, CLASSES))}
+    tx = method("adam") if tx is None else tx
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
+    if train_data is None:
+        options.setdefault("batch_size", BATCH)
+    return training.fit(state, loss_fn, data() if train_data is None else train_data, **options)

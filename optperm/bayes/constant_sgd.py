@@ -158,14 +158,8 @@ def constant_sgd(
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    due = plan(
-        burn_in,
-        freeze_after,
-        estimate_after,
-        estimate_every,
-        fill,
-        examples=examples_of_an_estimate(estimator, preconditioner, batch_size),
-    )
+    examples = examples_of_an_estimate(estimator, preconditioner, batch_size)
+    due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill, examples)
     momentum_factor: Any = 1.0
     mean_factor: Any = 1.0
     if momentum is None and fill:

@@ -200,17 +200,11 @@ def scale_by_gradient_noise(
     """
     checks.check_positive("stability", stability)
     checks.check_positive("rho", rho)
+    examples = examples_of_an_estimate(estimator, preconditioner, batch_size)
     return scaled_by_noise(
         num_data,
         batch_size,
-        plan(
-            burn_in,
-            freeze_after,
-            estimate_after,
-            estimate_every,
-            fill,
-            examples=examples_of_an_estimate(estimator, preconditioner, batch_size),
-        ),
+        plan(burn_in, freeze_after, estimate_after, estimate_every, fill, examples),
         preconditioner=preconditioner,
         estimator=estimator,
         temperature=temperature,

@@ -114,8 +114,7 @@ class Plan(NamedTuple):
         return jnp.clip(jnp.asarray(self.burn_in, jnp.int32) // _PROBES, 1, _PROBE_EVERY)
 
     def _is_open(self, count: jax.Array) -> jax.Array:
-        is_open = count >= self.estimate_after
-        return is_open if self.freeze_after is None else is_open & (count < self.freeze_after)
+        return (count >= self.estimate_after) & jnp.logical_not(self.is_frozen(count))
 
 
 def plan(
@@ -124,7 +123,6 @@ def plan(
     estimate_after: int | jax.Array | None,
     estimate_every: int | jax.Array | None,
     fill: bool,
-    *,
     examples: int | jax.Array,
 ) -> Plan:
     """A plan from arguments, of which some have defaults that depend on others.

@@ -18,7 +18,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import support
-from fitting import BATCH, data
+from fitting import BATCH, data, linear_fit, linear_loss
 from processes import xla_flags
 
 import optperm
@@ -30,20 +30,6 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def kept(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-
-
-def linear_loss(params, batch):
-    return fitting.cross_entropy(batch["x"] @ params["w"], batch["y"])
-
-
-def linear_fit(loss_fn=linear_loss, train_data=None, tx=None, **options):
-    """Of few params; with the data of all these tests."""
-    params = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}
-    tx = fitting.method("adam") if tx is None else tx
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-    if train_data is None:
-        options.setdefault("batch_size", BATCH)
-    return training.fit(state, loss_fn, data() if train_data is None else train_data, **options)
 
 
 def test_going_back_overwrites_what_came_after(tmp_path):

@@ -10,24 +10,10 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import support
-from fitting import BATCH, data
+from fitting import BATCH, data, linear_fit, linear_loss
 from flax import nnx
 
 from optperm import training
-
-
-def linear_loss(params, batch):
-    return fitting.cross_entropy(batch["x"] @ params["w"], batch["y"])
-
-
-def linear_fit(loss_fn=linear_loss, train_data=None, tx=None, **options):
-    """Of few params; with the data of all these tests."""
-    params = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}
-    tx = fitting.method("adam") if tx is None else tx
-    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
-    if train_data is None:
-        options.setdefault("batch_size", BATCH)
-    return training.fit(state, loss_fn, data() if train_data is None else train_data, **options)
 
 
 def go_on(result, train_data=None, loss_fn=linear_loss, **options):
