@@ -79,7 +79,7 @@ def on_a_quadratic(preconditioner, seed, momentum=None):
     return mean, covariance, np.asarray(exact)
 
 
-@pytest.mark.slow
+@pytest.mark.chains
 @pytest.mark.parametrize(
     ("preconditioner", "seed"),
     [

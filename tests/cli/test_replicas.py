@@ -139,7 +139,7 @@ def ends(process):
     return process.returncode, out, err
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair, goes_on):
     """Of agn each replica has its own params; a checkpoint of both goes on in mid-period, which `fit`
@@ -166,7 +166,7 @@ def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair,
     np.testing.assert_array_equal(files(tmp_path / "resumed").losses, whole.losses)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 def test_what_stops_process_0_stops_the_other(tmp_path, pair):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results").touch()
@@ -187,7 +187,7 @@ def listens_on(port):
     return {address for address, of in ends if int(of, 16) == port}
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 def test_ctrl_c_in_one_process_stops_both_and_saves(tmp_path, files, pair, wait_for_epochs):
     port, processes = pair("sgd", "--epochs", "1000000", devices=1)
     wait_for_epochs(tmp_path / "run", processes[0], 3)

@@ -41,7 +41,7 @@ def run(name, *arguments, **options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "command",
     [

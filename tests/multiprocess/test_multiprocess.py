@@ -15,7 +15,7 @@ import support
 
 import optperm
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.programs
 
 FOLDER = pathlib.Path(__file__).parent
 

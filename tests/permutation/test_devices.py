@@ -242,7 +242,7 @@ HANGS = [
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="processes cannot be tied to cores"
 )
-@pytest.mark.slow
+@pytest.mark.programs
 @pytest.mark.parametrize("cells", support.every_night(HANGS, HANGS[:1]), ids=str)
 def test_large_leaves_on_eight_devices_do_not_hang(cells):
     """200 steps on eight devices of two cores end, in replicas and with rows sharded: the kernel's call

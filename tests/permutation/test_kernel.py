@@ -18,7 +18,7 @@ def run(*command):
     return result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 @pytest.mark.parametrize(
     "sanitize", support.every_night(["address,undefined", "thread", ""], ["address,undefined"])
 )

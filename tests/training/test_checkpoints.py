@@ -459,7 +459,7 @@ def test_settings_of_jax_are_seen():
         np.testing.assert_allclose(first() - one, drawn() - before, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.programs
 def test_a_run_that_is_killed_goes_on_bit_for_bit(monkeypatch, capsys):
     """The short form of `benchmarks/kills.py`, whose programs are processes of their own."""
     flags = "--epochs 2 --seconds 3 --devices 2 --kills 1"
