@@ -68,8 +68,8 @@ LEFT_OUT = {
     "alias.AliasTest.test_explicit_dtype": {"*": "is about arguments of sgd and adam"},
     **{case: {"*": "is about L-BFGS alone"} for case in CASES if ".LBFGSTest." in case},
 }
-# Cases, and the values that they are run with of those that they are parametrized over. What the cases ask
-# that are of the exhaustive tier alone, test_contract.py asks too, and test_fuzz.py of schedules.
+# Cases, and values of those that they are parametrized over. What the others ask, test_contract.py asks
+# too, and of schedules test_fuzz.py.
 RUNS = [
     ("contrib.ContribTest.test_optimizers", {"_setup_parabola"}),
     (f"contrib.ContribTest.{_INJECTED}", set()),

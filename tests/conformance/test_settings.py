@@ -39,6 +39,7 @@ def test_steps_hold_under_all_settings(ours):
     support.assert_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.entries
 def test_the_settings_see_what_they_are_for():
     """Or the tests above would pass in any case."""
     x, key, leaked = jnp.ones(2), jax.random.key(0), []
