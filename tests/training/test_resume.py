@@ -158,9 +158,9 @@ def test_whatever_interrupts_a_run_it_is_resumed_to_the_bit(tmp_path):
     usual = {"eval_fn": fitting.ACCURACY["linen"], "eval_data": lambda epoch: [data()]}
     run = functools.partial(fitting.fit, "linen", "adam", epochs=3)
     whole = {feed: run(train_data=feed_of(feed, []), **usual) for feed in ("arrays", "batches")}
-    for name, (options, end, step) in INTERRUPTIONS.items():
-        feed, folder = "batches" if "train_data" in options else "arrays", tmp_path / name
-        options = {"train_data": feed_of(feed, []), "checkpoints": folder, **usual, **options}
+    for name, (case, end, step) in INTERRUPTIONS.items():
+        feed, folder = "batches" if "train_data" in case else "arrays", tmp_path / name
+        options = {"train_data": feed_of(feed, []), "checkpoints": folder, **usual, **case}
         if isinstance(end, str):
             result = run(**options)
             assert (result.ended, result.step) == (end, step), name
@@ -370,10 +370,10 @@ def test_a_result_is_gone_on_with(kind):
     whole = fitting.fit(kind, "adam", epochs=3)
     part = fitting.fit(kind, "adam", steps=7)
     go_on = functools.partial(training.fit, part, fitting.LOSS[kind], epochs=3)
-    with pytest.raises(ValueError, match="after 2 steps of epoch 2.*seed is 0 there and 1 here"):
+    with pytest.raises(ValueError, match=r"after 2 steps of epoch 2.*seed is 0 there and 1 here"):
         go_on(data(), batch_size=BATCH, seed=1)
     resumed = go_on(data(), batch_size=BATCH)
     assert_same_run(resumed, whole)
     if kind == "nnx":
-        with pytest.raises(ValueError, match="have changed since .*to begin anew from"):
+        with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
             go_on(data(), batch_size=BATCH)
