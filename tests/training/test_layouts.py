@@ -87,7 +87,7 @@ SHARDINGS = {
     ("name", "sharding", "axis_type"),
     [
         ("adam", "input", AxisType.Explicit),
-        ("svrg", "output", AxisType.Auto),
+        pytest.param("svrg", "output", AxisType.Auto, marks=pytest.mark.chains),
         pytest.param("constant_sgd", "output", AxisType.Auto, marks=pytest.mark.exhaustive),
     ],
 )
@@ -248,7 +248,9 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
         assert max(far) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "kind"), [("agn", "linen"), ("diloco", "nnx")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("agn", "linen"), pytest.param("diloco", "nnx", marks=pytest.mark.chains)]
+)
 def test_replicas_on_one_device_are_those_of_four(name, kind):
     places = ({"devices": 4}, {"replicas": 4})
     results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
@@ -271,6 +273,7 @@ def test_local_steps_are_found_without_a_state():
     assert late._end[0].own
 
 
+@pytest.mark.chains
 def test_batch_statistics_and_dropout_see_the_whole_batch():
     """Without a mapped axis four devices are one, dropout and BatchNorm included."""
     results = [fitting.fit("linen", "svrg", epochs=2, devices=n) for n in (None, 4)]
