@@ -12,7 +12,8 @@ Prints:
   cosine, each at the best rate of the grid that is printed: logistic and softmax regression, an MLP on
   the digits, and on the digits with 30 % wrong labels;
 - lbfgs: the passes over all examples that `optax.lbfgs` and Newton's method with conjugate gradients
-  take on the two convex problems, each evaluation of a line search and each Hessian product counted as one;
+  take on the two convex problems, each evaluation of a line search and each Hessian product counted
+  as one;
 - mars: MARS-AdamW and AdamW on the byte transformer of the examples, in the same way.
 
     python benchmarks/svrg.py [--only PART ...] [--json FILE]
