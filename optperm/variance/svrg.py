@@ -52,9 +52,9 @@ def svrg(
     correction is zero in the mean over batches, so the gradient stays unbiased; its variance goes to
     zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum, so SGD with a constant
     learning rate, with momentum or without, converges to the rounding of the params. Before the first
-    snapshot gradients pass through. It corrects gradients and nothing else, so any optimizer may follow it, as in
-    `optax.chain(optperm.svrg(), optax.sgd(0.025))`; but Adam with a constant rate does not converge all
-    the way, since it divides by a running size of the gradients.
+    snapshot gradients pass through. It corrects gradients and nothing else, so any optimizer may follow
+    it, as in `optax.chain(optperm.svrg(), optax.sgd(0.025))`; but Adam with a constant rate does not
+    converge all the way, since it divides by a running size of the gradients.
 
     There are three ways to take snapshots:
 
