@@ -1,4 +1,4 @@
-"""Bad and hostile arguments, random trees and gradients that are not finite, for everything public.
+"""Bad and hostile arguments and gradients that are not finite, for everything public.
 
 Whatever is passed works and keeps structure, shapes and dtypes, or is refused by a TypeError or a
 ValueError that names the argument; what must be refused stands in `calls.py`, with the messages. What
@@ -180,41 +180,6 @@ def test_hostile_arguments_work_or_are_refused_by_name(name, data):
 
 
 EXTRAS = {"value": jnp.float32(0.0), "value_fn": lambda params: jnp.float32(0.0)}
-DTYPES = ("float16", "bfloat16", "float32", "int32", "uint8", "bool", "complex64")
-LEAVES = st.tuples(
-    st.lists(st.integers(0, 3), max_size=4).map(tuple), st.sampled_from(DTYPES[:3] * 3 + DTYPES[3:])
-).map(lambda of: jax.ShapeDtypeStruct(*of))
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=2).map(tuple),
-    ),
-    max_leaves=5,
-)
-
-
-@pytest.mark.exhaustive
-@hypothesis.settings(max_examples=12)
-@hypothesis.given(tree=TREES)
-def test_any_tree_trains_or_is_refused_by_name(ours, tree):
-    """Params of any structure, rank and real floating dtype; the first leaf of another is named."""
-
-    def step(params):
-        opt_state = tx.init(params)
-        grads = jax.tree.map(jnp.ones_like, params)
-        updates, after = tx.update(grads, opt_state, params, **EXTRAS)
-        return (updates, after), (params, opt_state)
-
-    tx = ours.make()
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(tree)]
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-        with pytest.raises(TypeError, match=r"params.* has dtype .*optax\.partition"):
-            jax.eval_shape(step, tree)
-        return
-    chex.assert_trees_all_equal_shapes_and_dtypes(*jax.eval_shape(step, tree))
-
 
 ENTRIES = st.sampled_from([1.0, -1.0, 0.0, float("nan"), float("inf"), -float("inf")])
 MIXED = {

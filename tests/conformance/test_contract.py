@@ -34,8 +34,13 @@ CONTAINERS = {
     ),
     "nnx.State": lambda p: nnx.State({k: nnx.Param(x) for k, x in p.items()}),
     "no leaves": lambda p: {},
-    "empty leaf": lambda p: {"empty": jnp.zeros((0, 3))},
-    "narrow scalar": lambda p: [jnp.bfloat16(1.0)],
+    "any rank": lambda p: {
+        "empty": jnp.zeros((0, 3)),
+        "scalars": [jnp.float16(1.0), (jnp.bfloat16(1.0),)],
+        "four": jnp.ones((2, 1, 3, 2)),
+    },
+    "empty alone": lambda p: (jnp.zeros((0, 3)),),
+    "scalar alone": lambda p: [jnp.bfloat16(1.0)],
 }
 WRAPPERS = {
     "masked": lambda tx: optax.masked(tx, {"kernel": True, "bias": False}),
