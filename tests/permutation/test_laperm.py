@@ -216,7 +216,9 @@ def test_scan_in_checked_shard_map_keeps_its_types():
 
     starts = [support.random_params(seed) for seed in range(2)]
     xs = [replicas.stack([grads(9 * r + index) for index in range(4)]) for r in range(2)]
-    counts, p = replicas.share(run, "shard_map", 2)((), (replicas.stack(starts), replicas.stack(xs)))
+    counts, p = replicas.share(run, "shard_map", 2)(
+        (), (replicas.stack(starts), replicas.stack(xs))
+    )
     assert counts.tolist() == [4, 4]
     for index, start in enumerate(starts):
         support.assert_permutes(replicas.take(p, index), start)

@@ -66,9 +66,7 @@ def test_move_of_any_parameter_permutes_along_the_recommendation():
             moved = ranks != new_ranks
             count += np.sum(moved)
             # What did not move kept its very bits, what sits out did not move.
-            np.testing.assert_array_equal(
-                *(support.as_integers(each[~moved]) for each in (new, w))
-            )
+            np.testing.assert_array_equal(*(support.as_integers(each[~moved]) for each in (new, w)))
             fit = np.isfinite(m) & (m != 0) & np.isfinite(w)
             assert not np.any(moved & ~fit)
             # With subsets of at least two entries epsilon is at most A (alpha + 1/2); with whole rows
