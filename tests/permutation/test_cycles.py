@@ -1,8 +1,8 @@
 """The kernels against each other, and what the method says of each move.
 
-The compiled kernel agrees bit for bit with a plain reading of the method in kernel_test.cc. XLA's threads
-take subnormal numbers for zero in what they compute themselves, a thread of Python's does not: no kernel
-may, on either.
+The compiled kernel agrees bit for bit with a plain reading of the method in kernel_test.cc. XLA's
+threads take subnormal numbers for zero in what they compute themselves, a thread of Python's does not:
+no kernel may, on either.
 """
 
 import functools
@@ -109,7 +109,7 @@ def permute(kernel, trees):
 
 
 def test_kernels_numbers_of_any_dtype_and_size_give_the_same_bits():
-    """Within XLA and on a thread of Python's, whatever the numbers are; and with damaged ranks an error."""
+    """Within XLA and on a thread of Python's, whatever the numbers are; damaged ranks are an error."""
     support.require_kernel("ffi")
     kinds = ["normal", "few", "zeros", "subnormal", "few subnormal", "half subnormal"]
     kinds = itertools.product([*kinds, "just normal"], ["normal", "few subnormal", "zeros"])
@@ -256,7 +256,7 @@ def test_partition_over_many_seeds_is_uniform():
 
 
 def test_random_integers_are_exact():
-    """splitmix64 gives its reference program's first numbers; the upper half of a product is Python's."""
+    """splitmix64 gives its reference program's first numbers, products have Python's upper half."""
     found = cycles_numpy.splitmix64(np.uint64(1234567), 3)
     assert found.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     rng = np.random.default_rng(0)

@@ -98,7 +98,7 @@ def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
                 lambda w, g: np.asarray(w) + np.where(np.isfinite(g), g, np.zeros_like(g)), p, g
             )
             p, opt_state = loops.compiled(tx)(p, opt_state, g)
-            support.assert_same_bits(p, jax.tree.map(lambda *x: reordered(*x), initial, moved))
+            support.assert_same_bits(p, jax.tree.map(reordered, initial, moved))
             support.assert_same_bits(optperm.permuted_params(opt_state), p)
             support.assert_same_bits(rebuilt(initial, opt_state), p)
 

@@ -28,7 +28,7 @@ ARGUMENTS = {
 
 
 def load_sequence(name):
-    """Load one run of the original: its arguments, initial params, and the steps' gradients and params."""
+    """Load a run of the original: its arguments, initial params, and the steps' gradients and params."""
     with np.load(REFERENCE) as data:
         parts = {key[len(name) + 1 :]: data[key] for key in data.files if key.startswith(name)}
     arguments = {ours: float(parts[f"hyper/{theirs}"]) for ours, theirs in ARGUMENTS.items()}
