@@ -31,6 +31,7 @@ USUAL = [
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
+    ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
     ("svrg.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
 ]
 RUNS = [

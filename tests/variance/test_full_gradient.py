@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optperm
 
 N, SIZE = 10, 4
+full_gradient_module = importlib.import_module("optperm.variance.full_gradient")
 
 
 def loss_fn(params, batch):
@@ -135,24 +136,66 @@ def test_sums_are_at_least_float32():
             np.testing.assert_allclose(got["half"], expected, rtol=1e-6)
 
 
-def test_batch_shape_that_came_before_is_not_compiled_again():
-    """Of a function passed again nothing is traced anew; another function is not mistaken for it."""
-    traces = []
+def test_batch_shape_that_came_before_is_not_compiled_again(monkeypatch):
+    """Each call traces the loss once for each shape, and compiles what it has not compiled before."""
+    traces, programs = [], {}
 
     def counted(params, batch):
         traces.append(batch["y"].shape)
         return loss_fn(params, batch)
 
+    monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
     params, data = support.random_params(), make_data()
     first = optperm.full_gradient(counted, params, ragged(data))
-    assert sorted(traces) == [(2, 5), (4, 5)]
+    assert sorted(set(traces)) == [(2, 5), (4, 5)]
+    assert len(programs) == 2
     second = optperm.full_gradient(counted, support.random_params(1), iter(ragged(data)))
-    assert len(traces) == 2
-    assert not np.array_equal(first["bias"], second["bias"])
-    doubled = optperm.full_gradient(lambda p, b: 2.0 * counted(p, b), params, ragged(data))
-    support.assert_close(doubled, jax.tree.map(lambda g: 2.0 * g, first), rtol=1e-6, atol=1e-6)
-    aux = optperm.full_gradient(lambda p, b: (counted(p, b), b), params, ragged(data), has_aux=True)
-    support.assert_close(aux, first, rtol=1e-6, atol=1e-6)
+    assert len(programs) == 2
+    assert np.abs(first["bias"] - second["bias"]).max() > 1e-3
+    optperm.full_gradient(lambda p, b: 2.0 * loss_fn(p, b), params, ragged(data))
+    assert len(programs) == 4
+
+
+def test_state_that_the_loss_reads_is_what_it_is_now():
+    """An attribute, a captured variable and bound batch statistics that change change the gradient;
+    what the loss returns beside its value is left out."""
+
+    class Ridge:
+        l2 = 1.0
+
+        def loss(self, w, batch):
+            return jnp.mean((batch @ w - offset) ** 2) + 0.5 * self.l2 * jnp.sum(w**2)
+
+    model, x, w = Ridge(), support.normal((8, 3)), jnp.ones(3)
+    for model.l2, offset in [(1.0, 1.0), (0.1, 1.0), (0.1, jnp.float32(2.0)), (1.0, 1.0)]:  # noqa: B007
+        got = optperm.full_gradient(model.loss, w, [x[:5], x[5:]])
+        support.assert_close(got, jax.grad(model.loss)(w, x), rtol=1e-5)
+
+    @jax.jit
+    def of_strength(strength):
+        def loss(w, batch):
+            return strength * jnp.mean(batch @ w), batch
+
+        return optperm.full_gradient(loss, w, [x[:5], x[5:]], has_aux=True)
+
+    support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
+
+
+def test_weighted_loss_that_is_no_mean_is_refused():
+    """A loss with BatchNorm, or a sum: of an example by itself it is another loss."""
+    params, data = support.random_params(), make_data(8)
+
+    def normalized(params, batch):
+        x = batch["x"] - batch["x"].mean(axis=0, keepdims=True)
+        return loss_fn(params, {**batch, "x": x})
+
+    def summed(params, batch):
+        return len(batch["y"]) * loss_fn(params, batch)
+
+    for wrong in (normalized, summed):
+        optperm.full_gradient(wrong, params, [data])
+        with pytest.raises(ValueError, match="mean of what each example loses"):
+            optperm.full_gradient(wrong, params, [data], weights=[np.ones(8)])
 
 
 class Tensor:
@@ -302,7 +345,7 @@ def test_batches_that_every_device_has_are_counted_once():
     assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
 
 
-def test_batches_sharded_over_a_mesh_give_the_mean():
+def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
     """Under jit nothing has to be said: eight devices compile once, with weights and without."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     params, data = support.random_params(), make_data(32)
@@ -310,15 +353,11 @@ def test_batches_sharded_over_a_mesh_give_the_mean():
     replicated = jax.device_put(params, NamedSharding(mesh, P()))
     batches, weights = jax.device_put(padded(data, size=16), NamedSharding(mesh, P("data")))
     for given in (weights, None):
-        traces = []
-
-        def counted(params, batch, traces=traces):
-            traces.append(1)
-            return loss_fn(params, batch)
-
-        got = optperm.full_gradient(counted, replicated, batches, weights=given)
+        programs = {}
+        monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
+        got = optperm.full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
-        assert len(traces) == 1
+        assert len(programs) == 1 + (given is not None)
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
 
 
