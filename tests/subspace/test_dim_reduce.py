@@ -387,52 +387,12 @@ def test_residual_that_its_dtype_cannot_hold_keeps_what_it_was():
     assert opt_state.residual.tolist() == [40_000, 3]
 
 
-# The defaults as lines over the count, and a loss for one step.
-LINES = {"rho": (0.55, 0.0), "gamma": (0.9, 0.0), "alpha": (1e-3, 0.0), "sigma": (0.4, 0.0)}
-NEARLY_FLAT = {
-    "value": 1.0,
-    "value_fn": lambda p: 0.99 + 1e-6 * valley.loss_fn(p, batches(1)[0, 0]),
-}
-
-
-@jax.jit
-def by_lines(lines, grads, opt_state):
-    """One step with schedules that are lines, compiled once for all of them."""
-    schedules = {
-        name: lambda count, line=line: line[0] + line[1] * count for name, line in lines.items()
-    }
-    tx = optperm.dim_reduce(n_components=2, **schedules)
-    return tx.update(grads, opt_state, start(), **NEARLY_FLAT)
-
-
-def test_schedule_out_of_range_is_named_or_moved():
-    """It is named where it is seen, and moved to the nearest limit where it is traced."""
-    for name in LINES:
-        tx = optperm.dim_reduce(n_components=2, **{name: lambda count: 0.5 - count})
-        one = with_basis(tx, 2)._replace(count=jnp.int32(1))
-        with pytest.raises(ValueError, match=f"the schedule {name} returns must be .*, got -0.5"):
-            tx.update(gradient(), one, start(), **NEARLY_FLAT)
-        below, least = ({**LINES, name: line} for line in ((0.5, -1.0), (0.0, 0.0)))
-        traced, wanted = (by_lines(lines, gradient(), one) for lines in (below, least))
-        support.assert_close(traced, wanted, rtol=1e-6)
-
-
-def test_mean_over_microbatches_takes_the_step_of_the_whole_batch():
-    """MultiSteps around it is refused; one evaluation of their mean takes the whole batch's step."""
+def test_multi_steps_around_it_is_refused():
+    """It would search along the mean gradient with the loss of the last batch."""
     tx = optperm.dim_reduce(n_components=3)
     for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
         with pytest.raises(ValueError, match=r"optax\.MultiSteps would search along the mean"):
             optperm.set_basis(outer.init(start()), rows(3))
-
-    def mean_loss(params, microbatches):
-        part = jax.checkpoint(lambda microbatch: valley.loss_fn(params, microbatch))
-        return jnp.mean(jax.lax.map(part, microbatches))
-
-    data = batches(3, 2)
-    by_parts = train(tx, data, 3, evaluate=loops.evaluation(mean_loss))
-    whole = train(tx, data.reshape(3, 4, 6), 3)
-    for (params, _), (wanted, _) in zip(by_parts, whole, strict=True):
-        support.assert_close(params, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_injected_number_that_changes_is_that_of_a_schedule():

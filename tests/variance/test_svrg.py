@@ -336,19 +336,6 @@ def test_snapshots_are_copies():
 
 
 @pytest.mark.usefixtures("lenient")
-def test_injected_coefficient_can_be_changed():
-    """Numbers kept in the state are traced; another one there gives what it gives when built in."""
-    data, results = to_dtype(make_data(), np.float32), []
-    for tx in (optperm.svrg(0.5), optax.inject_hyperparams(optperm.svrg)(coefficient=0.9)):
-        opt_state = snapshot_at(tx.init(start()), start(), data)
-        if hasattr(opt_state, "hyperparams"):
-            opt_state.hyperparams["coefficient"] = jnp.float32(0.5)
-        params = support.random_like(start(), 1)
-        results.append(jax.jit(functools.partial(correct, tx))(params, opt_state, part(data, 0))[0])
-    support.assert_close(*results, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.usefixtures("lenient")
 def test_gradient_accumulation_after_it_is_a_larger_batch():
     """Two corrected half batches in MultiSteps are one step of SVRG on the whole batch."""
     data = to_dtype(make_data(), np.float32)
