@@ -37,10 +37,10 @@ def in_numpy():
     return {"full": np.zeros(3), "bias_full": np.ones(())}
 
 
-def part(data, index, size=BATCH):
+def part(data, index):
     """One of the batches, which come in turns."""
-    first = index * size % len(data["y"])
-    return {name: values[first : first + size] for name, values in data.items()}
+    first = index * BATCH % len(data["y"])
+    return {name: values[first : first + BATCH] for name, values in data.items()}
 
 
 def to_dtype(tree, dtype):

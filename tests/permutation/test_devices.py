@@ -288,21 +288,3 @@ def test_large_leaves_on_eight_devices_end_their_training(cells):
         check=False,
     )
     assert done.stdout.strip() == "done", done.stderr[-2000:]
-
-
-@pytest.mark.usefixtures("lenient")
-def test_multi_steps_permutes_by_the_mean_gradient():
-    """Two half steps of MultiSteps are one step by the mean; between them params stay."""
-    tx = optax.MultiSteps(make(), every_k_schedule=2)
-    halves = [
-        jax.tree.map(lambda a, b, sign=sign: a + sign * b, grads(step), grads(50 + step))
-        for step in range(STEPS)
-        for sign in (1, -1)
-    ]
-    trail = loops.train(tx, params(), halves, apply=loops.by_addition)
-    for step, expected in enumerate(alone()):
-        before = trail[2 * step - 1][0] if step else params()
-        support.assert_same_bits(trail[2 * step][0], before)
-        p, opt_state = trail[2 * step + 1]
-        support.assert_close(p, expected, atol=1e-6, rtol=1e-7)
-        support.assert_same_bits(optperm.permuted_params(opt_state), expected)

@@ -49,7 +49,7 @@ CASES = [
 
 
 def test_move_of_any_parameter_permutes_along_the_recommendation():
-    """Each weight vector keeps its bits; each moved weight moved the way asked, within reach."""
+    """Each weight vector keeps its bits; each moved weight moved the way asked."""
     for seed, (alpha, ratio, least, levels, broken) in enumerate(CASES):
         params, grads = numbers(seed, levels, broken)
         arguments = {"aggressiveness": alpha, "partition_ratio": ratio, "seed": seed}
@@ -69,19 +69,9 @@ def test_move_of_any_parameter_permutes_along_the_recommendation():
             np.testing.assert_array_equal(*(support.as_integers(each[~moved]) for each in (new, w)))
             fit = np.isfinite(m) & (m != 0) & np.isfinite(w)
             assert not np.any(moved & ~fit)
-            # With subsets of at least two entries epsilon is at most A (alpha + 1/2); with whole rows
-            # it is A (alpha + 1/s), s the entries that take part.
-            n, w, new = len(w), np.where(fit, w, 0).astype(np.float64), new.astype(np.float64)
-            size = max(least, int(np.floor(np.float32(ratio) * np.float32(n))))
-            s = np.maximum(np.sum(fit, axis=0), 2) if size >= n else 2
-            spread = np.ptp(support.columns(params[name]).astype(np.float64), axis=0)
-            spread = np.where(np.isfinite(spread), spread, 9)  # more than the finite ones have
-            epsilon = np.broadcast_to(spread * (np.float64(np.float32(alpha)) + 1 / s), w.shape)
-            rises, falls = moved & (m < 0), moved & (m > 0)
-            assert np.all((w <= new)[rises])
-            assert np.all((new < w + epsilon)[rises])
-            assert np.all((new < w)[falls])
-            assert np.all((w - epsilon <= new)[falls])
+            assert np.all((w <= new)[moved & (m < 0)])
+            assert np.all((new < w)[moved & (m > 0)])
+            size = max(least, int(np.floor(np.float32(ratio) * np.float32(len(w)))))
             assert size != 1 or not np.any(moved)
         np.testing.assert_allclose(
             after.share_moved, count / sum(p.size for p in params.values()), rtol=1e-6

@@ -90,7 +90,7 @@ def errors_along(tx, draws, path):
     The gradient of a batch with draw e is (1 + s e) theta + sigma e, so the full one is theta.
 
     Args:
-      tx: A recursive gradient; or from a seed one, where `draws` come with seeds.
+      tx: A recursive gradient.
       draws: (sequences, steps), of mean 0 and variance 1.
       path: (steps,), the params.
     """
@@ -143,35 +143,6 @@ def test_variance_of_storm_follows_its_recursion():
         limit = SIGMA**2 * (a / (2 - a) if a else 1.0)
         wanted = limit + (SIGMA**2 - limit) * (1 - a) ** (2 * steps - 2)
         np.testing.assert_allclose(np.mean(errors(a, np.zeros(steps))[:, -1] ** 2), wanted, 1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_variance_of_sarah_is_that_of_the_changes():
-    """It is nothing after a full gradient, then that of the changes of the gradient, added up."""
-    steps = 9
-    path = np.cumsum(np.linspace(0.1, 0.5, steps))
-    tx = optperm.recursive_gradient(0.0, refresh_every=4)
-    got = errors_along(tx, all_signs(steps), path)
-    changes = SPREAD**2 * np.diff(path, prepend=path[0]) ** 2
-    expected = [changes[4 * (t // 4) + 1 : t + 1].sum() for t in range(steps)]
-    np.testing.assert_allclose(np.mean(got**2, axis=0), expected, rtol=1e-12, atol=1e-30)
-
-
-@pytest.mark.usefixtures("x64")
-def test_variance_of_page_settles_at_its_closed_form():
-    """With steps of one length it settles at s^2 delta^2 (1 - p) / p, over coins and batches."""
-    p, delta, steps, runs = 0.3, 0.5, 25, 4000
-    path = delta * np.arange(steps)
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (runs, steps))
-
-    def of_seed(seed, draws):
-        tx = optperm.recursive_gradient(0.0, p, seed=seed)
-        return errors_along(tx, draws[None], path)[0]
-
-    got = jax.jit(jax.vmap(of_seed))(jnp.arange(runs), signs)
-    wanted = SPREAD**2 * delta**2 * (1 - p) / p
-    np.testing.assert_allclose(np.mean(got[:, 12:] ** 2), wanted, rtol=0.05)
-    np.testing.assert_array_equal(got[:, 0], 0.0)  # the first step has the full gradient
 
 
 # Precision, and what is not finite.

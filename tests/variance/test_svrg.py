@@ -10,11 +10,8 @@ import loops
 import numpy as np
 import optax
 import pytest
-import replicas
 import support
 from least_squares import (
-    BATCH,
-    EXAMPLES,
     RATE,
     coins,
     evaluation,
@@ -36,9 +33,9 @@ def correct(tx, params, opt_state, batch, data=None, loss=loss_fn):
     return tx.update(grads, opt_state, params, **extra_args)
 
 
-def train(tx, params, opt_state, data, steps, size=BATCH, loss=loss_fn):
+def train(tx, params, opt_state, data, steps, loss=loss_fn):
     """The params after each step of batches in turn."""
-    batches = [part(data, t, size) for t in range(steps)]
+    batches = [part(data, t) for t in range(steps)]
     trail = loops.train(tx, params, batches, evaluate=evaluation(data, loss), opt_state=opt_state)
     return [params for params, _ in trail]
 
@@ -137,26 +134,6 @@ def test_noisy_least_squares_is_solved_to_its_optimum():
     reduced = suboptimalities(optax.chain(optperm.svrg(), optax.sgd(0.1)), with_snapshots=True)
     assert [*reduced][-1] <= 1e-15
     assert min(suboptimalities(optax.sgd(0.1), with_snapshots=False)) > 1e-3
-
-
-@pytest.mark.usefixtures("x64")
-def test_gradients_near_a_snapshot_are_unbiased_with_less_variance():
-    """Over the batches of an epoch they average to the gradient at the current params, to rounding; at
-    one point the correction leaves the share 1 - c of the deviation from the mean."""
-    data = to_dtype(make_data(), np.float64)
-    params = {"full": jnp.array([0.9, 1.8, 3.2]), "bias_full": jnp.array(0.1)}
-    near = jax.tree.map(lambda p: p + 1e-3, params)
-    batches = [part(data, t) for t in range(EXAMPLES // BATCH)]
-    plain = replicas.stack([numpy_grad(params, batch) for batch in batches])
-    for c in (1.0, 0.3):
-        tx = optperm.svrg(c)
-        opt_state = snapshot_at(tx.init(near), near, data)
-        step = jax.jit(functools.partial(correct, tx))
-        corrected = replicas.stack([step(params, opt_state, batch)[0] for batch in batches])
-        mean = jax.tree.map(lambda g: np.mean(g, axis=0), corrected)
-        support.assert_close(mean, numpy_grad(params, data), rtol=1e-13, atol=1e-13)
-        spread, of_sgd = (np.std(each["full"], axis=0).max() for each in (corrected, plain))
-        np.testing.assert_allclose(spread / of_sgd, 1 - c, atol=5e-3)
 
 
 def test_gradient_at_a_snapshot_that_is_not_used_costs_nothing():
@@ -333,20 +310,6 @@ def test_snapshots_are_copies():
 
 
 # Composition.
-
-
-@pytest.mark.usefixtures("lenient")
-def test_gradient_accumulation_after_it_is_a_larger_batch():
-    """Two corrected half batches in MultiSteps are one step of SVRG on the whole batch."""
-    data = to_dtype(make_data(), np.float32)
-    accumulating = optax.MultiSteps(optax.sgd(RATE), 2).gradient_transformation()
-    results = []
-    for rest, size in [(accumulating, BATCH), (optax.sgd(RATE), 2 * BATCH)]:
-        tx = optax.chain(optperm.svrg(), rest)
-        opt_state = snapshot_at(tx.init(start()), start(), data)
-        results.append(train(tx, start(), opt_state, data, 2 * EXAMPLES // size, size)[-1])
-    support.assert_close(*results, rtol=1e-5)
-    assert not np.allclose(results[0]["full"], 0.0)
 
 
 def test_part_of_the_params_is_corrected_by_its_own_loss():
