@@ -165,7 +165,8 @@ def test_estimate_of_bfloat16_params_stays_float32():
 
 
 def test_entry_that_is_not_finite_begins_again():
-    """A bad gradient is handed on, a bad estimate is that of the batch, and others go on."""
+    """A bad gradient is handed on, a bad estimate, or full gradient, is that of the batch, and others
+    go on."""
     params = jnp.zeros(3)
     tx = optperm.recursive_gradient(0.5)
     sound, opt_state = jnp.float32([1.0, 2.0, 3.0]), tx.init(params)
@@ -177,6 +178,11 @@ def test_entry_that_is_not_finite_begins_again():
     np.testing.assert_array_equal(d, [2.0, 4.0, 6.0])
     d, _ = tx.update(sound, opt_state, params, grad_fn=lambda p: p * jnp.inf)
     np.testing.assert_array_equal(d, sound)
+    tx, twice = optperm.recursive_gradient(0.0, refresh_every=1), 2 * sound
+    full_grad_fn = lambda p: jnp.where(jnp.isnan(bad), bad, twice)  # noqa: E731
+    closures = {"grad_fn": lambda p: p, "full_grad_fn": full_grad_fn}
+    d, _ = tx.update(sound, tx.init(params), params, **closures)
+    np.testing.assert_array_equal(d, [2.0, 2.0, 6.0])  # where mu is not finite the batch's
 
 
 def test_full_gradient_between_steps_becomes_the_estimate():
