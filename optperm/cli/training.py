@@ -110,6 +110,7 @@ class Training:
                 has_aux=True,
                 devices=self._devices,
                 epoch_start=self._change,
+                on_signal="return",  # the run folder is written first
                 on_epoch_end=on_epoch,
                 **options,
             )

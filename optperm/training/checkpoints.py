@@ -48,7 +48,7 @@ class Checkpoints:
                 "options, save_interval_steps and max_to_keep."
             )
         self._manager = self._open(where, keep) if self._is_ours else where
-        self._folder = self._manager.directory
+        self.folder = self._manager.directory
         # Orbax has no public name for whether there is a `best_fn`, which needs metrics.
         self._tracks_best = not self._is_ours and getattr(where, "_track_best", False)
 
@@ -71,19 +71,19 @@ class Checkpoints:
         names = ", ".join(map(str, known)) or "none at all"
         if resume is False and known and known[-1] > step:
             raise ValueError(
-                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass "
+                f"{self.folder} holds checkpoints of an earlier run (after steps {names}). Pass "
                 "resume=True to go on from it, or another folder."
             )
         if resume is False or (resume is True and not known):
             return None
         if resume is not True and resume not in known:
-            says = f"{self._folder} has none after that step, but after {names}"
+            says = f"{self.folder} has none after that step, but after {names}"
             raise ValueError(f"resume={resume}: {says}.")
         return known[-1] if resume is True else int(resume)
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """What `write` wrote of the run after a step; a ValueError if its facts are others."""
-        path, args = self._folder / str(step), self._ocp.args
+        path, args = self.folder / str(step), self._ocp.args
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := differences(run["facts"], json.loads(json.dumps(facts))):
@@ -100,7 +100,7 @@ class Checkpoints:
         restore = self._ocp.args.StandardRestore
         forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
         items = self._ocp.args.Composite(state=restore(forms), history=restore())
-        with _errors(f"{self._folder / str(step)} is damaged or {_ADVICE}"):
+        with _errors(f"{self.folder / str(step)} is damaged or {_ADVICE}"):
             arrays = self._manager.restore(step, args=items)
         self._last_kept = step
         return arrays.state, np.asarray(arrays.history["steps"])
@@ -139,7 +139,7 @@ class Checkpoints:
         save = self._ocp.args.StandardSave
         items = {"state": save(state), "history": save({"steps": rows})}
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
-        with _errors(f"cannot write {self._folder / str(step)}"):
+        with _errors(f"cannot write {self.folder / str(step)}"):
             self._drop_later()
             self._wait()
             if step not in self._manager.all_steps():
@@ -147,7 +147,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until all is written."""
-        with _errors(f"cannot write to {self._folder}"):
+        with _errors(f"cannot write to {self.folder}"):
             self._wait()
             self._manager.check_for_errors()
             if self._is_ours:
@@ -156,7 +156,7 @@ class Checkpoints:
     def _wait(self) -> None:
         self._manager.wait_until_finished()
         if self._is_ours and jax.process_index() == 0:
-            (self._folder / _DROPPED).rmtree(missing_ok=True)
+            (self.folder / _DROPPED).rmtree(missing_ok=True)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

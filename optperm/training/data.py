@@ -300,7 +300,7 @@ class StreamFeed:
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
-            while len(rows) < limit and not is_over and not (alone and interrupt.requested):
+            while len(rows) < limit and not is_over and not (alone and interrupt.number):
                 try:
                     batch = pull("train_data", self._open.iterator)
                     if is_over := batch is END:

@@ -1,10 +1,13 @@
 """`fit`: trains a Flax model by any method."""
 
 import math
+import signal
+import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
@@ -40,6 +43,7 @@ def fit(
     resume: bool | int = False,
     progress: bool | str = False,
     steps_per_call: int = 100,
+    on_signal: Literal["raise", "return"] = "raise",
 ) -> FitResult:
     r"""Trains a linen `TrainState`, or a model of `flax.nnx` with its optimizer.
 
@@ -106,6 +110,9 @@ def fit(
       progress: Whether to show a bar: True or `"rich"`, or `"tqdm"`.
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
+      on_signal: What follows Ctrl-C or SIGTERM once the last checkpoint is written: `"raise"` says so
+        on stderr and sends the signal again, which ends a program that does not handle the signal;
+        `"return"` is for a program that looks at `result.ended`.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a function returns something else than it must.
@@ -141,6 +148,13 @@ def fit(
         ended = run.train(*most, interrupt)
     result = run.result(ended)
     run.warn_if_diverged()
+    if interrupt.number and on_signal == "raise":
+        if jax.process_index() == 0:
+            where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"
+            name = signal.Signals(interrupt.number).name
+            says = f"fit was interrupted by {name} after step {result.step}{where}."
+            print(says, file=sys.stderr, flush=True)
+        signal.raise_signal(interrupt.number)
     return result
 
 
@@ -151,6 +165,7 @@ def _check(given: Mapping[str, Any]) -> None:
             checks.check_count(name, given[name])
     checks.check_seed("seed", given["seed"])
     checks.check_flag("has_aux", given["has_aux"])
+    checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
     checks.check_function("loss_fn", given["loss_fn"], "(params, batch) or (model, batch)")
     if given["epochs"] is None and given["steps"] is None:
         raise ValueError("Pass epochs or steps: how long to train.")

@@ -40,7 +40,8 @@ from optperm.variance.svrg import warn_without
 Facts = Callable[[], dict[str, Any]]  # tell batches from others
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-_ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
+# What the processes say to one another before each call: a signal by its number, from 2 on.
+_STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
@@ -190,8 +191,7 @@ class Run:
             return "stopped"
         compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
-            # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
-            code = 3 if error else 2 if interrupt.requested else int(stop)
+            code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
             if code:
                 break
@@ -203,12 +203,13 @@ class Run:
                 stop, error = self._after(fed, steps), fed.error
             except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
-        if code == 3 and error is None:
+        if code == _FAILED and error is None:
             error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
             self._rescue(error)
             raise error
-        return _ENDED[code]
+        interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
+        return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
     def _drop_part(self) -> None:
         """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""

@@ -76,14 +76,16 @@ def test_a_run_that_diverges_is_saved_before_it_is_said(tmp_path):
 
 @pytest.mark.programs
 def test_a_program_ends_within_a_call_of_steps(tmp_path):
-    """Whose signal comes while the compiled steps run: it saves, and ends as it should."""
+    """Whose signal comes while the compiled steps run: it saves and ends, and nothing after it runs."""
     code = """
 import sys
 import fitting
 def wait(event):
     print(event.step, flush=True)
-result = fitting.fit("linen", "adam", epochs=10**6, checkpoints=sys.argv[1], every={5: wait})
-print(result.ended, result.step)
+for seed in range(3):
+    options = {"checkpoints": f"{sys.argv[1]}/{seed}", "every": {5: wait}, "seed": seed}
+    fitting.fit("linen", "adam", epochs=10**6, **options)
+    print("trained")
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
@@ -91,10 +93,10 @@ print(result.ended, result.step)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
         program.stdout.readline()
         program.send_signal(signal.SIGTERM)
-        said = program.stdout.read().split()
-    assert program.returncode == 0
-    assert said[-2] == "interrupted"
-    assert [path.name for path in tmp_path.iterdir()] == [said[-1]]
+        assert "trained" not in program.stdout.read()
+    assert program.returncode == -signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert [path.name.isdecimal() for path in (tmp_path / "0").iterdir()] == [True]
 
 
 def test_a_manager_of_the_user_decides(tmp_path):
