@@ -1,7 +1,8 @@
 """Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
 
-Its items are `state`, the arrays of the carry, each written by the processes that have it; `history`,
-the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a checkpoint under
+Its items are `state`, the arrays of the carry, each written by the processes that have it, and `best`,
+those of the best row with `keep_best`; `history`, the rows of the steps as one float32 array; and `run`,
+as JSON all else. Orbax writes a checkpoint under
 another name and renames it at the end: a run that dies meanwhile leaves the others as they were.
 """
 
@@ -95,15 +96,16 @@ class Checkpoints:
             )
         return dict(run)
 
-    def read_arrays(self, step: int, like: Any) -> tuple[Any, np.ndarray]:
-        """The state, placed like another one, and the rows; what came later will be dropped."""
+    def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
+        """Trees by name, placed like others, and the rows; what came later will be dropped."""
         restore = self._ocp.args.StandardRestore
-        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        items = self._ocp.args.Composite(state=restore(forms), history=restore())
+        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, dict(like))
+        trees = {name: restore(tree) for name, tree in forms.items()}
+        items = self._ocp.args.Composite(**trees, history=restore())
         with _errors(f"{self.folder / str(step)} is damaged or {_ADVICE}"):
             arrays = self._manager.restore(step, args=items)
         self._last_kept = step
-        return arrays.state, np.asarray(arrays.history["steps"])
+        return arrays, np.asarray(arrays.history["steps"])
 
     def until_next(self, step: int, most: int) -> int:
         """In how many steps the next checkpoint is due, if in fewer than `most`, else that."""
@@ -126,7 +128,12 @@ class Checkpoints:
         self._last_kept = _NEVER
 
     def write(
-        self, step: int, state: Any, rows: np.ndarray, run: dict[str, Any], metrics: Any
+        self,
+        step: int,
+        trees: Mapping[str, Any],
+        rows: np.ndarray,
+        run: dict[str, Any],
+        metrics: Any,
     ) -> None:
         """Writes the checkpoint of a step, unless there is one. To be called in all processes.
 
@@ -137,7 +144,8 @@ class Checkpoints:
         if step == self._last_kept:  # nothing has come of it yet
             return
         save = self._ocp.args.StandardSave
-        items = {"state": save(state), "history": save({"steps": rows})}
+        items = {name: save(tree) for name, tree in trees.items()}
+        items["history"] = save({"steps": rows})
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
         with _errors(f"cannot write {self.folder / str(step)}"):
             self._drop_later()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.tree_util import Partial
 
@@ -31,6 +33,7 @@ from optperm.training.train_state import (
 )
 
 Metrics = dict[str, jax.Array]
+_INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 # What was made of a function, by that function, as long as somebody else holds it.
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
@@ -45,8 +48,8 @@ def model_of(
         return Model(loss_fn, has_aux), source
     if not isinstance(source, nnx.Module):
         raise TypeError(
-            "The first argument of fit must be a state from optperm.training.TrainState.create, a "
-            f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
+            "The first argument of fit must be a state from optperm.training.TrainState.create, such as "
+            f"the .state of what an earlier fit returned, or a model of flax.nnx, got {type(source)}."
         )
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
@@ -100,20 +103,6 @@ def placed(state: TrainState, layout: Layout) -> TrainState:
             return state.replace(opt_state=state.tx.init(state.params)), ()
 
         return jax.jit(layout.spread(init, 0))(here, (), ())[0]
-
-
-def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
-    """The carry with which an earlier run ended."""
-    if before == layout:
-        return copied(carry)
-    if before.own != layout.own:
-        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
-        raise ValueError(
-            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
-            "mesh, devices or replicas, or begin anew from its state."
-        )
-    here = layout.place(jax.tree.map(np.asarray, plain(carry)))
-    return copied(typed(layout.deal(here) if layout.own else here, carry))
 
 
 def trained(carry: TrainState, layout: Layout) -> TrainState:
@@ -202,6 +191,9 @@ def _step(
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
     metrics = {"loss": e.value.astype(jnp.float32)}
+    for each in find_states(new.opt_state, _INJECTED):
+        if "learning_rate" in each.hyperparams:
+            metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
     for each in find_states(new.opt_state, PermuteByCyclesState):
         metrics["share_moved"] = each.share_moved
     if e.aux.aux is not None:
@@ -224,7 +216,11 @@ def evaluated(
     model: Model = Model(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> dict[str, float]:
-    """The means of metrics over all examples, of arrays so many at once; a ValueError without any."""
+    """Return the means of metrics over all examples, of arrays so many at once.
+
+    A metric by itself is the mean over a batch and counts by the batch's examples; a pair is a sum and
+    a count.
+    """
     rows, sizes, model = list[Any](), list[int](), dataclasses.replace(model, loss_fn=None)
 
     def make(function: Callable[[], Any]) -> Any:
@@ -233,12 +229,22 @@ def evaluated(
     call = made(eval_fn, ("evaluated", model), make)
     with layout.context():
         for batch in datas.pieces("eval_data", data, epoch, batch_size, layout):
-            sizes.append(datas.num_examples("A batch of eval_data", batch))
+            sizes.append(datas.num_examples("A batch of eval_data", batch, is_batch=True))
             rows.append(call(state, batch))
             # The next ones are loaded while these are computed.
             jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-    host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+    host = jax.device_get(rows)
     if different := [list(row) for row in host if row.keys() != host[0].keys()]:
         says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
         raise ValueError(f"eval_fn must return {says}.")
-    return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}
+
+    def mean(name: str) -> float:
+        of_batches = zip((row[name] for row in host), sizes, strict=True)
+        pairs = [
+            metric if np.ndim(metric) else (float(metric) * size, size)
+            for metric, size in of_batches
+        ]
+        total, count = np.sum(np.asarray(pairs, np.float64), axis=0)
+        return float(total / count) if count else math.nan
+
+    return {name: mean(name) for name in host[0]}

@@ -188,25 +188,6 @@ def test_events_come_at_their_steps():
         linear_fit(steps=1, every={1: lambda event: event.evaluate() and None})
 
 
-def test_records_go_to_any_writer():
-    class Clu:
-        def write_scalars(self, step, scalars):
-            rows.append((step, scalars))
-
-    class Board:
-        def add_scalar(self, name, value, step):
-            rows.append((step, {name: value}))
-
-    for writer in (Clu(), Board()):
-        rows = []
-        write = training.metrics_writer(writer)
-        result = linear_fit(epochs=1, every={5: write}, on_epoch_end=write)
-        assert rows[0] == (5, {"loss": result.history.means(5)["loss"]})
-        assert rows[1][0] == 5
-    with pytest.raises(TypeError, match="got int"):
-        training.metrics_writer(3)
-
-
 def test_epoch_start_takes_the_change_itself():
     tx = fitting.method("svrg")
     change = linear_fit(tx=tx, epochs=3, epoch_start=optperm.take_snapshot)

@@ -253,11 +253,12 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
 )
 def test_replicas_on_one_device_are_those_of_four(name, kind):
     places = ({"devices": 4}, {"replicas": 4})
-    results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
+    with fitting.runs() as made:
+        results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert results[0]._end[0].own
-    assert results[1]._end[0].mesh is None
+    assert made[0].layout.own
+    assert made[1].layout.mesh is None
 
 
 def test_local_steps_are_found_without_a_state():
@@ -265,12 +266,13 @@ def test_local_steps_are_found_without_a_state():
     tx = fitting.method("agn", "replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx, opt_state=None)
     options = {"epochs": 2, "batch_size": BATCH, "devices": 4}
-    late = training.fit(state, dense_loss, dense_data(), **options)
+    with fitting.runs() as made:
+        late = training.fit(state, dense_loss, dense_data(), **options)
     early = dense_fit(tx, devices=4)
     support.assert_same_bits(
         *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
     )
-    assert late._end[0].own
+    assert made[0].layout.own
 
 
 @pytest.mark.chains

@@ -394,18 +394,3 @@ def test_batches_that_come_once_are_refused_where_they_are_needed_again():
         fitting.fit("linen", "svrg", steps=5, train_data=once)
     with pytest.raises(ValueError, match="only once"):
         linear_fit(train_data=fitting.all_batches(1), epochs=2)
-
-
-@pytest.mark.parametrize("kind", fitting.KINDS)
-def test_a_result_is_gone_on_with(kind):
-    """Within an epoch, with the same batches and unless what it trained has changed."""
-    whole = fitting.fit(kind, "adam", epochs=3)
-    part = fitting.fit(kind, "adam", steps=7)
-    go_on = functools.partial(training.fit, part, fitting.LOSS[kind], epochs=3)
-    with pytest.raises(ValueError, match=r"after 2 steps of epoch 2.*seed is 0 there and 1 here"):
-        go_on(data(), batch_size=BATCH, seed=1)
-    resumed = go_on(data(), batch_size=BATCH)
-    assert_same_run(resumed, whole)
-    if kind == "nnx":
-        with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
-            go_on(data(), batch_size=BATCH)
