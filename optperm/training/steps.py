@@ -89,6 +89,9 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
+_copied_at_once = jax.jit(copied)  # where there is no sharding to keep
+
+
 def placed(state: TrainState, layout: Layout) -> TrainState:
     """A train state as a run begins with it, with an optimizer state."""
     here = typed(layout.place(plain(state)), state)
@@ -97,7 +100,7 @@ def placed(state: TrainState, layout: Layout) -> TrainState:
             here = here.replace(opt_state=here.tx.init(here.params))
         here = layout.deal(here, own=False) if layout.own else here
         if here.opt_state is not None:
-            return copied(here)
+            return copied(here) if layout.mesh is not None else _copied_at_once(here)
 
         def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
             return state.replace(opt_state=state.tx.init(state.params)), ()
