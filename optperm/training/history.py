@@ -1,14 +1,12 @@
 """What training recorded: a row for each step and one for each epoch, as arrays, CSV or a plot."""
 
 import contextlib
-import csv
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from optperm.contract import checks
 from optperm.contract.extras import import_optional
 
 Columns = dict[str, np.ndarray]
@@ -123,15 +121,6 @@ class History:
         row = {"epoch": epoch, "step": step, "seconds": seconds}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
-
-    def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
-        """Writes the rows of the epochs or steps, these numbered from 1, as a CSV file with a header."""
-        checks.check_choice("rows", rows, get_args(Rows))
-        steps = {"step": np.arange(1, self.num_steps + 1), **self.steps}
-        columns = steps if rows == "steps" else self.epochs
-        values = zip(*(column.tolist() for column in columns.values()), strict=True)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *values])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws each metric over the steps, that of the evaluation beside that of training.

@@ -53,7 +53,7 @@ def fit(
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
     resume: bool | int = False,
-    progress: bool | str = False,
+    progress: bool = False,
     steps_per_call: int = 100,
     on_signal: Literal["raise", "return"] = "raise",
     **unknown: Never,
@@ -116,16 +116,16 @@ def fit(
         training examples. Or a function of the epoch's number that gives such a function, or None.
       on_epoch_end: A function of an `Event`, or a list of such, called after each epoch and its
         evaluation. True stops. See `EarlyStopping` and `metrics_writer`.
-      checkpoints: Where to keep checkpoints, named by their steps: a folder (of any file system that
-        `etils.epath` knows, `gs://` too), or an `orbax.checkpoint.CheckpointManager`.
-      checkpoint_every: After how many steps each to write one into a folder. One is written in any case
-        when training ends, by an error of a callback, of the data or of `loss_fn` too.
-      checkpoint_keep: How many of the newest to keep in a folder; None for all.
+      checkpoints: The folder of the checkpoints, which are named by their steps; of any file system that
+        `etils.epath` knows, `gs://` too.
+      checkpoint_every: After how many steps each to write one. One is written in any case when training
+        ends, by an error of a callback, of the data or of `loss_fn` too.
+      checkpoint_keep: How many of the newest to keep; None for all.
       resume: Whether to go on from the newest checkpoint, if there is one, or from that of a step; what
         was kept after it is overwritten. On the same devices it ends bit for bit as if it had never
         stopped; to another number of replicas with params of their own the kept ones are dealt out in
         turn. What `loss_fn` computes and the method's hyperparameters are not compared.
-      progress: Whether to show a bar: True or `"rich"`, or `"tqdm"`.
+      progress: Whether to show a bar.
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
       on_signal: What follows Ctrl-C or SIGTERM once the last checkpoint is written: `"raise"` says so

@@ -39,6 +39,12 @@ from optperm.variance.svrg import warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
+# What `fit` has to say on messages that are for loops by hand.
+_ADVICE = {
+    "is not bound here": "fit maps over an axis with devices, mesh or replicas.",
+    "full_grad_fn": "fit takes full gradients between steps: leave out refresh_every and "
+    "refresh_probability, and pass epoch_start=optperm.take_snapshot.",
+}
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are numbers from 1 on.
@@ -122,12 +128,14 @@ class Run:
         every = (given.every or {}).items()
         self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
-        self.eval_every = math.inf if given.eval_every is None else int(given.eval_every)
+        self.eval_every, self.checkpoint_every = (
+            math.inf if every is None else int(every)
+            for every in (given.eval_every, given.checkpoint_every)
+        )
         self.keep_best, self.best = given.keep_best, dict[str, Any]()
         self.at, self.history = Position(), History()
         if given.checkpoints is not None:
-            of_folder = given.checkpoint_every, given.checkpoint_keep
-            self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
+            self.checkpoints = Checkpoints(given.checkpoints, given.checkpoint_keep)
             self._resume(self.checkpoints, given.resume)
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
@@ -200,8 +208,9 @@ class Run:
         """How many steps may be taken until something happens."""
         at = self.at.step
         most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
-        most = min(most, self.eval_every - at % self.eval_every)
-        return int(most) if self.checkpoints is None else self.checkpoints.until_next(at, int(most))
+        for every in (self.eval_every, self.checkpoint_every):
+            most = min(most, every - at % every)
+        return int(most)
 
     def _start_epoch(self) -> None:
         change, carry, layout = self.epoch_start, self.carry, self.layout
@@ -242,7 +251,7 @@ class Run:
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
         if is_end or is_row:
             stop |= self._call_row(is_end)
-        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step, self._row):
+        if self.checkpoints is not None and self.at.step % self.checkpoint_every == 0:
             self._save(self.checkpoints)
         return stop
 
@@ -332,7 +341,7 @@ class Run:
         trees = {"state": plain(self.carry)}
         trees |= {"best": plain(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, trees, rows, run, self._row)
+        checkpoints.write(self.at.step, trees, rows, run)
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
@@ -348,15 +357,9 @@ class Run:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
-        if "is not bound here" in str(error):
-            error.add_note("fit maps over an axis with devices, mesh or replicas.")
-        if "needs the extra argument full_grad_fn" in str(error):
-            # In the message, as not all who show it show notes, and what it advises is for loops.
-            error.args = (
-                "fit takes full gradients between steps: leave out refresh_every and "
-                "refresh_probability, and pass epoch_start=optperm.take_snapshot. Without fit, "
-                f"{error}",
-            )
+        for part, advice in _ADVICE.items():
+            if part in str(error):
+                error.add_note(advice)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:

@@ -11,36 +11,27 @@ from typing import Self
 
 import jax
 
+from optperm.contract import checks
 from optperm.contract.extras import import_optional
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def progress_bar(progress: bool | str, total: float) -> Iterator[Callable[[int, str], None] | None]:
+def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int, str], None] | None]:
     """Gives a function that shows the steps done, of a total or infinitely many, and a text, or None."""
     known = int(total) if total < math.inf else None
-    if progress not in (False, True, "rich", "tqdm"):
-        raise ValueError(f"progress must be True, False, 'rich' or 'tqdm', got {progress!r}.")
+    checks.check_flag("progress", progress)
     if not progress or jax.process_index():
         yield None
-    elif progress == "tqdm":
-        tqdm = import_optional("tqdm", needed_by="progress='tqdm'", install="tqdm")
-        with tqdm.tqdm(total=known, desc="compiling") as bar:
-
-            def show(step: int, text: str) -> None:
-                bar.set_description_str(text, refresh=False)
-                bar.update(step - bar.n)
-
-            yield show
-    else:
-        extra = "optperm[progress]"
-        rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
-        says = rich.TextColumn("{task.description}", markup=False)
-        columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
-        with rich.Progress(*columns, rich.TimeElapsedColumn()) as bars:
-            task = bars.add_task("compiling", total=known)
-            yield lambda step, text: bars.update(task, completed=step, description=text)
+        return
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    says = rich.TextColumn("{task.description}", markup=False)
+    columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
+    with rich.Progress(*columns, rich.TimeElapsedColumn()) as bars:
+        task = bars.add_task("compiling", total=known)
+        yield lambda step, text: bars.update(task, completed=step, description=text)
 
 
 class Interrupt:

@@ -341,14 +341,13 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     calls = {
         "matplotlib": training.History().plot,
         "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
-        "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress="rich"),
-        "tqdm": lambda: fitting.fit("linen", "adam", epochs=1, progress="tqdm"),
+        "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress=True),
     }
-    for module in ("tqdm", "rich.progress", "orbax.checkpoint", "matplotlib.figure"):
+    for module in ("rich.progress", "orbax.checkpoint", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     for name, call in calls.items():
-        what = "tqdm" if name == "tqdm" else r"optperm\[(training|progress)\]"
-        with pytest.raises(ImportError, match=f"needs {name}.*pip install '{what}'"):
+        what = r"pip install 'optperm\[(training|progress)\]'"
+        with pytest.raises(ImportError, match=f"needs {name}.*{what}"):
             call()
 
 
@@ -391,14 +390,14 @@ def test_bad_arguments_are_named():
             TypeError,
             "must return .loss, model_state, aux., got a tuple",
         ),
-        ({"epochs": 1, "progress": "bar"}, ValueError, "progress must be True, False"),
+        ({"epochs": 1, "progress": "bar"}, TypeError, "progress must be True or False"),
         ({"epochs": 1, "eval_fn": len}, ValueError, "pass eval_data"),
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
         ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
         ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
-        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
+        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder, got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
         (
@@ -546,7 +545,7 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 
 def test_refreshes_within_steps_are_refused_with_what_to_do():
     tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
-    with pytest.raises(ValueError, match=r"epoch_start=optperm\.take_snapshot.*full_grad_fn"):
+    with pytest.raises(ValueError, match=r"(?s)full_grad_fn.*epoch_start=optperm\.take_snapshot"):
         training.fit(
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
         )
