@@ -19,8 +19,6 @@ from optperm.training.history import picture
 
 _COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
 _CURVES = ("step", "train_loss", "test_accuracy")
-# What one method came to from one seed, as a line of metrics.jsonl.
-Outcome = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,8 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
         Training(METHODS[n], METHODS[n].defaults(), dataclasses.replace(flags, seed=seed), data)
         for n, seed in itertools.product(names or METHODS, seeds)
     ]
-    title = f"compare-{flags.model.replace(':', '.')}-{data.name}-s{flags.seed}"
-    folder, groups, ended = run_folder.create(flags.out, title), dict[str, list[Outcome]](), 0
+    folder = run_folder.create(flags.out, f"compare-{flags.model}-{data.name}-s{flags.seed}")
+    groups, ended = dict[str, list[dict[str, Any]]](), 0
     reporter.say(data.about)
     for run in runs:
         result: Any = run.run(flags.epochs, progress=reporter.has_bar)
@@ -57,17 +55,18 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
             ended = INTERRUPTED
             break
         seconds = statistics.median(record["seconds"] for record in run.records[1:])
-        curves = {key: [record[key] for record in run.records] for key in _CURVES}
-        facts = {
+        outcome = {
+            "method": run.method.name,
+            "seed": run.spec.seed,
             "seconds_a_step": seconds / run.steps_per_epoch,
             "state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(result.state.opt_state)),
             "gradient_evaluations": run.gradient_evaluations(result.step),
             "final_accuracy": run.test(run.params),
+            **{key: [record[key] for record in run.records] for key in _CURVES},
         }
-        name, seed = run.method.name, run.spec.seed
-        groups.setdefault(name, []).append({"method": name, "seed": seed, **facts, **curves})
-        run_folder.append_metrics(folder, groups[name][-1])
-        reporter.say(f"{name}, seed {seed}: test {facts['final_accuracy']:.4f}")
+        run_folder.append_metrics(folder, outcome)
+        groups.setdefault(run.method.name, []).append(outcome)
+        reporter.say("{method}, seed {seed}: test {final_accuracy:.4f}".format(**outcome))
     about = (
         f"{data.about}; {flags.model} with {flags.hidden} hidden units, {flags.epochs} epochs, "
         f"batches of {flags.batch_size}, {flags.devices} device(s), {len(seeds)} seed(s)"
@@ -83,20 +82,17 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
     return ended
 
 
-def _row(method: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+def _row(method: str, outcomes: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """A line of the table: means over the seeds, for the accuracy with the standard deviation."""
-    accuracies = [outcome["final_accuracy"] for outcome in outcomes]
-    spread = f" ± {statistics.stdev(accuracies):.4f}" if len(accuracies) > 1 else ""
-    return (
-        method,
-        f"{statistics.mean(accuracies):.4f}{spread}",
-        f"{1e3 * statistics.median(outcome['seconds_a_step'] for outcome in outcomes):.3f}",
-        f"{outcomes[0]['state_bytes'] / 1024:,.1f} KiB",
-        f"{outcomes[0]['gradient_evaluations']:,}",
-    )
+    ends = [each["final_accuracy"] for each in outcomes]
+    spread = f" ± {statistics.stdev(ends):.4f}" if len(ends) > 1 else ""
+    time = statistics.median(each["seconds_a_step"] for each in outcomes)
+    state, gradients = (outcomes[0][name] for name in ("state_bytes", "gradient_evaluations"))
+    cells = f"{statistics.mean(ends):.4f}{spread}", f"{1e3 * time:.3f}", f"{state / 1024:,.1f} KiB"
+    return method, *cells, f"{gradients:,}"
 
 
-def _draw(path: pathlib.Path, groups: Mapping[str, Sequence[Outcome]]) -> None:
+def _draw(path: pathlib.Path, groups: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Draw the training loss over the epochs, and beside it where the test accuracies end."""
     with picture(path, figsize=(6, 2.6 + 0.16 * len(groups))) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))

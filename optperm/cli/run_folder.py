@@ -44,6 +44,7 @@ _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 def create(out: str | None, name: str) -> pathlib.Path:
     """Makes the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 where that exists."""
+    name = name.replace(":", ".")  # of a network of one's own
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     free = (path for path in map(pathlib.Path("runs").joinpath, names) if not path.exists())
     folder = next(free) if out is None else pathlib.Path(out)

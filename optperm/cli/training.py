@@ -211,7 +211,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     data, reporter = begin(run)
     training = Training(method, hyperparameters, run, data)
     name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
-    folder, step = run_folder.prepare(run, name.replace(":", "."), _identity(training, run))
+    folder, step = run_folder.prepare(run, name, _identity(training, run))
     reporter.say(data.about)
     options: dict[str, Any] = {"progress": reporter.has_bar}
     if run.keeps:
