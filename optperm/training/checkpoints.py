@@ -40,6 +40,10 @@ class Checkpoints:
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
         if not isinstance(where, str | os.PathLike):
             raise TypeError(f"checkpoints must be a folder, got {type(where).__name__}.")
+        if set(str(where)) & set(
+            "*?[]"
+        ):  # Orbax takes them for a pattern, and loses what it writes
+            raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
             path = import_optional("etils.epath", **what).Path(where)

@@ -172,10 +172,10 @@ class Run:
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
             self._add_row()  # an error came between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
-        early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
-        is_between = self.history.last and not self.at.offset
-        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict, True)):
-            return "stopped"
+        due = [f for n, f in self.every.items() if self.at.step % n == 0]
+        early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
+        if self._row is not None and wants_to_stop("", tuple(early), self._event(dict, True)):
+            return "stopped"  # where the run that is resumed had stopped
         compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
@@ -373,10 +373,8 @@ class Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, (source, optimizer) = (
-            self.layout.bring_home(trained(self.carry, self.layout)),
-            self.source,
-        )
+        state = self.layout.bring_home(trained(self.carry, self.layout))
+        source, optimizer = self.source
         if self.model.graphdef is not None:
             own = copied(state)
             nnx.update(source, own.params, own.model_state[1])

@@ -397,6 +397,7 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
         ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
+        ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
         ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder, got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),

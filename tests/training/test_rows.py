@@ -57,13 +57,15 @@ def test_rows_of_epochs_stay_beside_those_within_them():
         assert ends == [5, 10]
 
 
-def test_early_stopping_ends_a_stream():
-    """Wherever it is passed."""
+def test_early_stopping_ends_a_stream(tmp_path):
+    """Wherever it is passed; a run that it has stopped stops at once when it is resumed."""
     still = {"eval_fn": lambda *args: {"loss": jnp.float32(1.0)}, "eval_data": data()}
     stop = training.EarlyStopping("eval_loss", 2)
     for options in ({"on_epoch_end": stop}, {"every": {3: stop}}):
-        result = linear_fit(train_data=endless, steps=99, eval_every=3, **options, **still)
-        assert (result.ended, result.step) == ("stopped", 9)
+        options |= {"checkpoints": tmp_path / "-".join(options), "eval_every": 3, **still}
+        for resume in (False, True):
+            result = linear_fit(train_data=endless, steps=99, resume=resume, **options)
+            assert (result.ended, result.step) == ("stopped", 9)
     with pytest.raises(ValueError, match=r"has no row yet.*eval_every=1000 evaluates within"):
         linear_fit(train_data=endless, steps=9, every={3: stop}, **still)
 
