@@ -17,7 +17,6 @@ import support
 import optperm
 from optperm.cli import commands, methods, models, report, run_folder, training
 from optperm.cli.main import main
-from optperm.training import History
 
 # Either kernel may be the one installed here; the slow one says so.
 pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
@@ -79,20 +78,6 @@ def test_every_method_trains_and_is_rebuilt(train, files, data, method, capsys):
         logits = models.logits(models.build(run_folder.rebuild(out)[0]), trained, arrays["x_test"])
         correct = np.sum(np.argmax(logits, axis=-1) == arrays["y_test"])
     assert files(out).summary["test_accuracy"] == correct / 100
-
-
-def test_seconds_of_an_epoch_are_those_of_its_steps(flags, files, tmp_path, monkeypatch):
-    """Those of `fit`, in which nothing is compiled after the first epoch; testing is not in them."""
-    measured, add = [], History.add_epoch
-
-    def spy(self, epoch, step, seconds, evaluated):
-        measured.append(seconds)
-        add(self, epoch, step, seconds, evaluated)
-
-    monkeypatch.setattr(History, "add_epoch", spy)
-    assert main(["train", "sgd", *flags, "--epochs", "4", "--quiet"]) == 0
-    found = [line["seconds"] for line in files(tmp_path / "run").metrics]
-    assert found[2:] == pytest.approx(measured[1:])
 
 
 def test_summary_tells_all_flags_and_agrees_with_the_metrics(flags, files, tmp_path):
@@ -205,21 +190,6 @@ def test_compiled_programs_are_kept_in_the_cache_folder_of_the_user(tmp_path, mo
         training.keep_programs()
     assert set_to == {}
     assert current
-
-
-def test_the_seed_alone_decides(train, files):
-    again = train("sgd", "--seed", "0")
-    np.testing.assert_array_equal(files(train("sgd")).losses, files(again).losses)
-    assert np.all(files(train("sgd", "--seed", "1")).losses != files(again).losses)
-
-
-def test_each_epoch_sees_every_example_once_in_a_new_order(train, files):
-    loss = files(train("sgd", "--learning-rate", "0", batch_size=16)).losses
-    loss = np.sort(loss.reshape(3, 4), axis=1)
-    # Nothing is learned: the batches' losses tell how the examples were shuffled.
-    np.testing.assert_allclose(loss.mean(axis=1), loss.mean(), rtol=1e-5)
-    assert np.all(loss[0] != loss[1])
-    assert np.all(loss[1] != loss[2])
 
 
 @pytest.mark.chains
