@@ -25,7 +25,7 @@ from optperm.distributed.local_steps import LocalStepsState
 from optperm.permutation.export import PERMUTED_STATES
 from optperm.permutation.weight_vectors import warn_of_constant_vectors
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
-from optperm.training.history import diverged_at
+from optperm.training.history import find_divergence
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
@@ -240,7 +240,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     report.draw_curve(folder / "curve.png", training.records, steps)
     run_folder.write_json(folder / "summary.json", summary)
     history = result.history
-    if (bad := diverged_at(history)) is not None:
+    if (bad := find_divergence(history)) is not None:
         raise CliError(
             f"the loss stopped being finite at step {bad} of {history.num_steps}: try a smaller "
             f"--learning-rate. What there is lies in {folder}."

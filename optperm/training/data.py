@@ -16,7 +16,7 @@ import numpy as np
 from optperm.contract import checks
 from optperm.contract.dtypes import as_array
 from optperm.training import processes
-from optperm.training.history import joined
+from optperm.training.history import join_rows
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
 
@@ -105,7 +105,7 @@ def num_examples(name: str, data: Any, *, is_batch: bool = False) -> int:
     return shapes[0][0]
 
 
-def pieces(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
+def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
     """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
     if is_arrays(name, data):
         total, parts = num_examples(name, data), layout.parts
@@ -242,7 +242,7 @@ class ArrayFeed:
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All examples, placed; those included that no step of an epoch takes."""
         size = _GRADIENT_CHUNK * self._layout.parts
-        return pieces("train_data", self._data, epoch, size, self._layout)
+        return read_all("train_data", self._data, epoch, size, self._layout)
 
 
 class StreamFeed:
@@ -320,7 +320,7 @@ class StreamFeed:
             raise no_batch("train_data", epoch)
         self._at = None if failure else (epoch, offset + len(rows))
         host = jax.device_get(rows)
-        columns = joined([{name: value[None] for name, value in row.items()} for row in host])
+        columns = join_rows([{name: value[None] for name, value in row.items()} for row in host])
         return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
@@ -334,7 +334,7 @@ class StreamFeed:
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return pieces("train_data", self._reopened(), epoch, None, self._layout)
+        return read_all("train_data", self._reopened(), epoch, None, self._layout)
 
     def state(self) -> str | None:
         """Where an iterator that can say so has come, in all processes."""

@@ -13,7 +13,7 @@ Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
+def join_rows(parts: Sequence[Columns]) -> Columns:
     """Rows one after another, NaN where some have no such column."""
 
     def column(part: Columns, name: str) -> np.ndarray:
@@ -23,7 +23,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
     return {name: np.concatenate([column(part, name) for part in parts]) for name in names}
 
 
-def diverged_at(history: "History") -> int | None:
+def find_divergence(history: "History") -> int | None:
     """The row of steps, from 1, from which the loss is not finite, if it is not at the end."""
     loss = history.steps.get("loss", np.zeros(0))
     if not loss.size or np.isfinite(loss[-1]):
@@ -66,7 +66,7 @@ class History:
         """
         if len(self._parts) > 1:
             parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
-            self._parts = [(joined(parts), self.num_steps)]
+            self._parts = [(join_rows(parts), self.num_steps)]
         return self._rows(0, 0, self.num_steps) if self._parts else {}
 
     def _rows(self, part: int, low: int, high: int) -> Columns:
@@ -111,7 +111,7 @@ class History:
             last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
             if low <= end - count:
                 break
-        rows = {name: column for name, column in joined(last).items() if name in self._names}
+        rows = {name: column for name, column in join_rows(last).items() if name in self._names}
         return {name: float(np.mean(column, dtype=np.float64)) for name, column in rows.items()}
 
     def add_epoch(

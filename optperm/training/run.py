@@ -19,17 +19,17 @@ from optperm.training import processes
 from optperm.training.callbacks import OF_ROWS, EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
-from optperm.training.history import History, diverged_at
-from optperm.training.layout import Layout, layout_of
+from optperm.training.history import History, find_divergence
+from optperm.training.layout import Layout, choose_layout
 from optperm.training.steps import (
-    copied,
-    evaluated,
-    model_of,
-    placed,
-    plain,
-    steps_of,
-    trained,
-    typed,
+    compile_steps,
+    copy_arrays,
+    evaluate_all,
+    merge_replicas,
+    place_state,
+    unwrap_keys,
+    wrap_keys,
+    wrap_model,
 )
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
@@ -92,9 +92,9 @@ class Run:
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
         self.source = given.state_or_model, given.optimizer
-        self.model, initial = model_of(*self.source, given.loss_fn, bool(given.has_aux))
+        self.model, initial = wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
         places = {name: getattr(given, name) for name in ("mesh", "devices", "replicas")}
-        self.layout = layout_of(initial.tx, initial, **places)
+        self.layout = choose_layout(initial.tx, initial, **places)
         layout, data, size = self.layout, given.train_data, given.batch_size
         if given.epoch_start is not None and layout.own:
             says = "but here each replica has its own"
@@ -110,7 +110,7 @@ class Run:
             digest = {"the digest of params": processes.digest(initial.params)}
             counts = {name: getattr(given, name) for name in COUNTS}
             processes.check_same({**self.facts, **counts, **digest})
-        self.carry = placed(initial, layout)
+        self.carry = place_state(initial, layout)
         self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
@@ -121,7 +121,9 @@ class Run:
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
         whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
-        evaluate = functools.partial(evaluated, batch_size=given.eval_batch_size or size, **whole)
+        evaluate = functools.partial(
+            evaluate_all, batch_size=given.eval_batch_size or size, **whole
+        )
         self.evaluate = given.eval_fn and functools.partial(
             evaluate, given.eval_fn, given.eval_data
         )
@@ -140,7 +142,7 @@ class Run:
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
-        arrays, layout = plain(self.carry), self.layout
+        arrays, layout = unwrap_keys(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
@@ -151,14 +153,15 @@ class Run:
             run = checkpoints.read(chosen, self.facts)
             is_dealt = layout.own and run["replicas"] != layout.parts
             like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
-            best = run["best"] if self.keep_best else {}
-            trees = {"state": like} | ({"best": plain(trained(self.carry, layout))} if best else {})
+            trees, best = {"state": like}, run["best"] if self.keep_best else {}
+            if best:
+                trees["best"] = unwrap_keys(whole := merge_replicas(self.carry, layout))
             held, rows = checkpoints.read_arrays(chosen, trees)
             if best:
-                best["state"] = typed(held["best"], trained(self.carry, layout))
-            self.best, held = best, held["state"]
-            arrays = layout.deal(held) if is_dealt else held
-            self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
+                self.best = best | {"state": wrap_keys(held["best"], whole)}
+            arrays = layout.deal(held["state"]) if is_dealt else held["state"]
+            self.carry = copy_arrays(wrap_keys(arrays, self.carry))
+            self.at = Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
             if isinstance(self.feed, StreamFeed):
                 self.feed.go_to(self.at, run["iterator"])
@@ -176,7 +179,7 @@ class Run:
         early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
         if self._row is not None and wants_to_stop("", tuple(early), self._event(dict, True)):
             return "stopped"  # where the run that is resumed had stopped
-        compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
+        compiled = compile_steps(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
@@ -229,7 +232,9 @@ class Run:
             opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start's function returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
+        self.carry = copy_arrays(
+            carry.replace(opt_state=opt_state)
+        )  # it may share the params' memory
 
     def _after(self, fed: Fed, steps: float) -> bool:
         """What happens after some steps; whether a callback wants to stop."""
@@ -279,7 +284,7 @@ class Run:
             raise ValueError(f"keep_best is {name!r}, but the rows of the history have {known}.")
         value = self.history.last[name] * (1.0 if mode == "min" else -1.0)
         if value < self.best.get("value", math.inf):
-            state = copied(trained(self.carry, self.layout))
+            state = copy_arrays(merge_replicas(self.carry, self.layout))
             self.best = {"value": value, "step": self.at.step, "state": state}
 
     def _metrics_of_row(self) -> dict[str, float]:
@@ -316,7 +321,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(state=trained(self.carry, self.layout), epoch=self._epoch)
+        return self.evaluate(state=merge_replicas(self.carry, self.layout), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -325,7 +330,7 @@ class Run:
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self._brought_home(copied(trained(self.carry, self.layout)))
+        return self._brought_home(copy_arrays(merge_replicas(self.carry, self.layout)))
 
     def _brought_home(self, state: TrainState) -> Any:
         return self.model.shown(self.layout.bring_home(state))
@@ -338,14 +343,14 @@ class Run:
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
-        trees = {"state": plain(self.carry)}
-        trees |= {"best": plain(self.best["state"])} if self.best else {}
+        trees = {"state": unwrap_keys(self.carry)}
+        trees |= {"best": unwrap_keys(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
-        if (row := diverged_at(self.history)) is not None:
+        if (row := find_divergence(self.history)) is not None:
             step = self.at.step - self.history.num_steps + row
             warnings.warn(
                 f"The loss is {self.history.steps['loss'][-1]} at the end, and stopped being finite at "
@@ -373,10 +378,10 @@ class Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state = self.layout.bring_home(trained(self.carry, self.layout))
+        state = self.layout.bring_home(merge_replicas(self.carry, self.layout))
         source, optimizer = self.source
         if self.model.graphdef is not None:
-            own = copied(state)
+            own = copy_arrays(state)
             nnx.update(source, own.params, own.model_state[1])
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)

@@ -38,10 +38,10 @@ _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def model_of(
+def wrap_model(
     source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
 ) -> tuple[Model, TrainState]:
-    """The first argument of `fit`, with its optimizer and loss function, and the state to carry."""
+    """Return the model and loss function that `fit` was given, and the state to carry."""
     if isinstance(source, TrainState):
         if optimizer is not None:
             raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
@@ -68,13 +68,13 @@ def model_of(
     return Model(loss_fn, has_aux, graphdef, optimizer.wrt), state
 
 
-def plain(tree: Any) -> Any:
-    """The tree with the data of random keys in their place."""
+def unwrap_keys(tree: Any) -> Any:
+    """Return the tree with the data of random keys in their place."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-def typed(tree: Any, like: Any) -> Any:
-    """Undoes `plain`, by a tree with such keys."""
+def wrap_keys(tree: Any, like: Any) -> Any:
+    """Undo `unwrap_keys`, by a tree with such keys."""
 
     def wrap(key: Any, leaf: Any) -> Any:
         if not is_key(key):
@@ -84,23 +84,23 @@ def typed(tree: Any, like: Any) -> Any:
     return jax.tree.map(wrap, like, tree)
 
 
-def copied(tree: Any) -> Any:
-    """The tree in memory of its own, where it lies: a loop may give that up."""
+def copy_arrays(tree: Any) -> Any:
+    """Copy a tree, where it lies: a loop may give up the memory of the copy."""
     return jax.tree.map(jnp.copy, tree)
 
 
-_copied_at_once = jax.jit(copied)  # where there is no sharding to keep
+_copy_at_once = jax.jit(copy_arrays)  # where there is no sharding to keep
 
 
-def placed(state: TrainState, layout: Layout) -> TrainState:
-    """A train state as a run begins with it, with an optimizer state."""
-    here = typed(layout.place(plain(state)), state)
+def place_state(state: TrainState, layout: Layout) -> TrainState:
+    """Return a train state as a run begins with it, with an optimizer state."""
+    here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
             here = here.replace(opt_state=here.tx.init(here.params))
         here = layout.deal(here, own=False) if layout.own else here
         if here.opt_state is not None:
-            return copied(here) if layout.mesh is not None else _copied_at_once(here)
+            return copy_arrays(here) if layout.mesh is not None else _copy_at_once(here)
 
         def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
             return state.replace(opt_state=state.tx.init(state.params)), ()
@@ -108,15 +108,15 @@ def placed(state: TrainState, layout: Layout) -> TrainState:
         return jax.jit(layout.spread(init, 0))(here, (), ())[0]
 
 
-def trained(carry: TrainState, layout: Layout) -> TrainState:
-    """The carry, or what has been trained of those of all replicas."""
+def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
+    """Return the carry, or what has been trained of the carries of all replicas."""
     with layout.context():
         return _center(carry, layout) if layout.own else carry
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _center(carry: TrainState, layout: Layout) -> TrainState:
-    """The center's params, or the first one's, and the mean model state."""
+    """Return the center's params, or the first replica's, and the mean model state."""
     first = jax.tree.map(lambda leaf: leaf[0], carry)
 
     def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -129,8 +129,8 @@ def _center(carry: TrainState, layout: Layout) -> TrainState:
     return first if whole is None else jax.lax.with_sharding_constraint(first, whole)
 
 
-def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
-    """What `make` makes of a function, once as long as somebody else holds that.
+def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
+    """Return what `make` makes of a function, once as long as somebody else holds that function.
 
     `make` is given a function that gives the function, which what it makes must not hold itself: then
     the programs that `jax.jit` keeps of it go when it goes, with the arrays of its closure.
@@ -144,8 +144,8 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
     return known[key]
 
 
-def steps_of(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
-    """The compiled steps of carries that lie where this one does, found again in later calls.
+def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
+    """Return the compiled steps of carries that lie where this one does, found again in later calls.
 
     Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
     the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
@@ -182,13 +182,13 @@ def steps_of(model: Model, layout: Layout, carry: TrainState, rows: int) -> tupl
         first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
         return first, second
 
-    return made(model.loss_fn, (bare, layout, structure, shardings, rows), make)
+    return find_or_make(model.loss_fn, (bare, layout, structure, shardings, rows), make)
 
 
 def _step(
     state: TrainState, batch: Any, model: Model, layout: Layout
 ) -> tuple[TrainState, Metrics]:
-    """The state after one step, of the same types, and float32 scalars by name."""
+    """Return the state after one step, of the same types, and float32 scalars by name."""
     averaged = None if layout.local else layout.mapped or None
     bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
@@ -202,14 +202,14 @@ def _step(
     if e.aux.aux is not None:
         source = "What loss_fn returns beside the loss (has_aux=True)"
         metrics |= scalar_metrics(e.aux.aux, source=source, reserved=RESERVED)
-    before, after = plain(state), plain(new)
+    before, after = unwrap_keys(state), unwrap_keys(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     after = after if averaged is None else average_varying(after)
-    return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)
+    return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
 
-def evaluated(
+def evaluate_all(
     eval_fn: Callable[..., Any],
     data: Any,
     state: TrainState,
@@ -229,9 +229,9 @@ def evaluated(
     def make(function: Callable[[], Any]) -> Any:
         return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
 
-    call = made(eval_fn, ("evaluated", model), make)
+    call = find_or_make(eval_fn, ("evaluated", model), make)
     with layout.context():
-        for batch in datas.pieces("eval_data", data, epoch, batch_size, layout):
+        for batch in datas.read_all("eval_data", data, epoch, batch_size, layout):
             sizes.append(datas.num_examples("A batch of eval_data", batch, is_batch=True))
             rows.append(call(state, batch))
             # The next ones are loaded while these are computed.

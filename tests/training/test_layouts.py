@@ -136,11 +136,11 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     wanted = {key: NamedSharding(mesh, spec) for key, spec in SHARDINGS["output"].items()}
     params = jax.device_put(dense_params(), wanted)
     state = training.TrainState.create(apply_fn=None, params=params, tx=method(name))
-    where = layout.layout_of(state.tx, state)
+    where = layout.choose_layout(state.tx, state)
     with where.context():
         carry = where.place(state)
         batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
-        one = steps.steps_of(steps.Model(dense_loss), where, carry, rows=1)[1]
+        one = steps.compile_steps(steps.Model(dense_loss), where, carry, rows=1)[1]
         model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
         texts = [
             one.lower(carry, (), batch).compile().as_text(),
