@@ -420,7 +420,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     out = tmp_path / "run"
     # A call of a hundred steps takes longer than the test.
     data = tmp_path / "data.npz"
-    x, y = np.zeros((16000, 900), np.uint8), np.zeros(16000, int)
+    x, y = np.zeros((16000, 900), np.uint8), np.arange(16000) % 2
     np.savez_compressed(data, x_train=x, y_train=y, x_test=x[:10], y_test=y[:10] + 1)
     process = start(
         *("train", "sgd", "--data", str(data), "--hidden", "32768", "--batch-size", "160"),
