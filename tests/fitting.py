@@ -1,7 +1,9 @@
 """Small models with batch statistics and dropout, in linen and in nnx, and a method of each kind."""
 
+import contextlib
 import functools
 import itertools
+import unittest.mock
 
 import flax.linen as nn
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 
 import optperm
 from optperm import training
+from optperm.training import run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
 KINDS = ("linen", "nnx")
@@ -181,6 +184,16 @@ def fit(kind, name, *, devices=None, replicas=None, train_data=None, **options):
         **keywords,
         **options,
     )
+
+
+@contextlib.contextmanager
+def runs():
+    """Collect the runs of `fit` in a context: where they lie, and what each replica has."""
+    made, init = [], run.Run.__init__
+    with unittest.mock.patch.object(
+        run.Run, "__init__", lambda self, given: made.append(self) or init(self, given)
+    ):
+        yield made
 
 
 def arrays(result):

@@ -89,6 +89,7 @@ def mistakes(index, folder):
         epochs=2,
         batch_size=fitting.BATCH,
         devices=2,
+        on_signal="return",
         every={4: lambda event: signal.raise_signal(signal.SIGTERM) if index == "1" else None},
     )
     assert (ended.ended, ended.step) == ("interrupted", 4)

@@ -10,8 +10,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from optperm.cli import datasets, models, run_folder
 from optperm.cli.compare import Comparison, compare
 from optperm.cli.errors import CliError, UsageError
-from optperm.cli.flags import DATA_AND_MODEL, MACHINES, Run, finite
-from optperm.cli.machines import Machines
+from optperm.cli.flags import DATA_AND_MODEL, Run, finite
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.training import train, version
 
@@ -44,7 +43,9 @@ def _of_method(method: Method) -> Callable[..., int]:
     """The command of a method: its hyperparameters as flags, then those of every run."""
     fields, group = list[Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
-        about = Parameter(help=flag.help, validator=finite if flag.kind is float else None)
+        short = ("--lr",) if name == "learning_rate" else ()
+        check = finite if flag.kind is float else None
+        about = Parameter(help=flag.help, validator=check, alias=short)
         fields.append((name, Annotated[flag.kind, about], flag.default))
     module = {"__module__": __name__}  # before Python 3.12 it would be that of `types`
     taken: Any = dataclasses.make_dataclass("Taken", fields, namespace=module, kw_only=True)
@@ -53,9 +54,8 @@ def _of_method(method: Method) -> Callable[..., int]:
         *,
         given: Annotated[taken, Parameter(name="*", group=group)] = taken(),  # noqa: B008
         run: Annotated[Run, Parameter(name="*", group=DATA_AND_MODEL)] = Run(),  # noqa: B008
-        where: Annotated[Machines, Parameter(name="*", group=MACHINES)] = Machines(),  # noqa: B008
     ) -> int:
-        return train(method, dataclasses.asdict(given), run, where)
+        return train(method, dataclasses.asdict(given), run)
 
     return command
 

@@ -1,29 +1,35 @@
-"""Labeled data: scikit-learn's digits, folders of MNIST-format IDX files, and npz files."""
+"""Labeled data: scikit-learn's digits, npz files, and data sets of the library `datasets`."""
 
 import dataclasses
-import gzip
-import math
+import importlib.util
 import pathlib
+import warnings
 import zipfile
 import zlib
 
 import numpy as np
 
-from optperm.cli.errors import CliError, import_extra
+from optperm.cli.errors import CliError, UsageError
+from optperm.contract.extras import import_optional
 from optperm.training import processes
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
-_IDX_PARTS = {"x_train": "train", "y_train": "train", "x_test": "t10k", "y_test": "t10k"}
-_IDX_KINDS = {"x": ("images", 3), "y": ("labels", 1)}
-# Deflate packs no more than so many bytes into one.
-_DEFLATE = 1032
+# Where the library `datasets` finds what it is asked for by name, and in which column the images are.
+HUB = {
+    "mnist": ("ylecun/mnist", "image"),
+    "fashion_mnist": ("zalando-datasets/fashion_mnist", "image"),
+    "cifar10": ("uoft-cs/cifar10", "img"),
+}
+_SPLIT_SEED = (
+    42  # splits belong to the data set: runs from all seeds are tested on the same examples
+)
 # A label far out of range is an error in the data, not a wish for so wide an output layer.
 _MAX_CLASSES = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A labeled data set, split into training and test examples."""
+    """A labeled data set, split into training and test examples, and into validation ones on request."""
 
     name: str  # for the run folder
     source: str  # what `--data` has to say to get this data set from any working directory
@@ -32,43 +38,94 @@ class Dataset:
     x_test: np.ndarray
     y_test: np.ndarray
     num_classes: int
+    x_valid: np.ndarray | None = None
+    y_valid: np.ndarray | None = None
 
     @property
     def digest(self) -> str:
         """Tells whether two data sets hold the same examples in the same order."""
         return processes.digest([getattr(self, key) for key in KEYS])
 
+    @property
+    def about(self) -> str:
+        """Sizes, classes and range in one line."""
+        parts = {"train": self.x_train, "validate": self.x_valid, "test": self.x_test}
+        sizes = ", ".join(f"{len(x):,} to {name}" for name, x in parts.items() if x is not None)
+        shape = " x ".join(map(str, self.x_train.shape[1:]))
+        low, high = self.x_train.min(), self.x_train.max()
+        return (
+            f"{self.name}: {sizes}; shape {shape}, {self.num_classes} classes, values from {low:.4g} to "
+            f"{high:.4g}"
+        )
 
-def load(source: str) -> Dataset:
-    """Loads `"digits"`, a folder of IDX files, or an npz file; a CliError if that is not possible.
+
+def load(source: str, valid_share: float = 0.0) -> Dataset:
+    """Load a data set by its name or from an npz file; raise a CliError if that is not possible.
 
     The digits are 1257 images to train on and 540 to test on, each pixel standardized by its mean and
     deviation in training. Of other data, inputs of uint8 are scaled to [0, 1] and floating ones are
-    taken as they are.
+    taken as they are. A share of the training examples may be set aside for validation.
     """
-    if source == "digits":
-        return _checked("digits", source, _digits())
     path = pathlib.Path(source).resolve()
-    if path.is_dir():
-        return _checked(path.name, str(path), {key: _read_idx(path, key) for key in KEYS})
-    if path.is_file():
-        return _checked(path.stem, str(path), _read_npz(path))
-    raise CliError(
-        f"--data {source}: there is no such file or folder. Pass 'digits', a folder of "
-        f"MNIST-format IDX files, or an .npz file with {', '.join(KEYS)}."
+    if source == "digits":
+        data = _checked(source, source, _digits())
+    elif source in HUB:
+        data = _checked(source, source, _download(source))
+    elif path.is_file():
+        data = _checked(path.stem, str(path), _read_npz(path))
+    else:
+        known = ", ".join(map(repr, ("digits", *HUB)))
+        raise CliError(
+            f"--data {source}: there is no such file. Pass {known}, or an .npz file with "
+            f"{', '.join(KEYS)}."
+        )
+    if not valid_share:
+        return data
+    count = round(valid_share * len(data.x_train))
+    if not 0 < count < len(data.x_train):
+        says = f"of {len(data.x_train)} training examples leaves none to train or none to validate"
+        raise UsageError(f"--valid-share {valid_share} {says}.")
+    order = np.random.RandomState(_SPLIT_SEED).permutation(len(data.x_train))
+    valid, train = order[:count], order[count:]
+    return dataclasses.replace(
+        data,
+        x_train=data.x_train[train],
+        y_train=data.y_train[train],
+        x_valid=data.x_train[valid],
+        y_valid=data.y_train[valid],
     )
 
 
 def _digits() -> dict[str, np.ndarray]:
-    digits = import_extra("sklearn.datasets").load_digits()
-    # The split belongs to the data set: runs with different seeds are tested on the same examples.
-    x_train, x_test, y_train, y_test = import_extra("sklearn.model_selection").train_test_split(
-        digits.images, digits.target, test_size=0.3, random_state=42
-    )
-    mean, deviation = x_train.mean(axis=0), x_train.std(axis=0)
+    """Read scikit-learn's file and split it as its `train_test_split` does, without importing it."""
+    found = importlib.util.find_spec("sklearn")
+    folder = found and found.submodule_search_locations and found.submodule_search_locations[0]
+    if not folder:
+        import_optional("sklearn", needed_by="--data digits", install="optperm[cli]")
+    table = np.loadtxt(pathlib.Path(str(folder), "datasets/data/digits.csv.gz"), delimiter=",")
+    order = np.random.RandomState(_SPLIT_SEED).permutation(len(table))
+    test, train = np.split(order, [-(-3 * len(table) // 10)])
+    x, y = table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(int)
+    mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
     deviation[deviation == 0] = 1  # pixels that are blank in every image
-    x_train, x_test = (x_train - mean) / deviation, (x_test - mean) / deviation
-    return dict(zip(KEYS, (x_train, y_train, x_test, y_test), strict=True))
+    x = (x - mean) / deviation
+    return dict(zip(KEYS, (x[train], y[train], x[test], y[test]), strict=True))
+
+
+def _download(name: str) -> dict[str, np.ndarray]:
+    what = {"needed_by": f"--data {name}", "install": "optperm[data]"}
+    library, (repository, column) = import_optional("datasets", **what), HUB[name]
+    try:
+        splits = library.load_dataset(repository).with_format("numpy")
+        rows = {split: splits[split][:] for split in ("train", "test")}
+    except Exception as error:  # the library's own, its network's or its file system's
+        raise CliError(
+            f"--data {name}: the library 'datasets' could not load {repository} "
+            f"({type(error).__name__}: {error}). It needs a network the first time; without one pass "
+            f"an .npz file with {', '.join(KEYS)}."
+        ) from error
+    columns = {"x": column, "y": "label"}
+    return {key: np.asarray(rows[key[2:]][columns[key[0]]]) for key in KEYS}
 
 
 def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -85,43 +142,6 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     except (ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)
         raise CliError(f"{says}: {why}. {advice}") from error
-
-
-def _read_idx(folder: pathlib.Path, key: str) -> np.ndarray:
-    """Reads 0, 0, 8 (for uint8), the rank, the sizes as big-endian uint32, and then the data."""
-    kind, rank = _IDX_KINDS[key[0]]
-    stem = f"{_IDX_PARTS[key]}-{kind}"
-    names = [f"{stem}{dot}idx{rank}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        raise CliError(f"{folder} holds no {stem} file: looked for {', '.join(names)}.")
-    magic, start = bytes([0, 0, 8, rank]), 4 + 4 * rank
-    with path.open("rb") as file:
-        is_compressed = file.read(2) == b"\x1f\x8b"
-    try:
-        with gzip.open(path) if is_compressed else path.open("rb") as file:
-            header = file.read(start)
-            if header[:4] != magic:
-                raise CliError(
-                    f"{path} is not an IDX file of uint8 with {rank} axes: it begins with "
-                    f"{header[:4].hex(' ') or 'nothing'}, not with {magic.hex(' ')}."
-                )
-            if len(header) < start:
-                raise CliError(f"{path} is truncated: it ends within its header of {start} bytes.")
-            shape = [int(size) for size in np.frombuffer(header, ">u4", count=rank, offset=4)]
-            promised = math.prod(shape)
-            # No more is unpacked than was promised, and no more promised than the file can hold.
-            most = path.stat().st_size * (_DEFLATE if is_compressed else 1)
-            content = file.read(promised + 1) if promised <= most else b""
-    except (OSError, EOFError, zlib.error) as error:
-        raise CliError(f"{path} cannot be decompressed ({error}).") from error
-    if len(content) != promised:
-        raise CliError(
-            f"{path} is truncated or damaged: its header promises {promised} bytes of data "
-            f"(shape {'x'.join(map(str, shape))}), it holds "
-            f"{'more' if len(content) > promised else 'less'}."
-        )
-    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
@@ -144,8 +164,16 @@ def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
                 f"{source}: y_{part} must hold labels from 0 to {_MAX_CLASSES - 1}, got labels from "
                 f"{y.min()} to {y.max()}. Number the classes from 0."
             )
+    if len(known := np.unique(y_train)) == 1:
+        raise CliError(
+            f"{source}: all {len(y_train)} training examples are of class {known[0]}, so that there is "
+            "nothing to learn. Was a part taken of data that are sorted by class?"
+        )
     train = _scaled(source, "x_train", x_train), y_train.astype(np.int32)
     test = _scaled(source, "x_test", x_test), y_test.astype(np.int32)
+    if (unknown := np.setdiff1d(y_test, known)).size:
+        says = f"{source}: the test examples have classes that the training examples lack"
+        warnings.warn(f"{says}: {', '.join(map(str, unknown))}.", stacklevel=2)
     return Dataset(name, source, *train, *test, 1 + int(max(y_train.max(), y_test.max())))
 
 

@@ -1,20 +1,14 @@
-"""What flags are made of, and those of the data, the network and the run.
-
-The help of a flag is what the docstring says of it.
-"""
+"""The flags of the data, the network and the run, whose help is what the docstrings say."""
 
 import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Group, Parameter, Token, validators
 
-from optperm.cli.errors import UsageError
-
-# In the order in which the help shows them: what a method takes comes first.
-MACHINES = Group("Machines", sort_key=3)
+# The help shows it after what a method takes.
 DATA_AND_MODEL = Group("Data and model", sort_key=2)
 
 
@@ -28,12 +22,20 @@ def whole_from(low: int, high: int | None = None) -> Parameter:
 
 
 def finite(kind: Any, value: float) -> None:
-    """Raises a ValueError for an infinite number, and for what is none."""
+    """Raise a ValueError for an infinite number, and for what is none."""
     if not math.isfinite(value):
         raise ValueError("Must be a finite number.")
 
 
+def known_model(kind: Any, value: str) -> None:
+    """Raise a ValueError for what is neither a network of the command nor a class."""
+    module, _, name = value.partition(":")
+    if value not in ("mlp", "cnn") and not (module and name.isidentifier()):
+        raise ValueError('Choose from: "mlp", "cnn", or module:Class of your own.')
+
+
 Whole = Annotated[int, whole_from(1)]
+Share = Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))]
 Switch = Annotated[bool, Parameter(negative=())]
 
 
@@ -42,26 +44,35 @@ class Network:
     """What is trained on what, and where it is written.
 
     Attributes:
-      data: 'digits' (scikit-learn's), a folder of MNIST-format IDX files, or an .npz file with x_train,
-        y_train, x_test and y_test.
-      model: The network.
+      data: 'digits' (scikit-learn's), 'mnist', 'fashion_mnist' or 'cifar10' (by the library `datasets`),
+        or an .npz file with x_train, y_train, x_test and y_test.
+      valid_share: The share of the training examples to validate on after each epoch; the test examples
+        are then left for the end. 0 tests after each epoch.
+      model: 'mlp', 'cnn', or module:Class, a flax.linen.Module of your own that maps a batch to logits;
+        it gets num_classes and hidden where it has such fields.
       hidden: Units of the hidden layer.
       batch_size: Examples a step, on each device.
+      devices: Devices, each with a replica of the network. Where JAX has fewer, the processor stands in
+        for them.
       seed: Seed of the initial params, the shuffles and the method; the first one, of several.
       epochs: Passes through the data.
       out: Folder for the results, which must be new or empty. Without it one in runs/ that is named by
         METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists.
       quiet: Print nothing but errors.
+      cache: Keep compiled programs in the cache folder of the user, for a second run.
     """
 
     data: str = "digits"
-    model: Literal["mlp", "cnn"] = "mlp"
+    valid_share: Share = 0.0
+    model: Annotated[str, Parameter(validator=known_model)] = "mlp"
     hidden: Annotated[int, whole_from(1, 2**20)] = 256
     batch_size: Whole = 50
+    devices: Whole = 1
     seed: Annotated[int, whole_from(0, 2**32 - 1)] = 0
     epochs: Whole = 10
     out: str | None = None
     quiet: Switch = False
+    cache: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,22 +82,12 @@ class Run(Network):
     Attributes:
       checkpoint_every: Epochs from one checkpoint to the next, from which the run can be resumed; where
         it ends it leaves one as well, after Ctrl-C too. 0 for none.
-      checkpoint_keep: How many of the newest checkpoints to keep. Without it all.
       resume: Go on from the newest checkpoint of this run folder, in a new one, up to --epochs in all;
         the other flags have to be those of that run.
-      from_epoch: With --resume: go on from the checkpoint after this epoch instead.
     """
 
     checkpoint_every: Annotated[int, whole_from(0)] = 0
-    checkpoint_keep: Whole | None = None
     resume: pathlib.Path | None = None
-    from_epoch: Annotated[int, whole_from(0)] | None = None
-
-    def __post_init__(self) -> None:
-        if self.from_epoch is not None and self.resume is None:
-            raise UsageError("--from-epoch goes with --resume FOLDER: pass that as well.")
-        if self.checkpoint_keep is not None and not self.keeps:
-            raise UsageError("--checkpoint-keep goes with --checkpoint-every: pass that as well.")
 
     @property
     def keeps(self) -> bool:

@@ -5,12 +5,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
 
 import jax
 
 from optperm.cli.errors import INTERRUPTED, CliError, import_extra
-from optperm.training.processes import LostProcessError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from optperm.cli import commands  # noqa: PLC0415 - without the extra there is none
 
             return commands.run(argv)
-        except LostProcessError as error:
-            _exit_at_once(str(error), CliError.exit_code)
         except (CliError, ImportError) as error:
             return _fail(str(error), getattr(error, "exit_code", 1))
         except OSError as error:
@@ -42,14 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except jax.errors.JaxRuntimeError as error:
             return _fail(f"JAX: {error}", 1)
         except KeyboardInterrupt:
-            _exit_at_once("stopped by Ctrl-C.", INTERRUPTED)
-
-
-def _exit_at_once(message: str, code: int) -> NoReturn:
-    """Ordinarily Python would wait for a compiled call in another thread, or for other processes."""
-    _fail(message, code)
-    sys.stdout.flush()
-    os._exit(code)
+            _fail("stopped by Ctrl-C.", INTERRUPTED)
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)  # Python would wait for a compiled call in another thread
 
 
 def _fail(message: str, code: int) -> int:
@@ -58,9 +49,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    # Asked for its index before it is connected, a process could not be connected any more.
-    if not jax.distributed.is_initialized() or jax.process_index() == 0:
-        print(f"optperm: warning: {message}", file=sys.stderr)
+    print(f"optperm: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -192,8 +192,6 @@ def _constant_sgd(
     *,
     burn_in_learning_rate: float,
     prior_precision: float,
-    draw_every: int,
-    max_draws: int,
     num_data: int,
     batch_size: int,
     **options: Any,
@@ -204,10 +202,7 @@ def _constant_sgd(
         )
     del prior_precision  # it is in the loss
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
-    return optax.chain(
-        optperm.record_trajectory(draw_every, max_draws),
-        optperm.constant_sgd(num_data, batch_size, **options),
-    )
+    return optperm.constant_sgd(num_data, batch_size, **options)
 
 
 _ENTRIES = (
@@ -293,8 +288,6 @@ _ENTRIES = (
             "max_step": 0.5,
             "momentum": 0.0,
             "prior_precision": (1.0, "That of the normal prior of each parameter; 0 for none."),
-            "draw_every": (5, "Steps from one draw to the next."),
-            "max_draws": (50, "Draws to keep, the last ones."),
         },
         gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
         phase=lambda step, burn_in, **_: "sampling" if step >= burn_in else "burn-in",

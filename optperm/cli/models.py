@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +17,9 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.steps import evaluated
+from optperm.training.steps import evaluate_all
 
+_NOTHING = optax.identity()  # one object, so that what was compiled for it is found again
 CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
 _INIT_STREAM = 0x494E_4954
@@ -26,7 +29,7 @@ _INIT_STREAM = 0x494E_4954
 class NetworkSpec:
     """All it takes to build a network and draw its initial params again."""
 
-    model: str  # "mlp" or "cnn"
+    model: str  # "mlp", "cnn", or "module:Class" of one's own
     hidden: int  # units of the hidden layer
     input_shape: tuple[int, ...]  # of one example
     num_classes: int
@@ -63,8 +66,10 @@ def _he_uniform(fan_in: int) -> dict[str, Any]:
     return {"kernel_init": nn.initializers.he_uniform(), "bias_init": of_bias}
 
 
-def build(spec: NetworkSpec) -> Network:
-    """The network that a spec describes; a UsageError if it cannot take such examples."""
+def build(spec: NetworkSpec) -> nn.Module:
+    """Return the network that a spec describes; raise a UsageError if it cannot take such examples."""
+    if ":" in spec.model:
+        return _own(spec)
     if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
         raise UsageError(
             "--model cnn needs images, height x width or height x width x channels, and these "
@@ -73,15 +78,43 @@ def build(spec: NetworkSpec) -> Network:
     return Network(spec.model, spec.hidden, spec.num_classes)
 
 
+def _own(spec: NetworkSpec) -> nn.Module:
+    """Make a linen module of the user's, with those of `num_classes` and `hidden` that it has."""
+    module, _, name = spec.model.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a program that pip has installed does not look where it is called
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"{name} is no class of flax.linen.Module")
+        known = {"num_classes": spec.num_classes, "hidden": spec.hidden}
+        model: nn.Module = kind(**{k: v for k, v in known.items() if k in kind.__annotations__})
+        example = jax.ShapeDtypeStruct((1, *spec.input_shape), jnp.float32)
+        outputs, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), example)
+    except Exception as error:  # whatever a program of the user's may raise
+        raise UsageError(f"--model {spec.model}: {type(error).__name__}: {error}") from error
+    if variables.keys() != {"params"}:
+        others = ", ".join(variables.keys() - {"params"}) or "no params"
+        says = "the command trains networks of params alone. optperm.training.fit trains all others"
+        raise UsageError(f"--model {spec.model} has {others}: {says}.")
+    if outputs.shape != (1, spec.num_classes):
+        says = f"must map a batch to (batch, {spec.num_classes}) logits, one for each class"
+        raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} of one example.")
+    return model
+
+
+@functools.lru_cache(maxsize=1)
 def initial_params(spec: NetworkSpec) -> optax.Params:
-    """Draws the initial params: the same for the same spec."""
+    """Draw the initial params: the same for the same spec."""
     key = jax.random.fold_in(jax.random.key(spec.seed, impl="threefry2x32"), _INIT_STREAM)
     example = jnp.zeros((1, *spec.input_shape), jnp.float32)
-    params: optax.Params = build(spec).init(key, example)["params"]
+    # At level 1 it is compiled in half the time, to the same bits; at level 0 they would be others.
+    draw = jax.jit(build(spec).init, compiler_options={"xla_backend_optimization_level": 1})
+    params: optax.Params = draw(key, example)["params"]
     return params
 
 
-def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
+def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
     """The network's outputs (batch, num_classes) for (batch, *input_shape)."""
     outputs: jax.Array = model.apply({"params": params}, x)  # type: ignore[assignment]
     return outputs
@@ -89,7 +122,7 @@ def logits(model: Network, params: optax.Params, x: jax.Array) -> jax.Array:
 
 @functools.cache
 def loss_function(
-    model: Network, prior_precision: float = 0.0, num_data: int = 1
+    model: nn.Module, prior_precision: float = 0.0, num_data: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """The mean loss over a batch, perhaps with a normal prior, and the share classified right."""
 
@@ -105,12 +138,12 @@ def loss_function(
 
 
 @functools.cache
-def _metrics(model: Network) -> Callable[..., dict[str, jax.Array]]:
+def _metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
     return lambda params, batch: loss_function(model)(params, batch)[1]
 
 
-def accuracy(model: Network, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
+def accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.identity())
-    found = evaluated(_metrics(model), {"x": x, "y": y}, state, batch_size=CHUNK)
+    state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
+    found = evaluate_all(_metrics(model), {"x": x, "y": y}, state, batch_size=CHUNK)
     return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

@@ -6,18 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from optperm.bayes.calibration import Calibration
-from optperm.training.history import History, picture
+from optperm.training.history import History
 
 # This many lines of progress at most.
 _LINES = 10
 # What the table of a run shows of its summary.
 _SHOWN = (
-    *("method", "model", "params", "data", "test_accuracy", "epochs_done", "seconds"),
-    *("compile_seconds", "gradient_evaluations", "share_moved", "phase", "steps_since_commit"),
-    *("devices", "processes", "last_iterate", "posterior"),
+    *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
+    *("seconds", "gradient_evaluations", "share_moved", "phase", "steps_since_commit", "devices"),
 )
 
 
@@ -44,7 +40,8 @@ class Reporter:
         epoch, every = record["epoch"], -(-self._epochs // _LINES)
         if epoch != self._epochs and epoch % every:
             return
-        names = {"loss": "train_loss", "train": "train_accuracy", "test": "test_accuracy"}
+        names = {"loss": "train_loss", "train": "train_accuracy"}
+        names |= {"valid": "valid_accuracy", "test": "test_accuracy"}
         parts = [f"epoch {epoch}/{self._epochs}"]
         parts += [record["phase"]] if record["phase"] else []
         parts += [
@@ -56,9 +53,8 @@ class Reporter:
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
         """Prints the result as a table, by the names of summary.json, and where the files are."""
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
-        for name in ("devices", "processes"):
-            if shown[name] == 1:
-                del shown[name]
+        if shown["devices"] == 1:
+            del shown["devices"]
         self.table([(_words(name), _plain(value)) for name, value in shown.items()])
         self.files(folder)
 
@@ -77,29 +73,10 @@ class Reporter:
 def draw_curve(path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Any) -> None:
     """Draws what `History.plot` does: each metric over the steps, in training and in testing."""
     names = {"loss": "train_loss", "accuracy": "train_accuracy", "share_moved": "share_moved"}
-    names |= {"step": "step", "eval_accuracy": "test_accuracy"}
+    tested = "test_accuracy" if records[0]["valid_accuracy"] is None else "valid_accuracy"
+    names |= {"step": "step", "eval_accuracy": tested}
     rows = [{name: r[key] for name, key in names.items() if r[key] is not None} for r in records]
     History(steps, rows[1:] or rows).plot(path)
-
-
-def draw_reliability(
-    path: pathlib.Path, calibrations: Mapping[str, Calibration], title: str
-) -> None:
-    """Draws how often predictions are right over how confident they are, and how many there are."""
-    with picture(path, figsize=(5, 6)) as figure:
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        above.plot((0, 1), (0, 1), color="0.6", linewidth=0.8, label="as right as confident")
-        for marker, (name, found) in zip("os", calibrations.items(), strict=False):
-            is_filled = np.asarray(found.counts) > 0
-            confidence, accuracy = found.confidence[is_filled], found.accuracy[is_filled]
-            error = float(found.expected_calibration_error)
-            label = f"{_words(name)}: calibration error {error:.4f}"
-            above.plot(confidence, accuracy, f"{marker}-", label=label)
-            edges = np.linspace(0, 1, len(found.counts) + 1)
-            below.stairs(np.asarray(found.counts), edges, linewidth=1.6)
-        above.set(title=title, ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-        below.set(xlabel="confidence", ylabel="examples", yscale="log")
-        figure.legend(loc="outside lower center")
 
 
 def _words(name: str) -> str:
@@ -107,6 +84,4 @@ def _words(name: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_words(name)} {_plain(entry)}" for name, entry in value.items())
     return f"{value:.4f}" if isinstance(value, float) else str(value)

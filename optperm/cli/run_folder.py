@@ -44,6 +44,7 @@ _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 def create(out: str | None, name: str) -> pathlib.Path:
     """Makes the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 where that exists."""
+    name = name.replace(":", ".")  # of a network of one's own
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     free = (path for path in map(pathlib.Path("runs").joinpath, names) if not path.exists())
     folder = next(free) if out is None else pathlib.Path(out)
@@ -60,20 +61,17 @@ def create(out: str | None, name: str) -> pathlib.Path:
     return folder
 
 
-def prepare(
-    run: Any, name: str, identity: Mapping[str, Any], steps_per_epoch: int
-) -> tuple[str, int | None]:
-    """Makes the folder of a run, with what tells it from others; the step from which it goes on."""
-    resumes = run.resume is not None
-    step = _find_checkpoint(run, identity, steps_per_epoch) if resumes else None
+def prepare(run: Any, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
+    """Make the folder of a run, with what tells it from others; return also the step it goes on from."""
+    step = 0 if run.resume is None else _find_checkpoint(run.resume, identity)
     folder = create(run.out, name)
     if run.keeps:
         (folder / CHECKPOINTS).mkdir()
         write_json(folder / CHECKPOINTS / _IDENTITY_FILE, identity)
-    if resumes:
+    if run.resume is not None:
         part = pathlib.Path(CHECKPOINTS, str(step))
         shutil.copytree(run.resume / part, folder / part)
-    return str(folder), step
+    return folder, step
 
 
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -101,12 +99,11 @@ def _json(values: Mapping[str, Any], **options: Any) -> str:
     return json.dumps(known, **options)
 
 
-def _find_checkpoint(run: Any, identity: Mapping[str, Any], steps_per_epoch: int) -> int:
-    """The step of the checkpoint of `--from-epoch`, or of the newest, if this run can go on from it."""
-    folder, epoch = run.resume, run.from_epoch
+def _find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
+    """Return the step of the newest checkpoint of a run folder, if this run can go on from it."""
     if not (folder / METRICS_FILE).is_file():
         raise CliError(f"--resume {folder}: this is not the folder of a run.")
-    kept = sorted(int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal())
+    kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
     if not kept:
         raise CliError(
             f"--resume {folder}: this run left no checkpoints. Train with --checkpoint-every."
@@ -119,20 +116,7 @@ def _find_checkpoint(run: Any, identity: Mapping[str, Any], steps_per_epoch: int
     if which := differences(there, identity):
         says = f"the checkpoint is of another run: {which}. Pass the flags of that run."
         raise UsageError(f"--resume {folder}: {says}")
-    step = kept[-1] if epoch is None else epoch * steps_per_epoch
-    if step not in kept:
-        others = [str(step // steps_per_epoch) for step in kept if not step % steps_per_epoch]
-        raise UsageError(
-            f"--from-epoch {epoch}: {folder} holds no checkpoint of that epoch, but of "
-            f"{', '.join(others) or 'none'}."
-        )
-    if step > run.epochs * steps_per_epoch:
-        raise UsageError(
-            f"--epochs {run.epochs}: the checkpoint is after epoch {step // steps_per_epoch} already, "
-            "and --epochs counts from the start of the first run. Pass more, or an earlier "
-            "--from-epoch."
-        )
-    return step
+    return max(kept)
 
 
 def write_network(
@@ -145,8 +129,15 @@ def write_network(
     """Writes the trained params; with the state of a method that permutes them, their permutation."""
     name, leaves = _PARAMS_FILE, trained
     if find_states(opt_state, PERMUTED_STATES):
-        name, leaves = _PERMUTATION_FILE, optperm.export_permutation(initial, opt_state, trained)
-        if digest(optperm.apply_permutation(initial, leaves)) != digest(trained):
+        # One program of integers: no machine code needs to be optimized for it. It checks nothing.
+        export = jax.jit(
+            optperm.export_permutation, compiler_options={"xla_backend_optimization_level": 0}
+        )
+        name, leaves = _PERMUTATION_FILE, jax.device_get(export(initial, opt_state, trained))
+        permuted = jax.tree.map(
+            lambda x, at: np.ravel(x)[np.ravel(at)].reshape(x.shape), initial, leaves
+        )
+        if digest(permuted) != digest(trained):
             raise CliError(
                 "the permutation does not give the trained weights, so it was not saved: this is a bug "
                 "in optperm, please report it."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 
 from optperm.contract import checks
@@ -24,13 +25,15 @@ class Event:
     Attributes:
       epoch: The epoch of the last step, from 1.
       step: Steps done.
-      metrics: At the end of an epoch its row; with `every={n: f}` the means over the last n steps.
       history: All so far.
+      is_row: Whether this is a row of `history.epochs`, rather than a call by `every`.
+      metrics: That row; with `every={n: f}` the means over the last n steps.
     """
 
     epoch: int
     step: int
     history: History
+    is_row: bool
     _metrics: Callable[[], Mapping[str, float]] = dataclasses.field(repr=False)
     _trained: Callable[[], Any] = dataclasses.field(repr=False)
     _evaluate: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
@@ -55,13 +58,14 @@ Callback = Callable[[Event], bool | None]
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stops training once a metric of the epochs has not improved for some time.
+    """Stops training once a metric of the history's rows has not improved for some time.
 
-    It looks at the history alone: a run that is resumed stops where it would have.
+    It looks at the rows of epochs, and of evaluations within epochs with `eval_every`; at nothing else:
+    a run that is resumed stops where it would have.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
-      patience: Epochs without an improvement after which training stops.
+      patience: Rows without an improvement after which training stops.
       mode: Whether less is better, or more.
       min_delta: By how much more than the best one so far has to improve.
 
@@ -86,7 +90,8 @@ class EarlyStopping:
         if self.monitor not in epochs:
             raise ValueError(
                 f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
-                f"{', '.join(map(repr, epochs))}. Metrics of the evaluation begin with eval_."
+                f"{', '.join(map(repr, epochs)) or 'no row yet'}. Metrics of the evaluation begin "
+                "with eval_; eval_every=1000 evaluates within epochs, every 1000 steps."
             )
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
@@ -96,8 +101,37 @@ class EarlyStopping:
         return since >= self.patience
 
 
-def metrics_writer(writer: Any) -> Callback:
-    """A function for `every` and `on_epoch_end` that hands the metrics of each event to a writer.
+@dataclasses.dataclass
+class MetricsWriter:
+    """What `metrics_writer` makes."""
+
+    writer: Any
+    # The step of the last metrics of steps and that of the last row: no tag has two values at a step.
+    _written: dict[bool, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        """Writes what is new, in process 0."""
+        if jax.process_index():
+            return
+        row, scalars = event.history.last, dict[str, float]()
+        if not event.is_row and self._written.get(False) != event.step:
+            self._written[False], scalars = event.step, dict(event.metrics)
+        if row.get("step") == event.step != self._written.get(True):
+            self._written[True] = event.step
+            for name in row.keys() - {"epoch", "step", "seconds"}:
+                scalars[name if name.startswith("eval_") else f"epoch_{name}"] = row[name]
+        if scalars and hasattr(self.writer, "write_scalars"):
+            return self.writer.write_scalars(event.step, scalars)
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, event.step)
+
+
+def metrics_writer(writer: Any) -> MetricsWriter:
+    """Make a function for `every` and `on_epoch_end` that hands metrics to a writer, in process 0.
+
+    The means over the steps between two calls by `every` keep their names (`loss`, and `learning_rate`
+    of `optax.inject_hyperparams`); those of a row of `history.epochs` are named `epoch_loss` and so on,
+    beside the metrics of its evaluation, `eval_loss` and so on.
 
     Args:
       writer: With `write_scalars(step, scalars)`, as clu's, or `add_scalar(name, value, step)`, as
@@ -113,14 +147,11 @@ def metrics_writer(writer: Any) -> Callback:
     if not hasattr(writer, "write_scalars") and not hasattr(writer, "add_scalar"):
         wanted = "write_scalars(step, scalars) or add_scalar(name, value, step)"
         raise TypeError(f"writer must have {wanted}, got {type(writer).__name__}.")
+    return MetricsWriter(writer)
 
-    def write(event: Event) -> None:
-        if hasattr(writer, "write_scalars"):
-            return writer.write_scalars(event.step, dict(event.metrics))
-        for name, value in event.metrics.items():
-            writer.add_scalar(name, value, event.step)
 
-    return write
+# Callbacks of `on_epoch_end` that look at rows within epochs too.
+OF_ROWS = EarlyStopping, MetricsWriter
 
 
 def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:

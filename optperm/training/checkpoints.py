@@ -1,14 +1,15 @@
 """Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
 
-Its items are `state`, the arrays of the carry, each written by the processes that have it; `history`,
-the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a checkpoint under
+Its items are `state`, the arrays of the carry, each written by the processes that have it, and `best`,
+those of the best row with `keep_best`; `history`, the rows of the steps as one float32 array; and `run`,
+as JSON all else. Orbax writes a checkpoint under
 another name and renames it at the end: a run that dies meanwhile leaves the others as they were.
 """
 
 import contextlib
 import json
+import math
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from optperm.contract.extras import import_optional
 
-_NEVER, _DROPPED = 2**31 - 1, ".dropped"
+_DROPPED = ".dropped"
 _ADVICE = "was not written by this version of optperm; resume=STEP takes another"
 
 
@@ -32,38 +33,25 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run, by the arguments of `fit`."""
+    """The checkpoints of one run in a folder, by the arguments of `fit`."""
 
-    def __init__(self, where: Any, every: int | None, keep: int | None) -> None:
-        extra = "optperm[training]"
-        self._ocp = import_optional("orbax.checkpoint", needed_by="A checkpoint", install=extra)
-        self._every, self._last_kept = every or _NEVER, _NEVER
-        self._is_ours = isinstance(where, str | os.PathLike)
-        if not self._is_ours and not isinstance(where, self._ocp.CheckpointManager):
-            wanted = "a folder or an orbax.checkpoint.CheckpointManager"
-            raise TypeError(f"checkpoints must be {wanted}, got {type(where).__name__}.")
-        if not self._is_ours and (every is not None or keep is not None):
-            raise ValueError(
-                "checkpoint_every and checkpoint_keep are for a folder: a CheckpointManager has its own "
-                "options, save_interval_steps and max_to_keep."
-            )
-        self._manager = self._open(where, keep) if self._is_ours else where
-        self._folder = self._manager.directory
-        # Orbax has no public name for whether there is a `best_fn`, which needs metrics.
-        self._tracks_best = not self._is_ours and getattr(where, "_track_best", False)
-
-    def _open(self, where: Any, keep: int | None) -> Any:
-        epath = import_optional("etils.epath", needed_by="A checkpoint", install="etils[epath]")
+    def __init__(self, where: Any, keep: int | None) -> None:
+        what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
+        self._ocp = ocp = import_optional("orbax.checkpoint", **what)
+        if not isinstance(where, str | os.PathLike):
+            raise TypeError(f"checkpoints must be a folder, got {type(where).__name__}.")
+        if set(str(where)) & set(
+            "*?[]"
+        ):  # Orbax takes them for a pattern, and loses what it writes
+            raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
+        self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
-            folder = epath.Path(where if "://" in str(where) else os.path.abspath(where))
-            folder.mkdir(parents=True, exist_ok=True)
-            # What cannot be written is found now, rather than when training is over.
-            probe = folder / f".writable-{uuid.uuid4().hex}"
-            probe.write_text("")
-            probe.unlink()
+            path = import_optional("etils.epath", **what).Path(where)
+            self.folder = path if "://" in str(where) else path.absolute()
+            self.folder.mkdir(parents=True, exist_ok=True)
             # One that is dropped is renamed first, so that what is left is whole at any moment.
-            options = self._ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
-            return self._ocp.CheckpointManager(folder, options=options)
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def choose(self, resume: bool | int, step: int) -> int | None:
         """The step of the checkpoint from which a run at a step is to go on; None for none."""
@@ -71,19 +59,19 @@ class Checkpoints:
         names = ", ".join(map(str, known)) or "none at all"
         if resume is False and known and known[-1] > step:
             raise ValueError(
-                f"{self._folder} holds checkpoints of an earlier run (after steps {names}). Pass "
+                f"{self.folder} holds checkpoints of an earlier run (after steps {names}). Pass "
                 "resume=True to go on from it, or another folder."
             )
         if resume is False or (resume is True and not known):
             return None
         if resume is not True and resume not in known:
-            says = f"{self._folder} has none after that step, but after {names}"
+            says = f"{self.folder} has none after that step, but after {names}"
             raise ValueError(f"resume={resume}: {says}.")
         return known[-1] if resume is True else int(resume)
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """What `write` wrote of the run after a step; a ValueError if its facts are others."""
-        path, args = self._folder / str(step), self._ocp.args
+        path, args = self.folder / str(step), self._ocp.args
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := differences(run["facts"], json.loads(json.dumps(facts))):
@@ -95,68 +83,54 @@ class Checkpoints:
             )
         return dict(run)
 
-    def read_arrays(self, step: int, like: Any) -> tuple[Any, np.ndarray]:
-        """The state, placed like another one, and the rows; what came later will be dropped."""
+    def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
+        """Trees by name, placed like others, and the rows; what came later will be dropped."""
         restore = self._ocp.args.StandardRestore
-        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        items = self._ocp.args.Composite(state=restore(forms), history=restore())
-        with _errors(f"{self._folder / str(step)} is damaged or {_ADVICE}"):
+        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, dict(like))
+        trees = {name: restore(tree) for name, tree in forms.items()}
+        items = self._ocp.args.Composite(**trees, history=restore())
+        with _errors(f"{self.folder / str(step)} is damaged or {_ADVICE}"):
             arrays = self._manager.restore(step, args=items)
         self._last_kept = step
-        return arrays.state, np.asarray(arrays.history["steps"])
-
-    def until_next(self, step: int, most: int) -> int:
-        """In how many steps the next checkpoint is due, if in fewer than `most`, else that."""
-        if self._is_ours:
-            return min(most, self._every - step % self._every)
-        self._drop_later()  # as should_save is False before the newest one
-        if self._tracks_best:
-            return most
-        return next((n for n in range(1, most) if self._manager.should_save(step + n)), most)
-
-    def is_due(self, step: int, metrics: Any) -> bool:
-        """Whether one is due after a step, which may have metrics."""
-        if self._is_ours:
-            return step % self._every == 0
-        return not (self._tracks_best and metrics is None) and self._manager.should_save(step)
+        return arrays, np.asarray(arrays.history["steps"])
 
     def _drop_later(self) -> None:
         for later in [step for step in self._manager.all_steps() if step > self._last_kept]:
             self._manager.delete(later)
-        self._last_kept = _NEVER
+        self._last_kept = math.inf
 
     def write(
-        self, step: int, state: Any, rows: np.ndarray, run: dict[str, Any], metrics: Any
+        self, step: int, trees: Mapping[str, Any], rows: np.ndarray, run: dict[str, Any]
     ) -> None:
-        """Writes the checkpoint of a step, unless there is one. To be called in all processes.
+        """Write the checkpoint of a step, unless there is one. To be called in all processes.
 
         `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
-        `facts` tell the run from others; `metrics` is what a manager's `best_fn` sees, if not None. They
-        are written while training goes on, and must not change meanwhile.
+        `facts` tell the run from others. They are written while training goes on, and must not change
+        meanwhile.
         """
         if step == self._last_kept:  # nothing has come of it yet
             return
         save = self._ocp.args.StandardSave
-        items = {"state": save(state), "history": save({"steps": rows})}
+        items = {name: save(tree) for name, tree in trees.items()}
+        items["history"] = save({"steps": rows})
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
-        with _errors(f"cannot write {self._folder / str(step)}"):
+        with _errors(f"cannot write {self.folder / str(step)}"):
             self._drop_later()
             self._wait()
             if step not in self._manager.all_steps():
-                self._manager.save(step, args=args, metrics=metrics, force=True)
+                self._manager.save(step, args=args, force=True)
 
     def close(self) -> None:
         """Waits until all is written."""
-        with _errors(f"cannot write to {self._folder}"):
+        with _errors(f"cannot write to {self.folder}"):
             self._wait()
             self._manager.check_for_errors()
-            if self._is_ours:
-                self._manager.close()
+            self._manager.close()
 
     def _wait(self) -> None:
         self._manager.wait_until_finished()
-        if self._is_ours and jax.process_index() == 0:
-            (self._folder / _DROPPED).rmtree(missing_ok=True)
+        if jax.process_index() == 0:
+            (self.folder / _DROPPED).rmtree(missing_ok=True)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

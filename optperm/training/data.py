@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 from optperm.contract import checks
 from optperm.contract.dtypes import as_array
 from optperm.training import processes
-from optperm.training.history import joined
+from optperm.training.history import join_rows
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt
 
@@ -90,9 +89,13 @@ def _check_stream(name: str, value: Any, is_one: bool) -> None:
         )
 
 
-def num_examples(name: str, data: Any) -> int:
-    """The leading axis on which all leaves agree; raises a ValueError if they do not, or have none."""
+def num_examples(name: str, data: Any, *, is_batch: bool = False) -> int:
+    """Return the leading axis of all leaves; raise a ValueError if they have none or do not agree.
+
+    A batch may hold scalars beside them, which count for all of its examples.
+    """
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
+    shapes = [shape for shape in shapes if shape] if is_batch else shapes
     sizes = {shape[0] if shape else None for shape in shapes}
     if len(sizes) != 1 or None in sizes:
         wanted = "arrays that agree in their leading axis, which counts examples"
@@ -102,7 +105,7 @@ def num_examples(name: str, data: Any) -> int:
     return shapes[0][0]
 
 
-def pieces(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
+def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
     """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
     if is_arrays(name, data):
         total, parts = num_examples(name, data), layout.parts
@@ -141,7 +144,7 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
     try:
         if (batch := next(iterator, END)) is not END:
             batch = jax.tree.map(as_array, batch)
-            size = num_examples(f"A batch of {name}", batch)
+            size = num_examples(f"A batch of {name}", batch, is_batch=True)
     except Exception as error:
         size, failure = -1, error
     sizes = processes.gather(np.int32(size))
@@ -239,7 +242,7 @@ class ArrayFeed:
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All examples, placed; those included that no step of an epoch takes."""
         size = _GRADIENT_CHUNK * self._layout.parts
-        return pieces("train_data", self._data, epoch, size, self._layout)
+        return read_all("train_data", self._data, epoch, size, self._layout)
 
 
 class StreamFeed:
@@ -250,14 +253,12 @@ class StreamFeed:
 
     steps_per_epoch, rows = None, 1
 
-    def __init__(self, source: Any, batch_size: Any, layout: Layout, earlier: Any) -> None:
+    def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
         if batch_size is not None:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout = source, layout
-        # One of all runs that take batches from one iterator: where that is, or None if unknown.
-        self._open = types.SimpleNamespace(iterator=None, at=None)
-        if earlier is not None and earlier._source is source:
-            self._open = earlier._open
+        self._iterator: Any = None
+        self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
     @staticmethod
     def facts() -> dict[str, Any]:
@@ -265,7 +266,7 @@ class StreamFeed:
         return {"train_data": "an iterable of batches"}
 
     def _reopened(self) -> Any:
-        if self._open.iterator is not None and self._open.iterator is self._source:
+        if self._iterator is not None and self._iterator is self._source:
             raise ValueError(
                 "train_data is an iterator that can be gone through only once, and is needed again. "
                 "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
@@ -275,17 +276,17 @@ class StreamFeed:
     def go_to(self, at: Position, state: str | None = None) -> None:
         """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
         epoch, offset = at.epoch, at.offset
-        if self._open.at == (epoch, offset):
+        if self._at == (epoch, offset):
             return
-        self._open.iterator = open_stream("train_data", self._reopened(), epoch)
-        self._open.at = epoch, offset
+        self._iterator = open_stream("train_data", self._reopened(), epoch)
+        self._at = epoch, offset
         if state is not None:
             kind, content = json.loads(json.loads(state)[jax.process_index()])
             content = base64.b64decode(content) if kind == "bytes" else content
-            self._open.iterator.set_state(content)
+            self._iterator.set_state(content)
             return
         for index in range(offset):
-            if next(self._open.iterator, END) is END:
+            if next(self._iterator, END) is END:
                 raise ValueError(
                     f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
                     f"{offset} of them: to go on exactly, it has to give the same batches again."
@@ -294,15 +295,15 @@ class StreamFeed:
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
         self.go_to(at)
-        self._open.at = None  # until these steps are done, or if they fail
+        self._at = None  # until these steps are done, or if they fail
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
         alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
-            while len(rows) < limit and not is_over and not (alone and interrupt.requested):
+            while len(rows) < limit and not is_over and not (alone and interrupt.number):
                 try:
-                    batch = pull("train_data", self._open.iterator)
+                    batch = pull("train_data", self._iterator)
                     if is_over := batch is END:
                         break
                     carry, row = steps[1](carry, (), self._placed(batch))
@@ -317,14 +318,14 @@ class StreamFeed:
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)
-        self._open.at = None if failure else (epoch, offset + len(rows))
+        self._at = None if failure else (epoch, offset + len(rows))
         host = jax.device_get(rows)
-        columns = joined([{name: value[None] for name, value in row.items()} for row in host])
+        columns = join_rows([{name: value[None] for name, value in row.items()} for row in host])
         return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
         parts = self._layout.parts // jax.process_count()
-        if self._layout.mapped and (size := num_examples("A batch", batch)) % parts:
+        if self._layout.mapped and (size := num_examples("A batch", batch, is_batch=True)) % parts:
             raise ValueError(
                 f"A batch of train_data must be one that {parts} replicas can share, got {size} "
                 "examples. Drop or fill up a last batch that is smaller."
@@ -333,16 +334,16 @@ class StreamFeed:
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return pieces("train_data", self._reopened(), epoch, None, self._layout)
+        return read_all("train_data", self._reopened(), epoch, None, self._layout)
 
     def state(self) -> str | None:
         """Where an iterator that can say so has come, in all processes."""
-        iterator = self._open.iterator
+        iterator = self._iterator
         if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
             return None
         state = iterator.get_state()
         is_bytes = isinstance(state, bytes)
         content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
-        is_known = self._open.at is not None  # else it has given more than was taken
+        is_known = self._at is not None  # else it has given more than was taken
         texts = processes.gather_texts(json.dumps(content if is_known else None, default=int))
         return None if "null" in texts else json.dumps(texts)

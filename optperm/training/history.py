@@ -1,21 +1,19 @@
 """What training recorded: a row for each step and one for each epoch, as arrays, CSV or a plot."""
 
 import contextlib
-import csv
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from optperm.contract import checks
 from optperm.contract.extras import import_optional
 
 Columns = dict[str, np.ndarray]
 Rows = Literal["epochs", "steps"]
 
 
-def joined(parts: Sequence[Columns]) -> Columns:
+def join_rows(parts: Sequence[Columns]) -> Columns:
     """Rows one after another, NaN where some have no such column."""
 
     def column(part: Columns, name: str) -> np.ndarray:
@@ -25,7 +23,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
     return {name: np.concatenate([column(part, name) for part in parts]) for name in names}
 
 
-def diverged_at(history: "History") -> int | None:
+def find_divergence(history: "History") -> int | None:
     """The row of steps, from 1, from which the loss is not finite, if it is not at the end."""
     loss = history.steps.get("loss", np.zeros(0))
     if not loss.size or np.isfinite(loss[-1]):
@@ -68,7 +66,7 @@ class History:
         """
         if len(self._parts) > 1:
             parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
-            self._parts = [(joined(parts), self.num_steps)]
+            self._parts = [(join_rows(parts), self.num_steps)]
         return self._rows(0, 0, self.num_steps) if self._parts else {}
 
     def _rows(self, part: int, low: int, high: int) -> Columns:
@@ -113,7 +111,7 @@ class History:
             last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
             if low <= end - count:
                 break
-        rows = {name: column for name, column in joined(last).items() if name in self._names}
+        rows = {name: column for name, column in join_rows(last).items() if name in self._names}
         return {name: float(np.mean(column, dtype=np.float64)) for name, column in rows.items()}
 
     def add_epoch(
@@ -123,15 +121,6 @@ class History:
         row = {"epoch": epoch, "step": step, "seconds": seconds}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
-
-    def write_csv(self, path: str | os.PathLike[str], rows: Rows = "epochs") -> None:
-        """Writes the rows of the epochs or steps, these numbered from 1, as a CSV file with a header."""
-        checks.check_choice("rows", rows, get_args(Rows))
-        steps = {"step": np.arange(1, self.num_steps + 1), **self.steps}
-        columns = steps if rows == "steps" else self.epochs
-        values = zip(*(column.tolist() for column in columns.values()), strict=True)
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([columns, *values])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws each metric over the steps, that of the evaluation beside that of training.

@@ -178,7 +178,7 @@ def average_varying(tree: Any) -> Any:
     return jax.tree.map(average, tree)
 
 
-def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Layout:
+def choose_layout(tx: optax.GradientTransformation, state: Any, **given: Any) -> Layout:
     """Where a train state is to be trained by a method, from `mesh`, `devices`, `replicas` of `fit`."""
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
@@ -209,7 +209,7 @@ def layout_of(tx: optax.GradientTransformation, state: Any, **given: Any) -> Lay
 
 def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     if mesh is None and (devices is not None or jax.process_count() > 1):
-        return Layout(mesh_of(1 if devices is None else devices), (AXIS,))
+        return Layout(make_mesh(1 if devices is None else devices), (AXIS,))
     if mesh is None:
         here = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state)]
         mesh = next(
@@ -229,7 +229,7 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
 
 
-def mesh_of(devices: int) -> Mesh:
+def make_mesh(devices: int) -> Mesh:
     """A mesh of devices of each process, of JAX's own choice if that has enough, else processors."""
     checks.check_count("devices", devices)
     most = 0

@@ -1,17 +1,30 @@
 """`fit`: trains a Flax model by any method."""
 
+import difflib
 import math
+import signal
+import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, Never, get_args
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from optperm.contract import checks
+from optperm.training.callbacks import Mode
 from optperm.training.data import is_arrays
 from optperm.training.run import COUNTS, FitResult, Run
 from optperm.training.terminal import Interrupt, progress_bar
+
+# What is called something else in Keras, and what does the same here.
+_ELSEWHERE = {
+    "validation_data": "Pass eval_data, and eval_fn, which says what to evaluate.",
+    "validation_freq": "Pass eval_every, in steps.",
+    "callbacks": "Pass on_epoch_end, or every={100: callback} for one that is called by steps.",
+    "verbose": "Pass progress=True for a bar.",
+}
 
 
 def fit(
@@ -28,6 +41,8 @@ def fit(
     eval_fn: Callable[..., Any] | None = None,
     eval_data: Any = None,
     eval_batch_size: int | None = None,
+    eval_every: int | None = None,
+    keep_best: str | tuple[str, str] | None = None,
     mesh: Mesh | NamedSharding | None = None,
     devices: int | None = None,
     replicas: int | None = None,
@@ -38,8 +53,10 @@ def fit(
     checkpoint_every: int | None = None,
     checkpoint_keep: int | None = None,
     resume: bool | int = False,
-    progress: bool | str = False,
+    progress: bool = False,
     steps_per_call: int = 100,
+    on_signal: Literal["raise", "return"] = "raise",
+    **unknown: Never,
 ) -> FitResult:
     r"""Trains a linen `TrainState`, or a model of `flax.nnx` with its optimizer.
 
@@ -53,9 +70,7 @@ def fit(
     and `optperm.diloco` do, each replica with params of its own.
 
     Args:
-      state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place; or
-        what an earlier `fit` returned, to go on from exactly there, on the same devices by default,
-        and within an epoch with the same data, `batch_size` and `seed`.
+      state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place.
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
         mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
         and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
@@ -79,9 +94,16 @@ def fit(
       eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
         `model_state`, or `eval_fn(model, batch)`, whose model is a copy in eval mode (`model.eval()`:
         no dropout, BatchNorm by its running statistics), while training keeps the mode of the model
-        that was passed. It returns a dict of scalars, means over the batch.
+        that was passed. It returns a dict of metrics, each a scalar, its mean over the batch, or a pair
+        of scalars, a sum and a count: with masked or weighted examples, or tokens, the sum of the
+        weighted values and that of the weights.
       eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
+      eval_every: After how many steps each to evaluate as well, and to add a row to `history.epochs`;
+        for a stream without an end. `EarlyStopping` and `metrics_writer` see each row, wherever they are
+        passed.
+      keep_best: The column of `history.epochs` by which the result's `best_state` is chosen, such as
+        `"eval_loss"`, of which less is better, or `("eval_accuracy", "max")`.
       mesh: A `jax.sharding.Mesh`, whose first axis (or that which the method names) shards batches, or
         the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if it is.
       devices: Short for a mesh of so many devices of each process, along the axis `"replica"`; of
@@ -94,18 +116,22 @@ def fit(
         training examples. Or a function of the epoch's number that gives such a function, or None.
       on_epoch_end: A function of an `Event`, or a list of such, called after each epoch and its
         evaluation. True stops. See `EarlyStopping` and `metrics_writer`.
-      checkpoints: Where to keep checkpoints, named by their steps: a folder (of any file system that
-        `etils.epath` knows, `gs://` too), or an `orbax.checkpoint.CheckpointManager`.
-      checkpoint_every: After how many steps each to write one into a folder. One is written in any case
-        when training ends, by an error of a callback, of the data or of `loss_fn` too.
-      checkpoint_keep: How many of the newest to keep in a folder; None for all.
+      checkpoints: The folder of the checkpoints, which are named by their steps; of any file system that
+        `etils.epath` knows, `gs://` too.
+      checkpoint_every: After how many steps each to write one. One is written in any case when training
+        ends, by an error of a callback, of the data or of `loss_fn` too.
+      checkpoint_keep: How many of the newest to keep; None for all.
       resume: Whether to go on from the newest checkpoint, if there is one, or from that of a step; what
         was kept after it is overwritten. On the same devices it ends bit for bit as if it had never
         stopped; to another number of replicas with params of their own the kept ones are dealt out in
         turn. What `loss_fn` computes and the method's hyperparameters are not compared.
-      progress: Whether to show a bar: True or `"rich"`, or `"tqdm"`.
+      progress: Whether to show a bar.
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
+      on_signal: What follows Ctrl-C or SIGTERM once the last checkpoint is written: `"raise"` says so
+        on stderr and sends the signal again, which ends a program that does not handle the signal;
+        `"return"` is for a program that looks at `result.ended`.
+      **unknown: None; what other libraries call by another name is refused with the name here.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a function returns something else than it must.
@@ -128,12 +154,10 @@ def fit(
       >>> result = fit(state, loss_fn, data, epochs=12, batch_size=32)
       >>> bool(result.history.epochs["loss"][-1] < 1e-3)
       True
-      >>> result = fit(result, loss_fn, data, epochs=14, batch_size=32)  # two more
-      >>> int(result.state.step)
-      28
     """
     given = dict(locals())
     _check(given)
+    given["keep_best"] = (keep_best, "min") if isinstance(keep_best, str) else keep_best
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
@@ -141,25 +165,29 @@ def fit(
         ended = run.train(*most, interrupt)
     result = run.result(ended)
     run.warn_if_diverged()
+    if interrupt.number and on_signal == "raise":
+        if jax.process_index() == 0:
+            where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"
+            name = signal.Signals(interrupt.number).name
+            says = f"fit was interrupted by {name} after step {result.step}{where}."
+            print(says, file=sys.stderr, flush=True)
+        signal.raise_signal(interrupt.number)
     return result
 
 
 def _check(given: Mapping[str, Any]) -> None:
     """Raises what `fit` says about arguments that can be judged by themselves."""
+    _check_names(given)
     for name in COUNTS:
         if given[name] is not None:
             checks.check_count(name, given[name])
     checks.check_seed("seed", given["seed"])
     checks.check_flag("has_aux", given["has_aux"])
+    checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
     checks.check_function("loss_fn", given["loss_fn"], "(params, batch) or (model, batch)")
     if given["epochs"] is None and given["steps"] is None:
         raise ValueError("Pass epochs or steps: how long to train.")
-    for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
-        if given[names[0]] is not None and given[names[1]] is None:
-            raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
-    if given["eval_fn"] is not None:
-        checks.check_function("eval_fn", given["eval_fn"], "(params, batch) or (model, batch)")
-        is_arrays("eval_data", given["eval_data"])
+    _check_evaluation(given)
     if not isinstance(given["resume"], bool):
         checks.check_count("resume", given["resume"], minimum=0)
     for name in ("resume", "checkpoint_every", "checkpoint_keep"):
@@ -172,3 +200,29 @@ def _check(given: Mapping[str, Any]) -> None:
     if given["epoch_start"] is not None:
         says = "(opt_state, params, full_gradient)"
         checks.check_function("epoch_start", given["epoch_start"], says)
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    for name in given["unknown"]:
+        near = difflib.get_close_matches(name, given, n=1)
+        hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
+        raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
+
+
+def _check_evaluation(given: Mapping[str, Any]) -> None:
+    for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
+        if given[names[0]] is not None and given[names[1]] is None:
+            raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
+    if given["eval_every"] is not None and given["eval_fn"] is None:
+        raise ValueError("eval_every goes with eval_fn and eval_data: pass those as well.")
+    match given["keep_best"]:
+        case None | str():
+            pass
+        case (str(), mode):
+            checks.check_choice("the mode of keep_best", mode, get_args(Mode))
+        case other:
+            wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
+            raise TypeError(f"keep_best must be {wanted}, got {other!r}.")
+    if given["eval_fn"] is not None:
+        checks.check_function("eval_fn", given["eval_fn"], "(params, batch) or (model, batch)")
+        is_arrays("eval_data", given["eval_data"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,21 +16,20 @@ from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.training import processes
-from optperm.training.callbacks import EarlyStopping, Event, as_callbacks, wants_to_stop
-from optperm.training.checkpoints import CheckpointError, Checkpoints, differences
+from optperm.training.callbacks import OF_ROWS, EarlyStopping, Event, as_callbacks, wants_to_stop
+from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
-from optperm.training.history import History, diverged_at
-from optperm.training.layout import Layout, layout_of
+from optperm.training.history import History, find_divergence
+from optperm.training.layout import Layout, choose_layout
 from optperm.training.steps import (
-    copied,
-    evaluated,
-    model_of,
-    moved,
-    placed,
-    plain,
-    steps_of,
-    trained,
-    typed,
+    compile_steps,
+    copy_arrays,
+    evaluate_all,
+    merge_replicas,
+    place_state,
+    unwrap_keys,
+    wrap_keys,
+    wrap_model,
 )
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
@@ -37,20 +37,26 @@ from optperm.variance.full_gradient import full_gradient
 from optperm.variance.snapshots import SvrgState
 from optperm.variance.svrg import warn_without
 
-Facts = Callable[[], dict[str, Any]]  # tell batches from others
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-_ENDED: tuple[Ended, ...] = ("finished", "stopped", "interrupted")
+# What `fit` has to say on messages that are for loops by hand.
+_ADVICE = {
+    "is not bound here": "fit maps over an axis with devices, mesh or replicas.",
+    "full_grad_fn": "fit takes full gradients between steps: leave out refresh_every and "
+    "refresh_probability, and pass epoch_start=optperm.take_snapshot.",
+}
+# What the processes say to one another before each call: a signal by its number, from 2 on.
+_STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
-    *("epochs", "steps", "steps_per_call", "eval_batch_size", "checkpoint_every"),
+    *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
     "checkpoint_keep",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """What `fit` came to, and what it goes on from.
+    """What `fit` came to.
 
     Attributes:
       state: The trained `TrainState`; None for a model of `flax.nnx`. Of replicas that train each by
@@ -61,6 +67,9 @@ class FitResult:
       ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
       epoch: Whole epochs done, since the start of the first run.
       step: Steps done, likewise.
+      best_state: With `keep_best` the `TrainState`, or a model of `flax.nnx`, of the best row of the
+        history; None without, or where the metric was never finite.
+      best_step: The steps done by then.
     """
 
     state: TrainState | None
@@ -70,10 +79,8 @@ class FitResult:
     ended: Ended
     epoch: int
     step: int
-    # Where and what another run goes on with, from where, and with which batches.
-    _end: tuple[Layout, TrainState, Position, Facts, StreamFeed | None] = dataclasses.field(
-        repr=False
-    )
+    best_state: Any
+    best_step: int | None
 
 
 class Run:
@@ -84,17 +91,10 @@ class Run:
 
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
-        source, optimizer, earlier = given.state_or_model, given.optimizer, None
-        if isinstance(source, FitResult):
-            earlier, optimizer = source, source.optimizer
-            source = earlier.state or earlier.model
-        self.source, has_aux = (source, optimizer), bool(given.has_aux)
-        self.model, initial = model_of(source, optimizer, given.loss_fn, has_aux)
+        self.source = given.state_or_model, given.optimizer
+        self.model, initial = wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
         places = {name: getattr(given, name) for name in ("mesh", "devices", "replicas")}
-        if earlier is None or any(place is not None for place in places.values()):
-            self.layout = layout_of(initial.tx, initial, **places)
-        else:
-            self.layout = earlier._end[0]
+        self.layout = choose_layout(initial.tx, initial, **places)
         layout, data, size = self.layout, given.train_data, given.batch_size
         if given.epoch_start is not None and layout.own:
             says = "but here each replica has its own"
@@ -110,55 +110,39 @@ class Run:
             digest = {"the digest of params": processes.digest(initial.params)}
             counts = {name: getattr(given, name) for name in COUNTS}
             processes.check_same({**self.facts, **counts, **digest})
-        self.carry = moved(*earlier._end[:2], layout) if earlier else placed(initial, layout)
+        self.carry = place_state(initial, layout)
         self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
             draws = bool(find_states(self.carry.opt_state, SAMPLERS))
             self.feed = ArrayFeed(data, size, int(given.seed), layout, self.steps_per_call, draws)
         else:
-            before = earlier._end[4] if earlier else None
-            self.feed = StreamFeed(data, size, layout, before)
+            self.feed = StreamFeed(data, size, layout)
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
         whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
-        evaluate = functools.partial(evaluated, batch_size=given.eval_batch_size or size, **whole)
+        evaluate = functools.partial(
+            evaluate_all, batch_size=given.eval_batch_size or size, **whole
+        )
         self.evaluate = given.eval_fn and functools.partial(
             evaluate, given.eval_fn, given.eval_data
         )
         every = (given.every or {}).items()
         self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
-        old = earlier.history if earlier else History()
-        self.at = earlier._end[2] if earlier else Position()
-        if earlier is not None:
-            self._check_earlier(earlier, initial)
-        self.history = History(old.steps, old.epoch_rows)
+        self.eval_every, self.checkpoint_every = (
+            math.inf if every is None else int(every)
+            for every in (given.eval_every, given.checkpoint_every)
+        )
+        self.keep_best, self.best = given.keep_best, dict[str, Any]()
+        self.at, self.history = Position(), History()
         if given.checkpoints is not None:
-            of_folder = given.checkpoint_every, given.checkpoint_keep
-            self.checkpoints = Checkpoints(given.checkpoints, *of_folder)
+            self.checkpoints = Checkpoints(given.checkpoints, given.checkpoint_keep)
             self._resume(self.checkpoints, given.resume)
-
-    def _check_earlier(self, earlier: FitResult, initial: TrainState) -> None:
-        """Raises a ValueError unless going on with an earlier result is what would have come next."""
-        layout, carry, at, facts, _ = earlier._end
-        each = trained(carry, layout), initial
-        if len({processes.digest((state.params, state.opt_state)) for state in each}) > 1:
-            raise ValueError(
-                "The params or the optimizer state have changed since the earlier fit, which its result "
-                "would undo: pass the TrainState, or the model and its optimizer, to begin anew from "
-                "those."
-            )
-        if at.offset and (which := differences(facts(), self.feed.facts())):
-            raise ValueError(
-                f"The earlier fit ended after {at.offset} steps of epoch {at.epoch}, which goes on with "
-                f"its own batches, but {which}. Pass what that fit was given, or end it with an epoch, "
-                "by epochs, before data are others."
-            )
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
-        arrays, layout = plain(self.carry), self.layout
+        arrays, layout = unwrap_keys(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
@@ -169,9 +153,15 @@ class Run:
             run = checkpoints.read(chosen, self.facts)
             is_dealt = layout.own and run["replicas"] != layout.parts
             like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
-            held, rows = checkpoints.read_arrays(chosen, like)
-            arrays = layout.deal(held) if is_dealt else held
-            self.carry, self.at = copied(typed(arrays, self.carry)), Position(*run["position"])
+            trees, best = {"state": like}, run["best"] if self.keep_best else {}
+            if best:
+                trees["best"] = unwrap_keys(whole := merge_replicas(self.carry, layout))
+            held, rows = checkpoints.read_arrays(chosen, trees)
+            if best:
+                self.best = best | {"state": wrap_keys(held["best"], whole)}
+            arrays = layout.deal(held["state"]) if is_dealt else held["state"]
+            self.carry = copy_arrays(wrap_keys(arrays, self.carry))
+            self.at = Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
             if isinstance(self.feed, StreamFeed):
                 self.feed.go_to(self.at, run["iterator"])
@@ -182,16 +172,16 @@ class Run:
         error: BaseException | None = None
         if self.at.epoch <= epochs and self.at.step < steps:
             self._drop_part()
-        if self.at.step and not self.at.offset and self._row is None:
-            stop = self._end_epoch()  # an error came between the epoch's last step and its row
-        early = [callback for callback in self.epoch_end if isinstance(callback, EarlyStopping)]
-        is_between = self.history.last and not self.at.offset
-        if is_between and wants_to_stop("on_epoch_end", tuple(early), self._event(dict)):
-            return "stopped"
-        compiled = steps_of(self.model, self.layout, self.carry, self.feed.rows)
+        if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
+            self._add_row()  # an error came between a step and its row
+            stop = self._call_row(is_end=not self.at.offset)
+        due = [f for n, f in self.every.items() if self.at.step % n == 0]
+        early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
+        if self._row is not None and wants_to_stop("", tuple(early), self._event(dict, True)):
+            return "stopped"  # where the run that is resumed had stopped
+        compiled = compile_steps(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
-            # In any process 3 is a failure, 2 a signal, and 1 a callback that wants to stop.
-            code = 3 if error else 2 if interrupt.requested else int(stop)
+            code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
             if code:
                 break
@@ -203,16 +193,17 @@ class Run:
                 stop, error = self._after(fed, steps), fed.error
             except (Exception, SystemExit) as raised:  # what has been trained is saved first
                 error = raised
-        if code == 3 and error is None:
+        if code == _FAILED and error is None:
             error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
             self._rescue(error)
             raise error
-        return _ENDED[code]
+        interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
+        return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
     def _drop_part(self) -> None:
         """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self._row is not None:
+        if self.at.offset and self._row is not None and not self._evaluates:
             row = self.history.epoch_rows.pop()
             self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
 
@@ -220,7 +211,9 @@ class Run:
         """How many steps may be taken until something happens."""
         at = self.at.step
         most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
-        return int(most) if self.checkpoints is None else self.checkpoints.until_next(at, int(most))
+        for every in (self.eval_every, self.checkpoint_every):
+            most = min(most, every - at % every)
+        return int(most)
 
     def _start_epoch(self) -> None:
         change, carry, layout = self.epoch_start, self.carry, self.layout
@@ -239,7 +232,9 @@ class Run:
             opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start's function returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        self.carry = copied(carry.replace(opt_state=opt_state))  # it may share the params' memory
+        self.carry = copy_arrays(
+            carry.replace(opt_state=opt_state)
+        )  # it may share the params' memory
 
     def _after(self, fed: Fed, steps: float) -> bool:
         """What happens after some steps; whether a callback wants to stop."""
@@ -252,28 +247,53 @@ class Run:
         self.history.add_steps(fed.columns, fed.steps)
         if fed.columns and self.show is not None:
             self._say(self.history.means(1))
+        # That an epoch was over may be found only when a batch more is asked for.
+        is_end = fed.is_over or self.at.step >= steps
+        if is_row := (is_end or self._evaluates) and self._row is None:
+            self._add_row()
         for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
             event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
             stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
-        # That an epoch was over may be found only when a batch more is asked for.
-        is_end = fed.is_over or self.at.step >= steps
-        if is_end and self._row is None:
-            stop |= self._end_epoch()
-        if self.checkpoints is not None and self.checkpoints.is_due(self.at.step, self._row):
+        if is_end or is_row:
+            stop |= self._call_row(is_end)
+        if self.checkpoints is not None and self.at.step % self.checkpoint_every == 0:
             self._save(self.checkpoints)
         return stop
 
-    def _end_epoch(self) -> bool:
+    @property
+    def _evaluates(self) -> bool:
+        """Whether `eval_every` asks for a row after the last step."""
+        return self.at.step % self.eval_every == 0
+
+    def _add_row(self) -> None:
+        """Adds a row to the history, with an evaluation."""
         evaluated, at = self._evaluate() if self.evaluate else {}, self.at
         self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
-        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
-        self._say(metrics)
+        self._say(self._metrics_of_row())
         warn_of_samplers(self.carry.opt_state)
-        if self._epoch == 1 and self.epoch_start is None:
+        if len(self.history.epoch_rows) == 1 and self.epoch_start is None:
             for state in find_states(self.carry.opt_state, SvrgState):
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
-        stop = wants_to_stop("on_epoch_end", self.epoch_end, self._event(lambda: metrics))
+        if self.keep_best:
+            self._keep_if_best(*self.keep_best)
+
+    def _keep_if_best(self, name: str, mode: str) -> None:
+        if name not in self.history.last:
+            known = ", ".join(map(repr, self.history.last))
+            raise ValueError(f"keep_best is {name!r}, but the rows of the history have {known}.")
+        value = self.history.last[name] * (1.0 if mode == "min" else -1.0)
+        if value < self.best.get("value", math.inf):
+            state = copy_arrays(merge_replicas(self.carry, self.layout))
+            self.best = {"value": value, "step": self.at.step, "state": state}
+
+    def _metrics_of_row(self) -> dict[str, float]:
+        return {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
+
+    def _call_row(self, is_end: bool) -> bool:
+        """Calls the functions of `on_epoch_end`; within an epoch those that look at every row."""
+        callbacks = tuple(f for f in self.epoch_end if is_end or isinstance(f, OF_ROWS))
+        stop = wants_to_stop("on_epoch_end", callbacks, self._event(self._metrics_of_row, True))
         self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
         return stop
 
@@ -294,14 +314,14 @@ class Run:
         text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
         self.show(self.at.step, " ".join(text))
 
-    def _event(self, metrics: Callable[[], Mapping[str, float]]) -> Event:
-        history = self.history
-        return Event(self._epoch, self.at.step, history, metrics, self._shown, self._evaluate)
+    def _event(self, metrics: Callable[[], Mapping[str, float]], is_row: bool = False) -> Event:
+        where = self._epoch, self.at.step, self.history, is_row
+        return Event(*where, metrics, self._shown, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(state=trained(self.carry, self.layout), epoch=self._epoch)
+        return self.evaluate(state=merge_replicas(self.carry, self.layout), epoch=self._epoch)
 
     def _tick(self) -> None:
         now = time.perf_counter()
@@ -310,7 +330,10 @@ class Run:
 
     def _shown(self) -> Any:
         """A new train state, or a new model, of arrays of its own."""
-        return self.model.shown(self.layout.bring_home(copied(trained(self.carry, self.layout))))
+        return self._brought_home(copy_arrays(merge_replicas(self.carry, self.layout)))
+
+    def _brought_home(self, state: TrainState) -> Any:
+        return self.model.shown(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self._tick()
@@ -319,12 +342,15 @@ class Run:
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
+        run["best"] = {name: value for name, value in self.best.items() if name != "state"}
+        trees = {"state": unwrap_keys(self.carry)}
+        trees |= {"best": unwrap_keys(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
-        checkpoints.write(self.at.step, plain(self.carry), rows, run, self._row)
+        checkpoints.write(self.at.step, trees, rows, run)
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
-        if (row := diverged_at(self.history)) is not None:
+        if (row := find_divergence(self.history)) is not None:
             step = self.at.step - self.history.num_steps + row
             warnings.warn(
                 f"The loss is {self.history.steps['loss'][-1]} at the end, and stopped being finite at "
@@ -336,15 +362,9 @@ class Run:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
-        if "is not bound here" in str(error):
-            error.add_note("fit maps over an axis with devices, mesh or replicas.")
-        if "needs the extra argument full_grad_fn" in str(error):
-            # In the message, as not all who show it show notes, and what it advises is for loops.
-            error.args = (
-                "fit takes full gradients between steps: leave out refresh_every and "
-                "refresh_probability, and pass epoch_start=optperm.take_snapshot. Without fit, "
-                f"{error}",
-            )
+        for part, advice in _ADVICE.items():
+            if part in str(error):
+                error.add_note(advice)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:
@@ -358,17 +378,14 @@ class Run:
 
     def result(self, ended: Ended) -> FitResult:
         """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state, (source, optimizer) = (
-            self.layout.bring_home(trained(self.carry, self.layout)),
-            self.source,
-        )
+        state = self.layout.bring_home(merge_replicas(self.carry, self.layout))
+        source, optimizer = self.source
         if self.model.graphdef is not None:
-            own = copied(state)
+            own = copy_arrays(state)
             nnx.update(source, own.params, own.model_state[1])
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)
         is_linen, at = self.model.graphdef is None, self.at
-        stream = self.feed if isinstance(self.feed, StreamFeed) else None
         result = FitResult(
             state if is_linen else None,
             None if is_linen else source,
@@ -377,7 +394,8 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            (self.layout, self.carry, at, self.feed.facts, stream),
+            self._brought_home(self.best["state"]) if self.best else None,
+            self.best.get("step"),
         )
         if self.checkpoints is not None:
             try:

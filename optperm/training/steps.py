@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.tree_util import Partial
 
@@ -31,22 +33,23 @@ from optperm.training.train_state import (
 )
 
 Metrics = dict[str, jax.Array]
+_INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 # What was made of a function, by that function, as long as somebody else holds it.
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def model_of(
+def wrap_model(
     source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
 ) -> tuple[Model, TrainState]:
-    """The first argument of `fit`, with its optimizer and loss function, and the state to carry."""
+    """Return the model and loss function that `fit` was given, and the state to carry."""
     if isinstance(source, TrainState):
         if optimizer is not None:
             raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
         return Model(loss_fn, has_aux), source
     if not isinstance(source, nnx.Module):
         raise TypeError(
-            "The first argument of fit must be a state from optperm.training.TrainState.create, a "
-            f"model of flax.nnx, or what an earlier fit returned, got {type(source)}."
+            "The first argument of fit must be a state from optperm.training.TrainState.create, such as "
+            f"the .state of what an earlier fit returned, or a model of flax.nnx, got {type(source)}."
         )
     if not isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
@@ -65,13 +68,13 @@ def model_of(
     return Model(loss_fn, has_aux, graphdef, optimizer.wrt), state
 
 
-def plain(tree: Any) -> Any:
-    """The tree with the data of random keys in their place."""
+def unwrap_keys(tree: Any) -> Any:
+    """Return the tree with the data of random keys in their place."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
-def typed(tree: Any, like: Any) -> Any:
-    """Undoes `plain`, by a tree with such keys."""
+def wrap_keys(tree: Any, like: Any) -> Any:
+    """Undo `unwrap_keys`, by a tree with such keys."""
 
     def wrap(key: Any, leaf: Any) -> Any:
         if not is_key(key):
@@ -81,20 +84,23 @@ def typed(tree: Any, like: Any) -> Any:
     return jax.tree.map(wrap, like, tree)
 
 
-def copied(tree: Any) -> Any:
-    """The tree in memory of its own, where it lies: a loop may give that up."""
+def copy_arrays(tree: Any) -> Any:
+    """Copy a tree, where it lies: a loop may give up the memory of the copy."""
     return jax.tree.map(jnp.copy, tree)
 
 
-def placed(state: TrainState, layout: Layout) -> TrainState:
-    """A train state as a run begins with it, with an optimizer state."""
-    here = typed(layout.place(plain(state)), state)
+_copy_at_once = jax.jit(copy_arrays)  # where there is no sharding to keep
+
+
+def place_state(state: TrainState, layout: Layout) -> TrainState:
+    """Return a train state as a run begins with it, with an optimizer state."""
+    here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
             here = here.replace(opt_state=here.tx.init(here.params))
         here = layout.deal(here, own=False) if layout.own else here
         if here.opt_state is not None:
-            return copied(here)
+            return copy_arrays(here) if layout.mesh is not None else _copy_at_once(here)
 
         def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
             return state.replace(opt_state=state.tx.init(state.params)), ()
@@ -102,29 +108,15 @@ def placed(state: TrainState, layout: Layout) -> TrainState:
         return jax.jit(layout.spread(init, 0))(here, (), ())[0]
 
 
-def moved(before: Layout, carry: TrainState, layout: Layout) -> TrainState:
-    """The carry with which an earlier run ended."""
-    if before == layout:
-        return copied(carry)
-    if before.own != layout.own:
-        here, there = ("each its own" if each.own else "one state" for each in (layout, before))
-        raise ValueError(
-            f"The replicas of the earlier fit had {there}, and here they have {here}: pass the same "
-            "mesh, devices or replicas, or begin anew from its state."
-        )
-    here = layout.place(jax.tree.map(np.asarray, plain(carry)))
-    return copied(typed(layout.deal(here) if layout.own else here, carry))
-
-
-def trained(carry: TrainState, layout: Layout) -> TrainState:
-    """The carry, or what has been trained of those of all replicas."""
+def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
+    """Return the carry, or what has been trained of the carries of all replicas."""
     with layout.context():
         return _center(carry, layout) if layout.own else carry
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _center(carry: TrainState, layout: Layout) -> TrainState:
-    """The center's params, or the first one's, and the mean model state."""
+    """Return the center's params, or the first replica's, and the mean model state."""
     first = jax.tree.map(lambda leaf: leaf[0], carry)
 
     def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -137,8 +129,8 @@ def _center(carry: TrainState, layout: Layout) -> TrainState:
     return first if whole is None else jax.lax.with_sharding_constraint(first, whole)
 
 
-def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
-    """What `make` makes of a function, once as long as somebody else holds that.
+def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
+    """Return what `make` makes of a function, once as long as somebody else holds that function.
 
     `make` is given a function that gives the function, which what it makes must not hold itself: then
     the programs that `jax.jit` keeps of it go when it goes, with the arrays of its closure.
@@ -152,8 +144,8 @@ def made(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) 
     return known[key]
 
 
-def steps_of(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
-    """The compiled steps of carries that lie where this one does, found again in later calls.
+def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
+    """Return the compiled steps of carries that lie where this one does, found again in later calls.
 
     Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
     the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
@@ -190,31 +182,34 @@ def steps_of(model: Model, layout: Layout, carry: TrainState, rows: int) -> tupl
         first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
         return first, second
 
-    return made(model.loss_fn, (bare, layout, structure, shardings, rows), make)
+    return find_or_make(model.loss_fn, (bare, layout, structure, shardings, rows), make)
 
 
 def _step(
     state: TrainState, batch: Any, model: Model, layout: Layout
 ) -> tuple[TrainState, Metrics]:
-    """The state after one step, of the same types, and float32 scalars by name."""
+    """Return the state after one step, of the same types, and float32 scalars by name."""
     averaged = None if layout.local else layout.mapped or None
     bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
     metrics = {"loss": e.value.astype(jnp.float32)}
+    for each in find_states(new.opt_state, _INJECTED):
+        if "learning_rate" in each.hyperparams:
+            metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
     for each in find_states(new.opt_state, PermuteByCyclesState):
         metrics["share_moved"] = each.share_moved
     if e.aux.aux is not None:
         source = "What loss_fn returns beside the loss (has_aux=True)"
         metrics |= scalar_metrics(e.aux.aux, source=source, reserved=RESERVED)
-    before, after = plain(state), plain(new)
+    before, after = unwrap_keys(state), unwrap_keys(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
     after = after if averaged is None else average_varying(after)
-    return mark_varying((typed(cast_like(after, before), state), metrics), layout.apart)
+    return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
 
-def evaluated(
+def evaluate_all(
     eval_fn: Callable[..., Any],
     data: Any,
     state: TrainState,
@@ -224,21 +219,35 @@ def evaluated(
     model: Model = Model(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> dict[str, float]:
-    """The means of metrics over all examples, of arrays so many at once; a ValueError without any."""
+    """Return the means of metrics over all examples, of arrays so many at once.
+
+    A metric by itself is the mean over a batch and counts by the batch's examples; a pair is a sum and
+    a count.
+    """
     rows, sizes, model = list[Any](), list[int](), dataclasses.replace(model, loss_fn=None)
 
     def make(function: Callable[[], Any]) -> Any:
         return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
 
-    call = made(eval_fn, ("evaluated", model), make)
+    call = find_or_make(eval_fn, ("evaluated", model), make)
     with layout.context():
-        for batch in datas.pieces("eval_data", data, epoch, batch_size, layout):
-            sizes.append(datas.num_examples("A batch of eval_data", batch))
+        for batch in datas.read_all("eval_data", data, epoch, batch_size, layout):
+            sizes.append(datas.num_examples("A batch of eval_data", batch, is_batch=True))
             rows.append(call(state, batch))
             # The next ones are loaded while these are computed.
             jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-    host, weights = jax.device_get(rows), np.array(sizes, np.float64) / sum(sizes)
+    host = jax.device_get(rows)
     if different := [list(row) for row in host if row.keys() != host[0].keys()]:
         says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
         raise ValueError(f"eval_fn must return {says}.")
-    return {name: float(np.dot(weights, [row[name] for row in host])) for name in host[0]}
+
+    def mean(name: str) -> float:
+        of_batches = zip((row[name] for row in host), sizes, strict=True)
+        pairs = [
+            metric if np.ndim(metric) else (float(metric) * size, size)
+            for metric, size in of_batches
+        ]
+        total, count = np.sum(np.asarray(pairs, np.float64), axis=0)
+        return float(total / count) if count else math.nan
+
+    return {name: mean(name) for name in host[0]}

@@ -11,48 +11,47 @@ from typing import Self
 
 import jax
 
+from optperm.contract import checks
 from optperm.contract.extras import import_optional
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def progress_bar(progress: bool | str, total: float) -> Iterator[Callable[[int, str], None] | None]:
+def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int, str], None] | None]:
     """Gives a function that shows the steps done, of a total or infinitely many, and a text, or None."""
     known = int(total) if total < math.inf else None
-    if progress not in (False, True, "rich", "tqdm"):
-        raise ValueError(f"progress must be True, False, 'rich' or 'tqdm', got {progress!r}.")
+    checks.check_flag("progress", progress)
     if not progress or jax.process_index():
         yield None
-    elif progress == "tqdm":
-        tqdm = import_optional("tqdm", needed_by="progress='tqdm'", install="tqdm")
-        with tqdm.tqdm(total=known, desc="compiling") as bar:
-
-            def show(step: int, text: str) -> None:
-                bar.set_description_str(text, refresh=False)
-                bar.update(step - bar.n)
-
-            yield show
-    else:
-        extra = "optperm[progress]"
-        rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
-        says = rich.TextColumn("{task.description}", markup=False)
-        columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
-        with rich.Progress(*columns, rich.TimeElapsedColumn()) as bars:
-            task = bars.add_task("compiling", total=known)
-            yield lambda step, text: bars.update(task, completed=step, description=text)
+        return
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    says = rich.TextColumn("{task.description}", markup=False)
+    columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
+    with rich.Progress(*columns, rich.TimeElapsedColumn()) as bars:
+        task = bars.add_task("compiling", total=known)
+        yield lambda step, text: bars.update(task, completed=step, description=text)
 
 
 class Interrupt:
     """A context in which SIGTERM and the first Ctrl-C are noted; the second raises KeyboardInterrupt.
 
-    Outside the main thread, where Python delivers no signals, nothing is noted.
+    Outside the main thread, where Python delivers no signals, nothing is noted. Signals that the program
+    ignores, or handles outside of Python, are left alone.
+
+    Attributes:
+      number: The signal that came; 0 for none.
     """
 
-    requested = False
+    number = 0
 
     def __enter__(self) -> Self:
         is_main = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS if is_main}
+        self._previous = {n: h for n, h in handlers.items() if h not in (None, signal.SIG_IGN)}
+        for number in self._previous:
+            signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -60,9 +59,11 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested:
+        if number == signal.SIGINT and self.number:
             raise KeyboardInterrupt
+        says = b"SIGTERM: stopping after this step.\n"
         if number == signal.SIGINT:
-            with contextlib.suppress(OSError):
-                os.write(2, b"\nStopping after this step; Ctrl-C again to quit.\n")
-        self.requested = True
+            says = b"\nStopping after this step; Ctrl-C again to quit.\n"
+        with contextlib.suppress(OSError):
+            os.write(2, says)
+        self.number = number

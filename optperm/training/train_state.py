@@ -94,7 +94,7 @@ class Model:
             raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
         else:
             out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
-        return scalar_metrics(out, source="What eval_fn returns")
+        return scalar_metrics(out, source="What eval_fn returns", may_be_pairs=True)
 
 
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
@@ -120,12 +120,16 @@ def check_nnx(name: str, function: Callable[..., Any]) -> None:
             )
 
 
-def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The metrics that a function returned, as float32 scalars; an error if they are none."""
+def scalar_metrics(
+    aux: Any, *, source: str, reserved: tuple[str, ...] = (), may_be_pairs: bool = False
+) -> dict[str, Any]:
+    """Return the metrics of a function as float32 scalars, or (2,) if pairs; raise if they are none."""
     wanted = f"{source} must be a dict of scalar metrics"
     if not isinstance(aux, Mapping):
         raise TypeError(f"{wanted}, such as {{'accuracy': accuracy}}, got {type(aux).__name__}.")
-    for name, value in aux.items():
+    pairs = {k for k, v in aux.items() if may_be_pairs and isinstance(v, tuple) and len(v) == 2}
+    parts = [(k, part) for k, v in aux.items() for part in (v if k in pairs else (v,))]
+    for name, value in parts:
         shape, dtype = jnp.shape(value), jnp.result_type(value)
         if shape or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
             advice = "Take its mean over the batch, or leave it out"
@@ -137,7 +141,11 @@ def scalar_metrics(aux: Any, *, source: str, reserved: tuple[str, ...] = ()) -> 
                 f"{source} has a metric named {name!r}, which is a column of the history of its own"
             )
             raise ValueError(f"{says}: choose another than {', '.join(reserved)} and eval_...")
-    return {name: jnp.asarray(value).astype(jnp.float32) for name, value in aux.items()}
+
+    def cast(value: Any) -> jax.Array:
+        return jnp.asarray(value).astype(jnp.float32)
+
+    return {k: jnp.stack([*map(cast, v)]) if k in pairs else cast(v) for k, v in aux.items()}
 
 
 class TrainState(train_state.TrainState):

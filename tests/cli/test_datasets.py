@@ -1,9 +1,8 @@
 """Reading data: what comes out is what went in, and what cannot be used is refused by name."""
 
-import gzip
 import io
-import struct
-import tracemalloc
+import sys
+import types
 import zipfile
 
 import numpy as np
@@ -11,34 +10,6 @@ import pytest
 
 from optperm.cli import datasets
 from optperm.cli.errors import CliError
-
-
-def random_images(count, seed):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (count, 4, 3), np.uint8), rng.integers(0, 5, count, np.uint8)
-
-
-def idx_bytes(array):
-    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    return header + array.tobytes()
-
-
-def write_idx_folder(folder, *, dot="-", compress=False):
-    x_train, y_train = random_images(20, 0)
-    x_test, y_test = random_images(7, 1)
-    arrays = {
-        f"train-images{dot}idx3-ubyte": x_train,
-        f"train-labels{dot}idx1-ubyte": y_train,
-        f"t10k-images{dot}idx3-ubyte": x_test,
-        f"t10k-labels{dot}idx1-ubyte": y_test,
-    }
-    for name, array in arrays.items():
-        content = idx_bytes(array)
-        if compress:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
-        else:
-            (folder / name).write_bytes(content)
-    return x_train, y_train, x_test, y_test
 
 
 def write_npz(path, **changes):
@@ -66,71 +37,6 @@ def test_digits_are_split_once_and_standardized_by_the_training_images():
     assert 0.9 < data.x_test[:, varies].std() < 1.1
     again = datasets.load("digits")
     np.testing.assert_array_equal(data.x_test, again.x_test)
-
-
-def test_idx_folder_gives_the_images_scaled(tmp_path):
-    for dot, compress in (("-", False), (".", True)):
-        folder = tmp_path / f"idx{dot}"
-        folder.mkdir()
-        x_train, y_train, x_test, y_test = write_idx_folder(folder, dot=dot, compress=compress)
-        data = datasets.load(str(folder))
-        np.testing.assert_array_equal(data.x_train, x_train.astype(np.float32) / np.float32(255))
-        np.testing.assert_array_equal(data.x_test, x_test.astype(np.float32) / np.float32(255))
-        np.testing.assert_array_equal(data.y_train, y_train)
-        np.testing.assert_array_equal(data.y_test, y_test)
-        assert (data.num_classes, data.name) == (5, folder.name)
-
-
-def damage(content, kind):
-    return {
-        "cut in the data": content[:-1],
-        "cut in the header": content[:9],
-        "empty": b"",
-        "longer than promised": content + b"\0",
-        "floats": content[:2] + b"\x0d" + content[3:],
-        "labels instead": content[:3] + b"\1" + content[4:],
-        "huge header": content[:4] + b"\xff" * 12 + content[16:],
-        "gzip huge header": gzip.compress(content[:4] + b"\xff" * 12 + content[16:]),
-        "gzip bomb": gzip.compress(content + bytes(50_000_000)),
-        "gzip cut": gzip.compress(content)[:-12],
-        "gzip damaged": gzip.compress(content)[:12] + b"\xff" * 40,
-    }[kind]
-
-
-def test_damaged_idx_files_are_refused(tmp_path):
-    write_idx_folder(tmp_path)
-    path = tmp_path / "train-images-idx3-ubyte"
-    whole = path.read_bytes()
-    for kind, says in [
-        ("cut in the data", "promises 240 bytes of data"),
-        ("cut in the header", "ends within its header"),
-        ("empty", "begins with nothing"),
-        ("longer than promised", "it holds more"),
-        ("floats", "begins with 00 00 0d 03"),
-        ("labels instead", "begins with 00 00 08 01"),
-        ("huge header", "promises 79228162458924105385300197375 bytes of data .* it holds less"),
-        ("gzip huge header", "promises 79228162458924105385300197375 bytes"),
-        ("gzip bomb", "promises 240 bytes of data .* it holds more"),
-        ("gzip cut", "cannot be decompressed"),
-        ("gzip damaged", "cannot be decompressed"),
-    ]:
-        path.write_bytes(damage(whole, kind))
-        tracemalloc.start()
-        try:
-            with pytest.raises(CliError, match=says) as caught:
-                datasets.load(str(tmp_path))
-            assert tracemalloc.get_traced_memory()[1] < 2_000_000  # a bomb is not unpacked
-        finally:
-            tracemalloc.stop()
-        assert str(path) in str(caught.value)
-    path.write_bytes(whole)
-    labels = tmp_path / "t10k-labels-idx1-ubyte"
-    labels.write_bytes(idx_bytes(np.zeros(6, np.uint8)))
-    with pytest.raises(CliError, match=r"the 7 examples in x_test, got uint8\[6\]"):
-        datasets.load(str(tmp_path))
-    labels.unlink()
-    with pytest.raises(CliError, match=r"no t10k-labels file: .*t10k-labels-idx1-ubyte\.gz"):
-        datasets.load(str(tmp_path))
 
 
 def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
@@ -167,6 +73,10 @@ def test_unusable_npz_arrays_are_refused(tmp_path):
         ({"y_train": np.zeros((20, 1), int)}, "y_train must be a vector of integer labels"),
         ({"y_train": np.full(20, -1)}, "labels from -1 to -1"),
         ({"y_test": np.full(5, 10**9)}, "labels from 1000000000"),
+        (
+            {"y_train": np.full(20, 2)},
+            "all 20 training examples are of class 2, so that there is noth",
+        ),
         ({"y_train": np.zeros(19, int)}, r"for each of the 20 examples in x_train, got int64.19."),
         ({"y_train": np.array([None] * 20)}, "of plain arrays: it holds Python objects"),
     ]
@@ -208,5 +118,85 @@ def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path):
 
 
 def test_missing_data_says_what_is_possible(tmp_path):
-    with pytest.raises(CliError, match=r"no such file or folder\. Pass 'digits'"):
-        datasets.load(str(tmp_path / "nothing"))
+    says = r"no such file\. Pass 'digits', 'mnist', 'fashion_mnist', 'cifar10', or an \.npz"
+    for source in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(CliError, match=says):
+            datasets.load(str(source))
+
+
+@pytest.mark.programs  # importing scikit-learn takes seconds
+def test_digits_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    split = pytest.importorskip("sklearn.model_selection").train_test_split
+    raw = sklearn.load_digits()
+    parts = split(raw.images, raw.target, test_size=0.3, random_state=42)
+    data = datasets.load("digits")
+    np.testing.assert_array_equal(data.y_train, parts[2])
+    np.testing.assert_array_equal(data.y_test, parts[3])
+    varies = parts[0].std(axis=0) > 0
+    back = data.x_test * np.where(varies, parts[0].std(axis=0), 1) + parts[0].mean(axis=0)
+    np.testing.assert_allclose(back, parts[1], atol=1e-5)
+
+
+def test_known_data_come_from_the_library_datasets(monkeypatch):
+    """Their images are scaled as any others; without a network the error says what to do."""
+    rng, asked = np.random.default_rng(0), []
+
+    class Split(dict):
+        def __getitem__(self, key):
+            return self if isinstance(key, slice) else super().__getitem__(key)
+
+    class Splits(dict):
+        def with_format(self, kind):
+            assert kind == "numpy"
+            return self
+
+    def load_dataset(repository):
+        asked.append(repository)
+        column = "img" if "cifar" in repository else "image"
+        shape = (4, 4, 3) if "cifar" in repository else (4, 4)
+        return Splits(
+            {
+                name: Split(
+                    {column: rng.integers(0, 256, (n, *shape), np.uint8), "label": np.arange(n) % 3}
+                )
+                for name, n in (("train", 12), ("test", 5))
+            }
+        )
+
+    library = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    for name in ("mnist", "fashion_mnist", "cifar10"):
+        data = datasets.load(name)
+        assert (data.name, data.source, data.num_classes) == (name, name, 3)
+        assert (len(data.x_train), len(data.x_test)) == (12, 5)
+        assert 0.9 < data.x_train.max() <= 1
+    assert asked == ["ylecun/mnist", "zalando-datasets/fashion_mnist", "uoft-cs/cifar10"]
+
+    def offline(repository):
+        raise ConnectionError(f"could not reach {repository}")
+
+    library.load_dataset = offline
+    with pytest.raises(CliError, match=r"could not load ylecun/mnist \(Conn.*needs a network"):
+        datasets.load("mnist")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'optperm\[data\]'"):
+        datasets.load("mnist")
+
+
+def test_validation_examples_are_taken_from_training(tmp_path):
+    """The same for every seed, each example once."""
+    arrays = write_npz(tmp_path / "data.npz")
+    data = datasets.load(str(tmp_path / "data.npz"), valid_share=0.3)
+    assert (len(data.x_train), len(data.x_valid), len(data.x_test)) == (14, 6, 5)
+    both = np.concatenate([data.x_train, data.x_valid])
+    np.testing.assert_array_equal(
+        np.sort(both, axis=0), np.sort(arrays["x_train"].astype(np.float32), axis=0)
+    )
+    assert "14 to train, 6 to validate, 5 to test; shape 6, 3 classes" in data.about
+
+
+def test_classes_of_the_test_that_training_lacks_are_warned_of(tmp_path):
+    write_npz(tmp_path / "data.npz", y_test=np.array([0, 1, 2, 4, 5]))
+    with pytest.warns(UserWarning, match="classes that the training examples lack: 4, 5"):
+        assert datasets.load(str(tmp_path / "data.npz")).num_classes == 6

@@ -43,8 +43,8 @@ def test_the_seed_decides_the_initial_params():
 def test_cnn_takes_images_with_and_without_channels_and_nothing_else():
     for shape in [(8, 8), (5, 7, 3), (1, 1)]:
         of_images = spec(model="cnn", input_shape=shape)
-        x = np.ones((2, *shape), np.float32)
-        params = models.initial_params(of_images)
-        assert models.logits(models.build(of_images), params, x).shape == (2, 10)
+        x = jax.ShapeDtypeStruct((2, *shape), np.float32)
+        init = models.build(of_images).init_with_output
+        assert jax.eval_shape(init, jax.random.key(0), x)[0].shape == (2, 10)
     with pytest.raises(UsageError, match=r"examples are of shape \[64\]\. Use --model mlp"):
         models.build(spec(model="cnn", input_shape=(64,)))

@@ -220,21 +220,24 @@ def test_a_basis_is_spread_over_devices():
         logits = batch["x"] @ params["w"]
         return fitting.cross_entropy(logits, batch["y"]), fitting.accuracy(logits, batch["y"])
 
-    alone, other = run(None), run("replica", devices=4)
+    with fitting.runs() as made:
+        alone, other = run(None), run("replica", devices=4)
     for name in ("loss", "accuracy"):
         columns = other.history.steps[name], alone.history.steps[name]
         np.testing.assert_allclose(*columns, rtol=1e-3, atol=1e-5)
-    assert other._end[1].opt_state.second.subspace.rows["w"].shape[:2] == (4, 1)
+    assert made[1].carry.opt_state.second.subspace.rows["w"].shape[:2] == (4, 1)
 
 
 def test_replicas_of_local_steps_part_and_meet():
     """What comes out is the center, and the mean of the batch statistics."""
-    result = fitting.fit("linen", "agn", steps=5, devices=4)
-    kernels = np.asarray(result._end[1].params["Dense_0"]["kernel"])
+    with fitting.runs() as made:
+        result = fitting.fit("linen", "agn", steps=5, devices=4)
+    carry = made[0].carry
+    kernels = np.asarray(carry.params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
-    center = optperm.center_params(result._end[1].opt_state)["Dense_0"]["kernel"]
+    center = optperm.center_params(carry.opt_state)["Dense_0"]["kernel"]
     support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
-    each = np.asarray(result._end[1].model_state["batch_stats"]["BatchNorm_0"]["mean"])
+    each = np.asarray(carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
@@ -338,14 +341,13 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     calls = {
         "matplotlib": training.History().plot,
         "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
-        "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress="rich"),
-        "tqdm": lambda: fitting.fit("linen", "adam", epochs=1, progress="tqdm"),
+        "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress=True),
     }
-    for module in ("tqdm", "rich.progress", "orbax.checkpoint", "matplotlib.figure"):
+    for module in ("rich.progress", "orbax.checkpoint", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     for name, call in calls.items():
-        what = "tqdm" if name == "tqdm" else r"optperm\[(training|progress)\]"
-        with pytest.raises(ImportError, match=f"needs {name}.*pip install '{what}'"):
+        what = r"pip install 'optperm\[(training|progress)\]'"
+        with pytest.raises(ImportError, match=f"needs {name}.*{what}"):
             call()
 
 
@@ -388,14 +390,15 @@ def test_bad_arguments_are_named():
             TypeError,
             "must return .loss, model_state, aux., got a tuple",
         ),
-        ({"epochs": 1, "progress": "bar"}, ValueError, "progress must be True, False"),
+        ({"epochs": 1, "progress": "bar"}, TypeError, "progress must be True or False"),
         ({"epochs": 1, "eval_fn": len}, ValueError, "pass eval_data"),
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
         ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
         ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
-        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder or .* got int"),
+        ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
+        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder, got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
         ({"epochs": 1, "devices": 2, "replicas": 2}, ValueError, "devices and replicas exclude"),
         (
@@ -423,7 +426,7 @@ def test_what_is_no_model_is_named():
     plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     cases = [
         (plain, {}, "optperm.training.TrainState.create"),
-        (params, {}, "or what an earlier fit returned, got <class .dict"),
+        (params, {}, "or a model of flax.nnx, got <class .dict"),
         (fitting.NnxNet(), {}, "pass optimizer=optperm.training.Optimizer"),
     ]
     for model, options, says in cases:
@@ -543,7 +546,7 @@ def test_seconds_are_those_of_the_steps_and_not_of_their_dispatch():
 
 def test_refreshes_within_steps_are_refused_with_what_to_do():
     tx = optax.chain(optperm.svrg(refresh_every=4), optax.sgd(0.05))
-    with pytest.raises(ValueError, match=r"epoch_start=optperm\.take_snapshot.*full_grad_fn"):
+    with pytest.raises(ValueError, match=r"(?s)full_grad_fn.*epoch_start=optperm\.take_snapshot"):
         training.fit(
             fitting.linen_state(tx), fitting.linen_loss, fitting.data(), epochs=1, batch_size=8
         )
@@ -599,8 +602,6 @@ def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step()
     with pytest.warns(RuntimeWarning, match="finite at step 8 of 10") as caught:
         result = training.fit(state, loss_fn, batches, epochs=1)
     assert (len(caught), caught[0].filename, result.ended) == (1, __file__, "finished")
-    with pytest.warns(RuntimeWarning, match="finite at step 8 of 20"):
-        training.fit(result, loss_fn, batches, epochs=2)
     state = state.replace(tx=optax.apply_if_finite(optax.sgd(0.1), 9))
     state = state.replace(opt_state=state.tx.init(state.params))
     training.fit(state, loss_fn, batches[::-1], epochs=1)  # warnings are errors here

@@ -1,4 +1,3 @@
-import csv
 import json
 
 import numpy as np
@@ -15,25 +14,6 @@ def recorded():
     history.add_steps({"loss": np.array([0.1], np.float32)})
     history.add_epoch(epoch=2, step=4, seconds=0.25, evaluated={"loss": np.float32(0.7)})
     return history
-
-
-def test_rows_are_written_as_csv(tmp_path):
-    history = recorded()
-    history.write_csv(tmp_path / "epochs.csv")
-    history.write_csv(str(tmp_path / "steps.csv"), rows="steps")
-    with (tmp_path / "epochs.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["2", "4"]
-    for name, column in history.epochs.items():
-        np.testing.assert_array_equal([float(row[name]) for row in rows], column)
-    with (tmp_path / "steps.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
-    # Read back, each number is the one that was recorded.
-    read = np.array([row["loss"] for row in rows]).astype(np.float32)
-    np.testing.assert_array_equal(read, history.steps["loss"])
-    with pytest.raises(ValueError, match="rows must be one of 'epochs', 'steps', got 'batches'"):
-        history.write_csv(tmp_path / "no", rows="batches")
 
 
 def test_arrays_and_json_hold_all_of_it():

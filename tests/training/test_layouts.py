@@ -136,11 +136,11 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     wanted = {key: NamedSharding(mesh, spec) for key, spec in SHARDINGS["output"].items()}
     params = jax.device_put(dense_params(), wanted)
     state = training.TrainState.create(apply_fn=None, params=params, tx=method(name))
-    where = layout.layout_of(state.tx, state)
+    where = layout.choose_layout(state.tx, state)
     with where.context():
         carry = where.place(state)
         batch = where.put_batch({k: v[:BATCH] for k, v in dense_data().items()}, local=False)
-        one = steps.steps_of(steps.Model(dense_loss), where, carry, rows=1)[1]
+        one = steps.compile_steps(steps.Model(dense_loss), where, carry, rows=1)[1]
         model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
         texts = [
             one.lower(carry, (), batch).compile().as_text(),
@@ -253,11 +253,12 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
 )
 def test_replicas_on_one_device_are_those_of_four(name, kind):
     places = ({"devices": 4}, {"replicas": 4})
-    results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
+    with fitting.runs() as made:
+        results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert results[0]._end[0].own
-    assert results[1]._end[0].mesh is None
+    assert made[0].layout.own
+    assert made[1].layout.mesh is None
 
 
 def test_local_steps_are_found_without_a_state():
@@ -265,12 +266,13 @@ def test_local_steps_are_found_without_a_state():
     tx = fitting.method("agn", "replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx, opt_state=None)
     options = {"epochs": 2, "batch_size": BATCH, "devices": 4}
-    late = training.fit(state, dense_loss, dense_data(), **options)
+    with fitting.runs() as made:
+        late = training.fit(state, dense_loss, dense_data(), **options)
     early = dense_fit(tx, devices=4)
     support.assert_same_bits(
         *(jax.tree.map(np.asarray, result.state.params) for result in (late, early))
     )
-    assert late._end[0].own
+    assert made[0].layout.own
 
 
 @pytest.mark.chains

@@ -124,6 +124,10 @@ def leave():
     raise SystemExit(3)
 
 
+def on_signal(number, **options):
+    return {**at_seven(lambda: signal.raise_signal(number)), **options}
+
+
 def failing_after(batches):
     """A loader that fails in the second epoch, once so many batches were taken."""
 
@@ -142,8 +146,9 @@ def failing_evaluation(epoch):
 INTERRUPTIONS = {
     "steps": ({"steps": 7}, "finished", 7),
     "callback": (at_seven(lambda: True), "stopped", 7),
-    "SIGTERM": (at_seven(lambda: signal.raise_signal(signal.SIGTERM)), "interrupted", 7),
-    "SIGINT": (at_seven(lambda: signal.raise_signal(signal.SIGINT)), "interrupted", 7),
+    "SIGTERM": (on_signal(signal.SIGTERM, on_signal="return"), "interrupted", 7),
+    "SIGINT": (on_signal(signal.SIGINT, on_signal="return"), "interrupted", 7),
+    "SIGINT again": (on_signal(signal.SIGINT), KeyboardInterrupt, 7),
     "exit": (at_seven(leave), SystemExit, 7),
     "callback's error": (at_seven(fail), ZeroDivisionError, 7),
     "loader's error": (failing_after(2), ZeroDivisionError, 7),
@@ -198,10 +203,37 @@ def test_an_endless_stream_stops_at_a_signal(tmp_path):
     """And a second Ctrl-C at once."""
     batches = itertools.cycle(fitting.batches(1))
     interrupt = {"every": {3: lambda event: signal.raise_signal(signal.SIGTERM)}}
-    result = linear_fit(train_data=batches, steps=10**9, checkpoints=tmp_path, **interrupt)
+    options = {"checkpoints": tmp_path, "on_signal": "return", **interrupt}
+    result = linear_fit(train_data=batches, steps=10**9, **options)
     assert (result.ended, result.step, kept(tmp_path)) == ("interrupted", 3, [3])
     with pytest.raises(KeyboardInterrupt):
         linear_fit(epochs=1, every={1: lambda _: [signal.raise_signal(2), signal.raise_signal(2)]})
+
+
+def test_a_signal_comes_again_after_the_checkpoint(tmp_path, capfd):
+    """By default: to the handler that was there before, once everything is kept, and with a line."""
+    came = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: came.append(kept(tmp_path)))
+    try:
+        send = {"every": {4: lambda event: signal.raise_signal(signal.SIGTERM)}}
+        result = linear_fit(steps=20, checkpoints=tmp_path, **send)
+        assert (result.ended, came) == ("interrupted", [[4]])
+        said = capfd.readouterr().err.splitlines()
+        assert said == [
+            "SIGTERM: stopping after this step.",
+            f"fit was interrupted by SIGTERM after step 4, kept in {tmp_path}.",
+        ]
+        # One that comes in the last step changes nothing in the result, and comes again as well.
+        send["every"] = {8: send["every"][4]}
+        assert linear_fit(steps=8, checkpoints=tmp_path, resume=True, **send).ended == "finished"
+        assert came == [[4], [4, 8]]
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert linear_fit(steps=8, every=send["every"]).ended == "finished"
+        assert len(came) == 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    with pytest.raises(ValueError, match="on_signal must be one of 'raise', 'return'"):
+        linear_fit(steps=1, on_signal="ignore")
 
 
 def test_going_back_overwrites_what_came_after(tmp_path):
@@ -362,18 +394,3 @@ def test_batches_that_come_once_are_refused_where_they_are_needed_again():
         fitting.fit("linen", "svrg", steps=5, train_data=once)
     with pytest.raises(ValueError, match="only once"):
         linear_fit(train_data=fitting.all_batches(1), epochs=2)
-
-
-@pytest.mark.parametrize("kind", fitting.KINDS)
-def test_a_result_is_gone_on_with(kind):
-    """Within an epoch, with the same batches and unless what it trained has changed."""
-    whole = fitting.fit(kind, "adam", epochs=3)
-    part = fitting.fit(kind, "adam", steps=7)
-    go_on = functools.partial(training.fit, part, fitting.LOSS[kind], epochs=3)
-    with pytest.raises(ValueError, match=r"after 2 steps of epoch 2.*seed is 0 there and 1 here"):
-        go_on(data(), batch_size=BATCH, seed=1)
-    resumed = go_on(data(), batch_size=BATCH)
-    assert_same_run(resumed, whole)
-    if kind == "nnx":
-        with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
-            go_on(data(), batch_size=BATCH)
