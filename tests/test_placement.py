@@ -176,3 +176,76 @@ def test_all_states_that_hold_are_heard():
     moved = optax.apply_updates(params, updates)
     expected = {"a": jnp.stack([moved["a"][0], params["a"][1]]), "b": params["b"]}
     support.assert_same_bits(got, expected)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_a_placement_of_another_step_is_not_applied():
+    """Where the updates lead elsewhere than to the targets, by more than rounding, they are applied,
+    entry by entry and in each dtype; one that overflows on its way to its target gets there."""
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        top = jnp.finfo(dtype).max
+        params = jnp.array([1.0, 2.0, -0.5, 0.0, -top, jnp.nan, 3.0], dtype)
+        targets = jnp.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)
+        updates = (targets - params).at[jnp.array([0, 1, 6])].set(jnp.array([0.05, 0, jnp.nan], dtype))
+        for apply in (optperm.apply_updates, jax.jit(optperm.apply_updates)):
+            got = apply(params, updates, Placed(targets, True))
+            expected = jnp.where(jnp.array([0, 0, 1, 1, 1, 1, 0]), targets, params + updates)
+            support.assert_same_bits(got, expected)
+
+
+def descend(tx, apply, num_steps):
+    """The params after each step on a quadratic."""
+
+    def step(carry, _):
+        w, state = carry
+        updates, new = tx.update(w - jnp.linspace(-1.0, 1.0, 6), state, w)
+        w = apply(w, updates, new)
+        # SAM takes its choice by arithmetic, which makes integers of booleans.
+        return (w, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)), w
+
+    w = jnp.array([0.3, -0.8, 0.9, 0.1, -0.2, 0.6])
+    with jax.numpy_dtype_promotion("standard"):
+        (_, state), ws = jax.lax.scan(step, (w, tx.init(w)), length=num_steps)
+    return w, ws, state
+
+
+def test_sam_takes_its_ascent_around_a_method_that_places():
+    """Its steps are those of `optax.apply_updates`, and the synchronized params are the exact targets."""
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
+    methods = (
+        optperm.agn(optax.sgd(0.2, momentum=0.9), communication_period=2),
+        optperm.laperm(optax.sgd(0.5), 1),
+        optperm.sgperm(1.0),
+    )
+    for method in methods:
+        tx = optax.contrib.sam(method, ascent, sync_period=2)
+        _, added, _ = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 9)
+        start, placed, state = descend(tx, optperm.apply_updates, 9)
+        np.testing.assert_allclose(placed, added, atol=1e-6)
+        lengths = np.linalg.norm(np.diff(placed[1::2], axis=0, prepend=start[None]), axis=1)
+        ascents = np.linalg.norm(placed[2::2] - placed[1:-1:2], axis=1)
+        np.testing.assert_allclose(ascents, 0.3, rtol=1e-4)
+        assert lengths.max() > 0.1
+        if method is methods[0]:
+            support.assert_same_bits(placed[7], optperm.center_params(state))
+        else:
+            support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
+
+
+def test_wrappers_that_move_params_elsewhere_are_refused_by_name():
+    """No exact weights come of averages and of scaled steps."""
+    lookahead = {"w": jnp.float32([0.3, -0.1])}
+    for base in (optperm.sgperm(), optperm.agn(optax.sgd(0.1), 1)):
+        for name, tx in {
+            "schedule_free": optax.contrib.schedule_free(base, 0.1),
+            "mechanize": optax.contrib.mechanize(base),
+            "lookahead": optax.lookahead(base, 2, 0.5),
+        }.items():
+            params = lookahead
+            if name == "lookahead":
+                params = optax.LookaheadParams.init_synced(params)
+            state = optax.chain(tx, optax.scale(1.0)).init(params)
+            with pytest.raises(ValueError, match=f"{name} .* method that places weights"):
+                optperm.apply_updates(params, params, state)
+    around = optax.contrib.mechanize(optax.sgd(0.1)).init(lookahead)
+    optperm.apply_updates(lookahead, lookahead, around)
