@@ -249,3 +249,54 @@ def test_wrappers_that_move_params_elsewhere_are_refused_by_name():
                 optperm.apply_updates(params, params, state)
     around = optax.contrib.mechanize(optax.sgd(0.1)).init(lookahead)
     optperm.apply_updates(lookahead, lookahead, around)
+
+
+def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
+    """Rounding is not counted, and what a wrapper or a rollback does is; scalars are not its own."""
+    tx = optperm.sgperm(1.0)
+    start = {"w": support.normal((6, 2), 0), "scale": jnp.float32(1.0)}
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates | {"scale": 0.5}), state
+
+    params, state = start, jax.jit(tx.init)(start)
+    for index in range(6):
+        params, state = step(params, state, support.random_like(start, index))
+    assert not np.array_equal(params["w"], optperm.permuted_params(state)["w"])  # by rounding
+    assert state[1].mismatches == 0
+    rolled_back = {
+        "moved": params | {"w": start["w"]},
+        "one": params | {"w": params["w"].at[3, 1].add(1e-4)},
+        "lost": params | {"w": params["w"].at[3, 1].set(jnp.nan)},
+    }
+    for name, other in rolled_back.items():
+        after = step(other, state, start)[1]
+        assert after[1].mismatches == 1, name
+        with pytest.warns(UserWarning, match="1 step .* other params than"):
+            optperm.permuted_params(after)
+    with pytest.warns(UserWarning, match="1 step .* other params than"):
+        optperm.export_permutation(start, after)
+
+
+def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
+    """Other libraries call `optax.apply_updates`, to which no state is given."""
+    for wrap in (
+        lambda tx: optax.contrib.schedule_free(tx, 0.1, b1=0.9),
+        optax.contrib.mechanize,
+    ):
+        tx = wrap(optperm.sgperm(1.0))
+        _, _, state = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 4)
+        with pytest.warns(UserWarning, match="other params than"):
+            optperm.permuted_params(state)
+
+
+def test_where_all_params_are_scalars_permuting_is_warned_of():
+    """Beside others a scalar is left alone, and no word is said of it."""
+    scalars = {"lengthscale": jnp.float32(1.0), "variance": jnp.float32(2.0), "none": jnp.zeros(0)}
+    for tx in (optperm.sgperm(), optperm.laperm(optax.sgd(0.1), 2)):
+        with pytest.warns(UserWarning, match="All params are scalars"):
+            tx.init(scalars)
+        tx.init(scalars | {"kernel": support.bias(3)})
+        tx.init({})
