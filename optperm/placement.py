@@ -247,9 +247,16 @@ def _where_updated(params: Any, updates: Any) -> Any:
 
 
 def _check_fits(params: optax.Params, held: Any) -> None:
-    checks.check_same_tree(
-        "params", mask_like(params, held), held, source="the optimizer state", dtypes=False
-    )
+    try:
+        checks.check_same_tree(
+            "params", mask_like(params, held), held, source="the optimizer state", dtypes=False
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Around a method that places or holds params optax.flatten and "
+            "optax.contrib.split_real_and_imaginary give it another tree: with these use "
+            "optax.apply_updates."
+        ) from error
 
 
 def _place(

@@ -300,3 +300,18 @@ def test_where_all_params_are_scalars_permuting_is_warned_of():
             tx.init(scalars)
         tx.init(scalars | {"kernel": support.bias(3)})
         tx.init({})
+
+
+@pytest.mark.usefixtures("lenient")
+def test_wrappers_that_change_the_tree_are_named():
+    """The state's tree is not that of the params; `optax.apply_updates` needs no state."""
+    w = {"w": jnp.array([0.3 + 1j, -0.1 + 0.2j])}
+    for tx, params in (
+        (optax.contrib.split_real_and_imaginary(optperm.sgperm()), w),
+        (optax.contrib.split_real_and_imaginary(optperm.mask_elements()), w),
+        (optax.flatten(optperm.sgperm()), KERNEL),
+    ):
+        updates, state = tx.update(params, tx.init(params), params)
+        with pytest.raises(ValueError, match=r"split_real_and_imaginary .* optax\.apply_updates"):
+            optperm.apply_updates(params, updates, state)
+        optax.apply_updates(params, updates)
