@@ -141,7 +141,6 @@ def evaluate(
     def grad_fn(
         params: optax.Params,
         inner_step: Any = None,
-        /,
         *,
         start: int | jax.Array = 0,
         size: int | None = None,

@@ -182,8 +182,8 @@ def _check_wrappers(opt_state: Any) -> None:
         if any(map(placing_states, find_states(opt_state, state_type))):
             raise ValueError(
                 f"{name} moves the params to other points than the exact weights of a method that "
-                "places weights, such as optperm.sgperm or optperm.diloco, and it stands around one. Leave "
-                "it out, or put it around the optimizer that such a method takes: "
+                "places weights, such as optperm.sgperm or optperm.diloco, and it stands around one. "
+                "Leave it out, or put it around the optimizer that such a method takes: "
                 "optperm.diloco(optax.contrib.mechanize(optax.adam(1e-3)))."
             )
 

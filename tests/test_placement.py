@@ -186,7 +186,9 @@ def test_a_placement_of_another_step_is_not_applied():
         top = jnp.finfo(dtype).max
         params = jnp.array([1.0, 2.0, -0.5, 0.0, -top, jnp.nan, 3.0], dtype)
         targets = jnp.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)
-        updates = (targets - params).at[jnp.array([0, 1, 6])].set(jnp.array([0.05, 0, jnp.nan], dtype))
+        updates = (
+            (targets - params).at[jnp.array([0, 1, 6])].set(jnp.array([0.05, 0, jnp.nan], dtype))
+        )
         for apply in (optperm.apply_updates, jax.jit(optperm.apply_updates)):
             got = apply(params, updates, Placed(targets, True))
             expected = jnp.where(jnp.array([0, 0, 1, 1, 1, 1, 0]), targets, params + updates)
@@ -210,7 +212,7 @@ def descend(tx, apply, num_steps):
 
 
 def test_sam_takes_its_ascent_around_a_method_that_places():
-    """Its steps are those of `optax.apply_updates`, and the synchronized params are the exact targets."""
+    """Its steps are those of `optax.apply_updates`, and the params it leaves are exact."""
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
     methods = (
         optperm.agn(optax.sgd(0.2, momentum=0.9), communication_period=2),

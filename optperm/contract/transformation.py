@@ -64,7 +64,6 @@ def transformation(
     Returns:
       The transformation.
     """
-
     wanted = needs or {}
 
     def init_fn(params: optax.Params) -> Any:

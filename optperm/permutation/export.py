@@ -187,8 +187,8 @@ def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
     count = getattr(state, "mismatches", None)
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
-            f"{most} step{'s were' if most > 1 else ' was'} given other params than the weights to which "
-            "optperm.sgperm had led, from which it goes on: the params that were trained may be no "
+            f"{most} step{'s were' if most > 1 else ' was'} given other params than the weights to "
+            "which optperm.sgperm had led, and from which it goes on: the trained params may be no "
             "permutation of the initial ones. A wrapper around it moves the params (lookahead, "
             "schedule_free, a mask), or they were set back without the optimizer state.",
             UserWarning,

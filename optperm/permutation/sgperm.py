@@ -67,9 +67,7 @@ class PermuteByCyclesState(NamedTuple):
         Args:
           other: One that holds them, whose mismatches are taken with them.
         """
-        return self._replace(
-            weights=other.weights, ranks=other.ranks, mismatches=other.mismatches
-        )
+        return self._replace(weights=other.weights, ranks=other.ranks, mismatches=other.mismatches)
 
 
 @functools.partial(register_namedtuple_serialization, serialized_name="optperm.RecommendationState")

@@ -67,14 +67,18 @@ def test_a_gradient_is_made_of_the_loss_where_that_alone_is_given():
         return grad_fn(params, start=0, size=1), state
 
     tx = transformation(lambda _: (), of_a_part, method="parts", needs={"grad_fn": "the gradient"})
-    with pytest.raises(ValueError, match="parts needs .* grad_fn, which takes a part of the batch"):
+    with pytest.raises(
+        ValueError, match=r"parts needs .* grad_fn, which takes a part of the batch"
+    ):
         tx.update(w, (), w, value_fn=value_fn)
 
 
 def test_all_extra_arguments_that_are_missing_are_named_at_once():
     """Also where one of them can be made."""
     tx, w = needy(value="the loss", grad_fn="its gradient", example_grad_fn="of one"), jnp.ones(2)
-    message = r"needs the extra arguments value, the loss, and grad_fn, its gradient, and example_grad_fn"
+    message = (
+        r"needs the extra arguments value, the loss, and grad_fn, its gradient, and example_grad_fn"
+    )
     with pytest.raises(ValueError, match=message + r".*batch, example=one_example\).*with_loss"):
         tx.update(w, (), w)
     with pytest.raises(ValueError, match="arguments value, the loss, and example_grad_fn, of one:"):
