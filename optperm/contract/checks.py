@@ -179,7 +179,7 @@ def check_real_floating(name: str, tree: Any, *, advice: str | None = None) -> N
         dtype = dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
             is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-            usual = _ADVICE_COMPLEX if is_complex else _ADVICE
+            usual = f"{_ADVICE_COMPLEX} {_ADVICE}" if is_complex else _ADVICE
             raise TypeError(
                 f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}; "
                 f"only real floating dtypes can be trained. {usual if advice is None else advice}"
