@@ -14,8 +14,8 @@ import replicas
 import support
 
 import optperm
-from optperm.placement import placing_states
 from optperm.contract.states import find_state
+from optperm.placement import placing_states
 
 SHAPES = dict(zip("abcdefgh", [(), (1,), (2,), (3, 1), (7,), (50,), (7, 11), (0,)], strict=True))
 GRID = [i / 50 for i in range(51)]
