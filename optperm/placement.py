@@ -26,7 +26,7 @@ from optperm.contract.states import (
 )
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
-# last update placed the params on them.
+# last call of `update` placed the params on them, which may have been in an earlier step.
 Placement = tuple[optax.Params, jax.Array | bool]
 # Wrappers that interpolate or scale what the method inside of them does.
 _MOVING_WRAPPERS = {
@@ -101,6 +101,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     Gives `optax.apply_updates(params, updates)` for every leaf that moves by its update, and the exact
     target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
     that places weights is the last of its chain: what stands after it changes updates, not targets.
+    A target is applied only where the update leads there, but for rounding: a wrapper such as
+    `optax.contrib.sam` gives updates of its own between those of the method.
     Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
     `params`, wherever it was placed. Of a transformation of Optax's after it in an `optax.chain` a
     `UserWarning` tells.
@@ -116,7 +118,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
     Raises:
       TypeError: If a leaf is no array.
-      ValueError: If the trees do not match, or two methods in `opt_state` claim to place the same leaf.
+      ValueError: If the trees do not match, two methods in `opt_state` claim to place the same leaf, or
+        `optax.lookahead`, `optax.contrib.schedule_free` or `optax.contrib.mechanize` stands around one.
 
     Example:
       >>> import jax.numpy as jnp, optperm
