@@ -203,3 +203,11 @@ def test_sam_may_ask_for_the_gradient_of_each_inner_step():
     grads = grad_fn(params)
     above = optax.tree.add_scale(params, 0.1 / optax.tree.norm(grads), grads)
     chex.assert_trees_all_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+
+
+def test_the_gradient_of_a_part_of_the_batch_is_that_of_its_examples():
+    params, batch = support.random_params(), make_batch()
+    grad_fn = optperm.evaluate(loss_fn, params, batch).extra_args["grad_fn"]
+    part = jax.tree.map(lambda leaf: leaf[3:5], batch)
+    expected = jax.grad(loss_fn)(params, part)
+    chex.assert_trees_all_close(grad_fn(params, start=3, size=2), expected, rtol=1e-5, atol=1e-6)

@@ -188,7 +188,7 @@ def permute_by_cycles(
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        # Looked at before the kernel writes over them: XLA would copy them else.
+        # The params are compared before the kernel writes over the weights, or XLA would copy these.
         is_mismatch, weights = jax.lax.optimization_barrier(
             (_are_elsewhere(params, state.weights), state.weights)
         )
@@ -199,7 +199,9 @@ def permute_by_cycles(
             weights=weights,
             ranks=ranks,
             share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
-            mismatches=state.mismatches + is_mismatch.astype(jnp.int32),
+            mismatches=jnp.where(
+                is_mismatch, optax.safe_increment(state.mismatches), state.mismatches
+            ),
         )
         return optax.tree.sub(weights, params), new_state
 

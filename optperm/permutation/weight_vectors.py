@@ -168,8 +168,8 @@ def warn_of_constant_vectors(
             and jnp.size(leaf)
             and is_constant(path, jnp.asarray(leaf))
         ]
-    ranks = [jnp.ndim(leaf) for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
-    if ranks and not any(ranks):
+    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
+    if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         warnings.warn(
             "All params are scalars, which permuting leaves as they are: nothing will be trained. Use "
             "another optimizer, such as optax.adam(1e-3).",

@@ -135,12 +135,12 @@ def _spread(mask: Any, params: optax.Params) -> Any:
     def of_leaf(allowed: Any, leaf: jax.Array) -> jax.Array:
         if checks.dtype_of("mask", allowed) != jnp.bool_:
             raise TypeError(f"mask must be of booleans, got {jnp.result_type(allowed)}.")
-        if jnp.shape(allowed) not in ((), leaf.shape):
+        if jnp.shape(allowed) not in ((), jnp.shape(leaf)):
             raise ValueError(
-                f"mask has a leaf of shape {jnp.shape(allowed)} for a parameter of shape {leaf.shape}: "
-                "give one boolean for all of it, or one for each entry."
+                f"mask has a leaf of shape {jnp.shape(allowed)} for a parameter of shape "
+                f"{jnp.shape(leaf)}: give one boolean for all of it, or one for each entry."
             )
-        allowed = jnp.broadcast_to(jnp.asarray(allowed), leaf.shape)
+        allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
         return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
 
     try:
