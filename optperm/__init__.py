@@ -70,6 +70,8 @@ from optperm.variance.recursive import recursive_gradient as recursive_gradient
 from optperm.variance.snapshots import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
 from optperm.variance.svrg import take_snapshot as take_snapshot
+from optperm.with_loss import WithLossState as WithLossState
+from optperm.with_loss import with_loss as with_loss
 
 if _typing.TYPE_CHECKING:
     from optperm import training as training

@@ -75,6 +75,8 @@ def evaluate(
       - `example_grad_fn(params)`, if there is an `example`: its gradient, not averaged either.
 
       `grad_fn` and `per_example_grad_fn` also take a part of the batch, `start=` (0) and `size=`.
+      `optax.contrib.sam` takes no other extra argument than `grad_fn`:
+      `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
 
       Inside `optax.masked` or `optax.partition` a method sees only its own part of the params. Where
       the params given to a closure are an `optax.MaskedNode`, it takes those of this evaluation, and
@@ -135,9 +137,15 @@ def evaluate(
         local = varying_like(trained_part(params), examples, axis_name)
         return jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
 
+    # The opaque mode of Optax's SAM passes the number of its inner step too.
     def grad_fn(
-        params: optax.Params, *, start: int | jax.Array = 0, size: int | None = None
+        params: optax.Params,
+        inner_step: Any = None,
+        *,
+        start: int | jax.Array = 0,
+        size: int | None = None,
     ) -> optax.Updates:
+        del inner_step
         return mean(value_and_grad(params, part_of(batch, start, size))[1])
 
     def per_example_grad_fn(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.states import (
     fill_masked,
     find_states,
@@ -25,8 +26,14 @@ from optperm.contract.states import (
 )
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
-# last update placed the params on them.
+# last call of `update` placed the params on them, which may have been in an earlier step.
 Placement = tuple[optax.Params, jax.Array | bool]
+# Wrappers that interpolate or scale what the method inside of them does.
+_MOVING_WRAPPERS = {
+    "optax.contrib.schedule_free": optax.contrib.ScheduleFreeState,
+    "optax.contrib.mechanize": optax.contrib.MechanicState,
+    "optax.lookahead": optax.LookaheadState,
+}
 
 
 @runtime_checkable
@@ -94,6 +101,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     Gives `optax.apply_updates(params, updates)` for every leaf that moves by its update, and the exact
     target held in `opt_state` for every leaf that a method such as `optperm.sgperm` places. A method
     that places weights is the last of its chain: what stands after it changes updates, not targets.
+    A target is applied only where the update leads there, but for rounding: a wrapper such as
+    `optax.contrib.sam` gives updates of its own between those of the method.
     Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
     `params`, wherever it was placed. Of a transformation of Optax's after it in an `optax.chain` a
     `UserWarning` tells.
@@ -109,7 +118,8 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
 
     Raises:
       TypeError: If a leaf is no array.
-      ValueError: If the trees do not match, or two methods in `opt_state` claim to place the same leaf.
+      ValueError: If the trees do not match, two methods in `opt_state` claim to place the same leaf, or
+        `optax.lookahead`, `optax.contrib.schedule_free` or `optax.contrib.mechanize` stands around one.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -130,15 +140,25 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     checks.check_same_tree(
         "updates", without_variables(updates), before, source="params", dtypes=False
     )
-    _warn_of_what_follows(opt_state)
+    _check_wrappers(opt_state)
+    # SAM gives updates of its own in most steps: then only what agrees with the targets is placed.
+    is_followed = _warn_of_what_follows(opt_state) and not find_states(
+        opt_state, optax.contrib.SAMState
+    )
     moved = without_variables(optax.apply_updates(params, updates))
+    place = functools.partial(_place, is_followed)
     placed_anywhere = jax.tree.map(lambda _: False, moved)
     for state in placing_states(opt_state):
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
             _check_fits(before, targets)
             moved = jax.tree.map(
-                functools.partial(_place, is_placed), targets, moved, is_leaf=is_masked
+                functools.partial(place, is_placed),
+                targets,
+                moved,
+                before,
+                without_variables(updates),
+                is_leaf=is_masked,
             )
             placed_here = jax.tree.map(
                 lambda target, earlier: earlier if is_masked(target) else True,
@@ -159,10 +179,25 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     return moved if params is whole else fill_masked(moved, whole)
 
 
-def _warn_of_what_follows(opt_state: Any) -> None:
+def _check_wrappers(opt_state: Any) -> None:
+    """Raises if a wrapper of Optax's moves the params elsewhere than a method inside places them."""
+    for name, state_type in _MOVING_WRAPPERS.items():
+        if any(map(placing_states, find_states(opt_state, state_type))):
+            raise ValueError(
+                f"{name} moves the params to other points than the exact weights of a method that "
+                "places weights, such as optperm.sgperm or optperm.diloco, and it stands around one. "
+                "Leave it out, or put it around the optimizer that such a method takes: "
+                "optperm.diloco(optax.contrib.mechanize(optax.adam(1e-3)))."
+            )
+
+
+def _warn_of_what_follows(opt_state: Any) -> bool:
     """Warns of transformations of Optax's whose changes to the updates exact targets override.
 
     Optax does not say which ones change nothing. What is masked may be for other leaves.
+
+    Returns:
+      Whether there is one.
     """
 
     def changes_updates(state: Any) -> bool:
@@ -184,8 +219,9 @@ def _warn_of_what_follows(opt_state: Any) -> None:
                     UserWarning,
                     stacklevel=3,
                 )
-                return
+                return True
             is_placed = is_placed or bool(placing_states(state))
+    return False
 
 
 def _chains(opt_state: Any) -> list[tuple[Any, ...]]:
@@ -214,17 +250,50 @@ def _where_updated(params: Any, updates: Any) -> Any:
 
 
 def _check_fits(params: optax.Params, held: Any) -> None:
-    checks.check_same_tree(
-        "params", mask_like(params, held), held, source="the optimizer state", dtypes=False
-    )
+    try:
+        checks.check_same_tree(
+            "params", mask_like(params, held), held, source="the optimizer state", dtypes=False
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Around a method that places or holds params optax.flatten and "
+            "optax.contrib.split_real_and_imaginary give it another tree: with these use "
+            "optax.apply_updates."
+        ) from error
 
 
-def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
-    """The target, if the params were put on it; a masked node leaves all below it as it is."""
+def _place(
+    is_followed: bool,
+    is_placed: jax.Array | bool,
+    target: Any,
+    moved: Any,
+    before: Any,
+    update: Any,
+) -> Any:
+    """The target, if this update puts the params on it; a masked node leaves all below it as it is."""
     if is_masked(target):
         return moved
     target = jnp.asarray(target, jnp.result_type(moved))
+    if not is_followed:
+        is_placed = jnp.logical_and(is_placed, _leads_to(target, before, update))
     return target if is_placed is True else jnp.where(is_placed, target, moved)
+
+
+def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
+    """Whether an update is that of this step to a target, entry by entry.
+
+    A wrapper such as `optax.contrib.sam` gives updates of its own in steps in which it does not call the
+    method, whose state then tells of an earlier step.
+    """
+    p = jnp.asarray(before, target.dtype)
+    wide, limits = accumulation_dtype(target), jnp.finfo(target.dtype)
+    q, u, step = (jnp.asarray(x).astype(wide) for x in (target, update, target - p))
+    # |u - (q - p)| <= eps (|q| + |q - p|): a compiler may have computed u with more digits of q.
+    tolerance = limits.eps.astype(wide) * (jnp.abs(q) + jnp.abs(step)) + limits.tiny.astype(wide)
+    agrees = jnp.abs(u - step) <= tolerance
+    # Where the step has no number in the dtype, its update has none either.
+    largest = limits.max.astype(wide)
+    return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))
 
 
 def _keep_held(is_trainable: Any, moved: Any, before: Any) -> Any:

@@ -101,6 +101,7 @@ FUNCTIONS = {
     "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
+    "with_loss": {"tx": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
 CASES = FUNCTIONS | {
     ours.name: ours.required for ours in TRANSFORMATIONS if hasattr(optperm, ours.name)
@@ -174,6 +175,7 @@ LIMITS = {
     "posterior_report": {"least_curvature": ABOVE_ZERO},
     "prune": {"fraction": SHARE},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
+    "with_loss": {"seed": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}
 
 

@@ -186,3 +186,28 @@ def test_extra_args_serve_optax_line_search():
     design = np.concatenate([np.asarray(batch["x"]), np.ones((40, 1))], axis=1)
     _, residuals, *_ = np.linalg.lstsq(design, np.asarray(batch["y"]), rcond=None)
     np.testing.assert_allclose(loss_fn(trail[-1][0], batch), residuals.sum() / 200, rtol=1e-3)
+
+
+def test_sam_may_ask_for_the_gradient_of_each_inner_step():
+    """Its opaque mode passes the number of the step too; every one sees the same batch."""
+    params, batch = {"w": jnp.array([1.0, -2.0])}, {"x": support.normal((4, 2), 0)}
+
+    def squares(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    grad_fn = optperm.evaluate(squares, params, batch).extra_args["grad_fn"]
+    support.assert_same_bits(grad_fn(params, 3), grad_fn(params))
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+    tx = optax.contrib.sam(optax.sgd(1.0), ascent, opaque_mode=True)
+    updates, _ = tx.update(grad_fn(params), tx.init(params), params, grad_fn=grad_fn)
+    grads = grad_fn(params)
+    above = optax.tree.add_scale(params, 0.1 / optax.tree.norm(grads), grads)
+    chex.assert_trees_all_close(updates, optax.tree.scale(-1.0, grad_fn(above)), rtol=1e-5)
+
+
+def test_the_gradient_of_a_part_of_the_batch_is_that_of_its_examples():
+    params, batch = support.random_params(), make_batch()
+    grad_fn = optperm.evaluate(loss_fn, params, batch).extra_args["grad_fn"]
+    part = jax.tree.map(lambda leaf: leaf[3:5], batch)
+    expected = jax.grad(loss_fn)(params, part)
+    chex.assert_trees_all_close(grad_fn(params, start=3, size=2), expected, rtol=1e-5, atol=1e-6)

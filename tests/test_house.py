@@ -13,12 +13,16 @@ METHODS = ("permutation", "subspace", "variance", "bayes", "sparsity", "distribu
 # A floor imports from those below it alone; a method package from no other one.
 FLOORS = (
     {"contract"},
-    {"evaluation", "placement", "switching"},
+    {"evaluation", "placement", "switching", "with_loss"},
     set(METHODS),
     {"training"},
     {"cli"},
 )
-FILES = [PACKAGE / "switching.py", *(p for m in METHODS for p in (PACKAGE / m).glob("*.py"))]
+FILES = [
+    PACKAGE / "switching.py",
+    PACKAGE / "with_loss.py",
+    *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
+]
 LONGEST_UPDATE = 45
 _NO_CODE = (
     tokenize.COMMENT,

@@ -176,3 +176,144 @@ def test_all_states_that_hold_are_heard():
     moved = optax.apply_updates(params, updates)
     expected = {"a": jnp.stack([moved["a"][0], params["a"][1]]), "b": params["b"]}
     support.assert_same_bits(got, expected)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_a_placement_of_another_step_is_not_applied():
+    """Where the updates lead elsewhere than to the targets, by more than rounding, they are applied,
+    entry by entry and in each dtype; one that overflows on its way to its target gets there."""
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        top = jnp.finfo(dtype).max
+        params = jnp.array([1.0, 2.0, -0.5, 0.0, -top, jnp.nan, 3.0], dtype)
+        targets = jnp.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)
+        updates = (
+            (targets - params).at[jnp.array([0, 1, 6])].set(jnp.array([0.05, 0, jnp.nan], dtype))
+        )
+        for apply in (optperm.apply_updates, jax.jit(optperm.apply_updates)):
+            got = apply(params, updates, Placed(targets, True))
+            expected = jnp.where(jnp.array([0, 0, 1, 1, 1, 1, 0]), targets, params + updates)
+            support.assert_same_bits(got, expected)
+
+
+def descend(tx, apply, num_steps):
+    """The params after each step on a quadratic."""
+
+    def step(carry, _):
+        w, state = carry
+        updates, new = tx.update(w - jnp.linspace(-1.0, 1.0, 6), state, w)
+        w = apply(w, updates, new)
+        # SAM takes its choice by arithmetic, which makes integers of booleans.
+        return (w, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)), w
+
+    w = jnp.array([0.3, -0.8, 0.9, 0.1, -0.2, 0.6])
+    with jax.numpy_dtype_promotion("standard"):
+        (_, state), ws = jax.lax.scan(step, (w, tx.init(w)), length=num_steps)
+    return w, ws, state
+
+
+def test_sam_takes_its_ascent_around_a_method_that_places():
+    """Its steps are those of `optax.apply_updates`, and the params it leaves are exact."""
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
+    methods = (
+        optperm.agn(optax.sgd(0.2, momentum=0.9), communication_period=2),
+        optperm.laperm(optax.sgd(0.5), 1),
+        optperm.sgperm(1.0),
+    )
+    for method in methods:
+        tx = optax.contrib.sam(method, ascent, sync_period=2)
+        _, added, _ = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 9)
+        start, placed, state = descend(tx, optperm.apply_updates, 9)
+        np.testing.assert_allclose(placed, added, atol=1e-6)
+        lengths = np.linalg.norm(np.diff(placed[1::2], axis=0, prepend=start[None]), axis=1)
+        ascents = np.linalg.norm(placed[2::2] - placed[1:-1:2], axis=1)
+        np.testing.assert_allclose(ascents, 0.3, rtol=1e-4)
+        assert lengths.max() > 0.1
+        if method is methods[0]:
+            support.assert_same_bits(placed[7], optperm.center_params(state))
+        else:
+            support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
+
+
+def test_wrappers_that_move_params_elsewhere_are_refused_by_name():
+    """No exact weights come of averages and of scaled steps."""
+    lookahead = {"w": jnp.float32([0.3, -0.1])}
+    for base in (optperm.sgperm(), optperm.agn(optax.sgd(0.1), 1)):
+        for name, tx in {
+            "schedule_free": optax.contrib.schedule_free(base, 0.1),
+            "mechanize": optax.contrib.mechanize(base),
+            "lookahead": optax.lookahead(base, 2, 0.5),
+        }.items():
+            params = lookahead
+            if name == "lookahead":
+                params = optax.LookaheadParams.init_synced(params)
+            state = optax.chain(tx, optax.scale(1.0)).init(params)
+            with pytest.raises(ValueError, match=f"{name} .* method that places weights"):
+                optperm.apply_updates(params, params, state)
+    around = optax.contrib.mechanize(optax.sgd(0.1)).init(lookahead)
+    optperm.apply_updates(lookahead, lookahead, around)
+
+
+def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
+    """Rounding is not counted, and what a wrapper or a rollback does is; scalars are not its own."""
+    tx = optperm.sgperm(1.0)
+    start = {"w": support.normal((6, 2), 0), "scale": jnp.float32(1.0)}
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates | {"scale": 0.5}), state
+
+    params, state = start, jax.jit(tx.init)(start)
+    for index in range(6):
+        params, state = step(params, state, support.random_like(start, index))
+    assert not np.array_equal(params["w"], optperm.permuted_params(state)["w"])  # by rounding
+    assert state[1].mismatches == 0
+    rolled_back = {
+        "moved": params | {"w": start["w"]},
+        "one": params | {"w": params["w"].at[3, 1].add(1e-4)},
+        "lost": params | {"w": params["w"].at[3, 1].set(jnp.nan)},
+    }
+    for name, other in rolled_back.items():
+        after = step(other, state, start)[1]
+        assert after[1].mismatches == 1, name
+        with pytest.warns(UserWarning, match="1 step .* other params than"):
+            optperm.permuted_params(after)
+    with pytest.warns(UserWarning, match="1 step .* other params than"):
+        optperm.export_permutation(start, after)
+
+
+def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
+    """Other libraries call `optax.apply_updates`, to which no state is given."""
+    for wrap in (
+        lambda tx: optax.contrib.schedule_free(tx, 0.1, b1=0.9),
+        optax.contrib.mechanize,
+    ):
+        tx = wrap(optperm.sgperm(1.0))
+        _, _, state = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 4)
+        with pytest.warns(UserWarning, match="other params than"):
+            optperm.permuted_params(state)
+
+
+def test_where_all_params_are_scalars_permuting_is_warned_of():
+    """Beside others a scalar is left alone, and no word is said of it."""
+    scalars = {"lengthscale": jnp.float32(1.0), "variance": jnp.float32(2.0), "none": jnp.zeros(0)}
+    for tx in (optperm.sgperm(), optperm.laperm(optax.sgd(0.1), 2)):
+        with pytest.warns(UserWarning, match="All params are scalars"):
+            tx.init(scalars)
+        tx.init(scalars | {"kernel": support.bias(3)})
+        tx.init({})
+
+
+@pytest.mark.usefixtures("lenient")
+def test_wrappers_that_change_the_tree_are_named():
+    """The state's tree is not that of the params; `optax.apply_updates` needs no state."""
+    w = {"w": jnp.array([0.3 + 1j, -0.1 + 0.2j])}
+    for tx, params in (
+        (optax.contrib.split_real_and_imaginary(optperm.sgperm()), w),
+        (optax.contrib.split_real_and_imaginary(optperm.mask_elements()), w),
+        (optax.flatten(optperm.sgperm()), KERNEL),
+    ):
+        updates, state = tx.update(params, tx.init(params), params)
+        with pytest.raises(ValueError, match=r"split_real_and_imaginary .* optax\.apply_updates"):
+            optperm.apply_updates(params, updates, state)
+        optax.apply_updates(params, updates)

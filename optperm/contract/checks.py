@@ -17,6 +17,10 @@ from optperm.contract import shardings
 _ADVICE = (
     "Give the others to another optimizer with optax.partition, or mask them with optax.masked."
 )
+_ADVICE_COMPLEX = (
+    "Train real and imaginary parts with optax.contrib.split_real_and_imaginary(tx), and apply the "
+    "updates with optax.apply_updates."
+)
 # What a state counts in.
 _LARGEST_INT32 = 2**31 - 1
 # What hyperparameters are computed in.
@@ -169,14 +173,16 @@ def check_function(name: str, value: object, arguments: str) -> None:
         raise TypeError(f"{name} must be a function {arguments}, got {value!r}.")
 
 
-def check_real_floating(name: str, tree: Any, *, advice: str = _ADVICE) -> None:
+def check_real_floating(name: str, tree: Any, *, advice: str | None = None) -> None:
     """Raises a TypeError that names the first leaf of `tree` that is not of a real floating dtype."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         dtype = dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
         if not jnp.issubdtype(dtype, jnp.floating):
+            is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+            usual = f"{_ADVICE_COMPLEX} {_ADVICE}" if is_complex else _ADVICE
             raise TypeError(
                 f"{name}{jax.tree_util.keystr(path)} has dtype {dtype}; "
-                f"only real floating dtypes can be trained. {advice}"
+                f"only real floating dtypes can be trained. {usual if advice is None else advice}"
             )
 
 

@@ -21,6 +21,8 @@ _EVALUATE = (
 )
 # What `optperm.evaluate` has to be given too.
 _MORE = {"example_grad_fn": ", example=one_example"}
+# What helps in a loop that somebody else wrote.
+_NO_LOOP = "In a loop that cannot pass it: optperm.with_loss."
 _SOURCE = "the optimizer state"
 
 
@@ -51,7 +53,8 @@ def transformation(
         of the state, or the `optperm.contract.states.one_row` of a part. None where no part of the
         state tells; updates then have to match params.
       dtypes: Whether the dtypes of params have to be those of that tree too.
-      needs: The extra arguments that `update` cannot do without, and what each of them is.
+      needs: The extra arguments that `update` cannot do without, and what each of them is. `grad_fn` is
+        made of `value_fn` where that alone is given.
       needs_params: Whether `update` cannot do without params.
       is_wrapper: Whether it only hands on to other transformations, which then judge the dtypes and the
         trees themselves.
@@ -61,6 +64,7 @@ def transformation(
     Returns:
       The transformation.
     """
+    wanted = needs or {}
 
     def init_fn(params: optax.Params) -> Any:
         if not is_wrapper:
@@ -83,16 +87,42 @@ def transformation(
             checks.check_same_tree("updates", updates, expected, source=_SOURCE, dtypes=False)
         elif params is not None and not is_wrapper:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
-        for name, meaning in (needs or {}).items():
-            if extra_args.get(name) is None:
-                code = _EVALUATE.format(_MORE.get(name, ""))
-                raise ValueError(f"{method} needs the extra argument {name}, {meaning}: {code}.")
+        value_fn = extra_args.get("value_fn")
+        if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
+            extra_args["grad_fn"] = _gradient_of(value_fn, method)
+        _check_extras(method, wanted, extra_args)
         checks.check_axis_is_bound(axis_name)
         if params is not None and not is_wrapper:
             # Gradients may lie elsewhere than the params, which operations on an explicit mesh refuse.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
-        wanted = params if updates_like == "params" else updates
-        return cast_like(new_updates, wanted), cast_like(new_state, state)
+        other = params if updates_like == "params" else updates
+        return cast_like(new_updates, other), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_extras(method: str, needs: Mapping[str, str], extra_args: Mapping[str, Any]) -> None:
+    """Raises a ValueError that names all extra arguments that are missing."""
+    missing = [name for name in needs if extra_args.get(name) is None]
+    if not missing:
+        return
+    named = ", and ".join(f"{name}, {needs[name]}" for name in missing)
+    code = _EVALUATE.format("".join(_MORE.get(name, "") for name in missing))
+    raise ValueError(
+        f"{method} needs the extra argument{'s' if len(missing) > 1 else ''} {named}: {code}. {_NO_LOOP}"
+    )
+
+
+def _gradient_of(value_fn: Callable[..., Any], method: str) -> Callable[..., optax.Updates]:
+    """What `grad_fn` is, where a loop hands on `value_fn` alone, as those for Optax's L-BFGS do."""
+
+    def grad_fn(params: optax.Params, **part: Any) -> optax.Updates:
+        if part:
+            raise ValueError(
+                f"{method} needs the extra argument grad_fn, which takes a part of the batch (start=, "
+                f"size=), and value_fn does not: {_EVALUATE.format('')}. {_NO_LOOP}"
+            )
+        return jax.grad(value_fn)(params)
+
+    return grad_fn

@@ -1,13 +1,15 @@
 """A trained network as its initial weights and a permutation."""
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
-from optperm.contract.shardings import shard_like, unshard
+from optperm.contract.shardings import can_be_seen, shard_like, unshard
 from optperm.contract.states import (
     fill_masked,
     find_state,
@@ -182,6 +184,16 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
 
 def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
     state: Any = find_state(opt_state, PERMUTED_STATES, method="sgperm or optperm.laperm")
+    count = getattr(state, "mismatches", None)
+    if count is not None and can_be_seen(count) and (most := int(np.max(count))):
+        warnings.warn(
+            f"{most} step{'s were' if most > 1 else ' was'} given other params than the weights to "
+            "which optperm.sgperm had led, and from which it goes on: the trained params may be no "
+            "permutation of the initial ones. A wrapper around it moves the params (lookahead, "
+            "schedule_free, a mask), or they were set back without the optimizer state.",
+            UserWarning,
+            stacklevel=3,
+        )
     return state
 
 

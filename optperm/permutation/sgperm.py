@@ -46,6 +46,8 @@ class PermuteByCyclesState(NamedTuple):
       weights: The exact weights, a permutation of the initial ones in each weight vector.
       ranks: The rank of each weight among those of its weight vector.
       share_moved: The share of all weights that the last step moved.
+      mismatches: Steps that were given other params than the weights to which the step before led, by
+        more than rounding: something else moves the params, and they are no permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -53,6 +55,7 @@ class PermuteByCyclesState(NamedTuple):
     weights: PyTree[Float[Array, "?*shape"], "Params"]
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
     share_moved: Float32[Array, ""]
+    mismatches: Int32[Array, ""]
 
     def placements(self) -> list[Placement]:
         """The exact weights; scalars, which are not permuted, are not placed either."""
@@ -63,9 +66,9 @@ class PermuteByCyclesState(NamedTuple):
         """This state with the weights of another permutation of the same ones.
 
         Args:
-          other: One that holds them.
+          other: One that holds them, whose mismatches are taken with them.
         """
-        return self._replace(weights=other.weights, ranks=other.ranks)
+        return self._replace(weights=other.weights, ranks=other.ranks, mismatches=other.mismatches)
 
 
 @functools.partial(register_namedtuple_serialization, serialized_name="optperm.RecommendationState")
@@ -158,8 +161,9 @@ def permute_by_cycles(
             key=key_data(seed),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
-            # Of the type that an update gives it, for a scan inside `jax.shard_map`.
+            # Of the type that an update gives them, for a scan inside `jax.shard_map`.
             share_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
+            mismatches=mark_varying(jnp.zeros([], jnp.int32), varying_axes(params)),
         )
 
     def update(
@@ -184,13 +188,20 @@ def permute_by_cycles(
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        weights, ranks = permute_vectors(permute, output_axes, state.weights, state.ranks, m)
+        # The params are compared before the kernel writes over the weights, or XLA would copy these.
+        is_mismatch, weights = jax.lax.optimization_barrier(
+            (_are_elsewhere(params, state.weights), state.weights)
+        )
+        weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
         size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
         new_state = state._replace(
             count=optax.safe_increment(state.count),
             weights=weights,
             ranks=ranks,
             share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
+            mismatches=jnp.where(
+                is_mismatch, optax.safe_increment(state.mismatches), state.mismatches
+            ),
         )
         return optax.tree.sub(weights, params), new_state
 
@@ -348,6 +359,20 @@ def _recommend(
         return m, RecommendationState(optax.safe_increment(state.count), kept)
 
     return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
+
+
+def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
+    """Whether params are farther from weights than rounding in a step to these may have left them."""
+
+    def is_elsewhere(p: jax.Array, w: jax.Array) -> jax.Array:
+        wide = accumulation_dtype(w)
+        largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
+        distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
+        return ~(distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest)
+
+    # Scalars are left to whatever moves them.
+    found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
+    return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:

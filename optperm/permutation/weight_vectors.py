@@ -146,6 +146,8 @@ def warn_of_constant_vectors(
 ) -> None:
     """Warns of parameters with weight vectors that no permutation can change, where Python sees them.
 
+    Scalars are left to others, and said where there is nothing else.
+
     Args:
       params: The initial params.
       output_axes: The axes that index output units.
@@ -166,6 +168,14 @@ def warn_of_constant_vectors(
             and jnp.size(leaf)
             and is_constant(path, jnp.asarray(leaf))
         ]
+    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
+    if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        warnings.warn(
+            "All params are scalars, which permuting leaves as they are: nothing will be trained. Use "
+            "another optimizer, such as optax.adam(1e-3).",
+            UserWarning,
+            stacklevel=3,
+        )
     if constant:
         warnings.warn(
             f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
@@ -60,7 +61,9 @@ class MaskElementsState(NamedTuple):
         return [self.mask]
 
 
-def mask_elements() -> optax.GradientTransformationExtraArgs:
+def mask_elements(
+    mask: Any | Callable[[optax.Params], Any] = None,
+) -> optax.GradientTransformationExtraArgs:
     r"""Holds the entries of the params that its mask says at the value they have.
 
     .. math::
@@ -78,12 +81,17 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
     processor flushes subnormal numbers. A placing method does not know the masks: what it reports from
     its own state, such as `optperm.center_params`, is not masked.
 
+    Args:
+      mask: Which entries may move at first: booleans in a tree like params, each for one leaf as a whole
+        or of its shape, or in a prefix of that tree; or a function from params to such a tree. None for
+        all of them.
+
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
 
     Raises:
-      TypeError: If a parameter is not of a real floating dtype.
-      ValueError: If the trees passed to `update` do not match.
+      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
+      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -96,11 +104,8 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
     """
 
     def init(params: optax.Params) -> MaskElementsState:
-        return MaskElementsState(
-            jax.tree.map(
-                lambda leaf: mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf)), params
-            )
-        )
+        given = mask(params) if callable(mask) else mask
+        return MaskElementsState(_spread(True if given is None else given, params))
 
     def update(
         updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
@@ -122,6 +127,27 @@ def mask_elements() -> optax.GradientTransformationExtraArgs:
         needs_params=False,
         updates_like="updates",
     )
+
+
+def _spread(mask: Any, params: optax.Params) -> Any:
+    """A mask, or a prefix of one, as an array of booleans for each leaf."""
+
+    def of_leaf(allowed: Any, leaf: jax.Array) -> jax.Array:
+        if checks.dtype_of("mask", allowed) != jnp.bool_:
+            raise TypeError(f"mask must be of booleans, got {jnp.result_type(allowed)}.")
+        if jnp.shape(allowed) not in ((), jnp.shape(leaf)):
+            raise ValueError(
+                f"mask has a leaf of shape {jnp.shape(allowed)} for a parameter of shape "
+                f"{jnp.shape(leaf)}: give one boolean for all of it, or one for each entry."
+            )
+        allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
+        return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
+
+    try:
+        mask = jax.tree.broadcast(mask, params)
+    except ValueError as error:
+        raise ValueError(f"mask must be a tree like params, or a prefix of one: {error}") from error
+    return jax.tree.map(of_leaf, mask, params)
 
 
 def prune(

@@ -92,7 +92,7 @@ def test_nnx_variables_are_replaced_by_variables_of_their_kind():
     optimizer = nnx.Optimizer(model, optax.chain(optperm.sgperm(), optax.identity()), wrt=nnx.Param)
     old = find_state(optimizer.opt_state, PermuteByCyclesState, method="sgperm")
     leaves = jax.tree.leaves(old, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    assert [isinstance(leaf, jax.Array) for leaf in leaves] == [True] * 7
+    assert [isinstance(leaf, jax.Array) for leaf in leaves] == [True] * 8
     new = jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), old)
     replaced = replace_state(optimizer.opt_state, PermuteByCyclesState, new, method="sgperm")
     assert jax.tree.structure(replaced) == jax.tree.structure(optimizer.opt_state)

@@ -1,0 +1,144 @@
+"""A transformation that evaluates a loss by itself, for loops that pass no extra arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.keys import as_key, is_key, key_data
+from optperm.contract.transformation import transformation
+from optperm.evaluation import LossFn, evaluate, num_examples
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, UInt32
+
+
+class WithLossState(NamedTuple):
+    """State of `with_loss`.
+
+    Attributes:
+      count: Steps taken.
+      key: Data of the threefry key from which every batch is drawn.
+      inner_state: State of the transformation that is given the extra arguments.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    inner_state: Any
+
+
+def with_loss(
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    data: Any,
+    batch_size: int | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Evaluate a loss within `update`, for loops that pass no extra arguments.
+
+    Each step takes a batch B, all of the data or :math:`|B|` examples drawn with replacement, and calls
+
+    .. math::
+      \text{tx.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
+      L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i)
+
+    with all that `optperm.evaluate` makes of this batch. The gradient that comes in is not used, nor are
+    extra arguments of these names: all are of one function and one batch, as a method needs them.
+
+    Args:
+      tx: The optimizer, as a whole: what stands in front of `with_loss` in a chain has no effect.
+      loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the leaves.
+      data: A tree of arrays with one leading axis of examples. Leaves of rank 0 are shared by all; a
+        typed random key among them is folded with the number of the step.
+      batch_size: :math:`|B|`; None for all data in each step.
+      seed: Seed of the batches.
+
+    Returns:
+      A transformation whose state is a `WithLossState`. Its `update` needs `params`. Beside what
+      `optperm.evaluate` makes it passes on `full_grad_fn`, the gradient over all data, for methods that
+      take snapshots within a step, and `example_grad_fn` of one more example.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or the loss is not a real scalar.
+      ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (64, 3))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch @ (w - jnp.arange(3.0))) ** 2)
+      >>> tx = optax.chain(optperm.recursive_gradient(0.1), optax.sgd(0.1))
+      >>> tx = optperm.with_loss(tx, loss_fn, x, batch_size=16)
+      >>> w = jnp.zeros(3)
+      >>> opt_state = tx.init(w)
+      >>> @jax.jit
+      ... def step(w, opt_state):  # of somebody else
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w, x), opt_state, w)
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> for _ in range(60):
+      ...     w, opt_state = step(w, opt_state)
+      >>> bool(jnp.max(jnp.abs(w - jnp.arange(3.0))) < 0.01)
+      True
+
+    Notes:
+      A step costs one more gradient than the loop's own. The data stay in memory as long as the result
+      does, and are constants of a program that calls `update`. Replicas and chains whose states have one
+      seed draw the same batches.
+    """
+    checks.check_transformation("tx", tx)
+    checks.check_function("loss_fn", loss_fn, "(params, batch)")
+    checks.check_arrays("data", data)
+    data = jax.tree.map(jnp.asarray, data)
+    size = _common_length(data)
+    if batch_size is not None:
+        checks.check_static_count("batch_size", batch_size)
+    checks.check_seed("seed", seed)
+    inner = optax.with_extra_args_support(tx)
+
+    def drawn(key: jax.Array, number: int) -> Any:
+        indices = jax.random.randint(key, (number,), 0, size)
+        return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
+
+    def init(params: optax.Params) -> WithLossState:
+        return WithLossState(jnp.zeros([], jnp.int32), key_data(seed), inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: WithLossState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, WithLossState]:
+        del updates
+        fold_in = jax.random.fold_in
+        keys = jax.random.split(fold_in(as_key(state.key), state.count))
+
+        def fresh(batch: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: fold_in(leaf, state.count) if is_key(leaf) and not leaf.ndim else leaf,
+                batch,
+            )
+
+        batch = fresh(data if batch_size is None else drawn(keys[0], batch_size))
+        e = evaluate(loss_fn, params, batch, example=fresh(drawn(keys[1], 1)))
+
+        def full_grad_fn(params: optax.Params) -> optax.Updates:
+            return evaluate(loss_fn, params, fresh(data)).grad
+
+        extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
+        moves, inner_state = inner.update(e.grad, state.inner_state, params, **extras)
+        count = optax.safe_increment(state.count)
+        return cast_like(moves, params), WithLossState(count, state.key, inner_state)
+
+    return transformation(init, update, method="with_loss", is_wrapper=True)
+
+
+def _common_length(data: Any) -> int:
+    """The number of examples, or a ValueError if the leaves disagree on it or have none."""
+    lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(data) if jnp.ndim(leaf)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(
+            "All leaves of data must have the same leading axis, that of the examples; the lengths are "
+            f"{sorted(lengths)}."
+        )
+    return num_examples(data)

@@ -1,0 +1,45 @@
+"""The programs of the page "In other libraries", each in a process of its own.
+
+They need libraries that the other tests do not. One that is missing is skipped, unless the environment
+variable OPTPERM_LIBRARIES names it.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "in_other_libraries.md"
+LIBRARIES = ("flax", "jaxopt", "blackjax", "numpyro", "flowjax", "gpjax", "optimistix", "netket")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+# The last one is plain Optax.
+PROGRAMS = dict(zip((*LIBRARIES, "optax"), BLOCKS, strict=True))
+
+
+def says(program):
+    return re.findall(r"^print\(.*\)  # (.*)$", program, re.M)
+
+
+def test_each_library_has_a_program_that_says_what_it_prints():
+    for library, program in PROGRAMS.items():
+        compile(program, library, "exec")
+        assert re.search(rf"^(import|from) .*\b{library}\b", program, re.M)
+        assert len(says(program)) == program.count("print(") > 0
+        assert "optperm." in program
+
+
+@pytest.mark.libraries
+@pytest.mark.parametrize("library", PROGRAMS)
+def test_a_program_prints_what_its_comments_say(library):
+    is_required = library in os.environ.get("OPTPERM_LIBRARIES", "").split()
+    if importlib.util.find_spec(library) is None and not is_required:
+        pytest.skip(f"{library} is not installed")
+    program = [sys.executable, "-c", PROGRAMS[library]]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, env=env)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == says(PROGRAMS[library])

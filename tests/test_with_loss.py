@@ -1,0 +1,109 @@
+"""`with_loss`: in a loop that passes nothing but gradients, methods get what `evaluate` makes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+
+X = support.normal((12, 3), 0)
+DATA = {"x": X, "y": X @ jnp.array([1.0, -2.0, 0.5]), "scale": jnp.float32(1.0)}
+START = {"w": jnp.array([0.3, 0.1, -0.2])}
+
+
+def loss_fn(params, batch):
+    return batch["scale"] * jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def run(tx, num_steps=6, gradient=None):
+    """Params and states of a loop that knows of no extra arguments."""
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(gradient or params, state, params)
+        return (optax.apply_updates(params, updates), state), (params, state)
+
+    return jax.jit(lambda: jax.lax.scan(step, (START, tx.init(START)), length=num_steps))()[1]
+
+
+def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
+    """SVRG takes its snapshots within the step, of the gradient over all data."""
+    inner = optax.chain(optperm.svrg(refresh_every=3), optax.sgd(0.1))
+    params, _ = run(optperm.with_loss(inner, loss_fn, DATA))
+    by_hand, state = START, inner.init(START)
+    for after in params["w"][1:]:
+        e = optperm.evaluate(loss_fn, by_hand, DATA)
+        full = {"full_grad_fn": e.extra_args["grad_fn"]}
+        updates, state = inner.update(e.grad, state, by_hand, **e.extra_args, **full)
+        by_hand = optax.apply_updates(by_hand, updates)
+        chex.assert_trees_all_close(after, by_hand["w"], rtol=1e-5)
+
+
+def recorded(num_examples):
+    """Keeps the gradient, the loss and the examples' gradients that it is given."""
+
+    def update(updates, state, params=None, **extra_args):
+        del state, params
+        at = extra_args["per_example_grad_fn"](START)
+        return updates, (updates, extra_args["value"], at)
+
+    def init(params):
+        return params, jnp.zeros([]), {"w": jnp.zeros((num_examples, 3))}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def test_each_step_draws_a_batch_of_its_own_for_everything():
+    """Loss, gradient and closures are of the same examples, which a seed repeats and a step changes."""
+    tx = optperm.with_loss(recorded(4), loss_fn, DATA, 4, seed=5)
+    params, state = run(tx, 4, gradient={"w": jnp.full(3, jnp.nan)})
+    grads, values, each = state.inner_state
+    rows = jax.vmap(jax.grad(loss_fn), in_axes=(None, 0))(
+        START, {"x": X[:, None], "y": DATA["y"][:, None], "scale": jnp.ones(12)}
+    )["w"]
+    drawn = set()
+    for step in range(4):
+        gaps = np.abs(each["w"][step][:, None] - rows[None]).max(2)
+        places = gaps.argmin(1)
+        assert gaps.min(1).max() < 1e-4
+        batch = {"x": X[places], "y": DATA["y"][places], "scale": DATA["scale"]}
+        value, grad = jax.value_and_grad(loss_fn)({"w": params["w"][step]}, batch)
+        np.testing.assert_allclose(values[step], value, rtol=1e-4)
+        np.testing.assert_allclose(grads["w"][step], grad["w"], rtol=1e-4, atol=1e-5)
+        drawn.add(tuple(places.tolist()))
+    assert len(drawn) == 4
+    support.assert_same_bits(run(tx, 4)[0], params)
+    assert state.count.tolist() == [1, 2, 3, 4]
+
+
+def test_a_key_in_the_data_is_another_one_in_each_step():
+    """So that dropout draws other masks, for all of the data too."""
+    data = {"x": X, "key": jax.random.key(0)}
+
+    def noisy(params, batch):
+        return jnp.sum(params["w"]) * 0.0 + jax.random.uniform(batch["key"])
+
+    for batch_size in (None, 4):
+        _, state = run(optperm.with_loss(recorded(batch_size or 12), noisy, data, batch_size), 3)
+        assert len(set(state.inner_state[1].tolist())) == 3
+
+
+def test_what_places_weights_says_so_through_it():
+    tx = optax.chain(optperm.recursive_gradient(0.5), optperm.sgperm(1.0))
+    tx = optperm.with_loss(tx, loss_fn, DATA, 4)
+    params, state = START, jax.jit(tx.init)(START)
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(params, state, params)
+        params = optperm.apply_updates(params, updates, state)
+    support.assert_same_bits(optperm.permuted_params(state), params)
+    assert not np.array_equal(params["w"], START["w"])
+
+
+def test_data_without_a_common_axis_are_refused():
+    for data in ({"x": X, "y": X[:5]}, {"scale": jnp.ones([])}, {"x": X[:0]}, {}):
+        with pytest.raises(ValueError, match="same leading axis"):
+            optperm.with_loss(optax.sgd(0.1), loss_fn, data)
