@@ -43,11 +43,17 @@ from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesSt
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.sparsity.gradual import prune_gradually as prune_gradually
 from optperm.sparsity.masks import MaskElementsState as MaskElementsState
 from optperm.sparsity.masks import freeze as freeze
 from optperm.sparsity.masks import mask_elements as mask_elements
 from optperm.sparsity.masks import prune as prune
 from optperm.sparsity.masks import reset_masks as reset_masks
+from optperm.sparsity.shares import erk_sparsity as erk_sparsity
+from optperm.sparsity.sparse_state import SparseState as SparseState
+from optperm.sparsity.structures import Blocks as Blocks
+from optperm.sparsity.structures import NOfM as NOfM
+from optperm.sparsity.structures import Units as Units
 from optperm.subspace.basis import set_basis as set_basis
 from optperm.subspace.dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace.dim_reduce import dim_reduce as dim_reduce
