@@ -49,8 +49,10 @@ from optperm.sparsity.masks import freeze as freeze
 from optperm.sparsity.masks import mask_elements as mask_elements
 from optperm.sparsity.masks import prune as prune
 from optperm.sparsity.masks import reset_masks as reset_masks
+from optperm.sparsity.rigl import rigl as rigl
 from optperm.sparsity.shares import erk_sparsity as erk_sparsity
 from optperm.sparsity.sparse_state import SparseState as SparseState
+from optperm.sparsity.straight_through import keep_top as keep_top
 from optperm.sparsity.structures import Blocks as Blocks
 from optperm.sparsity.structures import NOfM as NOfM
 from optperm.sparsity.structures import Units as Units

@@ -57,11 +57,22 @@ def hide(mask: Any, tree: Any) -> Any:
     return jax.tree.map(hide_leaf, mask, tree, is_leaf=is_masked)
 
 
-def land(mask: Any, updates: Any, params: Any) -> Any:
-    """Return updates that put params on exactly 0.0 where the mask says, and move the others."""
+def land(mask: Any, updates: Any, params: Any, before: Any = None) -> Any:
+    """Return updates that put params on exactly 0.0 where the mask says, and move the others.
+
+    Args:
+      mask: Which entries live after this step.
+      updates: How they move.
+      params: Where they are.
+      before: Which entries lived before, where others may live now: those start at 0, wherever they are.
+    """
 
     # w + (-w) is +0.0 in every dtype, for any finite w.
-    def land_leaf(m: Any, u: Any, w: Any) -> Any:
-        return u if is_masked(m) else jnp.where(m, jnp.asarray(u, w.dtype), -w)
+    def land_leaf(m: Any, u: Any, w: Any, was_live: Any) -> Any:
+        if is_masked(m):
+            return u
+        u = jnp.asarray(u, w.dtype)
+        return jnp.where(m, jnp.where(was_live, u, u - w), -w)
 
-    return jax.tree.map(land_leaf, mask, updates, params, is_leaf=is_masked)
+    before = mask if before is None else before
+    return jax.tree.map(land_leaf, mask, updates, params, before, is_leaf=is_masked)
