@@ -43,6 +43,8 @@ from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesSt
 from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
+from optperm.sparsity.export import remove_units as remove_units
+from optperm.sparsity.export import to_sparse as to_sparse
 from optperm.sparsity.gradual import prune_gradually as prune_gradually
 from optperm.sparsity.masks import MaskElementsState as MaskElementsState
 from optperm.sparsity.masks import freeze as freeze

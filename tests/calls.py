@@ -64,6 +64,7 @@ FUNCTIONS = {
         "num_chains": 2,
         "num_draws": 2,
     },
+    "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
     "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
     "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
     "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
@@ -74,6 +75,7 @@ FUNCTIONS = {
         "other_mean": jnp.ones(2),
         "other_covariance": jnp.eye(2),
     },
+    "keep_top": {"params": PARAMS, "sparsity": 0.5},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
@@ -94,11 +96,16 @@ FUNCTIONS = {
         "inputs": BATCH,
     },
     "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
+    "remove_units": {
+        "params": {"a": np.eye(2), "b": np.eye(2)},
+        "groups": {"u": [("a", -1), ("b", 0)]},
+    },
     "reset_masks": {"opt_state": MASKED},
     "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
     "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
+    "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
 }
 CASES = FUNCTIONS | {
@@ -166,12 +173,11 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 LIMITS = {
     "compress_quantized": {"decay": SHARE},
     "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
+    "erk_sparsity": {"sparsity": SHARE},
     "evaluate": {"has_aux": None, "axis_name": None},
-    "freeze": {"fraction": SHARE},
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "pca_basis": {"num_snapshots": None},
     "posterior_report": {"least_curvature": ABOVE_ZERO},
-    "prune": {"fraction": SHARE},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}
 
@@ -246,8 +252,8 @@ STATES = {
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
-    "prune": r"a MaskElementsState \(the state of optperm.mask_elements\)",
-    "reset_masks": r"a MaskElementsState \(the state of optperm.mask_elements\)",
+    "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
+    "reset_masks": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
     "set_basis": "Subspace .*optperm.dim_reduce, project or twa",
     "take_snapshot": r"SvrgState \(the state of optperm.svrg\)",
     "trajectory": "TrajectoryState .*optperm.record_trajectory",

@@ -317,13 +317,14 @@ TRANSFORMATIONS = (
         lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
+        hands_on=True,
     ),
     Transformation(
         optperm.rigl,
         {
             "optimizer": optax.sgd(2e-3, 0.9),
             "sparsity": 0.5,
-            "end": 9,
+            "end": 200,
             "key": jax.random.key(0),
             "every": 2,
             "include": True,
@@ -333,13 +334,14 @@ TRANSFORMATIONS = (
         lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
+        hands_on=True,
     ),
     Transformation(
         optperm.rigl,
         {
             "optimizer": optax.adam(2e-3),
             "sparsity": 0.5,
-            "end": 9,
+            "end": 200,
             "key": jax.random.key(0),
             "every": 2,
             "grow": "random",
@@ -350,6 +352,7 @@ TRANSFORMATIONS = (
         lenient=True,
         knows="shapes",
         no_minimum="half of the params are zero",
+        hands_on=True,
         other_name="set",
     ),
     Transformation(

@@ -39,11 +39,9 @@ def codes_of_scores(scores: Any, flags: Any, structure: Structure | None) -> Any
     """Return the codes of the units of each leaf, in the order of their scores."""
     check_fits(structure, scores, flags)
 
-    def code(score: jax.Array, flag: bool) -> jax.Array:
-        pools = flag and not isinstance(structure, NOfM)
-        return order_codes(pool(structure, score) if pools else score)
-
-    return jax.tree.map(code, scores, flags)
+    return jax.tree.map(
+        lambda score, flag: order_codes(pool(structure if flag else None, score)), scores, flags
+    )
 
 
 def random_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Array | None) -> Any:
@@ -55,15 +53,13 @@ def random_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Ar
     checks.check_key("key", key)
     check_fits(structure, mask, flags)
     leaves, treedef = jax.tree.flatten(mask)
-    shapes = [
-        jax.eval_shape(lambda m: pool(structure, m.astype(jnp.float32)), leaf).shape
-        if flag and not isinstance(structure, NOfM)
-        else leaf.shape
-        for leaf, flag in zip(leaves, jax.tree.leaves(flags), strict=True)
+    units = [
+        jax.eval_shape(lambda m, s=structure if flag else None: pool(s, m.astype(jnp.float32)), m)
+        for m, flag in zip(leaves, jax.tree.leaves(flags), strict=True)
     ]
     drawn = [
-        jax.random.bits(jax.random.fold_in(key, index), shape, jnp.uint32)
-        for index, shape in enumerate(shapes)
+        jax.random.bits(jax.random.fold_in(key, index), unit.shape, jnp.uint32)
+        for index, unit in enumerate(units)
     ]
     return jax.tree.unflatten(treedef, drawn)
 

@@ -226,7 +226,7 @@ def _groups(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None)
     return group_leaves("sparsity", sparsity, scope, mask, flags, sizes)
 
 
-def _live_units(mask: Any, structure: Any) -> list[jax.Array]:
+def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
     """Return which units have a live entry, leaf by leaf."""
     return [
         m if structure is None else pool(structure, m.astype(jnp.float32)) > 0
@@ -234,14 +234,16 @@ def _live_units(mask: Any, structure: Any) -> list[jax.Array]:
     ]
 
 
-def _count_zeros(mask: Any, groups: Groups, structure: Any) -> jax.Array:
+def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
     """Return how many units of each group do not live."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
     of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
     return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, of_groups)])[1:]
 
 
-def _keep_highest(mask: Any, groups: Groups, zeros: jax.Array, structure: Any, scores: Any) -> Any:
+def _keep_highest(
+    mask: Any, groups: Groups, zeros: jax.Array, structure: Structure | None, scores: Any
+) -> Any:
     """Return the mask of the live entries that stay when so many units of each group are zero."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)

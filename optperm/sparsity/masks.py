@@ -202,7 +202,7 @@ def prune(
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
     check_structure(structure)
-    state = find_state(opt_state, (MaskElementsState, SparseState), method="mask_elements")
+    state = _masked_state(opt_state)
     plain = without_variables(params)
     weights = without_masked("params", plain, state.mask)
     flags = included(include, state.mask, plain)
@@ -330,9 +330,15 @@ def reset_masks(opt_state: Any) -> Any:
       >>> optperm.reset_masks(opt_state).mask.tolist()
       [[True, True]]
     """
-    state = find_state(opt_state, (MaskElementsState, SparseState), method="mask_elements")
+    state = _masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
     return replace_state(opt_state, type(state), new, method="mask_elements")
+
+
+def _masked_state(opt_state: Any) -> MaskElementsState | SparseState:
+    types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
+    state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
+    return state
 
 
 def _hold(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:

@@ -245,14 +245,14 @@ def _restart(
     An array belongs to the parameter at whose path its own ends, if their shapes are equal. What does
     not live is the same in every step, so that an entry that comes to live later is fresh then.
     """
-    masks = {path: m for path, m in jax.tree_util.tree_leaves_with_path(mask)}
+    masks = dict(jax.tree_util.tree_leaves_with_path(mask))
     fresh = jax.tree.leaves(optimizer.init(params))
 
     def restart(path: Any, leaf: jax.Array, first: jax.Array) -> jax.Array:
         own = [end for end in masks if path[len(path) - len(end) :] == end]
-        m = masks[max(own, key=len)] if own else None
-        is_its = m is not None and jnp.shape(leaf) == m.shape
-        return jnp.where(m, leaf, jnp.asarray(first, leaf.dtype)) if is_its else leaf
+        if not own or jnp.shape(leaf) != masks[max(own, key=len)].shape:
+            return leaf
+        return jnp.where(masks[max(own, key=len)], leaf, jnp.asarray(first, leaf.dtype))
 
     leaves, treedef = jax.tree_util.tree_flatten_with_path(inner)
     new = [restart(path, leaf, first) for (path, leaf), first in zip(leaves, fresh, strict=True)]

@@ -142,9 +142,9 @@ def check_fits(structure: Structure | None, tree: Any, flags: Any) -> None:
             )
 
 
-def pool(structure: Blocks | Units | None, scores: jax.Array) -> jax.Array:
+def pool(structure: Structure | None, scores: jax.Array) -> jax.Array:
     """Return the mean score of each unit of a leaf."""
-    if structure is None:
+    if structure is None or isinstance(structure, NOfM):
         return scores
     if isinstance(structure, Units):
         axes = tuple(a for a in range(scores.ndim) if a != structure.axis % scores.ndim)
@@ -155,9 +155,9 @@ def pool(structure: Blocks | Units | None, scores: jax.Array) -> jax.Array:
     return sums / jnp.broadcast_to(sizes, sums.shape)
 
 
-def spread(structure: Blocks | Units | None, mask: jax.Array, like: Any) -> jax.Array:
+def spread(structure: Structure | None, mask: jax.Array, like: Any) -> jax.Array:
     """Return the mask of the entries of a leaf from that of its units."""
-    if structure is None:
+    if structure is None or isinstance(structure, NOfM):
         return mask
     shape = jnp.shape(like)
     if isinstance(structure, Units):

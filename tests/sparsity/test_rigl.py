@@ -92,7 +92,7 @@ def test_one_drop_and_grow_by_hand():
 
 
 def test_a_fresh_entry_under_adam_moves_further():
-    """(1 - b1^j) / sqrt(1 - b2^j) times as far as an old one of the same gradient: 1.985 at count 500."""
+    """(1 - b1^j) / sqrt(1 - b2^j) times as far as an old one: 1.985 at count 500."""
     tx = optperm.rigl(
         optax.adam(0.1), 0.5, end=501, key=KEY, every=500, drop_fraction=lambda t: 0.5
     )
