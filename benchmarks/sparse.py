@@ -1,14 +1,15 @@
-"""Accuracy at a share of zeros: gradual pruning, one-shot pruning, RigL, SET, static masks and SNIP.
+"""Accuracy at a share of zeros: gradual and one-shot pruning, RigL, SET, static masks and SNIP.
 
-An MLP of 300 and 100 hidden units on MNIST, biases dense. All methods train for the same number of steps
-with Adam and a rate that falls to 0 by a cosine. One-shot pruning happens after half of the steps; the ramp
-of gradual pruning rises from 10 to 75 % of them; RigL and SET end at 75 %; masks change every 100 steps.
+An MLP of 300 and 100 hidden units on MNIST, biases dense. All methods train for the same number of
+steps with Adam and a rate that falls to 0 by a cosine. One-shot pruning happens after half of the
+steps; the ramp of gradual pruning rises from 10 to 75 % of them; RigL and SET end at 75 %; masks
+change every 100 steps.
 
-With `--tune` each row first takes the rate that is best on a validation split (the last 5,000 training
-images), with one seed and a third of the steps. With `--export` a network that was pruned gradually and one
-whose units were pruned are made smaller by `to_sparse` and `remove_units`, and used.
+With `--tune` each row first takes the rate that is best on a validation split (the last 5,000
+training images), with one seed and a third of the steps. With `--export` networks whose weights or
+units were pruned gradually are made smaller by `to_sparse` and `remove_units`, and used.
 
-    python benchmarks/sparse.py --data mnist.npz [--seeds 2] [--sparsity 0.9 0.95 0.98] [--tune] [--export]
+    python benchmarks/sparse.py --data mnist.npz [--seeds 2] [--sparsity 0.9 0.98] [--tune] [--export]
 """
 
 import argparse
@@ -66,19 +67,6 @@ def accuracy(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Ar
     return jnp.mean(logits(params, x).argmax(axis=-1) == y)
 
 
-@functools.partial(jax.jit, static_argnames="tx")
-def train(tx: Any, params: Any, state: Any, batches: Any, data: Any) -> Any:
-    """Params and state after batches of indices (steps, BATCH)."""
-
-    def step(carried: Any, chosen: jax.Array) -> Any:
-        params, state = carried
-        grads = jax.grad(loss_fn)(params, (data[0][chosen], data[1][chosen]))
-        updates, state = tx.update(grads, state, params)
-        return (optperm.apply_updates(params, updates, state), state), None
-
-    return jax.lax.scan(step, (params, state), batches)[0]
-
-
 # A row: from a share, a number of steps, a rate and a seed to an optimizer; whether it prunes once at
 # half of the steps, and by what scope; and what to do before the first step.
 def adam(steps: int, rate: float) -> optax.GradientTransformation:
@@ -123,29 +111,49 @@ ROWS: dict[str, Callable[..., Any]] = {
     "SNIP, global": held,
     "dense": held,
 }
+# Whole units of the hidden layers, for `--export`.
+UNITS = {
+    "units": lambda share, *rest: gradual(
+        same_share(share) | {"w2": 0.0}, *rest, structure=optperm.Units()
+    )
+}
 
 
-def run(name: str, share: float, rate: float, seed: int, epochs: float, data: Any) -> Any:
+@functools.partial(jax.jit, static_argnames=("name", "share", "steps"))
+def trained(
+    name: str, share: float, steps: int, rate: Any, seed: Any, batches: Any, data: Any
+) -> Any:
+    """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
+    tx, params = (ROWS | UNITS)[name](share, steps, rate, seed), initial(seed)
+
+    def step(carried: Any, chosen: jax.Array) -> Any:
+        params, state = carried
+        grads = jax.grad(loss_fn)(params, (data[0][chosen], data[1][chosen]))
+        updates, state = tx.update(grads, state, params)
+        return (optperm.apply_updates(params, updates, state), state), None
+
+    state = tx.init(params)
+    if name == "SNIP, global":
+        grads = jax.grad(loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
+        scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
+        params, state = optperm.prune(params, state, share, scope="global", scores=scores)
+    elif isinstance(state, optperm.SparseState):
+        params, state = optperm.prune(params, state, 0.0)
+    if name == "one-shot magnitude, global":
+        first, batches = batches[: steps // 2], batches[steps // 2 :]
+        (params, state), _ = jax.lax.scan(step, (params, state), first)
+        params, state = optperm.prune(params, state, share, scope="global")
+    return jax.lax.scan(step, (params, state), batches)[0][0]
+
+
+def run(name: str, share: Any, rate: float, seed: int, epochs: float, data: Any) -> Any:
     """The trained params of a row."""
     size = len(data[0])
     steps = round(epochs * size / BATCH)
     rng = np.random.default_rng(seed)
     orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(int(np.ceil(epochs)))]
     batches = np.concatenate(orders).reshape(-1, BATCH)[:steps]
-    tx, params = ROWS[name](share, steps, rate, seed), initial(seed)
-    state = tx.init(params)
-    if name == "SNIP, global":
-        first = (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES])
-        grads = jax.grad(loss_fn)(params, first)
-        scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
-        params, state = optperm.prune(params, state, share, scope="global", scores=scores)
-    elif isinstance(state, optperm.SparseState):
-        params, state = optperm.prune(params, state, 0.0)
-    if name == "one-shot magnitude, global":
-        params, state = train(tx, params, state, batches[: steps // 2], data)
-        params, state = optperm.prune(params, state, share, scope="global")
-        batches = batches[steps // 2 :]
-    return train(tx, params, state, batches, data)[0]
+    return trained(name, share, steps, rate, seed, jnp.asarray(batches), data)
 
 
 def table(options: argparse.Namespace, sets: Any) -> None:
@@ -176,6 +184,7 @@ def table(options: argparse.Namespace, sets: Any) -> None:
             seconds = time.process_time() - start
             print(f"{name:36} {share:5.0%} rate {rate:g}: {each}  {seconds:.0f} s", flush=True)
         RESULTS.row(title, method=name, **cells)
+        RESULTS.write(options.json)
 
 
 def bytes_of(tree: Any) -> int:
@@ -213,10 +222,9 @@ def export_table(options: argparse.Namespace, sets: Any) -> None:
     y = np.asarray(y)
 
     def show(name: str, function: Callable[..., Any], params: Any, xp: Any) -> None:
-        times = [
-            f"{least_milliseconds(function, params, xp.asarray(x[:n]), repetitions=options.repetitions):.3f}"
-            for n in (1, 32, 256)
-        ]
+        least = functools.partial(least_milliseconds, function, params)
+        parts = [xp.asarray(x[:n]) for n in (1, 32, 256)]
+        times = [f"{least(part, repetitions=options.repetitions):.3f}" for part in parts]
         right = np.mean(np.asarray(function(params, xp.asarray(x))).argmax(axis=-1) == y)
         cells = dict(zip(("ms_of_1", "ms_of_32", "ms_of_256"), times, strict=True))
         RESULTS.row(title, network=name, bytes=bytes_of(params), **cells, accuracy=f"{right:.4f}")
@@ -241,9 +249,7 @@ def export_table(options: argparse.Namespace, sets: Any) -> None:
             jnp,
         )
     for units in options.units:
-        shares = {"w0": units, "w1": units, "w2": 0.0, "b0": 0.0, "b1": 0.0, "b2": 0.0}
-        ROWS["units"] = functools.partial(gradual, structure=optperm.Units())
-        params = run("units", shares, options.rate, 0, options.epochs, data)
+        params = run("units", units, options.rate, 0, options.epochs, data)
         # A unit that nothing enters is a constant: it goes into the bias of what follows.
         for index in (0, 1):
             is_dead = (params[f"w{index}"] == 0).all(axis=0)

@@ -80,9 +80,9 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     Args:
       params: A tree of arrays, outside of `jax.jit`.
       groups: For each group of units the leaves that have an axis of them, as pairs of a path and the
-        axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`. Weights of
-        the last axis enter the units, and of any other axis leave them. All leaves that have the
-        axis must be named, statistics of a normalization too.
+        axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`.
+        Weights of the last axis enter the units, and of any other axis leave them. All leaves that have
+        the axis must be named, statistics of a normalization too.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.
 
     Returns:

@@ -27,7 +27,7 @@ class SparseState(NamedTuple):
       key: The raw data of the key of `grow="random"`; None for others.
     """
 
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # type: ignore[assignment]
     mask: PyTree[Bool[Array, "..."]]
     inner: Any
     scores: PyTree[Float32[Array, "..."]] | None = None
