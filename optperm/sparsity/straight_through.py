@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optperm.contract import checks
 from optperm.sparsity.choice import UnitScope, codes_of_scores, keep, wide_scores
 from optperm.sparsity.shares import Include, included
 from optperm.sparsity.structures import Structure, check_structure
@@ -60,7 +59,6 @@ def keep_top(
       A selection is made in every forward pass, which takes longer than the rest of a small
       network's step; that of `NOfM` is cheap.
     """
-    checks.check_real_floating("params", params)
     check_structure(structure)
     flags = included(include, params)
     fixed = jax.lax.stop_gradient(params)

@@ -21,7 +21,7 @@ class NOfM:
     Of equal scores the first is kept. The default is the axis over which kernels of shapes (in, out) and
     (h, w, in, out) are summed, the one that such hardware multiplies.
 
-    Args:
+    Attributes:
       n: How many of them stay, from 1 to m.
       m: The length of a group; it divides the axis.
       axis: The axis.
@@ -59,7 +59,7 @@ class Blocks:
 
     A block at the edge has those entries that exist.
 
-    Args:
+    Attributes:
       rows: The length of a block along the last axis but one.
       columns: Its length along the last axis.
 
@@ -89,7 +89,7 @@ class Blocks:
 class Units:
     """Keep or drop whole slices, by the mean score of the entries of each.
 
-    Args:
+    Attributes:
       axis: The axis that numbers the slices: -1 for the output units of a kernel.
 
     Raises:
