@@ -155,7 +155,7 @@ def rigl(
             if not callable(drop_fraction):
                 done = t.astype(jnp.float32) / last.astype(jnp.float32)
                 alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
-            w, g = _magnitudes(before, live, grads, axis_name)
+            w, g = _magnitudes(before, params, grads, axis_name)
             drawn = None if state.key is None else _random_codes(before, state.key, t)
             return _move(before, w, [_grow_codes(x) for x in g] if drawn is None else drawn, alpha)
 
