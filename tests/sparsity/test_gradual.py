@@ -171,6 +171,12 @@ def test_a_ramp_that_falls_and_a_hand_that_prunes():
         params, opt_state = step(params, opt_state, jnp.ones((5, 4)))
         zeros.append(int((params == 0).sum()))
     assert zeros == [8, 8, 12, 16, 16]
+    # What is pruned by hand does not come back where another leaf is due.
+    both = {"a": params, "b": support.normal((5, 4), 1)}
+    tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, 1.0, every=1)
+    both, state = optperm.prune(both, tx.init(both), {"a": 1.0, "b": 0.0})
+    _, state = tx.update(both, state, both)
+    assert [int(m.sum()) for m in state.mask.values()] == [0, 10]
     opt_state = optperm.reset_masks(opt_state)
     assert opt_state.mask.all()
     assert int((step(params, opt_state, jnp.ones((5, 4)))[0] == 0).sum()) == 16

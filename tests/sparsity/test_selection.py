@@ -68,6 +68,8 @@ def test_scores_of_64_and_16_bits():
         np.testing.assert_array_equal(
             keep_highest([order_codes(jnp.asarray(scores))], [[0]], [4])[0], highest(scores, 4)
         )
+    zeros = order_codes(jnp.array([-0.0, 0.0]))  # are equal
+    assert keep_highest([zeros], [[0]], [1])[0].tolist() == [True, False]
     half = jnp.array([1.0, -2.0, 1.0, 0.5], jnp.bfloat16)
     assert keep_highest([order_codes(half)], [[0]], [1])[0].tolist() == [True, False, False, False]
 
