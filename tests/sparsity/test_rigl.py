@@ -89,6 +89,10 @@ def test_one_drop_and_grow_by_hand():
     # Momentum .5 * 1 + 1 of the first weight, and none of the last.
     np.testing.assert_allclose(second, [[2.75, 0.0, 0.0, 0.3]], rtol=1e-6)
     np.testing.assert_allclose(state.inner[0].trace, [[1.5, 1.0, 0.0, -3.0]], rtol=1e-6)
+    # What is not finite is no reason to grow: the first of the places that are not kept.
+    grads[1] = jnp.full((1, 4), jnp.nan)
+    _, (_, state) = loops.train(tx, w, grads, opt_state=start)
+    assert state.mask.tolist() == [[True, True, False, False]]
 
 
 def test_a_fresh_entry_under_adam_moves_further():
