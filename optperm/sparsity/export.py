@@ -49,7 +49,7 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
 
     Notes:
       Below 90 % zeros sparse products do not pay on a CPU. On an MLP of 300 and 100 hidden units BCSR
-      takes .5 to .7 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
+      takes .5 to .75 of the time of dense products at 90 % for batches of 32 and 256, a quarter to
       a third at 98 %; scipy's format is the one for single examples, from 98 % on. A dense network of as
       many bytes (`optperm.remove_units`) is faster than any of them (`benchmarks/sparse.py --export`).
     """
