@@ -31,8 +31,7 @@ def predict(params: dict, x: jax.Array) -> jax.Array:
 def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) -> object:
     """From a seed to accuracies (curves, fractions, sets). But for `legacy` all networks share H."""
     x, y = sets[0]
-    # The next number up: p n rounds to no less than an integer that it should be.
-    fractions = jnp.minimum(np.nextafter(np.float32(p), np.float32(2)), 1)
+    fractions = jnp.asarray(p, jnp.float32)
     size, chosen = len(x), {"max_step": 0.25, "freeze_after": steps[0]}
     if legacy:  # Its estimate of the noise began with random numbers, and its steps had no limit.
         chosen = {"learning_rate": 0.01, "estimator": "single_example", "max_step": jnp.inf}
@@ -63,10 +62,13 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
         keys = zip((first, then), steps, strict=True)
         first, then = (jax.random.randint(k, (n, BATCH + 1), 0, len(x)) for k, n in keys)
         (params, state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), (params, state), first)
-        by = {"scores": optperm.full_gradient(loss_fn, params, sets[:1]), "key": order}
+        of_each = {"scope": "leaf", "include": True}
+        by = {"scores": optperm.full_gradient(loss_fn, params, sets[:1]), "key": order} | of_each
 
         def masked(p: jax.Array) -> tuple:
-            found = [optperm.prune(params, state, p, criterion=c, key=order) for c in PRUNE]
+            found = [
+                optperm.prune(params, state, p, criterion=c, key=order, **of_each) for c in PRUNE
+            ]
             found += [(params, optperm.freeze(state, p, criterion=c, **by)) for c in FREEZE]
             return jax.tree.map(lambda *x: jnp.stack(x), *((own, mask) for own, (_, mask) in found))
 

@@ -1,8 +1,8 @@
 """Applying updates so that weights which a method places or holds land bit for bit.
 
 In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
-places weights, instead of moving them, keeps the exact targets in its state, and one that holds weights
-keeps there which; `apply_updates` reads both.
+places weights, instead of moving them, keeps the exact targets in its state, one that holds weights, or
+keeps them at zero, keeps there which; `apply_updates` reads all three.
 """
 
 import functools
@@ -95,6 +95,21 @@ def holding_masks(opt_state: Any) -> list[Any]:
     return [mask for state in found for mask in state.trainable_masks()]
 
 
+@runtime_checkable
+class ZeroingState(Protocol):
+    """A state of a transformation that keeps some entries of the params at zero."""
+
+    def zero_masks(self) -> list[Any]:
+        """Return booleans shaped like params, False for zeros; `optax.MaskedNode` for a leaf without."""
+        ...
+
+
+def zero_masks(opt_state: Any) -> list[Any]:
+    """Return what `zero_masks` says of all states in any nesting."""
+    found = find_states(opt_state, ZeroingState)
+    return [mask for state in found for mask in state.zero_masks()]
+
+
 def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
     """Applies updates to params, bit-exactly where a method places weights.
 
@@ -104,8 +119,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     A target is applied only where the update leads there, but for rounding: a wrapper such as
     `optax.contrib.sam` gives updates of its own between those of the method.
     Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
-    `params`, wherever it was placed. Of a transformation of Optax's after it in an `optax.chain` a
-    `UserWarning` tells.
+    `params`, wherever it was placed. An entry that `optperm.prune_gradually` or `optperm.rigl` keeps at
+    zero is 0.0, whatever else moves or places it, and never -0.0. Of a transformation of Optax's
+    after it in an `optax.chain` a `UserWarning` tells.
 
     Args:
       params: A tree of parameters, or a model made of dataclasses, as Equinox's are.
@@ -175,6 +191,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     for is_trainable in holding_masks(opt_state):
         _check_fits(before, is_trainable)
         moved = jax.tree.map(_keep_held, is_trainable, moved, before, is_leaf=is_masked)
+    for is_live in zero_masks(opt_state):
+        _check_fits(before, is_live)
+        zeros = jax.tree.map(jnp.zeros_like, moved)
+        moved = jax.tree.map(_keep_held, is_live, moved, zeros, is_leaf=is_masked)
     moved = jax.tree.unflatten(structure, jax.tree.leaves(moved))
     return moved if params is whole else fill_masked(moved, whole)
 
@@ -296,6 +316,6 @@ def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
     return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))
 
 
-def _keep_held(is_trainable: Any, moved: Any, before: Any) -> Any:
-    """What was there before, where it may not move; a masked node leaves all below it as it is."""
-    return moved if is_masked(is_trainable) else jnp.where(is_trainable, moved, before)
+def _keep_held(is_trainable: Any, moved: Any, held: Any) -> Any:
+    """What stays there, where it may not move; a masked node leaves all below it as it is."""
+    return moved if is_masked(is_trainable) else jnp.where(is_trainable, moved, held)

@@ -29,6 +29,11 @@ USUAL = [
     ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
+    (
+        "sparse.py",
+        "--seeds 1 --epochs 0.1 --sparsity 0.9",
+        {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
+    ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
     ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),

@@ -14,6 +14,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.shardings import shard_like
+from optperm.contract.states import mask_like
 
 _EVALUATE = (
     "e = optperm.evaluate(loss_fn, params, batch{}), "
@@ -51,7 +52,7 @@ def transformation(
       method: The public name, for messages.
       like: From a state, a tree whose structure and shapes those of params and updates have to be: part
         of the state, or the `optperm.contract.states.one_row` of a part. None where no part of the
-        state tells; updates then have to match params.
+        state tells. Where it does not, and where it is masked, updates have to match params.
       dtypes: Whether the dtypes of params have to be those of that tree too.
       needs: The extra arguments that `update` cannot do without, and what each of them is. `grad_fn` is
         made of `value_fn` where that alone is given.
@@ -82,10 +83,12 @@ def transformation(
         if like is not None:
             expected = like(state)
             if params is not None:
-                checks.check_same_tree("params", params, expected, source=_SOURCE, dtypes=dtypes)
-                checks.check_same_mesh("params", params, expected, source=_SOURCE)
-            checks.check_same_tree("updates", updates, expected, source=_SOURCE, dtypes=False)
-        elif params is not None and not is_wrapper:
+                seen = mask_like(params, expected)
+                checks.check_same_tree("params", seen, expected, source=_SOURCE, dtypes=dtypes)
+                checks.check_same_mesh("params", seen, expected, source=_SOURCE)
+            seen = mask_like(updates, expected)
+            checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
+        if params is not None and not is_wrapper:
             checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
         value_fn = extra_args.get("value_fn")
         if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:

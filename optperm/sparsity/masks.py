@@ -14,14 +14,10 @@ from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
-from optperm.sparsity.choice import (
-    Include,
-    Scope,
-    choose_lowest,
-    magnitudes,
-    random_scores,
-    without_masked,
-)
+from optperm.sparsity.choice import UnitScope, codes_of_scores, keep, random_codes, wide_scores
+from optperm.sparsity.shares import Include, included, without_masked
+from optperm.sparsity.sparse_state import SparseState
+from optperm.sparsity.structures import Structure, check_structure
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -64,7 +60,7 @@ class MaskElementsState(NamedTuple):
 def mask_elements(
     mask: Any | Callable[[optax.Params], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Holds the entries of the params that its mask says at the value they have.
+    r"""Hold the entries of the params that its mask says at the value they have.
 
     .. math::
       u_i \leftarrow \begin{cases} u_i & \text{if } m_i \\ -0 & \text{else} \end{cases}
@@ -96,11 +92,11 @@ def mask_elements(
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(0.5, momentum=0.9), optperm.mask_elements())
-      >>> w = jnp.array([3.0, -1.0, 2.0, 4.0])
+      >>> w = jnp.array([[3.0, -1.0], [2.0, 4.0]])
       >>> w, opt_state = optperm.prune(w, tx.init(w), fraction=0.5)
-      >>> updates, opt_state = tx.update(jnp.ones(4), opt_state, w)
+      >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
-      [2.5, 0.0, 0.0, 3.5]
+      [[2.5, 0.0], [0.0, 3.5]]
     """
 
     def init(params: optax.Params) -> MaskElementsState:
@@ -153,44 +149,54 @@ def _spread(mask: Any, params: optax.Params) -> Any:
 def prune(
     params: optax.Params,
     opt_state: Any,
-    fraction: float | jax.Array,
+    fraction: Any,
     *,
     criterion: PruneCriterion = "magnitude",
-    scope: Scope = "leaf",
+    scope: UnitScope = "erk",
     scores: Any = None,
     key: jax.Array | None = None,
     include: Include | None = None,
+    structure: Structure | None = None,
 ) -> tuple[optax.Params, Any]:
-    r"""Sets a fraction of the weights to zero, and masks them, so that they stay there.
+    r"""Set a fraction of the weights to zero, and mask them, so that they stay there.
 
-    In each leaf of n entries the :math:`\lfloor p n \rfloor` with the smallest :math:`|s_i|` are chosen,
-    for the fraction p; with scope `"global"` the :math:`\lfloor p N \rfloor` smallest of all N entries
-    together. Of equal scores the first in the leaf goes first, and one that is NaN goes last. So the
-    count is exact, whatever the scores are.
+    Of n entries the :math:`n - \lfloor p n + \tfrac12 \rfloor` with the highest scores stay, for the
+    fraction p: :math:`|w|`, or the `scores` as they are, signs included. Of equal scores the first
+    stays, and one that is NaN stays before all others. So the count is exact, whatever the scores
+    are. The n entries are those of a leaf, which has its own p by `optperm.erk_sparsity` (`"erk"`),
+    or the same as the others (`"leaf"`); those of all leaves together (`"global"`); or those that
+    enter one output unit (`"unit"`: a slice along the last axis). With a structure all counts are
+    of its units.
 
     All entries stand for election, those that are masked already too, and none becomes free: masks
     accumulate. By magnitude what was pruned before is chosen first, so pruning .5 and then .6 leaves .4.
-    A weight that is frozen at another value than zero is set to zero if it is chosen.
+    A weight that is frozen at another value than zero is set to zero if it is chosen. With
+    `optperm.prune_gradually` or `optperm.rigl` all that their masks leave out is set to zero:
+    `prune(params, opt_state, 0.0)` before the first step lets its gradient be that of the sparse
+    network.
 
-    It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A fraction
-    of Python or NumPy is multiplied by n in Python's floats (.58 of 50 is 28.999..., so 28 entries). One
-    that is an array of JAX, traced or not, is multiplied in its own precision, float32 at least (there
-    .58 of 50 is 29). A traced one that is out of range counts as the nearest that is not, NaN as 0.
+    It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A
+    fraction of Python or NumPy is the decimal number that it is printed as; one that is an array of
+    JAX, traced or not, is rounded to a multiple of :math:`2^{-24}`. A traced one that is out of
+    range counts as the nearest that is not, NaN as 0.
 
     Args:
       params: The params, all of them where the mask is inside `optax.masked` or `optax.partition`: those
         that it does not see stay as they are.
-      opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is left alone.
-      fraction: p, in [0, 1].
+      opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
+        `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
+        by `flax.nnx.Optimizer`. It is left alone.
+      fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of one, each of its
+        own leaf. None with `optperm.NOfM`.
       criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
         the same key a larger fraction takes in all that a smaller one does.
-      scope: `"leaf"`, a fraction of each leaf, biases and scalars included; or `"global"`, of all leaves
-        together.
-      scores: s, a tree like params; None for the params themselves. Used by `"magnitude"` alone.
+      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
+      scores: A tree like params whose lowest entries go; None for the magnitude of the params. Used by
+        `"magnitude"` alone.
       key: A key of `jax.random`, used by `"random"` alone. All replicas need the same.
       include: Which leaves take part: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for all.
+        from the params to one. None for those of rank 2 and more.
+      structure: `optperm.NOfM`, `optperm.Blocks` or `optperm.Units`. None for single entries.
 
     Returns:
       The params with zero (0.0, never -0.0) in the place of the chosen, and the optimizer state with
@@ -199,15 +205,14 @@ def prune(
     Raises:
       TypeError: If an argument is of the wrong type.
       ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
-        tree does not match the masks, or there is not exactly one state of `mask_elements`.
+        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
+        that has masks.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.adam(0.1), optperm.mask_elements())
       >>> params = {"kernel": jnp.array([[0.3, -0.1], [0.2, -0.4]]), "bias": jnp.array([0.0, 1.0])}
-      >>> pruned, opt_state = optperm.prune(
-      ...     params, tx.init(params), 0.5, include={"kernel": True, "bias": False}
-      ... )
+      >>> pruned, opt_state = optperm.prune(params, tx.init(params), 0.5)
       >>> [[round(x, 1) for x in row] for row in pruned["kernel"].tolist()]
       [[0.3, 0.0], [0.0, -0.4]]
       >>> pruned["bias"].tolist()
@@ -216,39 +221,50 @@ def prune(
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
       <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
+
+    Notes:
+      Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, but for
+      `"unit"`, `NOfM` and `Blocks`.
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
-    state = find_state(opt_state, MaskElementsState, method="mask_elements")
+    check_structure(structure)
+    state = _masked_state(opt_state)
     plain = without_variables(params)
     weights = without_masked("params", plain, state.mask)
+    flags = included(include, state.mask, plain)
     if criterion == "random":
-        ranked = random_scores(state.mask, key)
+        codes = random_codes(state.mask, flags, structure, key)
     else:
-        name, ranking = ("params", weights) if scores is None else ("scores", scores)
-        ranked = magnitudes(name, ranking, state.mask)
-    chosen = choose_lowest(ranked, fraction, scope, include, plain)
+        if scores is None:
+            ranked = jax.tree.map(jnp.abs, wide_scores("params", weights, state.mask))
+        else:
+            ranked = wide_scores("scores", scores, state.mask)
+        codes = codes_of_scores(ranked, flags, structure)
+    kept = keep("fraction", codes, fraction, scope, state.mask, flags, structure)
+    mask = jax.tree.map(_hold, state.mask, kept)
+    # What such a state leaves out is zero, where a mask of `mask_elements` may hold any value.
+    stays = mask if isinstance(state, SparseState) else kept
     pruned = jax.tree.map(
-        lambda is_chosen, w: jnp.where(shard_like(is_chosen, w), jnp.zeros_like(w), w),
-        chosen,
-        weights,
+        lambda is_kept, w: jnp.where(shard_like(is_kept, w), w, jnp.zeros_like(w)), stays, weights
     )
     leaves = jax.tree.leaves(fill_masked(pruned, plain))
-    return jax.tree.unflatten(jax.tree.structure(params), leaves), _with_held(
-        opt_state, state, chosen
+    new_state = replace_state(
+        opt_state, type(state), state._replace(mask=mask), method="mask_elements"
     )
+    return jax.tree.unflatten(jax.tree.structure(params), leaves), new_state
 
 
 def freeze(
     opt_state: Any,
-    fraction: float | jax.Array,
+    fraction: Any,
     *,
     scores: Any = None,
     criterion: FreezeCriterion = "gradient",
-    scope: Scope = "leaf",
+    scope: UnitScope = "erk",
     key: jax.Array | None = None,
     include: Include | None = None,
 ) -> Any:
-    r"""Masks a fraction of the weights, so that they stay at the value they have.
+    r"""Mask a fraction of the weights, so that they stay at the value they have.
 
     Chosen are those with the smallest :math:`|g_i|`, :math:`|(H g)_i|` or at random, with g the gradient
     over all examples and H the preconditioner that `optperm.scale_by_gradient_noise` has estimated.
@@ -257,17 +273,16 @@ def freeze(
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
         partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is left alone.
-      fraction: p, in [0, 1], as in `optperm.prune`.
+      fraction: p, in [0, 1], or a tree of fractions, as in `optperm.prune`.
       scores: g, a tree like params, from `optperm.full_gradient` for instance.
       criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
         `optperm.scale_by_gradient_noise` or `optperm.constant_sgd` in it; or `"random"`, which takes no
         scores, and with the same key and a larger fraction all that it takes with a smaller one.
-      scope: `"leaf"`, a fraction of each leaf, biases and scalars included; or `"global"`, of all leaves
-        together.
+      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
       key: A key of `jax.random`, used by `"random"` alone. All replicas need the same.
       include: Which leaves take part: a tree of booleans like params, or a prefix of one; or a function
         to one from a tree with the structure and shapes of the params (it is the masks: there are no
-        params here). None for all.
+        params here). None for those of rank 2 and more.
 
     Returns:
       The optimizer state with the masks, of the same structure, shapes and dtypes.
@@ -281,12 +296,12 @@ def freeze(
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(1.0), optperm.mask_elements())
-      >>> w = jnp.array([1.0, 2.0, 3.0, 4.0])
-      >>> full_grad = jnp.array([0.1, -3.0, -0.2, 1.0])
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> full_grad = jnp.array([[0.1, -3.0], [-0.2, 1.0]])
       >>> opt_state = optperm.freeze(tx.init(w), 0.5, scores=full_grad)
-      >>> updates, opt_state = tx.update(jnp.ones(4), opt_state, w)
+      >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
-      [1.0, 1.0, 3.0, 3.0]
+      [[1.0, 1.0], [3.0, 3.0]]
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -294,57 +309,63 @@ def freeze(
     """
     checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
+    flags = included(include, state.mask)
     if criterion == "random":
-        ranked = random_scores(state.mask, key)
-    elif scores is None:
-        raise ValueError(
-            f"criterion {criterion!r} needs scores, the gradient over all examples: pass "
-            "scores=optperm.full_gradient(loss_fn, params, batches)."
-        )
-    elif criterion == "gradient":
-        ranked = magnitudes("scores", scores, state.mask)
+        codes = random_codes(state.mask, flags, None, key)
     else:
-        preconditioner = find_state(
-            opt_state,
-            PreconditioningState,
-            method="scale_by_gradient_noise or optperm.constant_sgd",
-        )
-        scaled = preconditioner.preconditioned(without_variables(scores))
-        ranked = magnitudes("the preconditioned scores", scaled, state.mask)
-    return _with_held(opt_state, state, choose_lowest(ranked, fraction, scope, include, state.mask))
+        if scores is None:
+            raise ValueError(
+                f"criterion {criterion!r} needs scores, the gradient over all examples: pass "
+                "scores=optperm.full_gradient(loss_fn, params, batches)."
+            )
+        name, grads = "scores", scores
+        if criterion == "preconditioned_gradient":
+            preconditioner = find_state(
+                opt_state,
+                PreconditioningState,
+                method="scale_by_gradient_noise or optperm.constant_sgd",
+            )
+            grads = preconditioner.preconditioned(without_variables(scores))
+            name = "the preconditioned scores"
+        ranked = jax.tree.map(jnp.abs, wide_scores(name, grads, state.mask))
+        codes = codes_of_scores(ranked, flags, None)
+    kept = keep("fraction", codes, fraction, scope, state.mask, flags, None)
+    new = MaskElementsState(jax.tree.map(_hold, state.mask, kept))
+    return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
 
 def reset_masks(opt_state: Any) -> Any:
-    """The optimizer state with every mask True again: all entries may move.
+    """Return the optimizer state with every mask True again: all entries may move.
 
     Args:
-      opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it. It is left alone.
+      opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
+        `optperm.rigl` anywhere in it. It is left alone.
 
     Returns:
       The whole optimizer state, of the same structure, shapes and dtypes.
 
     Raises:
-      ValueError: If there is not exactly one state of `mask_elements`.
+      ValueError: If there is not exactly one state that has masks.
 
     Example:
       >>> import jax.numpy as jnp, optperm
-      >>> opt_state = optperm.mask_elements().init(jnp.array([1.0, 2.0]))
-      >>> opt_state = optperm.freeze(opt_state, 0.5, scores=jnp.array([3.0, 0.0]))
+      >>> opt_state = optperm.mask_elements().init(jnp.array([[1.0, 2.0]]))
+      >>> opt_state = optperm.freeze(opt_state, 0.5, scores=jnp.array([[3.0, 0.0]]))
       >>> opt_state.mask.tolist()
-      [True, False]
+      [[True, False]]
       >>> optperm.reset_masks(opt_state).mask.tolist()
-      [True, True]
+      [[True, True]]
     """
-    state = find_state(opt_state, MaskElementsState, method="mask_elements")
-    new = MaskElementsState(jax.tree.map(jnp.ones_like, state.mask))
-    return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
+    state = _masked_state(opt_state)
+    new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
+    return replace_state(opt_state, type(state), new, method="mask_elements")
 
 
-def _with_held(opt_state: Any, state: MaskElementsState, chosen: Any) -> Any:
-    def hold(is_trainable: jax.Array, is_chosen: jax.Array) -> jax.Array:
-        return is_trainable & ~shard_like(is_chosen, is_trainable)
+def _masked_state(opt_state: Any) -> MaskElementsState | SparseState:
+    types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
+    state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
+    return state
 
-    mask = jax.tree.map(hold, state.mask, chosen)
-    return replace_state(
-        opt_state, MaskElementsState, MaskElementsState(mask), method="mask_elements"
-    )
+
+def _hold(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:
+    return is_trainable & shard_like(is_kept, is_trainable)

@@ -34,8 +34,10 @@ class Model(nnx.Module):
 
 
 def prune_and_freeze(params, opt_state):
-    params, opt_state = optperm.prune(params, opt_state, 0.3)
-    return params, optperm.freeze(opt_state, 0.3, scores=jax.tree.map(jnp.sin, params))
+    of_each = {"scope": "leaf", "include": True}
+    params, opt_state = optperm.prune(params, opt_state, 0.3, **of_each)
+    scores = jax.tree.map(jnp.sin, params)
+    return params, optperm.freeze(opt_state, 0.3, scores=scores, **of_each)
 
 
 def snapshot(params, opt_state):

@@ -44,9 +44,8 @@ def test_those_with_the_smallest_preconditioned_gradient_are_frozen(precondition
         "diagonal": flat / np.diag(covariance),
         "full": np.linalg.solve(covariance, flat),
     }[preconditioner]
-    state = optperm.freeze(
-        state, 0.5, scores=scores, criterion="preconditioned_gradient", scope="global"
-    )
+    chosen = {"criterion": "preconditioned_gradient", "scope": "global", "include": True}
+    state = optperm.freeze(state, 0.5, scores=scores, **chosen)
     mask = np.asarray(ravel_pytree(jax.tree.map(lambda m: m.astype(int), state[1].mask))[0])
     np.testing.assert_array_equal(np.flatnonzero(mask == 0), np.sort(np.argsort(abs(moved))[:4]))
 

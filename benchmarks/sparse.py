@@ -1,0 +1,297 @@
+"""Accuracy at a share of zeros: gradual and one-shot pruning, RigL, SET, static masks and SNIP.
+
+An MLP of 300 and 100 hidden units on MNIST, biases dense. All methods train for the same number of
+steps with Adam and a rate that falls to 0 by a cosine. One-shot pruning happens after half of the
+steps; the ramp of gradual pruning rises from 10 to 75 % of them; RigL and SET end at 75 %; masks
+change every 100 steps.
+
+With `--tune` each row first takes the rate that is best on a validation split (the last 5,000
+training images), with one seed and a third of the steps. With `--export` networks whose weights or
+units were pruned gradually are made smaller by `to_sparse` and `remove_units`, and used.
+
+    python benchmarks/sparse.py --data mnist.npz [--seeds 2] [--sparsity 0.9 0.98] [--tune] [--export]
+"""
+
+import argparse
+import functools
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import results
+
+import optperm
+
+SIZES, BATCH, EVERY = (784, 300, 100, 10), 100, 100
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+SNIP_EXAMPLES, VALIDATION = 2000, 5000
+GROUPS = {
+    "first": [("w0", -1), ("b0", -1), ("w1", -2)],
+    "second": [("w1", -1), ("b1", -1), ("w2", -2)],
+}
+RESULTS = results.Results()
+
+
+def initial(seed: int) -> dict[str, jax.Array]:
+    """He's normal weights."""
+    params = {}
+    for index, key in enumerate(jax.random.split(jax.random.key(seed), len(SIZES) - 1)):
+        rows, columns = SIZES[index : index + 2]
+        params[f"w{index}"] = jax.random.normal(key, (rows, columns)) * np.sqrt(2 / rows)
+        params[f"b{index}"] = jnp.zeros(columns)
+    return params
+
+
+def logits(params: dict[str, Any], x: Any) -> Any:
+    """Of images (n, 784)."""
+    for index in range(len(SIZES) - 1):
+        x = x @ params[f"w{index}"] + params[f"b{index}"]
+        x = jax.nn.relu(x) if index < len(SIZES) - 2 else x
+    return x
+
+
+def loss_fn(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Mean cross-entropy."""
+    of = optax.softmax_cross_entropy_with_integer_labels
+    return of(logits(params, batch[0]), batch[1]).mean()
+
+
+@jax.jit
+def accuracy(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+    """The share of right answers."""
+    return jnp.mean(logits(params, x).argmax(axis=-1) == y)
+
+
+# A row: from a share, a number of steps, a rate and a seed to an optimizer; whether it prunes once at
+# half of the steps, and by what scope; and what to do before the first step.
+def adam(steps: int, rate: float) -> optax.GradientTransformation:
+    """The optimizer of all rows."""
+    return optax.adam(optax.cosine_decay_schedule(rate, steps))
+
+
+def gradual(share: float, steps: int, rate: float, seed: int, **options: Any) -> Any:
+    """Zhu and Gupta's ramp from 10 to 75 % of the steps."""
+    ramp = optax.polynomial_schedule(0.0, 1.0, 3, round(0.65 * steps), round(0.1 * steps))
+    return optperm.prune_gradually(adam(steps, rate), share, ramp, every=EVERY, **options)
+
+
+def moving(share: Any, steps: int, rate: float, seed: int, **options: Any) -> Any:
+    """RigL to 75 % of the steps; by options SET, or a static mask."""
+    key, end = jax.random.key(1000 + seed), round(0.75 * steps)
+    return optperm.rigl(adam(steps, rate), share, end=end, key=key, every=EVERY, **options)
+
+
+def held(share: float, steps: int, rate: float, seed: int) -> Any:
+    """Masks that are set by hand."""
+    return optax.chain(adam(steps, rate), optperm.mask_elements())
+
+
+def same_share(share: float) -> dict[str, float]:
+    """The share of each leaf, in the place of ERK's."""
+    return {name: share for index in range(len(SIZES) - 1) for name in (f"w{index}", f"b{index}")}
+
+
+ROWS: dict[str, Callable[..., Any]] = {
+    "gradual magnitude, global": functools.partial(gradual, scope="global"),
+    "gradual magnitude, ERK": gradual,
+    "gradual magnitude, the same share": functools.partial(gradual, scope="leaf"),
+    "gradual movement, ERK": functools.partial(gradual, criterion="movement"),
+    "one-shot magnitude, global": held,
+    "RigL, ERK": moving,
+    "SET, ERK": functools.partial(moving, grow="random"),
+    "static random, ERK": functools.partial(moving, drop_fraction=0),
+    "static random, the same share": lambda share, *rest: moving(
+        same_share(share), *rest, drop_fraction=0
+    ),
+    "SNIP, global": held,
+    "dense": held,
+}
+# Whole units of the hidden layers, for `--export`.
+UNITS = {
+    "units": lambda share, *rest: gradual(
+        same_share(share) | {"w2": 0.0}, *rest, structure=optperm.Units()
+    )
+}
+
+
+@functools.partial(jax.jit, static_argnames=("name", "share", "steps"))
+def trained(
+    name: str, share: float, steps: int, rate: Any, seed: Any, batches: Any, data: Any
+) -> Any:
+    """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
+    tx, params = (ROWS | UNITS)[name](share, steps, rate, seed), initial(seed)
+
+    def step(carried: Any, chosen: jax.Array) -> Any:
+        params, state = carried
+        grads = jax.grad(loss_fn)(params, (data[0][chosen], data[1][chosen]))
+        updates, state = tx.update(grads, state, params)
+        return (optperm.apply_updates(params, updates, state), state), None
+
+    state = tx.init(params)
+    if name == "SNIP, global":
+        grads = jax.grad(loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
+        scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
+        params, state = optperm.prune(params, state, share, scope="global", scores=scores)
+    elif isinstance(state, optperm.SparseState):
+        params, state = optperm.prune(params, state, 0.0)
+    if name == "one-shot magnitude, global":
+        first, batches = batches[: steps // 2], batches[steps // 2 :]
+        (params, state), _ = jax.lax.scan(step, (params, state), first)
+        params, state = optperm.prune(params, state, share, scope="global")
+    return jax.lax.scan(step, (params, state), batches)[0][0]
+
+
+def run(name: str, share: Any, rate: float, seed: int, epochs: float, data: Any) -> Any:
+    """The trained params of a row."""
+    size = len(data[0])
+    steps = round(epochs * size / BATCH)
+    rng = np.random.default_rng(seed)
+    orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(int(np.ceil(epochs)))]
+    batches = np.concatenate(orders).reshape(-1, BATCH)[:steps]
+    return trained(name, share, steps, rate, seed, jnp.asarray(batches), data)
+
+
+def table(options: argparse.Namespace, sets: Any) -> None:
+    """Accuracy by row and share, each at its rate."""
+    (train_x, train_y), test = sets
+    whole = train_x, train_y
+    split = (
+        (train_x[:-VALIDATION], train_y[:-VALIDATION]),
+        (train_x[-VALIDATION:], train_y[-VALIDATION:]),
+    )
+    title = "MNIST, test accuracy by the share of zeros" + (", tuned rates" if options.tune else "")
+    for name in options.rows or ROWS:
+        cells = {}
+        for share in (0.0,) if name == "dense" else options.sparsity:
+            start, rate = time.process_time(), options.rate
+            if options.tune:
+                found = {
+                    r: accuracy(run(name, share, r, 0, options.epochs / 3, split[0]), *split[1])
+                    for r in RATES
+                }
+                rate = max(found, key=lambda r: float(found[r]))
+            nets = [run(name, share, rate, s, options.epochs, whole) for s in range(options.seeds)]
+            scores = [float(accuracy(params, *test)) for params in nets]
+            spread = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+            chosen = f" ({rate:g})" if options.tune else ""
+            cells[f"{share:.0%}"] = f"{np.mean(scores):.4f}{spread}{chosen}"
+            each = " ".join(f"{score:.4f}" for score in scores)
+            seconds = time.process_time() - start
+            print(f"{name:36} {share:5.0%} rate {rate:g}: {each}  {seconds:.0f} s", flush=True)
+        RESULTS.row(title, method=name, **cells)
+        RESULTS.write(options.json)
+
+
+def bytes_of(tree: Any) -> int:
+    """What the arrays of params take, sparse ones included."""
+    total = 0
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda node: hasattr(node, "indptr")):
+        parts = (leaf.data, leaf.indices, leaf.indptr) if hasattr(leaf, "indptr") else (leaf,)
+        total += sum(np.asarray(part).nbytes for part in parts)
+    return total
+
+
+def apply_sparse(params: Any, x: Any, xp: Any) -> Any:
+    """Logits by matrices that are transposed."""
+    for index in range(len(SIZES) - 1):
+        x = (params[f"w{index}"] @ x.T).T + params[f"b{index}"]
+        x = xp.maximum(x, 0) if index < len(SIZES) - 2 else x
+    return x
+
+
+def least_milliseconds(function: Callable[..., Any], *arguments: Any, repetitions: int) -> float:
+    """Processor time of a call, the least of many."""
+    jax.block_until_ready(function(*arguments))
+    found = []
+    for _ in range(repetitions):
+        start = time.process_time()
+        jax.block_until_ready(function(*arguments))
+        found.append(time.process_time() - start)
+    return 1e3 * min(found)
+
+
+def export_table(options: argparse.Namespace, sets: Any) -> None:
+    """Bytes, time and accuracy of what was trained sparse, as it is used."""
+    data, (x, y) = sets
+    title = "Used after training: bytes, processor milliseconds a batch of 1, 32 and 256, accuracy"
+    y = np.asarray(y)
+
+    def show(name: str, function: Callable[..., Any], params: Any, xp: Any) -> None:
+        least = functools.partial(least_milliseconds, function, params)
+        parts = [xp.asarray(x[:n]) for n in (1, 32, 256)]
+        times = [f"{least(part, repetitions=options.repetitions):.3f}" for part in parts]
+        right = np.mean(np.asarray(function(params, xp.asarray(x))).argmax(axis=-1) == y)
+        cells = dict(zip(("ms_of_1", "ms_of_32", "ms_of_256"), times, strict=True))
+        RESULTS.row(title, network=name, bytes=bytes_of(params), **cells, accuracy=f"{right:.4f}")
+        print(f"{name:34} {bytes_of(params):9} B  {' '.join(times)} ms  {right:.4f}", flush=True)
+
+    jitted, sparse = jax.jit(logits), jax.jit(lambda p, x: apply_sparse(p, x, jnp))
+    show("dense", jitted, run("dense", 0.0, options.rate, 0, options.epochs, data), jnp)
+    for share in options.sparsity:
+        params = run("gradual magnitude, ERK", share, options.rate, 0, options.epochs, data)
+        show(f"{share:.0%} zeros, dense product", jitted, params, jnp)
+        for kind in ("bcsr", "bcoo"):
+            show(f"{share:.0%} zeros, {kind}", sparse, optperm.to_sparse(params, kind), jnp)
+        by_scipy = optperm.to_sparse(params, "scipy")
+        by_scipy = {k: np.asarray(v) if k.startswith("b") else v for k, v in by_scipy.items()}
+        show(f"{share:.0%} zeros, scipy", lambda p, x: apply_sparse(p, x, np), by_scipy, np)
+        small = optperm.remove_units(params, GROUPS, zero_at_zero=True)
+        shapes = [small[f"w{i}"].shape for i in range(3)]
+        show(
+            f"{share:.0%} zeros, unused units removed {shapes[0][1]}-{shapes[1][1]}",
+            jitted,
+            small,
+            jnp,
+        )
+    for units in options.units:
+        params = run("units", units, options.rate, 0, options.epochs, data)
+        # A unit that nothing enters is a constant: it goes into the bias of what follows.
+        for index in (0, 1):
+            is_dead = (params[f"w{index}"] == 0).all(axis=0)
+            constant = jnp.where(is_dead, jax.nn.relu(params[f"b{index}"]), 0.0)
+            params[f"b{index + 1}"] += constant @ params[f"w{index + 1}"]
+            params[f"b{index}"] = jnp.where(is_dead, 0.0, params[f"b{index}"])
+        small = optperm.remove_units(params, GROUPS, zero_at_zero=True)
+        shapes = [small[f"w{i}"].shape for i in range(3)]
+        show(f"{units:.0%} of units pruned {shapes[0][1]}-{shapes[1][1]}", jitted, small, jnp)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=pathlib.Path, help="an npz of MNIST; random images without")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.9, 0.95, 0.98])
+    parser.add_argument("--units", type=float, nargs="*", default=[0.5, 0.75])
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS))
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--export", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=50)
+    results.add_argument(parser)
+    options = parser.parse_args(argv)
+    if options.data is None:
+        rng = np.random.default_rng(0)
+        arrays = {"x_train": rng.integers(0, 256, (6000, 28, 28)), "y_train": np.arange(6000) % 10}
+        arrays |= {"x_test": arrays["x_train"][:300], "y_test": arrays["y_train"][:300]}
+    else:
+        arrays = dict(np.load(options.data))
+    sets = [
+        (
+            jnp.asarray(np.reshape(arrays[f"x_{part}"], (-1, 784)) / np.float32(255), jnp.float32),
+            jnp.asarray(arrays[f"y_{part}"], jnp.int32),
+        )
+        for part in ("train", "test")
+    ]
+    (export_table if options.export else table)(options, sets)
+    RESULTS.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

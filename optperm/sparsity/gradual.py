@@ -1,0 +1,257 @@
+"""Gradual pruning: the share of zeros rises while the network trains.
+
+M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
+"""
+
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import (
+    AxisName,
+    cond,
+    mark_varying,
+    varying_axes,
+    varying_like,
+)
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import shard_like
+from optperm.contract.states import mask_like
+from optperm.contract.transformation import transformation
+from optperm.sparsity.selection import keep_highest, order_codes
+from optperm.sparsity.shares import (
+    Groups,
+    Include,
+    Scope,
+    check_shares,
+    group_leaves,
+    included,
+    nearest_count,
+)
+from optperm.sparsity.sparse_state import SparseState, hide, land, live_like
+from optperm.sparsity.structures import (
+    NOfM,
+    Structure,
+    check_fits,
+    check_structure,
+    num_units,
+    pool,
+    spread,
+)
+
+Criterion = Literal["magnitude", "saliency", "movement"]
+
+
+def prune_gradually(
+    optimizer: optax.GradientTransformation,
+    sparsity: Any,
+    ramp: optax.ScalarOrSchedule,
+    *,
+    every: int | jax.Array = 100,
+    criterion: Criterion = "magnitude",
+    scope: Scope = "erk",
+    include: Include | None = None,
+    structure: Structure | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Trains with an optimizer while the share of zeros rises to a final one.
+
+    Of each leaf, or of all, Z entries are zero in the end. In step :math:`t = 0, 1, \dots`, with
+    the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of the optimizer:
+
+    .. math::
+      \text{if } t \bmod \text{every} = 0:\quad &
+      m \leftarrow \text{the } n - \lfloor r_t Z + \tfrac12 \rfloor \text{ highest of } s
+      \text{ where } m \\
+      & u \leftarrow u(g \text{ where } m, \text{ else } 0) \\
+      & \theta \leftarrow \theta + u \text{ where } m, \text{ else } 0
+
+    The scores are :math:`|\theta|` before the step; or :math:`|\theta g|`, by the gradient of the batch
+    ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights that move
+    away from zero score high). Of equal scores the first stays; NaN stays before all others.
+
+    Masks only shrink, and a ramp that falls does nothing. The final share is reached at the first
+    multiple of `every` at or after the end of the ramp. Zhu and Gupta's ramp is
+    `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`. `optperm.prune` prunes more by hand,
+    and `optperm.reset_masks` frees all.
+
+    Args:
+      optimizer: Any optimizer. It sees gradients with zeros in the place of what is pruned, so clipping
+        inside it clips by the norm of what lives; in front of this, in an `optax.chain`, by that of all.
+      sparsity: The final share of zeros, in [0, 1]; or a tree of shares like params, or a prefix of one.
+      ramp: r, a schedule from 0 to 1; or a number.
+      every: How often the mask may change, in steps.
+      criterion: `"magnitude"`, `"saliency"` or `"movement"`.
+      scope: `"erk"`, shares of the leaves by `optperm.erk_sparsity`; `"leaf"`, the same share of
+        each; or `"global"`, of all of them together.
+      include: Which leaves are pruned: a tree of booleans like params, or a prefix of one; or a function
+        from the params to one. None for those of rank 2 and more.
+      structure: `optperm.Blocks` or `optperm.Units`, to prune groups of entries; counts are of
+        these then. None for single entries.
+      axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
+        params or gradients differ. None where they agree.
+
+    Returns:
+      A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It is
+      the last of its chain; with `optperm.apply_updates` zeros hold wherever it stands.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
+        is not bound where `update` is called, or if trees do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> ramp = optax.polynomial_schedule(0.0, 1.0, 3, 4)
+      >>> tx = optperm.prune_gradually(optax.sgd(0.1), 0.75, ramp, every=2)
+      >>> w = jnp.array([[4.0, -3.0], [2.0, 1.0]])
+      >>> opt_state = tx.init(w)
+      >>> for step in range(5):
+      ...     updates, opt_state = tx.update(jnp.zeros_like(w), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     print(step, w.ravel().tolist())
+      0 [4.0, -3.0, 2.0, 1.0]
+      1 [4.0, -3.0, 2.0, 1.0]
+      2 [4.0, 0.0, 0.0, 0.0]
+      3 [4.0, 0.0, 0.0, 0.0]
+      4 [4.0, 0.0, 0.0, 0.0]
+
+    References:
+      Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
+      <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
+      <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
+
+    Notes:
+      Products stay dense: training is not faster. A step whose mask may change costs a selection while
+      the ramp rises; under `jax.vmap` every step does. An average of the params outside, such as
+      `optax.ema`'s, is not sparse where masks move.
+    """
+    checks.check_transformation("optimizer", optimizer)
+    check_shares("sparsity", sparsity)
+    checks.check_in_range("ramp", ramp, 0.0, 1.0)
+    checks.check_count("every", every)
+    checks.check_choice("criterion", criterion, get_args(Criterion))
+    checks.check_choice("scope", scope, get_args(Scope))
+    check_structure(structure)
+    if isinstance(structure, NOfM):
+        raise ValueError(
+            "structure must not be an NOfM, of which there is nothing between none and all: call "
+            "optperm.prune once, or train with optperm.keep_top."
+        )
+    checks.check_axis_name("axis_name", axis_name)
+    inside = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> SparseState:
+        flags = included(include, params)
+        check_fits(structure, params, flags)
+        mask = live_like(flags, params)
+        _groups(mask, sparsity, scope, structure)
+        scores = None
+        if criterion == "movement":
+            scores = jax.tree.map(_zeros, mask_like(params, mask))
+        return SparseState(jnp.zeros([], jnp.int32), mask, inside.init(params), scores)
+
+    def update(
+        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SparseState]:
+        mask, scores = state.mask, state.scores
+        w, g = mask_like(params, mask), mask_like(grads, mask)
+        if scores is not None:
+            # S <- S - w g where m
+            scores = jax.tree.map(_accumulate, scores, mask, w, g)
+
+        # s, at the params before the step
+        def rank() -> Any:
+            wide = accumulation_dtype(w)
+            if criterion == "magnitude":
+                ranked = jax.tree.map(lambda p: jnp.abs(jnp.asarray(p, wide)), w)
+            elif criterion == "saliency":
+                ranked = jax.tree.map(
+                    lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
+                )
+            else:
+                ranked = scores
+            if axis_name is None:
+                return ranked
+            return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
+
+        # m <- the n - round(r_t Z) highest of s where m
+        groups = _groups(mask, sparsity, scope, structure)
+        r = resolve_schedule("ramp", ramp, state.count, high=1.0)
+        zeros = jnp.stack([jnp.zeros([], jnp.int32), *(nearest_count(r, z) for z in groups.zeros)])[
+            1:
+        ]
+
+        def shrink() -> Any:
+            has_more = jnp.any(zeros > _count_zeros(mask, groups, structure))
+            select = functools.partial(_keep_highest, mask, groups, zeros, structure)
+            return cond(has_more, lambda: select(rank()), lambda: mask)
+
+        is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
+        mask = cond(is_multiple, shrink, lambda: state.mask)
+
+        # w + u where m, else 0
+        updates, inner = inside.update(hide(mask, grads), state.inner, params, **extra_args)
+        count = optax.safe_increment(state.count)
+        return land(mask, updates, params), SparseState(count, mask, inner, scores)
+
+    return transformation(
+        init,
+        update,
+        method="prune_gradually",
+        like=lambda state: state.mask,
+        dtypes=False,
+        axis_name=axis_name,
+    )
+
+
+def _zeros(p: jax.Array) -> jax.Array:
+    return shard_like(mark_varying(jnp.zeros_like(p, jnp.float32), varying_axes(p)), p)
+
+
+def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
+    """Return S - w g where m, and S where that is not finite."""
+    product = jnp.asarray(w, jnp.float32) * jnp.asarray(g, jnp.float32)
+    return jnp.where(m & jnp.isfinite(product), s - product, s)
+
+
+def _groups(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None) -> Groups:
+    sizes = [num_units(structure, leaf.shape) for leaf in jax.tree.leaves(mask)]
+    flags = jax.tree.map(lambda _: True, mask)
+    return group_leaves("sparsity", sparsity, scope, mask, flags, sizes)
+
+
+def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
+    """Return which units have a live entry, leaf by leaf."""
+    return [
+        m if structure is None else pool(structure, m.astype(jnp.float32)) > 0
+        for m in jax.tree.leaves(mask)
+    ]
+
+
+def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
+    """Return how many units of each group do not live."""
+    zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
+    of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
+    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, of_groups)])[1:]
+
+
+def _keep_highest(
+    mask: Any, groups: Groups, zeros: jax.Array, structure: Structure | None, scores: Any
+) -> Any:
+    """Return the mask of the live entries that stay when so many units of each group are zero."""
+    leaves, treedef = jax.tree.flatten(mask)
+    units = _live_units(mask, structure)
+    # No code of a live unit is 0.
+    codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
+    codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
+    totals = [sum(units[index].size for index in group) for group in groups.leaves]
+    counts = [total - zeros[number] for number, total in enumerate(totals)]
+    kept = keep_highest(codes, groups.leaves, counts)
+    kept = [m & spread(structure, k, m) for m, k in zip(leaves, kept, strict=True)]
+    return jax.tree.unflatten(treedef, kept)

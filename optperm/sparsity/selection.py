@@ -1,0 +1,132 @@
+"""The k highest of many scores, exactly, by counting instead of sorting.
+
+A threshold is found bit by bit from the top: each bit stays if at least k codes are as high. On a mesh
+that sums one number a round, where a sort gathers all scores.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import shard_like
+
+_LARGEST_INT32 = 2**31 - 1
+
+
+def order_codes(scores: jax.Array) -> jax.Array:
+    """Return unsigned integers in the order of the scores, none of them 0.
+
+    -0 equals 0, and NaN is above infinity. Scores of 16 bits are cast to float32. Only bits are
+    compared: a processor that flushes subnormal numbers gives the same order.
+
+    Args:
+      scores: Real floating numbers of any shape.
+
+    Returns:
+      An array of the same shape, of uint64 for float64, else of uint32.
+    """
+    is_double = scores.dtype == jnp.float64
+    word, wide = (jnp.uint64, jnp.float64) if is_double else (jnp.uint32, jnp.float32)
+    top = jnp.array(1 << (63 if is_double else 31), word)
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(scores, wide), word)
+    infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, wide), word)
+    bits = jnp.where(bits == top, jnp.zeros_like(bits), bits)
+    codes = jnp.where(bits < top, bits | top, ~bits)
+    return jnp.where((bits & ~top) > infinity, ~jnp.zeros_like(bits), codes)
+
+
+def keep_highest(
+    codes: Sequence[jax.Array], groups: Sequence[Sequence[int]], counts: Sequence[int | jax.Array]
+) -> list[jax.Array]:
+    """Say of each entry whether it is among the highest of its group, of equal ones the first.
+
+    Args:
+      codes: Arrays of unsigned integers of one dtype.
+      groups: The indices of the arrays that are ranked together, in their order. None is in two groups.
+      counts: How many entries of each group to keep, an integer from 0 to its size.
+
+    Returns:
+      Booleans shaped like the codes, True for an array of no group.
+
+    Raises:
+      ValueError: If a group has more entries than int32 can count.
+    """
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    if max(sizes, default=0) > _LARGEST_INT32:
+        raise ValueError(
+            f"At most {_LARGEST_INT32} entries can be ranked together, got {max(sizes)}: give the "
+            "leaves shares of their own, by scope='erk' or 'leaf'."
+        )
+    if max(sizes, default=0) == 0:
+        return [jnp.ones_like(code, bool) for code in codes]
+    wanted = jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
+    return [*_select(list(codes), wanted, tuple(map(tuple, groups)))]
+
+
+# Compiled once for all calls outside of jax.jit.
+@functools.partial(jax.jit, static_argnames="groups")
+def _select(
+    codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
+) -> list[jax.Array]:
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    places = _places(codes, groups)
+    word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
+    axes = varying_axes(codes, wanted)
+    wanted = mark_varying(wanted, axes)
+
+    def count(is_counted: Any) -> jax.Array:
+        """How many entries of each group satisfy a condition on an array's index and its group."""
+        sums = [
+            [jnp.sum(is_counted(index, number), dtype=jnp.int32) for index in group]
+            for number, group in enumerate(groups)
+        ]
+        zero = jnp.zeros([], jnp.int32)
+        return mark_varying(jnp.stack([sum(each, start=zero) for each in sums]), axes)
+
+    # t, the code of the k-th highest: the largest one that at least k codes reach.
+    def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
+        reached = count(lambda index, number: codes[index] >= candidate[number])
+        return jnp.where(reached >= wanted, candidate, t)
+
+    none = mark_varying(jnp.zeros(len(groups), word), axes)
+    t = jax.lax.fori_loop(0, bits, find_threshold, none)
+
+    # Of the entries that equal t the first r, which end before the place e.
+    r = wanted - count(lambda index, number: codes[index] > t[number])
+    num_bits = max(sizes).bit_length()
+
+    def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
+        candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
+        before = count(
+            lambda index, number: (codes[index] == t[number]) & (places[index] < candidate[number])
+        )
+        return jnp.where(before <= r, candidate, e)
+
+    e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
+    kept = [jnp.ones_like(code, bool) for code in codes]
+    for number, group in enumerate(groups):
+        for index in group:
+            is_first = (codes[index] == t[number]) & (places[index] < e[number])
+            kept[index] = (wanted[number] > 0) & ((codes[index] > t[number]) | is_first)
+    return kept
+
+
+def _places(codes: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> dict[int, jax.Array]:
+    """Return the place of each entry in its group, in C order."""
+    places = {}
+    for group in groups:
+        start = 0
+        for index in group:
+            code, stride = codes[index], 1
+            place = jnp.full(code.shape, start, jnp.int32)
+            for axis in reversed(range(code.ndim)):
+                place += stride * jax.lax.broadcasted_iota(jnp.int32, code.shape, axis)
+                stride *= code.shape[axis]
+            places[index] = shard_like(place, code)
+            start += code.size
+    return places

@@ -1,0 +1,109 @@
+"""Sparse matrices and networks without dead units: the same outputs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+from jax.experimental import sparse
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+GROUPS = {
+    "first": [("a/kernel", -1), ("a/bias", -1), ("b/kernel", -2)],
+    "second": [("b/kernel", -1), ("b/bias", -1), ("c/kernel", -2)],
+}
+
+
+@pytest.mark.parametrize("format", ["bcsr", "bcoo", "scipy"])
+def test_products_and_matrices_are_those_of_the_dense_one(format):
+    """Zeros are not stored, -0.0 neither, and the dtype stays; other leaves are as they were."""
+    w = support.normal((5, 4)).at[jnp.array([0, 2, 4])].set(-0.0)
+    params = {"w": w, "bias": jnp.ones(4), "conv": jnp.ones((2, 2, 1, 1)), "kept": w}
+    got = optperm.to_sparse(params, format, include=lambda p: {n: n != "kept" for n in p})
+    assert (got["w"].nnz if format == "scipy" else got["w"].nse) == 8
+    dense = got["w"].toarray() if format == "scipy" else got["w"].todense()
+    support.assert_same_bits(np.asarray(dense) + 0.0, np.asarray(w).T + 0.0)
+    x = np.float32(support.normal((3, 5), 1))
+    np.testing.assert_allclose((got["w"] @ x.T).T, x @ w, rtol=1e-5, atol=1e-6)
+    support.assert_same_bits(
+        {n: got[n] for n in ("bias", "conv", "kept")},
+        {n: params[n] for n in ("bias", "conv", "kept")},
+    )
+
+
+def outputs(params, x):
+    hidden = jax.nn.relu(x @ params["a"]["kernel"] + params["a"]["bias"])
+    hidden = jax.nn.relu(hidden @ params["b"]["kernel"] + params["b"]["bias"])
+    return hidden @ params["c"]["kernel"]
+
+
+def network():
+    sizes = {"a": (6, 5), "b": (5, 4), "c": (4, 3)}
+    return {
+        name: {"kernel": support.normal(shape, i), "bias": support.normal(shape[1:], 9 + i)}
+        for i, (name, shape) in enumerate(sizes.items())
+    }
+
+
+def test_units_that_contribute_nothing_are_removed():
+    """By what leaves them, by what enters them where 0 stays 0, and by what that leaves of others."""
+    params = network()
+    # Unit 1 of the second layer leads nowhere; unit 2 of the first leads to that one alone.
+    params["c"]["kernel"] = params["c"]["kernel"].at[1].set(0.0)
+    params["b"]["kernel"] = params["b"]["kernel"].at[2].set(0.0).at[2, 1].set(3.0)
+    # Nothing enters unit 4 of the first, nor unit 0, which has a bias.
+    params["a"]["kernel"] = params["a"]["kernel"].at[:, jnp.array([0, 4])].set(0.0)
+    params["a"]["bias"] = params["a"]["bias"].at[4].set(0.0)
+    x = support.normal((7, 6), 20)
+    for options, first in (({}, 4), ({"zero_at_zero": True}, 3)):
+        small = optperm.remove_units(params, GROUPS, **options)
+        shapes = [small[name]["kernel"].shape for name in "abc"]
+        assert shapes == [(6, first), (first, 3), (3, 3)]
+        assert small["a"]["bias"].shape == (first,)
+        np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
+    same = optperm.remove_units(network(), GROUPS, zero_at_zero=True)
+    support.assert_same_bits(same, network())
+
+
+def test_bad_arguments():
+    params = network()
+    dead = sparse.BCOO.fromdense(jnp.eye(2))
+    for error, message, call in (
+        (
+            ValueError,
+            "names 'd/kernel', which params does not have",
+            lambda: optperm.remove_units(params, {"x": [("d/kernel", -1)]}),
+        ),
+        (
+            ValueError,
+            "has shape .* and no axis -3",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -3)]}),
+        ),
+        (
+            ValueError,
+            "axes of several lengths",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1), ("c/kernel", -2)]}),
+        ),
+        (
+            ValueError,
+            "what leaves them",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1)]}),
+        ),
+        (
+            TypeError,
+            "integers as axes",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", 0.5)]}),
+        ),
+        (TypeError, r"params\['w'\] must be a dense array", lambda: optperm.to_sparse({"w": dead})),
+        (TypeError, "outside of jax.jit", lambda: jax.jit(optperm.to_sparse)(jnp.eye(2))),
+        (
+            TypeError,
+            "float32 and float64",
+            lambda: optperm.to_sparse(jnp.eye(2, dtype="bfloat16"), "scipy"),
+        ),
+        (ValueError, "format must be one of", lambda: optperm.to_sparse(params, "csr")),
+    ):
+        with pytest.raises(error, match=message):
+            call()
