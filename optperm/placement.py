@@ -5,7 +5,6 @@ places weights, instead of moving them, keeps the exact targets in its state, an
 keeps there which; `apply_updates` reads both.
 """
 
-import functools
 import operator
 import warnings
 from typing import Any, Protocol, Self, runtime_checkable
@@ -25,8 +24,8 @@ from optperm.contract.states import (
 )
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
-# last update placed the params on them.
-Placement = tuple[optax.Params, jax.Array | bool]
+# last update placed the params on them: one flag, or a tree of them that broadcast against the targets.
+Placement = tuple[optax.Params, Any]
 
 
 @runtime_checkable
@@ -137,9 +136,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
             _check_fits(before, targets)
-            moved = jax.tree.map(
-                functools.partial(_place, is_placed), targets, moved, is_leaf=is_masked
-            )
+            flags: Any = is_placed
+            if isinstance(is_placed, bool | jax.Array):
+                flags = jax.tree.map(lambda _, flag=is_placed: flag, targets)
+            moved = jax.tree.map(_place, targets, flags, moved, is_leaf=is_masked)
             placed_here = jax.tree.map(
                 lambda target, earlier: earlier if is_masked(target) else True,
                 targets,
@@ -219,7 +219,7 @@ def _check_fits(params: optax.Params, held: Any) -> None:
     )
 
 
-def _place(is_placed: jax.Array | bool, target: Any, moved: Any) -> Any:
+def _place(target: Any, is_placed: Any, moved: Any) -> Any:
     """The target, if the params were put on it; a masked node leaves all below it as it is."""
     if is_masked(target):
         return moved

@@ -125,8 +125,8 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
     """In shard_map's checked mode the center's type says that all replicas agree on it."""
     tx, own = make("agn mean", optax.sgd(0.1, 0.9)), ("local_state", "accumulator", "skipped")
     each, same = P(replicas.AXIS), P()
-    fields = optperm.LocalStepsState._fields
-    specs = optperm.LocalStepsState(*(each if name in own else same for name in fields))
+    fields = optperm.AgnState._fields
+    specs = optperm.AgnState(*(each if name in own else same for name in fields))
 
     def apart(function, opt_state):
         """The state with what is each replica's own changed by a function."""
