@@ -31,7 +31,7 @@ class Fragments:
         self._structure: Any = jax.tree.structure(tree)
         if fragment_of is None:
             sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
-            middles = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1)
+            middles = (np.cumsum(sizes) - sizes / 2) / max(float(sizes.sum()), 1.0)
             self._of: list[Any] = list(np.minimum((middles * number).astype(int), number - 1))
         else:
             self._of = _assigned(tree, number, fragment_of)
@@ -102,7 +102,8 @@ class Fragments:
 
 def _assigned(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
     """The fragment of each leaf, or of each of its slices, as a user has named them."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    structure: Any = jax.tree.structure(tree)
     if not leaves:
         return []
     if callable(fragment_of):

@@ -132,7 +132,8 @@ def streaming_steps(
     outer = optax.with_extra_args_support(center_optimizer)
     axis_name = replicas.axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
-    is_plain = plan.fragments == 1 and not (plan.delay or is_mixed or compress or center_dtype)
+    is_one = plan.fragments == 1
+    is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
 
     def init(params: optax.Params) -> DilocoState:
         fragments = Fragments(params, plan.fragments, fragment_of)
@@ -181,28 +182,32 @@ def streaming_steps(
         due = due_now(commit, state)
 
         # theta <- theta + u(g; s)
-        def step() -> tuple[Any, Any]:
-            g, extras = finite_local(grads, extra_args, state.local_state)
-            pulled = state.pulled.all()
-            before = after_pull(state.local_state, state.center_state, pulled, axis_name)
-            moves, after = inner.update(g, before, params, **extras)
+        def step(at: Any) -> tuple[Any, Any]:
+            g, extras = finite_local(grads, extra_args, at)
+            at = after_pull(at, state.center_state, state.pulled.all(), axis_name)
+            moves, after = inner.update(g, at, params, **extras)
             return cast_like(moves, params), cast_like(after, state.local_state)
 
-        moves, local_state = step()
-
-        # An exchange that may be left out makes that step again. As an operand of the conditional the
-        # moves would be stored and copied in every step.
+        # An exchange that a conditional may leave out makes the step by itself: moves that it were given
+        # would be stored and copied in every step.
         is_known = all(isinstance(flag, bool) for pair in due for flag in pair)
-
-        def theta() -> optax.Params:
-            return apply_updates(params, *((moves, local_state) if is_known else step()))
+        known = step(state.local_state) if is_known else None
 
         # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        extras = extra_args if plan.fragments == 1 else {}
-        move_center = center_step(outer, extras, params, axis_name)
-        exchanger = Exchanger(fragments, move_center, plan.delay, compress, replicas, weight, theta)
+        exchanger = Exchanger(
+            fragments=fragments,
+            step=center_step(outer, extra_args if is_one else {}, params, axis_name),
+            delay=plan.delay,
+            compress=compress,
+            replicas=replicas,
+            weight=weight,
+            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
+        )
         part, told = exchanger.exchange(Part(*(getattr(state, name) for name in Part._fields)), due)
+        # Tied to what comes of the exchange, the old state is overwritten after that has read it.
+        tied = jax.lax.optimization_barrier((state.local_state, part.weights))[0]
+        moves, local_state = known or step(tied)
 
         # theta <- mixing theta + (1 - mixing) c, where a fragment has arrived
         def pull(arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array) -> Any:
