@@ -145,7 +145,9 @@ def _combine(
         if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
 
             def rows(leaf: Any, mapped: bool) -> Any:
-                return of_rows(leaf if mapped else jnp.broadcast_to(leaf, (axis_size, *jnp.shape(leaf))))
+                return of_rows(
+                    leaf if mapped else jnp.broadcast_to(leaf, (axis_size, *jnp.shape(leaf)))
+                )
 
             result = _combine(
                 jax.tree.map(rows, tree, is_mapped), rest, of_rows, of_devices, batch_axis

@@ -111,9 +111,14 @@ def agn(
 
     `update(..., commit=False)` makes the local step alone, and `commit=True` the commit after it,
     whatever the period says: a Python bool that is known while the step is traced, so the first compiles
-    to no more than the optimizer and one accumulate. `commit=None` counts the steps on the device.
-    :math:`T` is always the number of steps that were made. Within `optax.MultiSteps` the flags of
-    micro-steps that only accumulate are not seen.
+    to no more than the optimizer and one accumulate, or a traced one that is the same on all replicas.
+    `commit=None` counts the steps on the device. Either way a commit stands within a conditional of the
+    compiled program, also where `jax.vmap` maps the replicas. :math:`T` is always the number of steps
+    that were made. Within `optax.MultiSteps` the flags of micro-steps that only accumulate are not seen.
+
+    `update(..., weight=w)` weighs a replica: the mean is :math:`\sum w_i n_i / \sum w_i`, and in the sum
+    or in turn each :math:`n_i` is multiplied by its :math:`w_i`. A weight that is negative or not finite
+    is an error where Python sees it, and elsewhere the replica sits out.
 
     `optimizer` is kept twice, with a state for the local params, which lives on across pulls, and one
     for the center. Schedules of both count local steps, so a rate decays for both; bias correction

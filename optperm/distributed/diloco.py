@@ -50,9 +50,10 @@ def diloco(
       c \leftarrow c + u_{\text{outer}}(\Delta), \qquad \theta^i \leftarrow c
 
     so an outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
-    Everything else is as in `optperm.agn`: local gradients, `commit=`, extra arguments, wrappers around
-    `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a replica whose
-    params are not finite sits out a commit: entries of a gradient that are not count as zero.
+    Everything else is as in `optperm.agn`: local gradients, `commit=`, `weight=`, extra arguments,
+    wrappers around `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a
+    replica whose params are not finite sits out a commit: entries of a gradient that are not count as
+    zero.
 
     A pull puts params that are not finite back on the center whatever `mixing` is, and only by
     `optperm.apply_updates`: NaN and an update give NaN.
@@ -65,8 +66,8 @@ def diloco(
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
     `commit=plan.at(step)` says while tracing what a step exchanges; True exchanges all fragments at
-    once, without a delay, and takes the place of what was on its way. Exchanges by a plan, and
-    compressed ones, give the outer optimizer no extra arguments.
+    once, without a delay, and takes the place of what was on its way. With more than one fragment the
+    outer optimizer gets no extra arguments: a loss is one of all params.
 
     The outer momentum of the paper needs many commits, and the faster the replicas move the less of it
     is good: with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small

@@ -167,6 +167,14 @@ def streaming_steps(
         is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
         return [(is_commit, is_commit)]
 
+    def pull(arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array) -> Any:
+        if arrived is False:
+            return move
+        if is_mixed:
+            # Of local params that are not finite nothing is kept.
+            c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+        return jnp.where(arrived, c.astype(p.dtype) - p, move)
+
     def update(
         grads: optax.Updates,
         state: DilocoState,
@@ -195,29 +203,18 @@ def streaming_steps(
 
         # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        exchanger = Exchanger(
-            fragments=fragments,
-            step=center_step(outer, extra_args if is_one else {}, params, axis_name),
-            delay=plan.delay,
-            compress=compress,
-            replicas=replicas,
-            weight=weight,
-            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
-        )
+        move = center_step(outer, extra_args if is_one else {}, params, axis_name)
+
+        def theta() -> optax.Params:
+            return apply_updates(params, *(known or step(state.local_state)))
+
+        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta)
         part, told = exchanger.exchange(Part(*(getattr(state, name) for name in Part._fields)), due)
         # Tied to what comes of the exchange, the old state is overwritten after that has read it.
         tied = jax.lax.optimization_barrier((state.local_state, part.weights))[0]
         moves, local_state = known or step(tied)
 
         # theta <- mixing theta + (1 - mixing) c, where a fragment has arrived
-        def pull(arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array) -> Any:
-            if arrived is False:
-                return move
-            if is_mixed:
-                # Of local params that are not finite nothing is kept.
-                c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
-            return jnp.where(arrived, c.astype(p.dtype) - p, move)
-
         flags = fragments.flags(told.has_arrived, params), fragments.flags(told.is_bad, params)
         updates = jax.tree.map(pull, *flags, part.center, moves, params)
         steps = optax.safe_increment(state.since_commit)
