@@ -71,7 +71,8 @@ class Exchanger:
         """Return what all fragments that are due change."""
         has_flight, has_residual = bool(self.delay), self.compress is not None
         under_way = whole.weights != NOTHING
-        under_way = largest(under_way, self.replicas.axis_name) if has_flight else under_way
+        if has_flight and not all(isinstance(flag, bool) for pair in due for flag in pair):
+            under_way = largest(under_way, self.replicas.axis_name)
         told, center_states, weights = Told([], [], []), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
             part = Part(

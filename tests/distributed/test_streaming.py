@@ -401,3 +401,46 @@ def test_a_center_of_no_floating_dtype_is_refused():
     for dtype in ("int32", "complex64", "nonsense", 3):
         with pytest.raises(TypeError, match="center_dtype must be a real floating dtype"):
             optperm.diloco(optax.sgd(0.1), center_dtype=dtype)
+
+
+def test_options_of_one_fragment_go_together():
+    """A schedule of periods, an outer optimizer that reads extra arguments, few bits and a wide center."""
+
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda p: jnp.full_like(p, -value), params), state
+
+    reads_value = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = optperm.diloco(
+        optax.sgd(0.1),
+        reads_value,
+        lambda commits: commits + 1,
+        compress=optperm.compress_quantized(8),
+        center_dtype="float32",
+    )
+    step = loops.make_step(tx, lambda p, value: (jnp.ones_like(p), {"value": value}))
+    params = jnp.ones(3, jnp.bfloat16)
+    opt_state, centers = tx.init(params), []
+    step = jax.jit(step)
+    for value in range(1, 7):
+        params, opt_state = step(params, opt_state, jnp.float32(value))
+        centers.append(float(optperm.center_params(opt_state)[0]))
+    assert centers == [0, 0, -3, -3, -3, -9]
+
+
+def test_a_method_that_places_params_within_and_without():
+    """SGPerm as the inner and the outer optimizer: each replica permutes, and so does the center."""
+    start = jax.tree.map(np.asarray, support.random_params())
+    tx = optperm.diloco(optperm.sgperm(0.1), optperm.sgperm(0.1), 2, axis_name=replicas.AXIS)
+
+    def evaluate(params, batch):
+        pulls = jax.tree.map(lambda p: jnp.sin(batch * jnp.arange(p.size).reshape(p.shape)), params)
+        return pulls, {}
+
+    data = list(np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2))
+    trail = loops.train(tx, start, data, evaluate=evaluate, how="vmap", size=2)
+    for number, (params, opt_state) in enumerate(trail, start=1):
+        for index in range(2):
+            support.assert_permutes(replicas.take(params, index), start)
+        if number % 2 == 0:
+            support.assert_same_bits(params, optperm.center_params(opt_state))
+    assert not np.array_equal(trail[-1][0]["kernel"][0], start["kernel"])
