@@ -404,7 +404,7 @@ def test_a_center_of_no_floating_dtype_is_refused():
 
 
 def test_options_of_one_fragment_go_together():
-    """A schedule of periods, an outer optimizer that reads extra arguments, few bits and a wide center."""
+    """A schedule of periods, an outer optimizer that reads extra arguments, few bits, a wide center."""
 
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda p: jnp.full_like(p, -value), params), state
