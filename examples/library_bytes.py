@@ -1,4 +1,4 @@
-"""The bytes of Python's own standard library and a small decoder, for the example that learns them."""
+"""The bytes of Python's standard library or of a text, and a small decoder that learns them."""
 
 import json
 import os
@@ -41,8 +41,11 @@ def loss_fn(params: Any, ids: jax.Array) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]))
 
 
-def load() -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of the standard library's modules to train on, and those of one module in ten."""
+def load(text: pathlib.Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on and bytes to test: a text and its last tenth, or modules and one in ten."""
+    if text is not None:
+        whole = np.frombuffer(text.read_bytes(), np.uint8)
+        return whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]
     files = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     held = [path.read_bytes() for path in files[::10]]
     kept = [path.read_bytes() for index, path in enumerate(files) if index % 10]

@@ -24,14 +24,14 @@ from optperm.bayes.sampling import posterior_predictive as posterior_predictive
 from optperm.bayes.sampling import samples_as_dict as samples_as_dict
 from optperm.bayes.stationary import gaussian_kl as gaussian_kl
 from optperm.bayes.stationary import stationary_covariance as stationary_covariance
+from optperm.distributed.agn import AgnState as AgnState
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.center import center_params as center_params
 from optperm.distributed.compression import compress_quantized as compress_quantized
 from optperm.distributed.compression import compress_top_k as compress_top_k
 from optperm.distributed.diloco import diloco as diloco
-from optperm.distributed.local_steps import LocalStepsState as LocalStepsState
 from optperm.distributed.plans import Every as Every
-from optperm.distributed.streaming import StreamingState as StreamingState
+from optperm.distributed.streaming import DilocoState as DilocoState
 from optperm.evaluation import Evaluation as Evaluation
 from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation

@@ -5,7 +5,6 @@ places weights, instead of moving them, keeps the exact targets in its state, on
 keeps them at zero, keeps there which; `apply_updates` reads all three.
 """
 
-import functools
 import operator
 import warnings
 from typing import Any, Protocol, Self, runtime_checkable
@@ -26,8 +25,9 @@ from optperm.contract.states import (
 )
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
-# last call of `update` placed the params on them, which may have been in an earlier step.
-Placement = tuple[optax.Params, jax.Array | bool]
+# last call of `update` placed the params on them, which may have been in an earlier step: one flag, or a
+# tree of them that broadcast against the targets.
+Placement = tuple[optax.Params, Any]
 # Wrappers that interpolate or scale what the method inside of them does.
 _MOVING_WRAPPERS = {
     "optax.contrib.schedule_free": optax.contrib.ScheduleFreeState,
@@ -168,13 +168,11 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
         placed_here = jax.tree.map(lambda _: False, moved)
         for targets, is_placed in state.placements():
             _check_fits(before, targets)
+            flags: Any = is_placed
+            if isinstance(is_placed, bool | jax.Array):
+                flags = jax.tree.map(lambda _, flag=is_placed: flag, targets)
             moved = jax.tree.map(
-                functools.partial(place, is_placed),
-                targets,
-                moved,
-                before,
-                without_variables(updates),
-                is_leaf=is_masked,
+                place, targets, flags, moved, before, without_variables(updates), is_leaf=is_masked
             )
             placed_here = jax.tree.map(
                 lambda target, earlier: earlier if is_masked(target) else True,
@@ -283,12 +281,7 @@ def _check_fits(params: optax.Params, held: Any) -> None:
 
 
 def _place(
-    is_followed: bool,
-    is_placed: jax.Array | bool,
-    target: Any,
-    moved: Any,
-    before: Any,
-    update: Any,
+    is_followed: bool, target: Any, is_placed: Any, moved: Any, before: Any, update: Any
 ) -> Any:
     """The target, if this update puts the params on it; a masked node leaves all below it as it is."""
     if is_masked(target):

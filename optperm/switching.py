@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ class SwitchAfterState(NamedTuple):
     def placements(self) -> list[Placement]:
         """Where the optimizer that took the last step placed params."""
         return [
-            (targets, jnp.logical_and(is_placed, is_active))
+            (targets, jax.tree.map(functools.partial(_and, is_active), is_placed))
             for phase, is_active in self._phases()
             for state in placing_states(phase)
             for targets, is_placed in state.placements()
@@ -174,3 +175,9 @@ def switch_after(
         )
 
     return transformation(init, update, method="switch_after", is_wrapper=True)
+
+
+def _and(is_active: jax.Array, is_placed: jax.Array | bool) -> jax.Array:
+    """Both, where the first has no axes but those of replicas that are stacked."""
+    trailing = (1,) * max(0, jnp.ndim(is_placed) - is_active.ndim)
+    return jnp.logical_and(is_placed, is_active.reshape(is_active.shape + trailing))

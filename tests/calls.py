@@ -261,7 +261,7 @@ FULL_GRADIENT_MISSING = [
 ]
 # Functions that look for a state, and what they call it.
 STATES = {
-    "center_params": "LocalStepsState or StreamingState .*optperm.agn or optperm.diloco",
+    "center_params": "AgnState or DilocoState .*optperm.agn or optperm.diloco",
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",

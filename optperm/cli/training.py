@@ -21,7 +21,7 @@ from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
 from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
-from optperm.distributed.local_steps import LocalStepsState
+from optperm.distributed.center import LOCAL_STATES
 from optperm.permutation.export import PERMUTED_STATES
 from optperm.permutation.weight_vectors import warn_of_constant_vectors
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
@@ -145,7 +145,7 @@ class Training:
     def _what_is_trained(self, state: Any) -> optax.Params:
         """What is tested and kept of a state, in the memory of this process."""
         params = state.params
-        if find_states(state.opt_state, LocalStepsState):
+        if find_states(state.opt_state, LOCAL_STATES):
             params = optperm.center_params(state.opt_state)
         if find_states(state.opt_state, PERMUTED_STATES):
             params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
@@ -266,7 +266,7 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
 
 def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
     last, moved = training.records[-1], result.history.steps.get("share_moved")
-    local = find_states(result.state.opt_state, LocalStepsState)
+    local: Any = find_states(result.state.opt_state, LOCAL_STATES)
     names = ("train_accuracy", "train_loss", "valid_accuracy", "phase")
     flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices")
     return {

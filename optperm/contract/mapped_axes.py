@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from optperm.contract.shardings import shard_like, type_of
+from optperm.contract.shardings import shard_like, type_of, unshard
 
 Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
@@ -75,10 +76,98 @@ def cond(
     return jax.lax.cond(predicate, typed(true_fn), typed(false_fn), *operands)
 
 
-def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool) -> Any:
-    """`jax.lax.all_gather` whose result is everywhere the same, by its type too if that is tracked."""
-    to = "invarying" if varying_axes(tree) else "varying"
-    return jax.lax.all_gather(tree, axis_name, tiled=tiled, to=to)
+def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """Return each number's largest over those of the named axes that `jax.vmap` maps.
+
+    Counts of steps are the same on all replicas, so one stands for all. A predicate made of it is not
+    batched: a batched one would make a selection of `jax.lax.cond`, with both branches and their
+    collectives in every step. Axes of `jax.pmap` and `jax.shard_map` are left alone, where each device
+    has a conditional of its own.
+
+    Args:
+      tree: Numbers or flags, each a scalar on a replica.
+      axis_name: The axes over which the replicas are spread.
+
+    Raises:
+      ValueError: If a `jax.vmap` over more than one, that is none of the named axes, maps the numbers.
+    """
+    if axis_name is None:
+        return tree
+    return _combine(tree, axis_names(axis_name), lambda x: jnp.max(x, axis=0), lambda x, _: x, None)
+
+
+def psum(tree: Tree, axis_name: AxisName) -> Tree:
+    """Return `jax.lax.psum`, which JAX 0.12 cannot batch in a conditional on an explicit mesh."""
+    return _combine(tree, axis_names(axis_name), lambda x: jnp.sum(x, axis=0), jax.lax.psum, 0)
+
+
+def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
+    """Return `jax.lax.all_gather`, everywhere the same, by its type too if that is tracked."""
+
+    def gather(tree: Any, names: tuple[str, ...]) -> Any:
+        to = "invarying" if varying_axes(tree) else "varying"
+        return jax.lax.all_gather(tree, names, to=to) if names else tree
+
+    rows = _combine(tree, axis_names(axis_name), unshard, gather, 1)
+    if not tiled:
+        return rows
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+
+def _combine(
+    tree: Any,
+    names: tuple[str, ...],
+    of_rows: Callable[[Any], Any],
+    of_devices: Callable[[Any, tuple[str, ...]], Any],
+    batch_axis: int | None,
+) -> Any:
+    """Return a tree combined over named axes, each by what maps it.
+
+    Args:
+      tree: That of one replica.
+      names: The axes.
+      of_rows: Combines a leaf along its leading axis, which holds what a named `jax.vmap` maps.
+      of_devices: Combines a tree over the axes that no `jax.vmap` maps.
+      batch_axis: Which axis of a result the axis of another `jax.vmap` becomes; None forbids it.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def combined(tree: Any, indices: Any) -> Any:
+        del indices
+        return of_devices(tree, names)
+
+    @combined.def_vmap
+    def _(axis_size: int, in_batched: Any, tree: Any, indices: Any) -> tuple[Any, Any]:
+        # Only the index of an axis that this vmap maps is batched.
+        del indices
+        is_mapped, is_own = in_batched
+        rest = tuple(name for name, own in zip(names, is_own, strict=True) if not own)
+        if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
+
+            def rows(leaf: Any, mapped: bool) -> Any:
+                return of_rows(
+                    leaf if mapped else jnp.broadcast_to(leaf, (axis_size, *jnp.shape(leaf)))
+                )
+
+            result = _combine(
+                jax.tree.map(rows, tree, is_mapped), rest, of_rows, of_devices, batch_axis
+            )
+            return result, jax.tree.map(lambda _: False, result)
+        if batch_axis is None:
+            raise ValueError(
+                f"A jax.vmap over {axis_size} that is none of the axes {names} maps replicas which "
+                "count their steps, and would exchange at every step. Give that vmap an axis_name and "
+                "name it to the optimizer too, or pass commit=, outside of what vmap maps."
+            )
+        result = _combine(tree, names, of_rows, of_devices, batch_axis)
+        first = jax.tree.map(
+            lambda leaf, mapped: jnp.moveaxis(leaf, batch_axis, 0) if mapped else leaf,
+            result,
+            is_mapped,
+        )
+        return first, is_mapped
+
+    return combined(tree, tuple(jax.lax.axis_index(name) for name in names))
 
 
 def mean_of_function(

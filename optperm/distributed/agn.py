@@ -4,49 +4,81 @@ J. Hermans, G. Spanakis and R. Moeckel, "Accumulated Gradient Normalization", AC
 arXiv 1710.02368.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import get_args
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.commits import Commit, Replicas
-from optperm.distributed.local_steps import Period, check_period, local_steps
+from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.mapped_axes import AxisName, cond
+from optperm.contract.transformation import transformation
+from optperm.distributed.commits import RULES, Center, Commit, Replicas, check_weight
+from optperm.distributed.local_steps import (
+    Period,
+    advance_schedules,
+    after_pull,
+    center_step,
+    check_can_be_pulled,
+    check_period,
+    ends_period,
+    finite_local,
+    flags_like,
+)
 from optperm.distributed.plans import Every
+from optperm.placement import Placement, placing_states, replace_targets
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class _AccumulatedGradient:
-    """n = a / T: the mean of the raw gradients along the local steps, each taken before its step."""
+class AgnState(NamedTuple):
+    """State of `agn`, one on each replica.
 
-    reads_local_params: bool = False
+    Attributes:
+      count: Steps taken.
+      since_commit: Steps since the last commit.
+      commits: Commits made.
+      local_state: State of the optimizer of the local params.
+      center_state: State of the optimizer of the center.
+      center: The params as of the last commit, the same on every replica.
+      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider; the
+        step after a commit starts it anew.
+      pulled: Whether the last step ended in a commit, which put the params on the center.
+      skipped: Commits without this replica's contribution, because that was not finite, or because
+        all contributions together were not.
+    """
 
-    def init(self, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    since_commit: Int32[Array, ""]
+    commits: Int32[Array, ""]
+    local_state: Any
+    center_state: Any
+    center: PyTree[Float[Array, "?*shape"], "Params"]
+    accumulator: PyTree[Float[Array, "..."]]
+    pulled: Bool[Array, ""]
+    skipped: Int32[Array, ""]
 
-    def accumulate(
-        self, accumulator: optax.Updates, grads: optax.Updates, restart: jax.Array
-    ) -> optax.Updates:
-        def add(a: jax.Array, g: jax.Array) -> jax.Array:
-            g = g.astype(a.dtype)
-            return jnp.where(restart, g, a + g)
+    def placements(self) -> list[Placement]:
+        """Where the local optimizer places params, and over it the center after a pull."""
+        local = placing_states(self.local_state)
+        within = [placement for state in local for placement in state.placements()]
+        return [*within, (self.center, flags_like(self.center, self.pulled))]
 
-        return jax.tree.map(add, accumulator, grads)
+    def replace_targets(self, other: Any) -> AgnState:
+        """This state with the center of another, and what its optimizers place.
 
-    def total(
-        self,
-        accumulator: optax.Updates,
-        steps: jax.Array,
-        center: optax.Params,
-        moved: Callable[[], optax.Params],
-    ) -> optax.Updates:
-        del center, moved
-        return jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
+        Args:
+          other: One of the same form.
+        """
+        return self._replace(
+            center=other.center,
+            local_state=replace_targets(self.local_state, other.local_state),
+            center_state=replace_targets(self.center_state, other.center_state),
+        )
 
 
 def agn(
@@ -79,9 +111,14 @@ def agn(
 
     `update(..., commit=False)` makes the local step alone, and `commit=True` the commit after it,
     whatever the period says: a Python bool that is known while the step is traced, so the first compiles
-    to no more than the optimizer and one accumulate. `commit=None` counts the steps on the device.
-    :math:`T` is always the number of steps that were made. Within `optax.MultiSteps` the flags of
-    micro-steps that only accumulate are not seen.
+    to no more than the optimizer and one accumulate, or a traced one that is the same on all replicas.
+    `commit=None` counts the steps on the device. Either way a commit stands within a conditional of the
+    compiled program, also where `jax.vmap` maps the replicas. :math:`T` is always the number of steps
+    that were made. Within `optax.MultiSteps` the flags of micro-steps that only accumulate are not seen.
+
+    `update(..., weight=w)` weighs a replica: the mean is :math:`\sum w_i n_i / \sum w_i`, and in the sum
+    or in turn each :math:`n_i` is multiplied by its :math:`w_i`. A weight that is negative or not finite
+    is an error where Python sees it, and elsewhere the replica sits out.
 
     `optimizer` is kept twice, with a state for the local params, which lives on across pulls, and one
     for the center. Schedules of both count local steps, so a rate decays for both; bias correction
@@ -112,7 +149,7 @@ def agn(
         `check_vma=False`. Elsewhere they are told from the types.
 
     Returns:
-      A transformation whose state is a `LocalStepsState`. Its `update` needs `params`, the local ones.
+      A transformation whose state is a `AgnState`. Its `update` needs `params`, the local ones.
       Apply the updates with `optperm.apply_updates`: then after a commit the params of all replicas are
       `optperm.center_params(opt_state)` bit for bit.
 
@@ -153,13 +190,81 @@ def agn(
     checks.check_choice("commit", commit, get_args(Commit))
     if center_optimizer is not None:
         checks.check_transformation("center_optimizer", center_optimizer)
-    return local_steps(
-        optimizer,
-        optimizer if center_optimizer is None else center_optimizer,
-        communication_period,
-        _AccumulatedGradient(),
-        replicas=replicas,
-        commit=commit,
-        counts_local_steps=center_optimizer is None,
-        method="agn",
+    inner = optax.with_extra_args_support(optimizer)
+    outer = optax.with_extra_args_support(center_optimizer or optimizer)
+    combine = RULES[commit]
+
+    def init(params: optax.Params) -> AgnState:
+        local_state, center_state = inner.init(params), outer.init(params)
+        check_can_be_pulled(local_state, center_state, "agn")
+        return AgnState(
+            count=jnp.zeros([], jnp.int32),
+            since_commit=jnp.zeros([], jnp.int32),
+            commits=jnp.zeros([], jnp.int32),
+            local_state=local_state,
+            center_state=center_state,
+            center=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params),
+            pulled=jnp.zeros([], jnp.bool_),
+            skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update(
+        grads: optax.Updates,
+        state: AgnState,
+        params: optax.Params,
+        *,
+        commit: bool | jax.Array | None = None,
+        weight: float | jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, AgnState]:
+        replicas.check_are_local(grads, params, "agn")
+        check_weight(weight)
+        is_commit = ends_period(commit, state, communication_period, axis_name, "agn")
+        steps = optax.safe_increment(state.since_commit)
+
+        # theta <- theta + u(g; s)
+        g, extras = finite_local(grads, extra_args, state.local_state)
+        local_state = after_pull(state.local_state, state.center_state, state.pulled, axis_name)
+        moves, local_state = inner.update(g, local_state, params, **extras)
+        moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
+
+        # a <- a + g, from nothing after a commit
+        def add(a: jax.Array, g: jax.Array) -> jax.Array:
+            return jnp.where(state.since_commit == 0, g.astype(a.dtype), a + g.astype(a.dtype))
+
+        accumulator = jax.tree.map(add, state.accumulator, grads)
+
+        # n = a / T, c <- c + u(n; s_c)
+        def make_commit() -> tuple[Center, jax.Array]:
+            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
+            step = center_step(outer, extra_args, params, axis_name)
+            (c, s_c), took_part = combine(at, n, step, replicas, weight)
+            if center_optimizer is None:
+                s_c = advance_schedules(s_c, state.center_state, steps)
+            return (c, s_c), took_part
+
+        at = state.center, state.center_state
+        (center, center_state), took_part = cond(
+            is_commit, make_commit, lambda: (at, jnp.array(True))
+        )
+
+        # theta <- c
+        def pull(c: jax.Array, move: jax.Array, p: jax.Array) -> jax.Array:
+            return jnp.where(is_commit, c - p, move)
+
+        return jax.tree.map(pull, center, moves, params), AgnState(
+            count=optax.safe_increment(state.count),
+            since_commit=jnp.where(is_commit, 0, steps),
+            commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            accumulator=accumulator,
+            pulled=jnp.asarray(is_commit),
+            skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
+        )
+
+    return transformation(
+        init, update, method="agn", like=lambda state: state.center, axis_name=axis_name
     )

@@ -2,31 +2,40 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
-from optperm.contract.states import find_state
-from optperm.distributed.local_steps import LocalStepsState
-from optperm.distributed.streaming import StreamingState
+from optperm.contract.states import fill_masked, find_state
+from optperm.distributed.agn import AgnState
+from optperm.distributed.streaming import DilocoState
 
 # The states of methods whose replicas train each by itself.
-LOCAL_STATES = (LocalStepsState, StreamingState)
+LOCAL_STATES = (AgnState, DilocoState)
 
 
-def center_params(opt_state: Any) -> optax.Params:
-    """The center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
+def center_params(
+    opt_state: Any, params: optax.Params | None = None, *, final: bool = False
+) -> optax.Params:
+    """Return the center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
 
     Between two commits the local params have moved on from it. It is what to test and to keep when
-    training ends; end on a multiple of the period, or the last local steps are not in it.
+    training ends. Make the last step with `commit=True`, or the last local steps are not in it: a plan
+    with several fragments or a delay has no other step that brings in all of them.
 
     Args:
       opt_state: The optimizer state, in any nesting. One with a leading axis of replicas gives a center
         with that axis, all of its entries the same.
+      params: The params, from which come the leaves that the method does not train, as within
+        `optax.partition` or `optax.masked`. Without it they are `optax.MaskedNode`.
+      final: Whether to raise if local steps are not in the center. Outside of `jax.jit`.
 
     Returns:
       A tree of the structure, shapes and dtypes of the params, or of the `center_dtype`.
 
     Raises:
-      ValueError: If there is no such state in `opt_state`, or more than one.
+      ValueError: If there is no such state in `opt_state`, or more than one; or with `final=True`, if
+        the last step was no commit of all params.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -40,4 +49,9 @@ def center_params(opt_state: Any) -> optax.Params:
       [1.0, 2.0]
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
-    return state.center
+    if final and (steps := int(np.max(jax.device_get(state.since_commit)))):
+        raise ValueError(
+            f"The center is without the last {steps} steps, or with a plan without parts of them: make "
+            "the last step with commit=True."
+        )
+    return state.center if params is None else fill_masked(state.center, params)

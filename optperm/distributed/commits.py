@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -19,6 +20,7 @@ from optperm.contract.mapped_axes import (
     all_gather,
     axis_names,
     mark_varying,
+    psum,
     varying_axes,
 )
 
@@ -86,84 +88,81 @@ class Replicas:
         return gradient, self.are_finite(gradient)
 
 
-def drift(center: Any, theta: Any) -> Any:
-    """Delta = c - theta, in float32 or wider: how far the replica went, pointing back, as a gradient."""
+def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a replica's weight, zero if it sits out, and whether it takes part as far as it may.
 
-    def apart(c: jax.Array, p: jax.Array) -> jax.Array:
-        dtype = accumulation_dtype(p)
-        # A center of more digits was rounded when the params were put on it.
-        return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
-
-    return jax.tree.map(apart, center, theta)
-
-
-def pull(
-    mixing: float | jax.Array, center: Any, theta: Any, params: Any, replicas: Replicas
-) -> tuple[Any, jax.Array]:
-    """The updates that make theta <- mixing theta + (1 - mixing) c of params, and whether that is c.
-
-    Of local params that are not finite nothing is kept.
+    A weight of zero is the user's word; a negative one, or one that is not finite, is not.
     """
-    if isinstance(mixing, int | float) and mixing == 0:
-        return jax.tree.map(lambda c, p: c.astype(p.dtype) - p, center, params), jnp.array(True)
-    is_kept = replicas.are_finite(theta) & (mixing != 0)
-
-    def to(c: jax.Array, local: jax.Array, p: jax.Array) -> jax.Array:
-        mixed = jnp.where(is_kept, mixing * local + (1 - mixing) * c, c)
-        return mixed.astype(p.dtype) - p
-
-    return jax.tree.map(to, center, theta, params), ~is_kept
+    if weight is None:
+        return is_finite.astype(dtype), is_finite
+    w = jnp.asarray(weight, dtype)
+    takes_part = is_finite & (w >= 0) & jnp.isfinite(w)
+    return jnp.where(takes_part, w, 0), takes_part
 
 
-# (center, contribution, step, replicas) -> center, whether this replica took part
-Rule = Callable[[Center, optax.Updates, CenterStep, Replicas], tuple[Center, jax.Array]]
+def check_weight(weight: Any) -> None:
+    """Raise unless a weight is a scalar, and not negative nor infinite where Python sees it."""
+    if weight is None:
+        return
+    kind = checks.dtype_of("weight", weight)
+    is_real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+    if jnp.ndim(weight) or not is_real:
+        raise TypeError(f"weight must be a real number for each replica, got {weight!r}.")
+    if not isinstance(weight, jax.core.Tracer):
+        checks.check_in_range("weight", float(weight), 0.0, np.inf, may_be_schedule=False)
+        if not np.isfinite(float(weight)):
+            raise ValueError(f"weight must be finite, got {weight!r}.")
 
 
-def _alone(
-    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas
-) -> tuple[Center, jax.Array]:
-    """One replica: a step by its own contribution, if that is finite."""
-    gradient, is_finite = replicas.as_gradient(n, at[0])
-    return step(at, gradient, is_finite), is_finite
+def scale(tree: Any, weight: jax.Array) -> Any:
+    """Return w n; nothing of what has no weight, finite or not."""
+    return jax.tree.map(
+        lambda x: jnp.where(weight > 0, weight.astype(x.dtype) * x, jnp.zeros_like(x)), tree
+    )
+
+
+def mean(total: Any, weights: jax.Array) -> Any:
+    """Return a sum of weighted contributions over the sum of the weights, if there are any."""
+    return jax.tree.map(lambda x: x / jnp.where(weights > 0, weights, 1).astype(x.dtype), total)
+
+
+# (center, contribution, step, replicas, weight) -> center, whether this replica took part
+Rule = Callable[[Center, optax.Updates, CenterStep, Replicas, Any], tuple[Center, jax.Array]]
 
 
 def _summed(
-    at: Center,
-    n: optax.Updates,
-    step: CenterStep,
-    replicas: Replicas,
-    *,
-    divide: bool,
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any, *, divide: bool
 ) -> tuple[Center, jax.Array]:
-    """One step by the sum or the mean of all finite contributions, in one all-reduce."""
+    """One step by sum w n, or that over sum w, of all finite contributions, in one all-reduce."""
     _, is_finite = replicas.as_gradient(n, at[0])
-    given = optax.tree.where(is_finite, n, optax.tree.zeros_like(n))
-    taking_part = is_finite.astype(accumulation_dtype(n))
-    # Tree and flag in one call are one collective for each dtype, on the shards as they lie.
-    total, taking_part = jax.lax.psum((given, taking_part), replicas.axis_name)
-    if divide:
-        total = jax.tree.map(lambda x: x / jnp.maximum(taking_part, 1).astype(x.dtype), total)
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    total, weights = scale(n, w), w
+    if replicas.axis_name is not None:
+        # Tree and weight in one call are one collective for each dtype, on the shards as they lie.
+        total, weights = psum((total, weights), replicas.axis_name)
     # Finite numbers may overflow in their sum.
-    gradient, is_valid = replicas.as_gradient(total, at[0])
-    is_valid &= taking_part > 0
-    return step(at, gradient, is_valid), is_finite & is_valid
+    gradient, is_valid = replicas.as_gradient(mean(total, weights) if divide else total, at[0])
+    has_any = weights > 0
+    return step(at, gradient, is_valid & has_any), takes_part & (is_valid | ~has_any)
 
 
 def _in_turn(
-    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
 ) -> tuple[Center, jax.Array]:
-    """A step by each finite contribution, in one all-gather.
+    """A step by w n of each replica, in one all-gather.
 
     Every replica makes the same steps in the same order, so they need not agree on the result.
     """
-    gradient, is_finite = replicas.as_gradient(n, at[0])
-    given = optax.tree.where(is_finite, gradient, optax.tree.zeros_like(gradient))
+    _, is_finite = replicas.as_gradient(n, at[0])
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    given = optax.tree.cast_like(scale(n, w), at[0]), w
 
     def turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
         return step(at, row[0], row[1] > 0), None
 
-    rows = _rows((given, is_finite.astype(accumulation_dtype(given))), replicas.axis_name or ())
-    return jax.lax.scan(turn, at, rows)[0], is_finite
+    if replicas.axis_name is None:
+        return turn(at, given)[0], takes_part
+    return jax.lax.scan(turn, at, _rows(given, replicas.axis_name))[0], takes_part
 
 
 def _rows(tree: Any, axis_name: AxisName) -> Any:
@@ -177,12 +176,14 @@ def _rows(tree: Any, axis_name: AxisName) -> Any:
 
 
 def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    """An array of all replicas, along a leading axis."""
+    """A vector of all replicas, along a leading axis."""
     names = axis_names(axis_name)
-    if len(names) == 1 or set(names) <= set(jax.sharding.get_abstract_mesh().axis_names):
-        return all_gather(array, axis_name, tiled=False)
-    # JAX gathers over one axis of jax.vmap at a time.
-    return _sum_of_rows(array, axis_name)
+    if len(names) > 1 and not set(names) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        # JAX gathers over one axis of jax.vmap at a time.
+        return _sum_of_rows(array, axis_name)
+    # On TPUs XLA makes an all-reduce of everyone's rows of this, unless it is of whole 1,024 bytes.
+    padding = -array.size % (1024 // array.dtype.itemsize)
+    return all_gather(jnp.pad(array, (0, padding)), axis_name)[:, : array.size]
 
 
 def _sum_of_rows(tree: Any, axis_name: AxisName) -> Any:
@@ -192,16 +193,11 @@ def _sum_of_rows(tree: Any, axis_name: AxisName) -> Any:
         mine = jnp.expand_dims(is_own, range(1, leaf.ndim + 1))
         return jnp.where(mine, leaf[None], jnp.zeros_like(leaf)[None])
 
-    return jax.lax.psum(jax.tree.map(row, tree), axis_name)
+    return psum(jax.tree.map(row, tree), axis_name)
 
 
-_RULES: dict[Commit, Rule] = {
+RULES: dict[Commit, Rule] = {
     "mean": functools.partial(_summed, divide=True),
     "sum": functools.partial(_summed, divide=False),
     "sequential": _in_turn,
 }
-
-
-def rule_of(commit: Commit, axis_name: AxisName | None) -> Rule:
-    """How contributions are combined, by name; a single replica has nothing to combine."""
-    return _alone if axis_name is None else _RULES[commit]

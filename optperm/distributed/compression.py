@@ -5,6 +5,7 @@ arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gra
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -15,7 +16,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName, varying_axes
-from optperm.distributed.commits import Replicas, gather
+from optperm.distributed.commits import Replicas, gather, scale, weigh
 
 _BITS = (1, 2, 4, 8)
 # Entries that share a scale, and of which the same number is sent.
@@ -49,10 +50,16 @@ class Compression:
             places = (_as_bytes(index.astype(jnp.uint16)),)
         if self.bits is None:
             return (_as_bytes(chunks), *places)
-        # Levels from -scale to scale, evenly spaced.
-        scale = jnp.max(jnp.abs(chunks), axis=1, keepdims=True)
-        unit = chunks / jnp.where(scale > 0, scale, 1)
-        codes = jnp.round((unit + 1) / 2 * (2**self.bits - 1)).astype(jnp.uint8)
+        # With more than one bit an odd number of evenly spaced levels, so that zero stays zero.
+        if self.bits == 1:
+            scale = jnp.sum(jnp.abs(chunks) / chunks.shape[1], axis=1, keepdims=True)
+            codes = (chunks >= 0).astype(jnp.uint8)
+        else:
+            scale, levels = jnp.max(jnp.abs(chunks), axis=1, keepdims=True), self._levels()
+            # The reciprocal of the largest numbers would be a subnormal one, which counts as zero.
+            factor = jnp.where(scale > 1, 1 / 16, 1)
+            unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
+            codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
         return (_pack(codes, self.bits), _as_bytes(scale), *places)
 
     def decode(self, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
@@ -66,12 +73,18 @@ class Compression:
         else:
             scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
             codes = _unpack(encoded[0], self.bits).reshape(number, -1)
-            values = (codes.astype(jnp.float32) / (2**self.bits - 1) * 2 - 1) * scale
+            signed = 2.0 * codes - 1 if self.bits == 1 else codes / self._levels() - 1.0
+            values = signed.astype(jnp.float32) * scale
         if rest:
             index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
             rows = jnp.arange(number)[:, None]
             values = jnp.zeros((number, width), jnp.float32).at[rows, index].set(values)
         return values.reshape(-1)[:size].reshape(shape)
+
+    def _levels(self) -> int:
+        """How many levels are above zero."""
+        assert self.bits is not None
+        return int(2 ** (self.bits - 1) - 1)
 
     def _width(self, size: int) -> int:
         """How long the chunks of a leaf of this size are: a multiple of 8."""
@@ -89,25 +102,34 @@ class Compression:
         return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
 
 
+# TPUs pad a last axis to 128: bytes and codes of one number lie far apart instead, on a leading axis.
+
+
 def _as_bytes(array: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1)
+    width = array.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * width}").reshape(-1)
+    return jnp.concatenate([(bits >> (8 * i)).astype(jnp.uint8) for i in range(width)])
 
 
 def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
     width = jnp.dtype(dtype).itemsize
-    return jax.lax.bitcast_convert_type(array.reshape(-1, width), dtype)
+    parts = array.reshape(width, -1).astype(f"uint{8 * width}")
+    return jax.lax.bitcast_convert_type(_joined(parts, 8), dtype)
 
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
     """Codes of so many bits, several in a byte."""
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)
-    grouped = codes.reshape(-1, 8 // bits) << shifts
-    return jnp.sum(grouped, axis=1, dtype=jnp.uint8)
+    return _joined(codes.reshape(8 // bits, -1), bits)
+
+
+def _joined(parts: jax.Array, bits: int) -> jax.Array:
+    shifted = [part << (bits * i) for i, part in enumerate(parts)]
+    return functools.reduce(jnp.bitwise_or, shifted)
 
 
 def _unpack(packed: jax.Array, bits: int) -> jax.Array:
-    shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)
-    return ((packed[:, None] >> shifts) & jnp.uint8(2**bits - 1)).reshape(-1)
+    mask = jnp.uint8(2**bits - 1)
+    return jnp.concatenate([(packed >> shift) & mask for shift in range(0, 8, bits)])
 
 
 def sum_compressed(
@@ -116,8 +138,9 @@ def sum_compressed(
     residual: optax.Updates,
     is_finite: jax.Array,
     replicas: Replicas,
+    weight: Any = None,
 ) -> tuple[optax.Updates, jax.Array, optax.Updates, jax.Array]:
-    r"""The sum of what all replicas send of their contributions, by one all-gather of bytes.
+    r"""Return the weighted sum of what all replicas send of their contributions, by one all-gather.
 
     .. math::
       e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
@@ -128,10 +151,12 @@ def sum_compressed(
       residual: :math:`e` of this replica, a tree of floats.
       is_finite: Whether this replica's contribution is finite. If not, its :math:`e` stays.
       replicas: The mapped axes of the replicas.
+      weight: This replica's weight; None for 1.
 
     Returns:
-      The sum of the :math:`s` of all that take part, how many do, the new :math:`e`, and whether this
-      one does. One whose :math:`e` or :math:`s` overflows does not, and begins again with none.
+      The sum of the :math:`w s` of all that take part, the sum of their :math:`w`, the new :math:`e`,
+      and whether this one does. One whose :math:`e` or :math:`s` overflows does not, and begins again
+      with none. One of weight zero has sent nothing: its :math:`e` stays.
     """
     e = jax.tree.map(lambda e, n: compress.decay * e + n, residual, contribution)
     leaves, structure = jax.tree.flatten(e)
@@ -145,28 +170,23 @@ def sum_compressed(
     own = decoded(codes)
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))
-    rest = optax.tree.where(is_sent, rest, optax.tree.zeros_like(rest))
+    w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
+    kept = optax.tree.where(w > 0, rest, residual)
+    rest = optax.tree.where(is_sent, kept, optax.tree.zeros_like(rest))
     rest = optax.tree.where(is_finite, rest, residual)
-    takes_part = is_finite & is_sent
-    weight = takes_part.astype(jnp.float32)
-    own = optax.tree.where(takes_part, own, optax.tree.zeros_like(own))
     if replicas.axis_name is None:
-        return own, weight, rest, takes_part
+        return scale(own, w), w, rest, takes_part
 
-    rows, weights = gathered(codes, weight, replicas.axis_name)
-
-    def weighted(codes: Any, weight: jax.Array) -> optax.Updates:
-        s = decoded(codes)
-        return optax.tree.where(weight > 0, s, optax.tree.zeros_like(s))
+    rows, weights = gathered(codes, w, replicas.axis_name)
 
     def add(total: optax.Updates, row: Any) -> tuple[optax.Updates, None]:
-        return optax.tree.add(total, weighted(*row)), None
+        return optax.tree.add(total, scale(decoded(row[0]), row[1])), None
 
     first, others = (
         jax.tree.map(lambda leaf, part=part: leaf[part], (rows, weights))
         for part in (0, slice(1, None))
     )
-    total = jax.lax.scan(add, weighted(*first), others)[0]
+    total = jax.lax.scan(add, scale(decoded(first[0]), first[1]), others)[0]
     return total, jnp.sum(weights), rest, takes_part
 
 
@@ -196,7 +216,9 @@ def compress_quantized(bits: int, decay: float = 1.0) -> Compression:
 
     What rounding leaves out is added to the next contribution, :math:`e \leftarrow \beta e + \Delta`,
     :math:`s = Q(e)`, :math:`e \leftarrow e - s`. Runs of 256 entries of a leaf share a scale, their
-    largest magnitude, and :math:`Q` rounds to evenly spaced levels between minus and plus that.
+    largest magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels between minus and
+    plus that, of which zero is one. With one bit the scale is the mean magnitude and :math:`Q` the sign,
+    which has no zero: what never moved is moved to and fro by it.
 
     Args:
       bits: 1, 2, 4 or 8, of each entry.

@@ -4,7 +4,6 @@ A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 arXiv 2311.08105, 2023.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,37 +12,12 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.commits import Replicas, drift
+from optperm.distributed.commits import Replicas
 from optperm.distributed.compression import Compression
-from optperm.distributed.local_steps import Period, check_period, local_steps
+from optperm.distributed.fragments import FragmentOf
+from optperm.distributed.local_steps import Period, check_period
 from optperm.distributed.plans import Every
 from optperm.distributed.streaming import streaming_steps
-
-
-class _Drift:
-    """How far the replica went since the last commit."""
-
-    reads_local_params = True
-
-    def init(self, params: optax.Params) -> tuple[()]:
-        del params
-        return ()
-
-    def accumulate(
-        self, accumulator: tuple[()], grads: optax.Updates, restart: jax.Array
-    ) -> tuple[()]:
-        del grads, restart
-        return accumulator
-
-    def total(
-        self,
-        accumulator: tuple[()],
-        steps: jax.Array,
-        center: optax.Params,
-        moved: Callable[[], optax.Params],
-    ) -> optax.Updates:
-        del accumulator, steps
-        return drift(center, moved())
 
 
 def _dtype(value: Any) -> Any:
@@ -62,6 +36,7 @@ def diloco(
     mixing: float | jax.Array = 0.0,
     compress: Compression | None = None,
     center_dtype: Any = None,
+    fragment_of: FragmentOf | None = None,
     shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Many local steps on every replica, then one outer step on their mean displacement.
@@ -75,9 +50,10 @@ def diloco(
       c \leftarrow c + u_{\text{outer}}(\Delta), \qquad \theta^i \leftarrow c
 
     so an outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
-    Everything else is as in `optperm.agn`: local gradients, `commit=`, extra arguments, wrappers around
-    `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a replica whose
-    params are not finite sits out a commit: entries of a gradient that are not count as zero.
+    Everything else is as in `optperm.agn`: local gradients, `commit=`, `weight=`, extra arguments,
+    wrappers around `inner` rather than around `diloco`, exact params by `optperm.apply_updates`. Only a
+    replica whose params are not finite sits out a commit: entries of a gradient that are not count as
+    zero.
 
     A pull puts params that are not finite back on the center whatever `mixing` is, and only by
     `optperm.apply_updates`: NaN and an update give NaN.
@@ -90,8 +66,8 @@ def diloco(
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
     `commit=plan.at(step)` says while tracing what a step exchanges; True exchanges all fragments at
-    once, without a delay, and takes the place of what was on its way. Exchanges by a plan, and
-    compressed ones, give the outer optimizer no extra arguments.
+    once, without a delay, and takes the place of what was on its way. With more than one fragment the
+    outer optimizer gets no extra arguments: a loss is one of all params.
 
     The outer momentum of the paper needs many commits, and the faster the replicas move the less of it
     is good: with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small
@@ -111,12 +87,15 @@ def diloco(
         `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
         params. None for that of the params.
+      fragment_of: To which fragment of a plan a leaf belongs: a function `(path, leaf)`, or a tree like
+        params, of integers below `fragments`; or of a sequence of them, one for each slice of the leaf's
+        leading axis, as of layers that `jax.lax.scan` runs over. None for `fragments` runs of whole
+        leaves of about equal size.
       shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
         `check_vma=False`. Elsewhere they are told from the types.
 
     Returns:
-      A transformation whose state is a `LocalStepsState`, or a `StreamingState` with a plan,
-      `compress` or `center_dtype`. Its `update` needs `params`, the local ones.
+      A transformation whose state is a `DilocoState`. Its `update` needs `params`, the local ones.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
@@ -156,33 +135,19 @@ def diloco(
         )
     if center_dtype is not None and not jnp.issubdtype(_dtype(center_dtype), jnp.floating):
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
-    if compress is None and center_dtype is None and not isinstance(sync_every, Every):
+    if not isinstance(sync_every, Every):
         check_period("sync_every", sync_every)
-        return local_steps(
-            inner,
-            outer,
-            sync_every,
-            _Drift(),
-            replicas=replicas,
-            mixing=mixing,
-            method="diloco",
+    if fragment_of is not None and getattr(sync_every, "fragments", 1) == 1:
+        raise ValueError(
+            "fragment_of needs a plan of several: sync_every=optperm.Every(period, n)."
         )
-    if isinstance(sync_every, Every):
-        plan = sync_every
-    elif callable(sync_every):
-        raise TypeError(
-            "sync_every must be an integer or an optperm.Every with compress or center_dtype, got the "
-            f"schedule {sync_every!r}."
-        )
-    else:
-        checks.check_static_count("sync_every", sync_every)
-        plan = Every(int(sync_every))
     return streaming_steps(
         inner,
         outer,
-        plan,
+        sync_every,
         mixing=mixing,
         compress=compress,
         center_dtype=center_dtype,
+        fragment_of=fragment_of,
         replicas=replicas,
     )

@@ -1,14 +1,13 @@
 """When which part of the params is exchanged: fragments in turn, arriving some steps after they left."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from optperm.contract import checks
+from optperm.contract.mapped_axes import AxisName, largest
+from optperm.distributed.local_steps import flag_of
 
 # Whether a fragment leaves, and whether it arrives.
 Due = tuple[bool | jax.Array, bool | jax.Array]
@@ -32,7 +31,8 @@ class Every:
 
     Attributes:
       period: :math:`H`, steps from one exchange of a fragment to its next.
-      fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order.
+      fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order,
+        unless `fragment_of` of `optperm.diloco` says otherwise.
       delay: Steps between sending and arrival, below `period`.
 
     Raises:
@@ -100,21 +100,15 @@ class Every:
         )
 
 
-def due_at(commit: object, plan: Every, count: jax.Array) -> list[Due]:
+def due_at(commit: object, plan: Every, count: jax.Array, axis_name: AxisName | None) -> list[Due]:
     """For each fragment whether it leaves and whether it arrives at the end of this step."""
-    fragments = range(plan.fragments)
     if commit is None:
-        return plan.due(count + 1)
-    if isinstance(commit, bool | np.bool_):
-        return [(bool(commit), bool(commit))] * plan.fragments
+        return plan.due(largest(count, axis_name) + 1)
     if not isinstance(commit, Exchange):
-        raise TypeError(
-            "commit of diloco must be what plan.at(step) gives, True, False or None, got "
-            f"{commit!r}: it decides what is compiled. Name it in static_argnames of jax.jit, or leave "
-            "it out and steps are counted."
-        )
+        flag = flag_of(commit, axis_name, "diloco", "what plan.at(step) gives, True, False or None")
+        return [(flag, flag)] * plan.fragments
     named = {*commit.send, *commit.receive}
-    if not named <= set(fragments):
+    if not named <= set(range(plan.fragments)):
         raise ValueError(
             f"commit names fragment {max(named)}, and the plan has {plan.fragments}, from 0: {commit}."
         )
@@ -123,37 +117,4 @@ def due_at(commit: object, plan: Every, count: jax.Array) -> list[Due]:
             "Without a delay what is sent arrives at the same step. Is this of another plan? Got "
             f"{commit}."
         )
-    return [(p in commit.send, p in commit.receive) for p in fragments]
-
-
-class Fragments:
-    """The leaves of a tree in so many runs of about equal size."""
-
-    def __init__(self, tree: Any, number: int) -> None:
-        """Divides the leaves.
-
-        Args:
-          tree: The tree whose leaves are divided, by their sizes alone.
-          number: How many runs, some of which are empty where there are fewer leaves.
-        """
-        sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
-        middles = (np.cumsum(sizes) - sizes / 2) / max(sizes.sum(), 1)
-        self.number = number
-        self._structure: Any = jax.tree.structure(tree)
-        self._of_leaf = np.minimum((middles * number).astype(int), number - 1).tolist()
-
-    def only(self, tree: Any, fragment: int) -> Any:
-        """The tree with `optax.MaskedNode` in the place of the leaves of other fragments."""
-        leaves = self._structure.flatten_up_to(tree)
-        masked = optax.MaskedNode()
-        chosen = [
-            leaf if p == fragment else masked for leaf, p in zip(leaves, self._of_leaf, strict=True)
-        ]
-        return jax.tree.unflatten(self._structure, chosen)
-
-    def merge(self, parts: Sequence[Any]) -> Any:
-        """The whole tree again, from all parts that `only` gives."""
-        rows = [self._structure.flatten_up_to(part) for part in parts]
-        return jax.tree.unflatten(
-            self._structure, [rows[p][leaf] for leaf, p in enumerate(self._of_leaf)]
-        )
+    return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

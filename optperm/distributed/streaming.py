@@ -1,12 +1,13 @@
-"""Streaming DiLoCo: fragments of the params are exchanged in turn, and arrive some steps later.
+"""The steps of DiLoCo: fragments of the params are exchanged in turn, and may arrive some steps later.
 
 A. Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch",
-arXiv 2501.18512, 2025. What crosses the axis may be compressed (`compression.py`).
+arXiv 2501.18512, 2025. One fragment that arrives at once is plain DiLoCo, arXiv 2311.08105.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,266 +15,219 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract.dtypes import accumulation_dtype, cast_like
-from optperm.contract.mapped_axes import cond
+from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
-from optperm.distributed.commits import Replicas, drift, pull
-from optperm.distributed.compression import Compression, sum_compressed
-from optperm.distributed.local_steps import check_no_multi_steps, finite_local
-from optperm.distributed.plans import Due, Every, Exchange, Fragments, due_at
-from optperm.placement import Placement, placing_states
+from optperm.distributed.commits import Replicas, check_weight
+from optperm.distributed.compression import Compression
+from optperm.distributed.exchanges import NOTHING, Exchanger, Part
+from optperm.distributed.fragments import FragmentOf, Fragments
+from optperm.distributed.local_steps import (
+    Period,
+    after_pull,
+    center_step,
+    check_can_be_pulled,
+    ends_period,
+    finite_local,
+)
+from optperm.distributed.plans import Due, Every, Exchange, due_at
+from optperm.placement import Placement, apply_updates, placing_states, replace_targets
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 
-# In the place of how many replicas took part: nothing was sent that has not arrived.
-NOTHING = -1.0
-
-
-class StreamingState(NamedTuple):
-    """State of `diloco` whose fragments travel by themselves, one on each replica.
+class DilocoState(NamedTuple):
+    """State of `diloco`, one on each replica.
 
     Attributes:
       count: Steps taken.
+      since_commit: Steps since all params were exchanged in one step.
+      commits: Steps that exchanged all params.
       local_state: State of the optimizer of the local params.
       center_state: For each fragment the state of the optimizer of the center.
       center: The params that all replicas agree on.
       in_flight: What the replicas contributed last, combined; nothing without a delay.
-      taking_part: For each fragment how many replicas contributed last; -1 where nothing is on its way
-        or has been.
+      weights: For each fragment the sum of the weights that contributed last; -1 where nothing is on its
+        way or has been.
       residual: What compression has held back so far; nothing without compression.
-      pulled: For each fragment whether the last step put the params on the center.
+      pulled: For each leaf whether the last step put it on the center; where slices of leaves are
+        exchanged by themselves, for each slice.
       skipped: Exchanges without this replica's contribution, because its params were not finite, or
         because all contributions together were not.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
+    since_commit: Int32[Array, ""]
+    commits: Int32[Array, ""]
     local_state: Any
     center_state: Any
     center: PyTree[Float[Array, "..."]]
     in_flight: PyTree[Float[Array, "..."]]
-    taking_part: Float32[Array, " fragments"]
+    weights: Float32[Array, " fragments"]
     residual: PyTree[Float[Array, "..."]]
-    pulled: Bool[Array, " fragments"]
+    pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
 
     def placements(self) -> list[Placement]:
-        """Each fragment of the center, after a pull."""
-        cut = Fragments(self.center, len(self.center_state))
-        return [(cut.only(self.center, p), self.pulled[p]) for p in range(cut.number)]
+        """Where the local optimizer places params, and over it the center after a pull."""
+        local = placing_states(self.local_state)
+        within = [placement for state in local for placement in state.placements()]
+        stack, longest = self.count.ndim, self.pulled.shape[-1]
+        leaves, structure = jax.tree.flatten(self.center)
 
-    def replace_targets(self, other: Any) -> StreamingState:
-        """This state with the center of another.
+        def flag(index: int, leaf: jax.Array) -> jax.Array:
+            row = self.pulled[..., index, :]
+            # The row of a whole leaf holds one flag in all places.
+            length = leaf.shape[stack] if leaf.ndim > stack and leaf.shape[stack] <= longest else 1
+            length = 1 if longest == 1 else length
+            shape = leaf.shape[:stack] + (length,) * (leaf.ndim > stack)
+            row = row[..., :length].reshape(*shape, *(1,) * (leaf.ndim - len(shape)))
+            return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
+
+        flags = [flag(index, leaf) for index, leaf in enumerate(leaves)]
+        return [*within, (self.center, jax.tree.unflatten(structure, flags))]
+
+    def replace_targets(self, other: Any) -> DilocoState:
+        """This state with the center of another, and what its optimizers place.
 
         Args:
           other: One of the same form.
         """
-        return self._replace(center=other.center, center_state=other.center_state)
-
-
-class Part(NamedTuple):
-    """What belongs to one fragment in a `StreamingState`."""
-
-    center: Any
-    center_state: Any
-    in_flight: Any
-    taking_part: Any
-    residual: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchanger:
-    """How the fragments of all replicas become steps of the center, and the center their params."""
-
-    optimizer: optax.GradientTransformationExtraArgs
-    plan: Every
-    mixing: float | jax.Array
-    compress: Compression | None
-    replicas: Replicas
-
-    def part(self, state: StreamingState, cut: Fragments, p: int) -> Part:
-        """What belongs to fragment p."""
-        return Part(
-            center=cut.only(state.center, p),
-            center_state=state.center_state[p],
-            in_flight=cut.only(state.in_flight, p) if self.plan.delay else (),
-            taking_part=state.taking_part[p],
-            residual=cut.only(state.residual, p) if self.compress is not None else (),
+        return self._replace(
+            center=other.center,
+            local_state=replace_targets(self.local_state, other.local_state),
+            center_state=replace_targets(self.center_state, other.center_state),
         )
-
-    def send(self, part: Part, theta: Any) -> tuple[Any, jax.Array, Any, jax.Array]:
-        """Delta = c - theta: its mean, of how many replicas, what is held back, whether this is one."""
-        delta, e = drift(part.center, theta), part.residual
-        is_finite = self.replicas.are_finite(delta)
-        delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
-        number = is_finite.astype(jnp.float32)
-        if self.compress is not None:
-            total, number, e, is_finite = sum_compressed(
-                self.compress, delta, e, is_finite, self.replicas
-            )
-        elif self.replicas.axis_name is not None:
-            total, number = jax.lax.psum((delta, number), self.replicas.axis_name)
-        else:
-            total = delta
-        mean = jax.tree.map(lambda x: x / jnp.maximum(number, 1).astype(x.dtype), total)
-        return mean, number, e, is_finite
-
-    def receive(
-        self, part: Part, n: Any, number: jax.Array, theta: Any, params: Any
-    ) -> tuple[Any, Any, Any, jax.Array]:
-        """The step c <- c + u(n; s_c), and updates to theta <- mixing theta + (1 - mixing) c."""
-        gradient = optax.tree.cast_like(n, part.center)
-
-        def move() -> tuple[Any, Any]:
-            moves, new_state = self.optimizer.update(gradient, part.center_state, part.center)
-            new_state = cast_like(new_state, part.center_state)
-            return optax.apply_updates(part.center, cast_like(moves, part.center)), new_state
-
-        is_valid = (number > 0) & self.replicas.are_finite(gradient)
-        center, center_state = cond(is_valid, move, lambda: (part.center, part.center_state))
-        # A combination that overflows is no exchange; of nobody's contribution each knows already.
-        is_lost = (number > 0) & ~is_valid
-        return (
-            center,
-            center_state,
-            pull(self.mixing, center, theta, params, self.replicas),
-            is_lost,
-        )
-
-    def exchange(
-        self, part: Part, due: Due, theta: Any, params: Any, moves: Any
-    ) -> tuple[Part, jax.Array, tuple[Any, jax.Array]]:
-        """A fragment after a step: what is kept of it, exchanges missed, and (updates, is placed)."""
-        # A fragment without leaves has nothing to send.
-        is_sent, is_received = due if jax.tree.leaves(params) else (False, False)
-
-        def send_and_receive() -> tuple[Part, jax.Array, Any]:
-            n, number, e, took_part = self.send(part, theta)
-            center, center_state, pulled, is_lost = self.receive(part, n, number, theta, params)
-            return Part(center, center_state, (), number, e), ~took_part | is_lost, pulled
-
-        if not self.plan.delay:
-            return cond(
-                is_sent,
-                send_and_receive,
-                lambda: (part, jnp.array(False), (moves, jnp.array(False))),
-            )
-
-        def leave() -> tuple[Part, jax.Array]:
-            n, number, e, took_part = self.send(part, theta)
-            return part._replace(in_flight=n, taking_part=number, residual=e), ~took_part
-
-        sent, has_missed = cond(is_sent, leave, lambda: (part, jnp.array(False)))
-
-        def arrive() -> tuple[Part, jax.Array, Any]:
-            n, number = sent.in_flight, sent.taking_part
-            center, center_state, pulled, is_lost = self.receive(sent, n, number, theta, params)
-            # What has arrived is no longer on its way.
-            taken = sent._replace(
-                center=center, center_state=center_state, taking_part=jnp.full_like(number, NOTHING)
-            )
-            return taken, is_lost, pulled
-
-        is_received = is_received is not False and is_received & (sent.taking_part != NOTHING)
-        received, is_lost, pulled = cond(
-            is_received, arrive, lambda: (sent, jnp.array(False), (moves, jnp.array(False)))
-        )
-        return received, has_missed | is_lost, pulled
 
 
 def streaming_steps(
     local_optimizer: optax.GradientTransformation,
     center_optimizer: optax.GradientTransformation,
-    plan: Every,
+    sync_every: Period | Every,
     *,
     mixing: float | jax.Array,
     compress: Compression | None,
     center_dtype: Any,
+    fragment_of: FragmentOf | None,
     replicas: Replicas,
 ) -> optax.GradientTransformationExtraArgs:
-    """DiLoCo with exchanges that are staggered, delayed, mixed in or compressed.
+    """DiLoCo with exchanges that are staggered, delayed, mixed in or compressed, or none of these.
 
     Args:
       local_optimizer: Moves the params of each replica.
-      center_optimizer: Moves each fragment of the center. It gets no extra arguments: a loss is one of
-        all params.
-      plan: When which fragment leaves and arrives.
+      center_optimizer: Moves each fragment of the center. It gets extra arguments where there is one
+        fragment: a loss is one of all params.
+      sync_every: When which fragment leaves and arrives.
       mixing: How much of the local params a pull keeps.
       compress: What of a contribution is sent; None for all of it.
       center_dtype: The dtype of the center; None for that of the params.
+      fragment_of: To which fragment leaves, or slices of them, belong.
       replicas: The axes over which the replicas are spread.
 
     Returns:
-      A transformation whose state is a `StreamingState`.
+      A transformation whose state is a `DilocoState`.
     """
+    plan = sync_every if isinstance(sync_every, Every) else Every(1)
     inner = optax.with_extra_args_support(local_optimizer)
     outer = optax.with_extra_args_support(center_optimizer)
-    exchanger = Exchanger(outer, plan, mixing, compress, replicas)
+    axis_name = replicas.axis_name
+    is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
+    is_one = plan.fragments == 1
+    is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
 
-    def init(params: optax.Params) -> StreamingState:
+    def init(params: optax.Params) -> DilocoState:
+        fragments = Fragments(params, plan.fragments, fragment_of)
         local_state = inner.init(params)
-        if placing_states(local_state):
+        if placing_states(local_state) and not is_plain:
             raise ValueError(
-                "The inner optimizer of diloco places params where its own state says. That needs a "
-                "number or a schedule for sync_every, and no mixing, compress or center_dtype."
+                "The inner optimizer of diloco places params where its own state says. That needs one "
+                "fragment without delay, and no mixing, compress or center_dtype."
             )
         center = optax.tree.cast(jax.tree.map(jnp.copy, params), center_dtype)
-        cut = Fragments(params, plan.fragments)
-        center_state = tuple(outer.init(cut.only(center, p)) for p in range(cut.number))
-        check_no_multi_steps(center_state, "diloco")
+        center_state = tuple(outer.init(fragments.rows(center, p)) for p in range(plan.fragments))
+        check_can_be_pulled(local_state, center_state, "diloco")
         wide = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
-        return StreamingState(
+        return DilocoState(
             count=jnp.zeros([], jnp.int32),
+            since_commit=jnp.zeros([], jnp.int32),
+            commits=jnp.zeros([], jnp.int32),
             local_state=local_state,
             center_state=center_state,
             center=center,
             in_flight=wide if plan.delay else (),
-            taking_part=jnp.full([plan.fragments], NOTHING, jnp.float32),
+            weights=jnp.full([plan.fragments], NOTHING, jnp.float32),
             residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
-            pulled=jnp.zeros([plan.fragments], jnp.bool_),
+            pulled=fragments.table([False] * plan.fragments),
             skipped=jnp.zeros([], jnp.int32),
         )
 
+    def due_now(commit: Any, state: DilocoState) -> list[Due]:
+        if isinstance(sync_every, Every):
+            return due_at(commit, plan, state.count, axis_name)
+        is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
+        return [(is_commit, is_commit)]
+
+    def pull(arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array) -> Any:
+        if arrived is False:
+            return move
+        if is_mixed:
+            # Of local params that are not finite nothing is kept.
+            c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+        return jnp.where(arrived, c.astype(p.dtype) - p, move)
+
     def update(
         grads: optax.Updates,
-        state: StreamingState,
+        state: DilocoState,
         params: optax.Params,
         *,
-        commit: bool | Exchange | None = None,
+        commit: bool | jax.Array | Exchange | None = None,
+        weight: float | jax.Array | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, StreamingState]:
+    ) -> tuple[optax.Updates, DilocoState]:
         replicas.check_are_local(grads, params, "diloco")
-        cut = Fragments(params, plan.fragments)
-        due = due_at(commit, plan, state.count)
+        check_weight(weight)
+        _check_same_plan(state, plan)
+        due = due_now(commit, state)
 
-        # The local step: theta <- theta + u(g; s).
-        g, extras = finite_local(grads, extra_args, state.local_state)
-        moves, local_state = inner.update(g, state.local_state, params, **extras)
-        moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
-        theta = optax.apply_updates(params, moves)
+        # theta <- theta + u(g; s)
+        def step(at: Any) -> tuple[Any, Any]:
+            g, extras = finite_local(grads, extra_args, at)
+            at = after_pull(at, state.center_state, state.pulled.all(), axis_name)
+            moves, after = inner.update(g, at, params, **extras)
+            return cast_like(moves, params), cast_like(after, state.local_state)
 
-        # The exchange of each fragment.
-        results = [
-            exchanger.exchange(
-                exchanger.part(state, cut, p),
-                due[p],
-                *(cut.only(x, p) for x in (theta, params, moves)),
-            )
-            for p in range(cut.number)
-        ]
-        parts, missed, pulled = zip(*results, strict=True)
-        skipped = sum(each.astype(jnp.int32) for each in missed)
-        updates, is_placed = zip(*pulled, strict=True)
-        return cut.merge(updates), StreamingState(
+        # An exchange that a conditional may leave out makes the step by itself: moves that it were given
+        # would be stored and copied in every step.
+        is_known = all(isinstance(flag, bool) for pair in due for flag in pair)
+        known = step(state.local_state) if is_known else None
+
+        # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        move = center_step(outer, extra_args if is_one else {}, params, axis_name)
+
+        def theta() -> optax.Params:
+            return apply_updates(params, *(known or step(state.local_state)))
+
+        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta)
+        part, told = exchanger.exchange(Part(*(getattr(state, name) for name in Part._fields)), due)
+        # Tied to what comes of the exchange, the old state is overwritten after that has read it.
+        tied = jax.lax.optimization_barrier((state.local_state, part.weights))[0]
+        moves, local_state = known or step(tied)
+
+        # theta <- mixing theta + (1 - mixing) c, where a fragment has arrived
+        flags = fragments.flags(told.has_arrived, params), fragments.flags(told.is_bad, params)
+        updates = jax.tree.map(pull, *flags, part.center, moves, params)
+        steps = optax.safe_increment(state.since_commit)
+        is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
+        placed = [a & (b if is_mixed else True) for a, b in zip(*told[:2], strict=True)]
+        return updates, DilocoState(
             count=optax.safe_increment(state.count),
+            since_commit=jnp.where(is_whole, 0, steps),
+            commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
-            center_state=tuple(part.center_state for part in parts),
-            center=cut.merge([part.center for part in parts]),
-            in_flight=cut.merge([part.in_flight for part in parts]) if plan.delay else (),
-            taking_part=jnp.stack([part.taking_part for part in parts]),
-            residual=cut.merge([part.residual for part in parts]) if compress is not None else (),
-            pulled=jnp.stack(is_placed),
-            skipped=state.skipped + skipped,
+            **part._asdict(),
+            pulled=fragments.table(placed),
+            skipped=state.skipped + sum(told.has_missed),
         )
 
     return transformation(
@@ -282,5 +236,14 @@ def streaming_steps(
         method="diloco",
         like=lambda state: state.center,
         dtypes=center_dtype is None,
-        axis_name=replicas.axis_name,
+        axis_name=axis_name,
     )
+
+
+def _check_same_plan(state: DilocoState, plan: Every) -> None:
+    has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
+    if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
+        raise ValueError(
+            f"The optimizer state is of another plan than {plan}: it has {len(state.center_state)} "
+            "fragments. All replicas and all steps need the same plan."
+        )

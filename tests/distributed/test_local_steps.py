@@ -72,7 +72,9 @@ def test_what_counts_collectives_sees_one_outside_of_a_conditional():
 
 @pytest.mark.parametrize(
     ("method", "bad"),
-    support.in_turns([name for name in replicas.METHODS if name != "diloco"], [np.nan, np.inf]),
+    support.every_night(
+        [("agn mean", np.nan), ("agn sequential", np.inf)], [("agn sequential", np.inf)]
+    ),
 )
 def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     """The center moves as if the others were alone; the replica is pulled, counted, and goes on."""
@@ -95,7 +97,9 @@ def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     assert opt_state.skipped.tolist() == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("method", [name for name in replicas.METHODS if name != "diloco"])
+@pytest.mark.parametrize(
+    "method", support.every_night(["agn mean", "agn sequential"], ["agn mean"])
+)
 def test_without_any_finite_gradient_the_center_stays(method):
     """Params go back to where they were; its optimizer has not seen the commit."""
     data = batches(2 * PERIOD)
@@ -110,7 +114,7 @@ def test_without_any_finite_gradient_the_center_stays(method):
     assert not np.array_equal(trail[-1][1].center["w"], start["w"])
 
 
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
+@pytest.mark.parametrize("mapping", support.every_night(["pmap", "shard_map"], ["shard_map"]))
 def test_a_scan_carries_it_across_commits(mapping):
     """Seven steps in one scan give the steps one by one, whatever tracks the types."""
     tx, data = make("agn mean"), batches()
@@ -125,8 +129,8 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
     """In shard_map's checked mode the center's type says that all replicas agree on it."""
     tx, own = make("agn mean", optax.sgd(0.1, 0.9)), ("local_state", "accumulator", "skipped")
     each, same = P(replicas.AXIS), P()
-    fields = optperm.LocalStepsState._fields
-    specs = optperm.LocalStepsState(*(each if name in own else same for name in fields))
+    fields = optperm.AgnState._fields
+    specs = optperm.AgnState(*(each if name in own else same for name in fields))
 
     def apart(function, opt_state):
         """The state with what is each replica's own changed by a function."""
@@ -198,7 +202,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("mapping", ["vmap", "shard_map"])
+@pytest.mark.parametrize("mapping", support.every_night(["vmap", "shard_map"], ["shard_map"]))
 def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
     """At a commit the optimizer reads at the center what one batch of all examples would give."""
 

@@ -1,0 +1,173 @@
+"""The exchange of fragments: one leaves, what all replicas sent moves the center, and it arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import cond, largest, psum
+from optperm.distributed.commits import CenterStep, Replicas, mean, scale, weigh
+from optperm.distributed.compression import Compression, sum_compressed
+from optperm.distributed.fragments import Fragments
+from optperm.distributed.plans import Due
+
+# In the place of the sum of weights: nothing was sent that has not arrived.
+NOTHING = -1.0
+
+
+class Part(NamedTuple):
+    """What an exchange changes of a `DilocoState`, for all fragments or for the leaves of one."""
+
+    center: Any
+    center_state: Any
+    in_flight: Any
+    weights: Any
+    residual: Any
+
+
+class Told(NamedTuple):
+    """What exchanges tell, for each fragment.
+
+    Attributes:
+      has_arrived: Whether the local params are to be pulled.
+      is_bad: Whether they were not finite then.
+      has_missed: 1 where this replica had no part in the exchange, or where that was lost, else 0.
+    """
+
+    has_arrived: list[bool | jax.Array]
+    is_bad: list[jax.Array]
+    has_missed: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanger:
+    """How fragments are exchanged.
+
+    Attributes:
+      fragments: The fragments.
+      step: The step of the center.
+      delay: Steps between sending and arrival.
+      compress: What is sent; None for all.
+      replicas: The mapped axes.
+      weight: The weight of this replica; None for 1.
+      theta: `theta()` is the local params after their step.
+    """
+
+    fragments: Fragments
+    step: CenterStep
+    delay: int | jax.Array
+    compress: Compression | None
+    replicas: Replicas
+    weight: Any
+    theta: Callable[[], optax.Params]
+
+    def exchange(self, whole: Part, due: list[Due]) -> tuple[Part, Told]:
+        """Return what all fragments that are due change."""
+        has_flight, has_residual = bool(self.delay), self.compress is not None
+        under_way = whole.weights != NOTHING
+        if has_flight and not all(isinstance(flag, bool) for pair in due for flag in pair):
+            under_way = largest(under_way, self.replicas.axis_name)
+        told, center_states, weights = Told([], [], []), list[Any](), list[jax.Array]()
+        for p, is_due in enumerate(due):
+            part = Part(
+                center=self.fragments.only(whole.center, p),
+                center_state=whole.center_state[p],
+                in_flight=self.fragments.only(whole.in_flight, p) if has_flight else (),
+                weights=whole.weights[p],
+                residual=self.fragments.only(whole.residual, p) if has_residual else (),
+            )
+            part, has_arrived, is_bad, has_missed = self._exchange_one(
+                part, p, is_due, under_way[p]
+            )
+            told.has_arrived.append(has_arrived)
+            told.is_bad.append(is_bad)
+            told.has_missed.append(has_missed)
+            center_states.append(part.center_state)
+            weights.append(part.weights)
+            replace = self.fragments.replace
+            whole = whole._replace(
+                center=replace(whole.center, part.center),
+                in_flight=replace(whole.in_flight, part.in_flight) if has_flight else (),
+                residual=replace(whole.residual, part.residual) if has_residual else (),
+            )
+        return whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights)), told
+
+    def _exchange_one(
+        self, part: Part, p: int, due: Due, is_under_way: jax.Array
+    ) -> tuple[Part, bool | jax.Array, jax.Array, jax.Array]:
+        """Return fragment p after a step, whether it arrives, and the rest of what is told."""
+        is_sent, is_received = due
+        no = jnp.array(False)
+
+        def leave_and_arrive() -> tuple[Part, jax.Array, jax.Array]:
+            n, sent, has_missed = self._leave(part, p)
+            arrived, is_bad, is_lost = self._arrive(sent, n, p)
+            return arrived, is_bad, (has_missed | is_lost).astype(jnp.int32)
+
+        def leave() -> tuple[Part, jax.Array]:
+            n, sent, has_missed = self._leave(part, p)
+            return sent._replace(in_flight=self.fragments.put(sent.in_flight, n, p)), has_missed
+
+        def arrive() -> tuple[Part, jax.Array, jax.Array]:
+            n = self.fragments.rows(sent.in_flight, p)
+            arrived, is_bad, is_lost = self._arrive(sent, n, p)
+            # What has arrived is no longer on its way.
+            taken = arrived._replace(weights=jnp.full_like(sent.weights, NOTHING))
+            return taken, is_bad, is_lost
+
+        if not self.delay:
+            kept = part, no, no.astype(jnp.int32)
+            new, is_bad, has_missed = cond(is_sent, leave_and_arrive, lambda: kept)
+            return new, is_sent, is_bad, has_missed
+        sent, has_missed = cond(is_sent, leave, lambda: (part, no))
+        if is_received is not False:
+            is_received = is_received & (is_sent | is_under_way)
+        new, is_bad, is_lost = cond(is_received, arrive, lambda: (sent, no, no))
+        return new, is_received, is_bad, (has_missed | is_lost).astype(jnp.int32)
+
+    def _leave(self, part: Part, p: int) -> tuple[Any, Part, jax.Array]:
+        """Delta = c - theta: its mean over the replicas, and whether this one has no part in it."""
+        rows, put = self.fragments.rows, self.fragments.put
+        delta = drift(rows(part.center, p), rows(self.theta(), p))
+        is_finite = self.replicas.are_finite(delta)
+        if self.compress is None:
+            weights, takes_part = weigh(self.weight, is_finite, jnp.float32)
+            total = scale(delta, weights)
+            if self.replicas.axis_name is not None:
+                total, weights = psum((total, weights), self.replicas.axis_name)
+        else:
+            delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
+            e = rows(part.residual, p)
+            total, weights, e, takes_part = sum_compressed(
+                self.compress, delta, e, is_finite, self.replicas, self.weight
+            )
+            part = part._replace(residual=put(part.residual, e, p))
+        return mean(total, weights), part._replace(weights=weights), ~takes_part
+
+    def _arrive(self, part: Part, n: Any, p: int) -> tuple[Part, jax.Array, jax.Array]:
+        """The step of the center by n, whether theta is not finite, and whether n was lost."""
+        center = self.fragments.rows(part.center, p)
+        gradient, is_finite = self.replicas.as_gradient(n, center)
+        has_any = part.weights > 0
+        center, center_state = self.step((center, part.center_state), gradient, has_any & is_finite)
+        center = self.fragments.put(part.center, center, p)
+        is_bad = ~self.replicas.are_finite(self.fragments.rows(self.theta(), p))
+        # A sum that overflows is no exchange; of nobody's contribution each knows already.
+        return part._replace(center=center, center_state=center_state), is_bad, has_any & ~is_finite
+
+
+def drift(center: Any, theta: Any) -> Any:
+    """Delta = c - theta, in float32 or wider: how far the replica went, pointing back, as a gradient."""
+
+    def apart(c: jax.Array, p: jax.Array) -> jax.Array:
+        dtype = accumulation_dtype(p)
+        # A center of more digits was rounded when the params were put on it.
+        return c.astype(p.dtype).astype(dtype) - p.astype(dtype)
+
+    return jax.tree.map(apart, center, theta)

@@ -1,0 +1,148 @@
+"""The center out of a state, exact params of stacked replicas, and replicas that weigh differently."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+SIZE, AXIS = 4, replicas.AXIS
+
+
+def test_params_of_stacked_replicas_are_placed_outside_of_vmap():
+    """They are those that are placed within it, for leaves of any shape."""
+    params = {
+        "a": jnp.linspace(0.1, 0.7, SIZE * 3).reshape(SIZE, 3),
+        "b": jnp.ones((SIZE, SIZE, 2)),
+    }
+    params |= {"c": jnp.linspace(0.3, 0.9, SIZE)}
+    for tx in (
+        optperm.agn(optax.sgd(0.3), 1, axis_name=AXIS),
+        optperm.diloco(optax.sgd(0.3), None, optperm.Every(2, 2), axis_name=AXIS),
+    ):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf[0]] * SIZE), params)
+
+        def update(p, s, target, tx=tx):
+            updates, s = tx.update(jax.tree.map(lambda p: p - target, p), s, p)
+            return updates, s, optperm.apply_updates(p, updates, s)
+
+        step = jax.jit(jax.vmap(update, axis_name=AXIS))
+        s = jax.vmap(tx.init)(stacked)
+        for _ in range(2):
+            updates, s, within = step(stacked, s, jnp.arange(1.0, 1 + SIZE))
+            stacked = optperm.apply_updates(stacked, updates, s)
+            support.assert_same_bits(stacked, within)
+
+
+def test_the_center_has_what_is_not_trained():
+    """Leaves that another transformation of a partition holds are taken from the params."""
+    params = {"w": jnp.ones(2), "frozen": jnp.full(3, 7.0)}
+    parts = {"train": optperm.diloco(optax.sgd(0.1), sync_every=1), "hold": optax.set_to_zero()}
+    tx = optax.partition(parts, {"w": "train", "frozen": "hold"})
+    _, opt_state = tx.update(params, tx.init(params), params)
+    assert isinstance(optperm.center_params(opt_state)["frozen"], optax.MaskedNode)
+    whole = optperm.center_params(opt_state, params)
+    support.assert_same_bits(whole["frozen"], params["frozen"])
+    np.testing.assert_allclose(whole["w"], 1 - 0.1 * 0.7 * 1.9, rtol=1e-6)
+
+
+def test_a_final_center_holds_all_local_steps():
+    """With any plan the step that is told to commit brings them in; without, the center says so."""
+    for plan in (optperm.Every(10, 2), optperm.Every(10, 5, 5)):
+        tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan)
+        params = [jnp.zeros(()) for _ in range(5)]
+        update = jax.jit(
+            lambda p, s, flag, tx=tx: tx.update([x - 2.5 for x in p], s, p, commit=flag),
+            static_argnums=2,
+        )
+        opt_state = tx.init(params)
+        for step in range(1, 21):
+            if step == 20:
+                with pytest.raises(ValueError, match="commit=True"):
+                    optperm.center_params(opt_state, final=True)
+            flag = plan.at(step) if step < 20 else True
+            updates, opt_state = update(params, opt_state, flag)
+            params = optperm.apply_updates(params, updates, opt_state)
+        center = optperm.center_params(opt_state, final=True)
+        support.assert_same_bits(center, params)
+        if not plan.delay:  # which discards the local steps made meanwhile
+            np.testing.assert_allclose(center, [2.5 * (1 - 0.9**20)] * 5, rtol=1e-5)
+
+
+METHODS = {
+    "agn mean": lambda **o: optperm.agn(optax.sgd(1.0), 1, **o),
+    "agn sum": lambda **o: optperm.agn(optax.sgd(1.0), 1, commit="sum", **o),
+    "agn sequential": lambda **o: optperm.agn(optax.sgd(1.0), 1, commit="sequential", **o),
+    "diloco": lambda **o: optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), 1, **o),
+    "compressed": lambda **o: optperm.diloco(
+        optax.sgd(1.0), optax.sgd(1.0), 1, compress=optperm.compress_top_k(1.0), **o
+    ),
+    "delayed": lambda **o: optperm.diloco(
+        optax.sgd(1.0), optax.sgd(1.0), optperm.Every(2, 1, 1), **o
+    ),
+}
+
+
+def test_replicas_weigh_as_they_are_told():
+    """A mean or a sum of w n, in which a weight of 0, NaN or less than 0 has no say."""
+    grads = jnp.array([[1.0], [2.0], [4.0], [np.nan]])
+    # Of the last one's NaN the local step makes zero; AGN's accumulator leaves it out.
+    cases = {
+        (1.0, 3.0, 0.0, 0.0): ([-1.75, -7.0, -7.0, -1.75], [0, 0, 0]),
+        (1.0, np.nan, -1.0, 0.0): ([-1.0, -1.0, -1.0, -1.0], [0, 1, 1]),
+        (0.0, 0.0, 0.0, 0.0): ([0.0, 0.0, 0.0, 0.0], [0, 0, 0]),
+    }
+    for name, make in METHODS.items():
+        tx = make(axis_name=AXIS)
+
+        def step(p, s, g, w, tx=tx, commit=True):
+            updates, s = tx.update(g, s, p, commit=commit, weight=w)
+            return optperm.apply_updates(p, updates, s), s
+
+        step = jax.jit(jax.vmap(step, axis_name=AXIS))
+        kind = {"agn sum": 1, "agn sequential": 2}.get(name, 0)
+        for weights, (wanted, skipped) in cases.items():
+            p = jnp.zeros((SIZE, 1))
+            p, s = step(p, jax.vmap(tx.init)(p), grads, jnp.array(weights))
+            np.testing.assert_allclose(p, [[wanted[kind]]] * SIZE, rtol=1e-6, err_msg=name)
+            assert s.skipped.tolist()[:3] == skipped, name
+
+
+def test_weights_say_what_is_wrong():
+    params = jnp.ones(2)
+    for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1))):
+        opt_state = tx.init(params)
+        for weight, error in (
+            (-1.0, ValueError),
+            (np.nan, ValueError),
+            (np.inf, ValueError),
+            (jnp.ones(2), TypeError),
+            (True, TypeError),
+            (1j, TypeError),
+        ):
+            with pytest.raises(error, match="weight"):
+                tx.update(params, opt_state, params, weight=weight)
+
+
+def test_weights_by_steps_are_federated_averaging():
+    """Replicas that have made different numbers of steps, each weighed by its own."""
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), 3, axis_name=AXIS)
+    made, p = jnp.array([1, 2, 3, 0]), jnp.zeros((SIZE, 1))
+    s = jax.vmap(tx.init)(p)
+
+    def step(p, s, g, w, is_last):
+        updates, s = tx.update(g, s, p, commit=is_last, weight=w)
+        return optperm.apply_updates(p, updates, s), s
+
+    for number in range(3):
+        mapped = jax.vmap(lambda *each, n=number: step(*each, n == 2), axis_name=AXIS)
+        grads = jnp.where(number < made, 1.0, 0.0)[:, None]
+        p, s = mapped(p, s, grads, made.astype(jnp.float32))
+    # (1 * 1 + 2 * 2 + 3 * 3) / 6 steps down.
+    np.testing.assert_allclose(p, [[-14 / 6]] * SIZE, rtol=1e-6)

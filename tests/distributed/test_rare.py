@@ -1,0 +1,137 @@
+"""Steps that are counted on the device exchange within a conditional, however replicas are mapped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+SIZE, AXIS = 4, replicas.AXIS
+START = {"w": np.float32(np.arange(12.0).reshape(3, 4)), "b": np.float32([1.0, -1.0])}
+METHODS = replicas.METHODS | {
+    "plan": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
+    "slices": functools.partial(
+        optperm.diloco, sync_every=optperm.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
+    ),
+    "compressed": functools.partial(
+        optperm.diloco, sync_every=3, compress=optperm.compress_quantized(4)
+    ),
+}
+
+
+def loss_fn(params, batch):
+    return sum(jnp.sum((p - batch) ** 2) for p in jax.tree.leaves(params))
+
+
+def layout(name, step):
+    """The mapped step, and the mesh on which its stacked arguments lie."""
+    kind = AxisType.Explicit if "explicit" in name else AxisType.Auto
+    mesh = jax.make_mesh((SIZE,), (AXIS,), axis_types=(kind,))
+    if name == "pmap":
+        return jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:SIZE]), mesh
+    if "spmd" in name:
+        return jax.vmap(step, axis_name=AXIS, spmd_axis_name=AXIS), mesh
+    unnamed = jax.vmap(step)
+    return jax.shard_map(unnamed, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), mesh
+
+
+LAYOUTS = ["vmap in shard_map", "spmd auto", "spmd explicit", "pmap"]
+USUAL = {
+    ("spmd explicit", "plan"),
+    ("vmap in shard_map", "diloco"),
+    ("spmd auto", "agn mean"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    support.every_night([(a, b) for a in LAYOUTS for b in METHODS], USUAL),
+)
+def test_counted_steps_exchange_within_a_conditional(name, method):
+    """No collective of more than a count is outside, and the params are those of a plain vmap."""
+    tx = METHODS[method](optax.sgd(0.01), axis_name=AXIS)
+    one = loops.make_step(tx, loops.gradient(loss_fn))
+    targets = np.float32(np.random.default_rng(0).normal(size=(4, SIZE)))
+
+    def four_steps(params, opt_state, targets):
+        def body(carry, target):
+            return one(*carry, target), ()
+
+        return jax.lax.scan(body, (params, opt_state), targets)[0]
+
+    mapped, mesh = layout(name, four_steps)
+    given = *(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START))), targets.T
+    with jax.set_mesh(mesh):
+        placed = given if name == "pmap" else jax.device_put(given, NamedSharding(mesh, P(AXIS)))
+        compiled = (mapped if name == "pmap" else jax.jit(mapped)).lower(*placed).compile()
+        params, _ = compiled(*placed)
+    large = [each for each in replicas.collectives(compiled.as_text()) if each.bytes > 16]
+    assert large
+    assert all(each.is_conditional for each in large)
+    expected, _ = jax.jit(jax.vmap(four_steps, axis_name=AXIS))(*given)
+    support.assert_close(jax.device_get(params), expected, atol=1e-5)
+
+
+def test_other_layouts_of_counted_steps_are_refused():
+    """A vmap without a name maps replicas that the collective does not know; flags may be told there."""
+    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name=AXIS)
+    params = jax.tree.map(lambda leaf: np.stack([np.stack([leaf] * SIZE)] * 2), START)
+    opt_state = jax.vmap(jax.vmap(tx.init))(params)
+
+    def update(commit, p, s):
+        return tx.update(p, s, p, commit=commit)[0]
+
+    def run(commit):
+        replicated = jax.vmap(functools.partial(update, commit), axis_name=AXIS)
+        return jax.jit(jax.vmap(replicated))(params, opt_state)
+
+    with pytest.raises(ValueError, match="would exchange at every step"):
+        run(None)
+    told = run(True)["b"]
+    support.assert_close(told[0], told[1], atol=0)
+    support.assert_close(run(jnp.array(True))["b"], told, atol=1e-6)
+    # Without replicas there is nothing to exchange, and each member of a population counts for itself.
+    alone = optperm.diloco(optax.sgd(0.1), sync_every=1)
+    stacked = replicas.stack([START] * 2)
+    moves = jax.jit(jax.vmap(lambda p: alone.update(p, alone.init(p), p)[0]))(stacked)
+    support.assert_close(moves["b"], told[:, 0], atol=1e-6)
+
+
+def test_a_flag_that_differs_between_replicas_is_refused():
+    """In shard_map's checked mode the type of the flag tells."""
+    mesh = jax.make_mesh((SIZE,), (AXIS,), axis_types=(AxisType.Auto,))
+    flags = np.array([True, False, True, True])
+    for factory in (optperm.agn, optperm.diloco):
+        tx = factory(optax.sgd(0.1), axis_name=AXIS)
+
+        def step(p, flag, tx=tx):
+            return tx.update(p, tx.init(p), p, commit=flag[0])[0]
+
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
+        with pytest.raises(ValueError, match="varies over the replicas"):
+            jax.jit(mapped)(np.ones((SIZE, 2), np.float32), flags)
+
+
+def test_replicas_that_skipped_a_step_commit_with_the_furthest():
+    """Under vmap one clock counts for all, and each divides by the steps that it has made."""
+    tx = optperm.agn(optax.sgd(1.0), 3, axis_name=AXIS)
+    params = jnp.zeros((2, 1))
+    opt_state = jax.vmap(tx.init)(params)
+    opt_state = opt_state._replace(since_commit=jnp.array([0, 1]))
+    opt_state = opt_state._replace(accumulator=jnp.array([[0.0], [1.0]]))
+    step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
+    for _ in range(2):
+        params, opt_state = step(params, opt_state, jnp.array([[2.0], [1.0]]))
+    np.testing.assert_allclose(params, [[-1.5]] * 2)
+    assert opt_state.commits.tolist() == [1, 1]
