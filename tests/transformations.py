@@ -153,6 +153,12 @@ NOISE_LIMITS = {
     **dict.fromkeys(("k_coef", "max_step", "stability", "rho"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "estimate_after", "seed"), FROM_ZERO),
 }
+LOW_RANK_LIMITS = {
+    "rank": None,  # an integer, or a share
+    "limit": {"low": 1.0},
+    "scale": ABOVE_ZERO,
+    "seed": FROM_ZERO,
+}
 REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
 CUT_VECTORS = {"input": "kernel", "both": "kernel", "output": "bias"}
@@ -294,6 +300,51 @@ TRANSFORMATIONS = (
         knows="shapes",
         rows=(1, 2),
         no_minimum="goes on in a plane",
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.low_rank,
+        {
+            "inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
+            "rank": 1,
+            "update_every": 2,
+        },
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        needs_params=False,
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.low_rank,
+        {
+            "inner": optax.sgd(1e-2, 0.5),
+            "rank": 2,
+            "projection": "svd",
+            "update_every": 2,
+            "residual": None,
+        },
+        other_name="low_rank-svd",
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        needs_params=False,
+        hands_on=True,
+        sums_over_params=True,
+        may_gather={"input": "kernel", "both": "kernel"},
+    ),
+    Transformation(
+        optperm.apollo,
+        {"inner": optax.adam(1e-2), "rank": 1, "update_every": 2},
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        needs_params=False,
+        hands_on=True,
         sums_over_params=True,
     ),
     Transformation(

@@ -51,7 +51,7 @@ CONTAINERS = EVERY_TIME | {
 # What the modules of the methods import for type checkers alone.
 NAMES = {
     name: getattr(jaxtyping, name)
-    for name in ("Array", "Bool", "Float", "Float32", "Int32", "PyTree", "Shaped", "UInt32")
+    for name in ("Array", "Bool", "Float", "Float32", "Int8", "Int32", "PyTree", "Shaped", "UInt32")
 }
 
 
