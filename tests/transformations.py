@@ -36,6 +36,7 @@ class Transformation:
       knows: What of the params that it was made for its state tells: their "dtypes", which are compared
         with those that come, their "shapes" alone, or "nothing".
       rows: For params of state entries with a leading axis, the lengths that occur.
+      has_own_shapes: Whether its state holds entries for params in other shapes than theirs.
       needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
       no_minimum: Why it does not minimize the losses of Optax's cases, if it does not.
@@ -55,6 +56,7 @@ class Transformation:
     is_identity: bool = False
     knows: Literal["dtypes", "shapes", "nothing"] = "dtypes"
     rows: tuple[int, ...] = ()
+    has_own_shapes: bool = False
     needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     no_minimum: str = ""
@@ -313,6 +315,7 @@ TRANSFORMATIONS = (
         static=("rank",),
         lenient=True,
         knows="nothing",
+        has_own_shapes=True,
         needs_params=False,
         hands_on=True,
         sums_over_params=True,
@@ -331,6 +334,7 @@ TRANSFORMATIONS = (
         static=("rank",),
         lenient=True,
         knows="nothing",
+        has_own_shapes=True,
         needs_params=False,
         hands_on=True,
         sums_over_params=True,
@@ -343,6 +347,7 @@ TRANSFORMATIONS = (
         static=("rank",),
         lenient=True,
         knows="nothing",
+        has_own_shapes=True,
         needs_params=False,
         hands_on=True,
         sums_over_params=True,

@@ -14,7 +14,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import unshard
 from optperm.contract.transformation import transformation
 from optperm.subspace.directions import (
@@ -28,11 +28,13 @@ from optperm.subspace.matrices import (
     DimensionNumbers,
     Matrix,
     check_projection,
+    low_rank_leaves,
     low_rank_like,
+    map_plans,
     matrices_of,
     note,
     project,
-    zeros_for,
+    zeros_of_batch,
 )
 
 if TYPE_CHECKING:
@@ -148,10 +150,10 @@ def apollo(
 
     def init(params: optax.Params) -> ApolloState:
         plans = plan(params)
-        low = low_rank_like(params, plans)
+        low = map_plans(low_rank_like, params, plans)
         inner_state = inner.init(low)
         note(params, plans, low, inner_state, has_basis=False)
-        norm = zeros_for(params, plans, lambda matrix: matrix.batch_shape)
+        norm = map_plans(zeros_of_batch, params, plans)
         sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
         return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
 
@@ -160,8 +162,8 @@ def apollo(
     ) -> tuple[optax.Updates, ApolloState]:
         del params
         leaves = jax.tree.leaves(updates)
-        treedef: Any = jax.tree.structure(updates)
-        plans, norms = plan(updates), treedef.flatten_up_to(state.norm)
+        structure: Any = jax.tree.structure(updates)
+        plans, norms = plan(updates), structure.flatten_up_to(state.norm)
         number = state.count // jnp.asarray(update_every, jnp.int32)
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
@@ -171,16 +173,13 @@ def apollo(
             else project(gaussian_basis(seed, i, number, m, leaf), m.matrices(leaf))
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
-        low = treedef.unflatten(
-            r if m is None else m.turn(r).astype(leaf.dtype)
-            for m, r, leaf in zip(plans, exact, leaves, strict=True)
-        )
+        low = low_rank_leaves(updates, plans, exact)
         direction, inner_state = inner_direction(
             optimizer, low, state.inner_state, extra_args, "apollo"
         )
-        sign = cond(state.sign == 0, lambda: direction_sign(direction, low), lambda: state.sign)
+        sign = direction_sign(direction, low, state.sign)
 
-        out = treedef.flatten_up_to(direction)
+        out = structure.flatten_up_to(direction)
         for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
             if m is None:
                 continue
@@ -192,8 +191,8 @@ def apollo(
             # U = scale S
             factor = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             out[i] = m.leaf(factor * sign.astype(r.dtype) / quotient[..., None, None] * s)
-        count, norm = optax.safe_increment(state.count), treedef.unflatten(norms)
-        return treedef.unflatten(out), ApolloState(count, norm, sign, inner_state)
+        count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
+        return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
 
     # Gradients tell all that an update needs; params only the dtypes.
     return transformation(init, update, method="apollo", needs_params=False)

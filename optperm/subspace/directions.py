@@ -10,6 +10,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import cond
 
 # Beside norms in ratios; the authors' number.
 _EPS = 1e-8
@@ -20,8 +21,7 @@ def inner_direction(
 ) -> tuple[Any, Any]:
     """Return N, what an optimizer makes of low-rank gradients, and its new state.
 
-    It gets no params: theirs would be P'W, and a decay of these would act within the subspace
-    alone.
+    It gets no params: theirs would be P'W, and a decay of these would act in the subspace alone.
     """
     try:
         return inner.update(low, state, None, **extra_args)
@@ -35,8 +35,15 @@ def inner_direction(
         ) from error
 
 
-def direction_sign(direction: Any, low: Any) -> jax.Array:
-    r"""Return the sign of :math:`\sum \langle N, R \rangle` over all leaves, 0 if not finite."""
+def direction_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:
+    r"""Return the sign of :math:`\sum \langle N, R \rangle` over all leaves, or what is known of it.
+
+    It is 0 where the sum is, or is not finite.
+    """
+    return cond(known == 0, lambda: _sign_of_product(direction, low), lambda: known)
+
+
+def _sign_of_product(direction: Any, low: Any) -> jax.Array:
     dtype = accumulation_dtype(low)
     products = jax.tree.map(lambda n, r: jnp.sum(n.astype(dtype) * r.astype(dtype)), direction, low)
     total = sum(jax.tree.leaves(products), start=jnp.zeros([], dtype))

@@ -8,6 +8,7 @@ Low-Dimensional Gradient Statistics", ICLR 2025, arXiv 2410.16103.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -17,7 +18,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
-from optperm.contract.shardings import unshard
+from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.transformation import transformation
 from optperm.subspace.directions import (
     check_limit,
@@ -30,13 +31,16 @@ from optperm.subspace.matrices import (
     DimensionNumbers,
     Matrix,
     Side,
+    basis_zeros,
     check_projection,
     lift,
+    low_rank_leaves,
     low_rank_like,
+    map_plans,
     matrices_of,
     note,
     project,
-    zeros_for,
+    zeros_of_batch,
 )
 from optperm.subspace.moments import Change, Decays, carry_moments, check_moments
 from optperm.subspace.projections import align_signs, gram_basis, power_basis, random_basis
@@ -219,40 +223,37 @@ def low_rank(
     """
     checks.check_transformation("inner", inner)
     check_projection(rank, side)
-    checks.check_choice("projection", projection, get_args(Projection))
+    _check_choices(update_every, projection, residual, decays)
     checks.check_flag("carry", carry)
     checks.check_positive("scale", scale)
     checks.check_seed("seed", seed)
     check_limit(limit)
-    _check_others(update_every, residual, decays)
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
         return matrices_of(tree, rank, side, dimension_numbers)
 
-    def basis_of(index: int) -> Callable[..., jax.Array]:
-        def make(g: jax.Array, old: jax.Array, is_first: jax.Array, count: jax.Array) -> jax.Array:
-            if projection == "random":
-                key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
-                new = random_basis(jax.random.fold_in(key, count), old.shape, old.dtype)
-            else:
-                new = _basis_of_gradient(projection, g, old, is_first)
-            return new if carry else align_signs(new, old)
-
-        return make
+    def new_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
+        if projection == "random":
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+            new = random_basis(jax.random.fold_in(key, count), old.shape, old.dtype)
+        else:
+            new = _basis_of_gradient(projection, g, old, first)
+        new = shard_like(new, old)
+        return new if carry else align_signs(new, old)
 
     def init(params: optax.Params) -> LowRankState:
         plans = plan(params)
-        low = low_rank_like(params, plans)
+        low = map_plans(low_rank_like, params, plans)
         inner_state = inner.init(low)
         if carry:
             check_moments(inner_state, plans, jax.tree.leaves(low))
         note(params, plans, low, inner_state, has_basis=True)
         return LowRankState(
             jnp.zeros([], jnp.int32),
-            zeros_for(params, plans, lambda matrix: matrix.basis_shape),
-            zeros_for(params, plans, lambda matrix: matrix.batch_shape, jnp.int32),
-            zeros_for(params, plans, lambda matrix: matrix.batch_shape),
+            map_plans(basis_zeros, params, plans),
+            map_plans(functools.partial(zeros_of_batch, dtype=jnp.int32), params, plans),
+            map_plans(zeros_of_batch, params, plans),
             mark_varying(jnp.zeros([], jnp.int8), varying_axes(params)),
             inner_state,
         )
@@ -262,63 +263,57 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         del params
         leaves, plans = jax.tree.leaves(updates), plan(updates)
-        treedef: Any = jax.tree.structure(updates)
-        bases, dues, norms = (
-            treedef.flatten_up_to(tree) for tree in (state.basis, state.next_refresh, state.norm)
-        )
+        structure: Any = jax.tree.structure(updates)
+        parts = (state.basis, state.next_refresh, state.norm)
+        bases, dues, norms = map(structure.flatten_up_to, parts)
 
         # P <- another basis of each leaf whose turn it is
         every = update_every(state.count) if callable(update_every) else update_every
         turns = _next_turns(plans, state.count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
         changes: list[Change | None] = []
-        for i, (m, g) in enumerate(zip(plans, leaves, strict=True)):
-            old = bases[i], dues[i]
-            changes.append(_change(m, m.matrices(g), *old, state.count, basis_of(i)) if m else None)
+        for i, (m, leaf, old, due) in enumerate(zip(plans, leaves, bases, dues, strict=True)):
+            make = functools.partial(new_basis, i, state.count)
+            needs_gradient = projection != "random"
+            now = (leaf, old, due, state.count, make, needs_gradient)
+            changes.append(None if m is None else _change(m, *now))
         # M <- (P_new' P) M
         inner_state = state.inner_state
         if carry:
-            inner_state = carry_moments(inner_state, treedef, changes, decays)
+            inner_state = carry_moments(inner_state, structure, changes, decays)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            g if c is None else project(c.new, c.matrix.matrices(g))
-            for c, g in zip(changes, leaves, strict=True)
+            leaf if c is None else project(c.new, c.matrix.matrices(leaf))
+            for c, leaf in zip(changes, leaves, strict=True)
         ]
-        low = treedef.unflatten(
-            r if c is None else c.matrix.turn(r).astype(g.dtype)
-            for c, r, g in zip(changes, exact, leaves, strict=True)
-        )
+        low = low_rank_leaves(updates, plans, exact)
         direction, inner_state = inner_direction(
             optimizer, low, inner_state, extra_args, "low_rank"
         )
-        sign = state.sign
-        if residual is not None:
-            sign = cond(sign == 0, lambda: direction_sign(direction, low), lambda: sign)
+        sign = state.sign if residual is None else direction_sign(direction, low, state.sign)
 
-        # U = scale (P N + S), or N where a leaf stays at full rank
-        out = treedef.flatten_up_to(direction)
+        # U = scale P N or scale (P N + S), and N where a leaf stays at full rank
+        out = structure.flatten_up_to(direction)
         for i, (c, leaf, r) in enumerate(zip(changes, leaves, exact, strict=True)):
-            if c is None:
-                continue
-            n, g = c.matrix.turn(out[i]).astype(r.dtype), c.matrix.matrices(leaf).astype(r.dtype)
-            if residual is None:
-                u = lift(c.new, n, g)
-            else:
-                u, norms[i] = _with_residual(c.new, g, r, n, norms[i], sign, limit)
-            out[i] = c.matrix.leaf(scale * u)
-            bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
-        basis, due, norm = (treedef.unflatten(each) for each in (bases, dues, norms))
+            if c is not None:
+                bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
+                u, norms[i] = _step(c, leaf, r, out[i], norms[i], sign, residual, limit)
+                out[i] = c.matrix.leaf(scale * u)
+        trees = [structure.unflatten(each) for each in (bases, dues, norms)]
         count = optax.safe_increment(state.count)
-        return treedef.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
+        return structure.unflatten(out), LowRankState(count, *trees, sign, inner_state)
 
     # Gradients tell all that an update needs; params only the dtypes.
     return transformation(init, update, method="low_rank", needs_params=False)
 
 
-def _check_others(update_every: object, residual: object, decays: object) -> None:
-    """Raise unless these are each what they may be beside a number, or in its place."""
+def _check_choices(
+    update_every: object, projection: object, residual: object, decays: object
+) -> None:
+    """Raise unless each of these is one of what it may be."""
     if not callable(update_every):
         checks.check_count("update_every", update_every)
+    checks.check_choice("projection", projection, get_args(Projection))
     if residual is not None:
         checks.check_choice("residual", residual, get_args(Residual))
     if decays is not None and not (isinstance(decays, tuple | list) and len(decays) == 2):
@@ -332,36 +327,39 @@ def _check_others(update_every: object, residual: object, decays: object) -> Non
 def _next_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) -> list[jax.Array]:
     """Return the step of each leaf's next refresh, for those that have one now.
 
-    Leaf i of L has them at i * every // L, modulo every, so that few leaves have theirs in the same
-    step.
+    Leaf i of the L that are projected has them at i * every // L, modulo every, so that few leaves have
+    theirs in the same step.
     """
-    number, turns = sum(m is not None for m in plans), list[jax.Array]()
-    projected = 0
+    number, before, turns = sum(m is not None for m in plans), 0, []
     for m in plans:
-        offset = projected * every // max(number, 1)
+        offset = before * every // max(number, 1)
         turns.append(count + 1 + (offset - count - 1) % every)
-        projected += m is not None
+        before += m is not None
     return turns
 
 
 def _change(
     matrix: Matrix,
-    g: jax.Array,
+    leaf: jax.Array,
     old: jax.Array,
     due: jax.Array,
     count: jax.Array,
     make: Callable[..., jax.Array],
+    needs_gradient: bool,
 ) -> Change:
     """Return what becomes of the bases of a leaf's matrices: another one where that is due.
 
-    A gradient that is zero or not finite makes none; it is tried again in the next step.
+    Where bases are made of the gradient, one that is zero or not finite makes none, and the next step
+    tries again.
     """
-    is_due = count >= due
+    g, is_due = matrix.matrices(leaf), count >= due
 
     def attempt() -> tuple[jax.Array, jax.Array]:
-        is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
-        is_new = is_due & unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
-        new = cond(jnp.any(is_new), lambda: make(g, old, due == 0, count), lambda: old)
+        is_new = is_due
+        if needs_gradient:
+            is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
+            is_new &= unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
+        new = cond(jnp.any(is_new), lambda: make(g, old, due == 0), lambda: old)
         return jnp.where(is_new[..., None, None], new, old), is_new
 
     kept = old, jnp.zeros_like(is_due)
@@ -385,16 +383,22 @@ def _basis_of_gradient(
     return cond(jnp.any(is_first), with_first, lambda: power_basis(g, old))
 
 
-def _with_residual(
-    basis: jax.Array,
-    g: jax.Array,
+def _step(
+    change: Change,
+    leaf: jax.Array,
     r: jax.Array,
-    n: jax.Array,
+    direction: jax.Array,
     last: jax.Array,
     sign: jax.Array,
+    residual: Residual | None,
     limit: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return P N + S and the norm of S, which grows from the last one as the limit allows."""
+    """Return P N + S, (..., d, k), and the norm of S, which grows from the last one as limited."""
+    g, n = (
+        x.astype(r.dtype) for x in (change.matrix.matrices(leaf), change.matrix.turn(direction))
+    )
+    if residual is None:
+        return lift(change.new, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of which |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
     f = gains(n, r, by_channel=True)
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
@@ -404,4 +408,4 @@ def _with_residual(
     quotient, norm = growth_limit(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L: one product
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(basis, n - a * r, g) + a * g, norm
+    return lift(change.new, n - a * r, g) + a * g, norm

@@ -22,10 +22,10 @@ from optax.contrib import GaLoreDimensionNumbers
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding, row_sharding, shard_like
+from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of
 
 Side = Literal["smaller", "larger"]
-# An `optax.contrib.GaLoreDimensionNumbers`, a tree of them and of None, or a function from params to that.
+# Axes of leaves: `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function.
 DimensionNumbers: TypeAlias = Any
 # On accelerators float32 products lose half their digits by default.
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -129,7 +129,8 @@ def matrices_of(
         given = dimension_numbers(tree) if callable(dimension_numbers) else dimension_numbers
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
-        numbers = _structure(tree).flatten_up_to(given)
+        structure: Any = jax.tree.structure(tree)
+        numbers = structure.flatten_up_to(given)
     found: list[Matrix | None] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
@@ -273,14 +274,24 @@ def reporting() -> Iterator[list[LeafReport]]:
         _REPORT.reset(token)
 
 
-def zeros_beside(leaf: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return zeros that are whole on each device of the leaf's mesh."""
+def zeros_beside(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
+    """Return zeros on the leaf's mesh, cut along its axes as a spec says, or whole."""
     zeros = mark_varying(jnp.zeros(shape, dtype), varying_axes(leaf))
-    row = row_sharding(leaf)
-    if row is None:
+    sharding = sharding_of(leaf)
+    if sharding is None:
         return zeros
     place = jax.sharding.reshard if isinstance(leaf, jax.core.Tracer) else jax.device_put
-    return place(zeros, NamedSharding(row.mesh, PartitionSpec()))
+    return place(zeros, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
+    """Return the place of a leaf's bases, which lie where the rows of G lie, or () at full rank."""
+    dtype = accumulation_dtype(leaf)
+    if matrix is None:
+        return zeros_beside(leaf, (), dtype)
+    sharding = sharding_of(matrix.matrices(shard_like(jnp.zeros_like(leaf), leaf)))
+    spec = sharding.spec[:-1] if sharding else ()
+    return zeros_beside(leaf, matrix.basis_shape, dtype, *spec)
 
 
 def project(basis: jax.Array, g: jax.Array) -> jax.Array:
@@ -298,42 +309,40 @@ def lift(basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
     return product("...dr,...rk->...dk", basis, low, explicit_sharding(like))
 
 
-def zeros_for(
+def zeros_of_batch(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
+    """Return a zero for each matrix of a leaf, or a single one at full rank."""
+    shape = matrix.batch_shape if matrix else ()
+    return zeros_beside(leaf, shape, dtype or accumulation_dtype(leaf))
+
+
+def map_plans(
+    function: Callable[[Any, Matrix | None], Any],
     tree: optax.Params,
     plans: Sequence[Matrix | None],
-    shape: Callable[[Matrix], tuple[int, ...]],
-    dtype: Any = None,
 ) -> optax.Params:
-    """Return a tree of zeros of the shapes that matrices have, and () for leaves at full rank.
+    """Return the tree of what a function makes of each leaf and how it is projected."""
+    structure: Any = jax.tree.structure(tree)
+    return structure.unflatten(map(function, jax.tree.leaves(tree), plans))
 
-    Args:
-      tree: Params.
-      plans: What `matrices_of` says of them.
-      shape: From how a leaf is projected, the shape.
-      dtype: That of the zeros; None for float32, or float64 for float64 params.
-    """
-    leaves, treedef = jax.tree.leaves(tree), _structure(tree)
-    return treedef.unflatten(
-        zeros_beside(leaf, () if m is None else shape(m), dtype or accumulation_dtype(leaf))
-        for leaf, m in zip(leaves, plans, strict=True)
+
+def low_rank_like(leaf: Any, matrix: Matrix | None) -> Any:
+    """Return what an optimizer is initialized with: zeros that lie where the columns of G lie."""
+    if matrix is None:
+        return leaf
+    zeros = shard_like(jnp.zeros_like(leaf), leaf)
+    low = project(basis_zeros(leaf, matrix), matrix.matrices(zeros))
+    return matrix.turn(low).astype(zeros.dtype)
+
+
+def low_rank_leaves(
+    updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
+) -> optax.Updates:
+    """Return the tree that an optimizer sees: R of projected leaves, in the dtypes of updates."""
+    structure: Any = jax.tree.structure(updates)
+    return structure.unflatten(
+        r if m is None else m.turn(r).astype(leaf.dtype)
+        for leaf, m, r in zip(jax.tree.leaves(updates), plans, low, strict=True)
     )
-
-
-def low_rank_like(tree: optax.Params, plans: Sequence[Matrix | None]) -> optax.Params:
-    """Return what an optimizer is initialized with: zeros in the place of projected leaves.
-
-    They lie where the columns of the matrices lie.
-    """
-
-    def low(leaf: Any, matrix: Matrix | None) -> Any:
-        if matrix is None:
-            return leaf
-        zeros = shard_like(jnp.zeros_like(leaf), leaf)
-        basis = zeros_beside(leaf, matrix.basis_shape, accumulation_dtype(leaf))
-        return matrix.turn(project(basis, matrix.matrices(zeros))).astype(zeros.dtype)
-
-    leaves, treedef = jax.tree.leaves(tree), _structure(tree)
-    return treedef.unflatten(low(*each) for each in zip(leaves, plans, strict=True))
 
 
 def product(
@@ -341,7 +350,3 @@ def product(
 ) -> jax.Array:
     """Return a product of matrices in full precision, laid out as the sharding says, if there is one."""
     return jnp.einsum(subscripts, a, b, precision=_PRECISION, out_sharding=sharding)
-
-
-def _structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)

@@ -17,9 +17,9 @@ def gram_basis(g: jax.Array, rank: int) -> jax.Array:
     are any that complete the basis.
     """
     if g.shape[-2] <= g.shape[-1]:
-        return _last_eigenvectors(_gram("...dk,...ek->...de", g), rank)
+        return _last_eigenvectors(_whole("...dk,...ek->...de", g, g), rank)
     # G v of the right ones; where G is of lower rank, the QR completes them.
-    right = _last_eigenvectors(_gram("...dk,...dl->...kl", g), rank)
+    right = _last_eigenvectors(_whole("...dk,...dl->...kl", g, g), rank)
     return jnp.linalg.qr(_whole("...dk,...kr->...dr", g, right))[0]
 
 
@@ -48,17 +48,13 @@ def rotate(new: jax.Array, old: jax.Array, low: jax.Array, *, squared: bool = Fa
       low: M, (..., r, k), in the coordinates of the old one.
       squared: Whether entries of C are squared.
     """
-    c = product("...dr,...ds->...rs", new, old, None)
+    c = _whole("...dr,...ds->...rs", new, old)
     return product("...rs,...sk->...rk", c * c if squared else c, low, explicit_sharding(low))
 
 
 def _last_eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
     """Return those of the largest eigenvalues, the largest one first."""
     return jnp.linalg.eigh(gram)[1][..., ::-1][..., :rank]
-
-
-def _gram(subscripts: str, g: jax.Array) -> jax.Array:
-    return _whole(subscripts, g, g)
 
 
 def _whole(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
