@@ -158,9 +158,8 @@ def apollo(
         return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
 
     def update(
-        updates: optax.Updates, state: ApolloState, params: Any = None, **extra_args: Any
+        updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, ApolloState]:
-        del params
         leaves = jax.tree.leaves(updates)
         structure: Any = jax.tree.structure(updates)
         plans, norms = plan(updates), structure.flatten_up_to(state.norm)

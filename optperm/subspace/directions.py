@@ -29,8 +29,8 @@ def inner_direction(
         if "params" not in str(error):
             raise
         raise ValueError(
-            f"inner of {method} needs params, and there are none of low rank: keep weight decay outside, "
-            f"as in optax.chain(optperm.{method}(optax.scale_by_adam(), ...), "
+            f"inner of {method} needs params, and there are none of low rank: keep weight decay "
+            f"outside, as in optax.chain(optperm.{method}(optax.scale_by_adam(), ...), "
             "optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(1e-3))."
         ) from error
 

@@ -259,9 +259,8 @@ def low_rank(
         )
 
     def update(
-        updates: optax.Updates, state: LowRankState, params: Any = None, **extra_args: Any
+        updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowRankState]:
-        del params
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
         parts = (state.basis, state.next_refresh, state.norm)
@@ -299,9 +298,9 @@ def low_rank(
                 bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
                 u, norms[i] = _step(c, leaf, r, out[i], norms[i], sign, residual, limit)
                 out[i] = c.matrix.leaf(scale * u)
-        trees = [structure.unflatten(each) for each in (bases, dues, norms)]
+        basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
-        return structure.unflatten(out), LowRankState(count, *trees, sign, inner_state)
+        return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
 
     # Gradients tell all that an update needs; params only the dtypes.
     return transformation(init, update, method="low_rank", needs_params=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -67,8 +68,7 @@ def low_rank_report(
 
     Args:
       tx_or_rank: An optimizer with `optperm.low_rank` or `optperm.apollo` anywhere in it; or a
-        rank, for
-        `optperm.low_rank(optax.scale_by_adam(), rank)`.
+        rank, for `optperm.low_rank(optax.scale_by_adam(), rank)`.
       params: The model's params, or their shapes as of `jax.eval_shape`.
 
     Returns:
@@ -93,7 +93,8 @@ def low_rank_report(
     if not isinstance(tx, optax.GradientTransformation):
         tx = low_rank(optax.scale_by_adam(), tx_or_rank)
     with reporting() as leaves:
-        jax.eval_shape(tx.init, params)
+        # As a function of its own: what JAX has traced before it does not trace again.
+        jax.eval_shape(functools.partial(tx.init), params)
     if not leaves and jax.tree.leaves(params):
         raise ValueError(
             "tx_or_rank must hold optperm.low_rank or optperm.apollo, or be a rank: found neither."
