@@ -189,7 +189,9 @@ def apollo(
             quotient, norms[i] = growth_limit(norm, norms[i], limit)
             # U = scale S
             factor = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
-            out[i] = m.leaf(factor * sign.astype(r.dtype) / quotient[..., None, None] * s)
+            out[i] = m.leaf(
+                jnp.asarray(factor, s.dtype) * sign.astype(r.dtype) / quotient[..., None, None] * s
+            )
         count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
         return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
 

@@ -297,7 +297,7 @@ def low_rank(
             if c is not None:
                 bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
                 u, norms[i] = _step(c, leaf, r, out[i], norms[i], sign, residual, limit)
-                out[i] = c.matrix.leaf(scale * u)
+                out[i] = c.matrix.leaf(jnp.asarray(scale, u.dtype) * u)
         basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
         return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)

@@ -91,7 +91,11 @@ def low_rank_report(
     """
     tx = tx_or_rank
     if not isinstance(tx, optax.GradientTransformation):
-        tx = low_rank(optax.scale_by_adam(), tx_or_rank)
+        try:
+            tx = low_rank(optax.scale_by_adam(), tx_or_rank)
+        except (TypeError, ValueError) as error:
+            message = f"tx_or_rank must be an optimizer, or a rank: {error}"
+            raise type(error)(message) from error
     with reporting() as leaves:
         # As a function of its own: what JAX has traced before it does not trace again.
         jax.eval_shape(functools.partial(tx.init), params)

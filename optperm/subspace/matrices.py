@@ -130,7 +130,12 @@ def matrices_of(
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
         structure: Any = jax.tree.structure(tree)
-        numbers = structure.flatten_up_to(given)
+        try:
+            numbers = structure.flatten_up_to(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"dimension_numbers must have one entry for each leaf of params: {error}"
+            ) from error
     found: list[Matrix | None] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)

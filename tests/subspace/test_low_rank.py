@@ -164,10 +164,11 @@ def test_bases_are_orthonormal_and_hold_what_is_largest():
 def test_optax_galore_is_the_larger_side_with_kept_moments(x64):
     """Equal up to the first refresh, as far as their decomposition in float32 tells."""
     grads = grads_of({"wide": (8, 12), "tall": (12, 8)}, steps=5, dtype=np.float64)
-    ours = optperm.low_rank(
-        optax.scale_by_adam(), 3, projection="svd", residual=None, carry=False, side="larger"
-    )
-    theirs = optax.contrib.scale_by_galore(3, 200)
+    # So that no two singular values are near to each other.
+    grads = jax.tree.map(lambda g: g * jnp.logspace(0, -2, g.shape[-1]), grads)
+    inner = optax.trace(0.9)
+    ours = optperm.low_rank(inner, 3, projection="svd", residual=None, carry=False, side="larger")
+    theirs = optax.contrib.scale_by_galore(3, 200, base_optimizer=inner)
     (u, _), (v, _) = run(ours, grads), run(theirs, grads)
     support.assert_close(u, v, atol=1e-6)
 
@@ -358,7 +359,7 @@ def test_report_and_words_of_state():
         )
         report = optperm.low_rank_report(tx, params)
         np.testing.assert_allclose(report.words_per_param, held / size, rtol=1e-3)
-        assert 0.98 * words <= held / size <= 1.02 * words + 0.005
+        assert abs(held / size - words) <= 0.005 + 0.02 * words
         assert "full rank" in str(report)
 
 
