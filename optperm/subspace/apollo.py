@@ -112,7 +112,8 @@ def apollo(
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
         dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of a leaf that
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that
         `dimension_numbers` names, these name an axis twice or one that is not there, or `inner`
         needs params.
 

@@ -172,7 +172,8 @@ def low_rank(
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
         dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of a leaf that
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that
         `dimension_numbers` names, these name an axis twice or one that is not there, `carry` meets
         a state that it does not know, or `inner` needs params.
 
@@ -326,8 +327,8 @@ def _check_choices(
 def _next_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) -> list[jax.Array]:
     """Return the step of each leaf's next refresh, for those that have one now.
 
-    Leaf i of the L that are projected has them at i * every // L, modulo every, so that few leaves have
-    theirs in the same step.
+    Leaf i of the L that are projected has them at i * every // L, modulo every, so that few leaves
+    have theirs in the same step.
     """
     number, before, turns = sum(m is not None for m in plans), 0, []
     for m in plans:
@@ -348,8 +349,8 @@ def _change(
 ) -> Change:
     """Return what becomes of the bases of a leaf's matrices: another one where that is due.
 
-    Where bases are made of the gradient, one that is zero or not finite makes none, and the next step
-    tries again.
+    Where bases are made of the gradient, one that is zero or not finite makes none, and the next
+    step tries again.
     """
     g, is_due = matrix.matrices(leaf), count >= due
 

@@ -313,6 +313,7 @@ def test_what_cannot_be_done_is_refused():
             ValueError,
             r"rank=7 .* side 6 of params",
         ),
+        (init(rank=7), ValueError, "rank=7 is above the smaller side of every matrix.* is 6"),
         (init(dimension_numbers=Numbers(0, 0)), ValueError, r"params\['s'\].* at most once"),
         (init(dimension_numbers=Numbers(0, 2)), ValueError, r"params\['w'\].* at most once"),
         (init(dimension_numbers={"w": 3, "s": None}), TypeError, "GaLoreDimensionNumbers.* got 3"),
