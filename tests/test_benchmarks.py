@@ -29,12 +29,6 @@ USUAL = [
     ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
-    pytest.param(
-        "low_rank.py",
-        "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
-        {"RATES": (1e-2,), "SCALES": (1.0,)},
-        marks=pytest.mark.exhaustive,
-    ),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
@@ -43,6 +37,11 @@ USUAL = [
 ]
 RUNS = [
     *USUAL,
+    (
+        "low_rank.py",
+        "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
+        {"RATES": (1e-2,), "LOW": (1.0,)},
+    ),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
     ("svrg.py", "--only variance --epochs 1", {}),
     ("svrg.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),
