@@ -160,7 +160,7 @@ def _diloco(
 
 
 def _low_rank(*, residual: bool, seed: int, **options: Any) -> Transformation:
-    how = {"residual": "scaled" if residual else None, "seed": seed}
+    how: dict[str, Any] = {"residual": "scaled" if residual else None, "seed": seed}
     low_rank = functools.partial(optperm.low_rank, optax.scale_by_adam())
     return _with_decay(low_rank, **how, **options)
 
