@@ -73,8 +73,8 @@ def apollo(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scale each gradient by what an optimizer makes of a random projection of it.
 
-    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees :math:`R = B^\top
-    G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 / r)`, and so keeps
+    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
+    :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 / r)`, and so keeps
     moments of r x k numbers. With N what it makes of R, each column j, or channel, of the gradient
     is scaled as its projection was,
 
@@ -113,9 +113,8 @@ def apollo(
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
         dtype.
       ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that
-        `dimension_numbers` names, these name an axis twice or one that is not there, or `inner`
-        needs params.
+        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
+        there, or `inner` needs params.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm

@@ -99,8 +99,8 @@ def low_rank(
     steps, and so keeps moments of r x k numbers in the place of d x k. With N what it makes of R,
 
     .. math::
-      U = \text{scale} \, (P N + S), \qquad S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j
-      \rVert}
+      U = \text{scale} \, (P N + S), \qquad
+      S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert}
 
     for each column j: what lies outside of the subspace is scaled as what lies within it (Fira),
     and the norm of S grows by at most `limit` from step to step. At a new basis moments are carried
@@ -108,8 +108,8 @@ def low_rank(
     one, with :math:`c_i = 1 - \beta_i^t`, by LDAdam's estimate
 
     .. math::
-      V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right) + (C M / c_1)^2
-      \right|.
+      V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
+      + (C M / c_1)^2 \right|.
 
     Rate and weight decay stand outside::
 
@@ -119,14 +119,14 @@ def low_rank(
           optax.scale_by_learning_rate(3e-3),
       )
 
-    What others publish is a point of it: GaLore is `projection="svd", residual=None, carry=False`;
-    Fira is
-    `projection="svd", carry=False`; LDAdam without its buffer of errors is `projection="power",
-    residual=None, update_every=1`; SubTrack++ and GrassJump are of the shape of
-    `projection="power"` and
-    `"random"`; GoLore is `projection="random", residual=None, carry=False`. The rate in GaLore's
-    scripts is to be multiplied by their scale, .25; `scale` here is one product with the rate
-    outside.
+    Published methods are choices of these arguments:
+
+    - GaLore: `projection="svd", residual=None, carry=False`. The rate in its scripts is to be
+      multiplied by their scale, .25; `scale` here is one product with the rate outside.
+    - Fira: `projection="svd", carry=False`.
+    - GoLore: `projection="random", residual=None, carry=False`.
+    - LDAdam without its buffer of errors: `projection="power", residual=None, update_every=1`.
+    - SubTrack++ and GrassJump are of the form of `projection="power"` and `projection="random"`.
 
     Without `dimension_numbers`, leaves of exactly two axes are projected whose state becomes
     smaller; all others go into the same optimizer at full rank. `optperm.low_rank_report` lists
@@ -136,18 +136,16 @@ def low_rank(
     Args:
       inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()`,
         `optax.trace(0.9)` or `optax.contrib.scale_by_muon()`. It gets no params. A complete one,
-        such as
-        `optax.adam(1e-3)`, works too: the residual takes its sign, that of :math:`\sum \langle N, R
-        \rangle` in the first step where this is not 0. A schedule belongs outside, since the
-        limiter would take its warm-up for growth.
+        such as `optax.adam(1e-3)`, works too: the residual takes its sign, that of
+        :math:`\sum \langle N, R \rangle` in the first step where this is not 0. A schedule belongs
+        outside, since the limiter would take its warm-up for growth.
       rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
       update_every: The steps from one basis to the next, at least 1, or a schedule of them. Every
         matrix gets its first basis in step 0; after it leaf i of L has its turn at i * update_every
         // L, modulo update_every.
       projection: How bases are made: "random", uniformly distributed; "svd", the first singular
         vectors of the gradient; "power", the first ones, then one step of subspace iteration from
-        the last basis, for
-        `update_every` from 1 to 20.
+        the last basis, for `update_every` from 1 to 20.
       residual: "scaled", for S, or None to lose what is outside of the subspace. With a random
         basis :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
       carry: Whether moments are carried over. Known are those of Adam (Adamax and Yogi share its
@@ -173,9 +171,8 @@ def low_rank(
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
         dtype.
       ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that
-        `dimension_numbers` names, these name an axis twice or one that is not there, `carry` meets
-        a state that it does not know, or `inner` needs params.
+        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
+        there, `carry` meets a state that it does not know, or `inner` needs params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -215,12 +212,12 @@ def low_rank(
       trainings bases are computed in every step.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps the one that it has,
-      and tries again in the next step. What is not finite goes on to `optax.apply_if_finite` or
+      and tries again in the next step; random bases need none. What is not finite goes on to `optax.apply_if_finite` or
       whatever stands around.
 
-      Columns of a matrix may be spread over devices at no cost but an all-reduce of d x d for a
-      Gram matrix; rows cost an all-reduce of R in each step, and a Gram matrix then gathers the
-      gradient. Random bases need no communication. Each device holds whole bases.
+      Of a gradient that is spread over devices along k, a step reduces a few numbers, and a Gram
+      matrix d x d; along d, a step reduces R, and a Gram matrix gathers the gradient. Random bases
+      are made without communication. Bases lie as the rows of the gradient.
     """
     checks.check_transformation("inner", inner)
     check_projection(rank, side)
