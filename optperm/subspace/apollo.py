@@ -74,9 +74,9 @@ def apollo(
     r"""Scale each gradient by what an optimizer makes of a random projection of it.
 
     Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
-    :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 / r)`, and so keeps
-    moments of r x k numbers. With N what it makes of R, each column j, or channel, of the gradient
-    is scaled as its projection was,
+    :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 /
+    r)`, and so keeps moments of r x k numbers. With N what it makes of R, each column j, or
+    channel, of the gradient is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},

@@ -212,8 +212,8 @@ def low_rank(
       trainings bases are computed in every step.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps the one that it has,
-      and tries again in the next step; random bases need none. What is not finite goes on to `optax.apply_if_finite` or
-      whatever stands around.
+      and tries again in the next step; random bases need none. What is not finite goes on to
+      `optax.apply_if_finite` or whatever stands around.
 
       Of a gradient that is spread over devices along k, a step reduces a few numbers, and a Gram
       matrix d x d; along d, a step reduces R, and a Gram matrix gathers the gradient. Random bases
