@@ -118,11 +118,11 @@ def apollo(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optax.chain(optperm.apollo(rank=2), optax.scale_by_learning_rate(0.1))
+      >>> tx = optax.chain(optperm.apollo(optax.trace(0.9), 2), optax.scale_by_learning_rate(0.1))
       >>> params = {"kernel": jnp.ones((8, 16))}
       >>> opt_state = tx.init(params)
       >>> updates, opt_state = tx.update(params, opt_state)
-      >>> updates["kernel"].shape, opt_state[0].inner_state.mu["kernel"].shape
+      >>> updates["kernel"].shape, opt_state[0].inner_state.trace["kernel"].shape
       ((8, 16), (2, 16))
 
     References:

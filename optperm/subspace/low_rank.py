@@ -184,7 +184,7 @@ def low_rank(
       ...
       ...     return jax.tree_util.tree_map_with_path(of, params)
       >>> tx = optax.chain(
-      ...     optperm.low_rank(optax.scale_by_adam(), 1 / 4, dimension_numbers=kernels),
+      ...     optperm.low_rank(optax.scale_by_lion(), 1 / 4, dimension_numbers=kernels),
       ...     optax.scale_by_learning_rate(0.1),
       ... )
       >>> params = {"embed": jnp.ones((50, 8)), "kernel": jnp.ones((8, 16))}
