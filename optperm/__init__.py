@@ -58,11 +58,17 @@ from optperm.sparsity.straight_through import keep_top as keep_top
 from optperm.sparsity.structures import Blocks as Blocks
 from optperm.sparsity.structures import NOfM as NOfM
 from optperm.sparsity.structures import Units as Units
+from optperm.subspace.apollo import ApolloState as ApolloState
+from optperm.subspace.apollo import apollo as apollo
 from optperm.subspace.basis import set_basis as set_basis
 from optperm.subspace.dim_reduce import DimReduceState as DimReduceState
 from optperm.subspace.dim_reduce import dim_reduce as dim_reduce
 from optperm.subspace.dldr import DldrState as DldrState
 from optperm.subspace.dldr import dldr as dldr
+from optperm.subspace.low_rank import LowRankState as LowRankState
+from optperm.subspace.low_rank import low_rank as low_rank
+from optperm.subspace.low_rank_report import LowRankReport as LowRankReport
+from optperm.subspace.low_rank_report import low_rank_report as low_rank_report
 from optperm.subspace.pca import pca_basis as pca_basis
 from optperm.subspace.project import ProjectState as ProjectState
 from optperm.subspace.project import project as project

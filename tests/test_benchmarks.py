@@ -28,6 +28,7 @@ USUAL = [
         {"samplers": ("SGD", "diagonal, single_example", "sgld")},
     ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
+    ("low_rank.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",
@@ -41,6 +42,11 @@ USUAL = [
 ]
 RUNS = [
     *USUAL,
+    (
+        "low_rank.py",
+        "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
+        {"RATES": (1e-2,), "LOW": (1.0,)},
+    ),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
     ("svrg.py", "--only variance --epochs 1", {}),
     ("svrg.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),

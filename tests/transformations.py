@@ -35,6 +35,7 @@ class Transformation:
       knows: What of the params that it was made for its state tells: their "dtypes", which are compared
         with those that come, their "shapes" alone, or "nothing".
       rows: For params of state entries with a leading axis, the lengths that occur.
+      has_own_shapes: Whether its state holds entries for params in other shapes than theirs.
       needs_params: Whether its `update` needs the params.
       extra_args: The extra arguments that it needs, for a case that does not pass them.
       no_minimum: Why it does not minimize the losses of Optax's cases, if it does not.
@@ -54,6 +55,7 @@ class Transformation:
     is_identity: bool = False
     knows: Literal["dtypes", "shapes", "nothing"] = "dtypes"
     rows: tuple[int, ...] = ()
+    has_own_shapes: bool = False
     needs_params: bool = True
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     no_minimum: str = ""
@@ -143,6 +145,12 @@ SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
 NOISE_LIMITS = {
     **dict.fromkeys(("k_coef", "max_step", "stability", "rho"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "estimate_after", "seed"), FROM_ZERO),
+}
+LOW_RANK_LIMITS = {
+    "rank": None,  # an integer, or a share
+    "limit": {"low": 1.0},
+    "scale": ABOVE_ZERO,
+    "seed": FROM_ZERO,
 }
 REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
@@ -285,6 +293,54 @@ TRANSFORMATIONS = (
         knows="shapes",
         rows=(1, 2),
         no_minimum="goes on in a plane",
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.low_rank,
+        {
+            "inner": optax.chain(optax.scale_by_adam(), optax.scale(-1e-2)),
+            "rank": 1,
+            "update_every": 2,
+        },
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        has_own_shapes=True,
+        needs_params=False,
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
+        optperm.low_rank,
+        {
+            "inner": optax.sgd(1e-2, 0.5),
+            "rank": 2,
+            "projection": "svd",
+            "update_every": 2,
+            "residual": None,
+        },
+        other_name="low_rank-svd",
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        has_own_shapes=True,
+        needs_params=False,
+        hands_on=True,
+        sums_over_params=True,
+        may_gather={"input": "kernel", "both": "kernel"},
+    ),
+    Transformation(
+        optperm.apollo,
+        {"inner": optax.adam(1e-2), "rank": 1, "update_every": 2},
+        limits=LOW_RANK_LIMITS,
+        static=("rank",),
+        lenient=True,
+        knows="nothing",
+        has_own_shapes=True,
+        needs_params=False,
+        hands_on=True,
         sums_over_params=True,
     ),
     Transformation(

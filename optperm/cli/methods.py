@@ -159,6 +159,29 @@ def _diloco(
     return optperm.diloco(inner, outer, sync_every, mixing=mixing, axis_name=axis_name)
 
 
+def _low_rank(*, residual: bool, seed: int, **options: Any) -> Transformation:
+    how: dict[str, Any] = {"residual": "scaled" if residual else None, "seed": seed}
+    low_rank = functools.partial(optperm.low_rank, optax.scale_by_adam())
+    return _with_decay(low_rank, **how, **options)
+
+
+def _apollo(*, scale: float, seed: int, **options: Any) -> Transformation:
+    return _with_decay(optperm.apollo, scale=scale or "auto", seed=seed, **options)
+
+
+def _with_decay(
+    make: Callable[..., Transformation],
+    *,
+    rank: float,
+    learning_rate: float,
+    weight_decay: float,
+    **options: Any,
+) -> Transformation:
+    direction = make(rank=int(rank) if rank >= 1 else rank, **options)
+    decay = optax.add_decayed_weights(weight_decay)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(learning_rate))
+
+
 def _dldr(
     *,
     learning_rate: float,
@@ -276,6 +299,30 @@ _ENTRIES = (
             "momentum": 0.0,
         },
         phase=_dldr_phase,
+    ),
+    Method(
+        "low-rank",
+        _low_rank,
+        "--rank 0.125 --hidden 512",
+        (optperm.low_rank,),
+        {
+            "learning_rate": (3e-3, "The step size."),
+            "weight_decay": (0.0, "The decay of all weights, times the step size."),
+            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            "residual": (True, "Whether what is outside of the subspace is scaled in."),
+        },
+    ),
+    Method(
+        "apollo",
+        _apollo,
+        "--rank 1 --by tensor --scale 11.3",
+        (optperm.apollo,),
+        {
+            "learning_rate": (3e-3, "The step size."),
+            "weight_decay": (0.0, "The decay of all weights, times the step size."),
+            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            "scale": (0.0, "A factor on the steps of matrices; 0 for the root of d / r."),
+        },
     ),
     Method(
         "constant-sgd",

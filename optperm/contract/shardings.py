@@ -69,10 +69,15 @@ def is_cut_alone(leaf: Any, other: Any) -> bool:
     return one is not None and any(one.spec) and not (two is not None and any(two.spec))
 
 
+def sharding_of(leaf: Any) -> NamedSharding | None:
+    """How a leaf is spread over a mesh, or None where that cannot be seen."""
+    sharding = explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else None
+    return sharding or _spread_sharding(leaf)
+
+
 def row_sharding(leaf: Any) -> NamedSharding | None:
     """How one row of a leaf's leading axis is spread, or None where that cannot be seen."""
-    sharding = explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else None
-    sharding = sharding or _spread_sharding(leaf)
+    sharding = sharding_of(leaf)
     return sharding and NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
 
 

@@ -59,7 +59,8 @@ def transformation(
       needs_params: Whether `update` cannot do without params.
       is_wrapper: Whether it only hands on to other transformations, which then judge the dtypes and the
         trees themselves.
-      updates_like: Whether the new updates are of the types of params, or of those of the updates.
+      updates_like: Whether the new updates are of the types of params, where there are any, or of those
+        of the updates.
       axis_name: The mapped axis that has to be bound where `update` is called.
 
     Returns:
@@ -99,8 +100,8 @@ def transformation(
             # Gradients may lie elsewhere than the params, which operations on an explicit mesh refuse.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
-        other = params if updates_like == "params" else updates
-        return cast_like(new_updates, other), cast_like(new_state, state)
+        wanted = params if updates_like == "params" and params is not None else updates
+        return cast_like(new_updates, wanted), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

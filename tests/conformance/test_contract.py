@@ -57,7 +57,7 @@ OUTSIDE_OF_JIT = ("sgperm", "svrg", "mask_elements")
 # What the modules of the methods import for type checkers alone.
 NAMES = {
     name: getattr(jaxtyping, name)
-    for name in ("Array", "Bool", "Float", "Float32", "Int32", "PyTree", "Shaped", "UInt32")
+    for name in ("Array", "Bool", "Float", "Float32", "Int8", "Int32", "PyTree", "Shaped", "UInt32")
 }
 
 
@@ -208,8 +208,9 @@ def test_tree_map_params_sees_the_params_of_the_state(ours):
     )
     plain = set() if ours.knows == "nothing" else {("k", (12, 5)), ("b", (5,))}
     with_rows = {(spec, (rows, *shape)) for spec, shape in plain for rows in ours.rows}
-    assert with_rows <= set(found) <= plain | with_rows
-    assert ours.rows or set(found) == plain
+    if not ours.has_own_shapes:
+        assert with_rows <= set(found) <= plain | with_rows
+        assert ours.rows or set(found) == plain
     unchanged = optax.tree.map_params(tx, lambda leaf: leaf, opt_state)
     support.assert_same_bits(unchanged, opt_state)
 

@@ -174,6 +174,10 @@ def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
         jax.device_put(params_of(), NamedSharding(where, P("x"))) for where in (here, there)
     )
     opt_state = tx.init(params)
+    if ours.has_own_shapes:  # what JAX says itself
+        with jax.set_mesh(moved["bias"].sharding.mesh), pytest.raises(ValueError, match="devices"):
+            tx.update(moved, opt_state, moved)
+        return
     if ours.knows == "nothing":
         with jax.set_mesh(there):
             updates, _ = tx.update(moved, opt_state, moved)

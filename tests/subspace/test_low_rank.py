@@ -1,0 +1,415 @@
+"""low_rank against the authors' sequences, closed forms, Optax's GaLore, and gradients that fail."""
+
+import functools
+import math
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+import support
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+from optperm.subspace import low_rank as module
+from optperm.subspace import moments, projections
+from optperm.subspace.matrices import matrices_of
+
+sys.path.append(str(pathlib.Path(__file__).parent))
+import low_rank_sequences as sequences
+from low_rank_sequences import EVERY, LEAVES, RANK, adam
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+from collectives import find_collectives
+
+pytestmark = pytest.mark.usefixtures("lenient")
+Numbers = optax.contrib.GaLoreDimensionNumbers
+svd = functools.partial(optperm.low_rank, rank=RANK, update_every=EVERY, projection="svd")
+SEQUENCES = {
+    "galore_sgd_params": lambda: svd(optax.identity(), residual=None, scale=0.25),
+    "galore_adam_params": lambda: svd(adam(), residual=None, carry=False, scale=0.25),
+    "galore_adam_one_basis": lambda: svd(
+        adam(), residual=None, carry=False, scale=0.25, update_every=100
+    ),
+    "fira_adam_corrected": lambda: svd(adam(), carry=False),
+    "fira_adam_corrected_scale_quarter": lambda: svd(adam(), carry=False, scale=0.25),
+    "fira_adam_no_limiter": lambda: svd(adam(), carry=False, limit=None),
+    "fira_adam_official": lambda: sequences.in_official_order(
+        svd(sequences.without_correction(), carry=False)
+    ),
+    "rotate_plain": lambda: svd(adam(), residual=None),
+    "rotate_fira": lambda: svd(adam()),
+    "rotate_fira_scale_half": lambda: svd(adam(), scale=0.5),
+}
+USUAL = [("galore_adam_params", "tall"), ("fira_adam_official", "square"), ("rotate_fira", "wide")]
+
+
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    support.every_night([(name, leaf) for name in SEQUENCES for leaf in LEAVES], USUAL),
+)
+def test_sequences_of_the_authors(name, leaf, x64):
+    """GaLore, Fira and carried moments step for step, in float64."""
+    found = sequences.sequence(SEQUENCES[name](), leaf)
+    support.assert_close(found, sequences.of_leaf(name, leaf), atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["svd", "power"])
+def test_sequence_of_ldadam(kind, x64):
+    """Its parts, with a basis of the momentum and the gradient: power step and carried moments."""
+    data, rho, b1, b2 = sequences.reference(), 0.908, 0.908, 0.99
+    (matrix,) = matrices_of({"w": jnp.zeros((8, 12))}, RANK, "smaller", None)
+
+    def step(carry, g):
+        w, state, basis = carry
+        t = state.count
+        mean = state.mu["w"] / jnp.where(t > 0, 1 - b1**t, 1.0)
+        target = jnp.where(t > 0, rho * basis @ mean + (1 - rho) * g, g)
+        new = projections.gram_basis(target, RANK)
+        if kind == "power":
+            new = jnp.where(t > 0, projections.power_basis(target, basis), new)
+        change = moments.Change(matrix, basis, new, t > 0)
+        structure = jax.tree.structure({"w": g})
+        state = moments.carry_moments(state, structure, [change], (b1, b2))
+        u, state = optax.scale_by_adam(b1, b2, 1e-30).update({"w": new.T @ g}, state)
+        w = w - sequences.RATE * new @ u["w"]
+        return (w, state, new), w
+
+    start = jnp.asarray(data["params0_wide"])
+    state = optax.scale_by_adam().init({"w": jnp.zeros((RANK, 12))})
+    carry = (start, state, jnp.zeros((8, RANK)))
+    _, trail = jax.jit(lambda carry, g: jax.lax.scan(step, carry, g))(
+        carry, jnp.asarray(data["grads_wide"])
+    )
+    np.testing.assert_allclose(
+        trail[data["steps"]], data[f"ldadam_{kind}_wide"], rtol=0.0, atol=1e-9
+    )
+
+
+def grads_of(shapes, seed=0, steps=1, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.normal(size=(steps, *s)).astype(dtype)) for k, s in shapes.items()}
+
+
+def run(tx, grads, state=None):
+    """All updates of a sequence of gradients, and the states after them."""
+
+    def step(state, g):
+        u, state = tx.update(g, state)
+        return state, (u, state)
+
+    @jax.jit
+    def scan(grads):
+        first = tx.init(jax.tree.map(lambda g: g[0], grads))
+        return jax.lax.scan(step, first, grads)[1]
+
+    return scan(grads)
+
+
+def test_signs_of_basis_vectors_do_not_matter(x64, monkeypatch):
+    """Carried moments turn with them: the sequence stays when LAPACK gives others."""
+    gram_basis = projections.gram_basis
+    flips = jnp.array([-1.0, 1.0, -1.0])
+    calls = []
+
+    def flipped(g, rank):
+        calls.append(g)
+        sign = jnp.where(jnp.sum(g) > 0, flips, -flips)
+        return gram_basis(g, rank) * sign
+
+    monkeypatch.setattr(module, "gram_basis", flipped)
+    found = sequences.sequence(SEQUENCES["rotate_fira"](), "tall")
+    support.assert_close(found, sequences.of_leaf("rotate_fira", "tall"), atol=1e-9)
+    assert calls
+
+
+def test_identity_with_its_residual_is_the_gradient(x64):
+    """U = G for any basis and rank, and without the residual U = P P'U, which is another."""
+    grads = grads_of({"a": (6, 9), "b": (9, 6)}, steps=3, dtype=np.float64)
+    whole = optperm.low_rank(optax.identity(), 2, update_every=2, limit=None)
+    support.assert_close(run(whole, grads)[0], grads, atol=1e-6)
+    updates, states = run(optperm.low_rank(optax.identity(), 2, residual=None), grads)
+    p, u, g = states.basis["a"][-1], updates["a"][-1], grads["a"][-1]
+    np.testing.assert_allclose(u, p @ (p.T @ g), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(p.T @ p, np.eye(2), rtol=0, atol=1e-12)
+    assert np.linalg.matrix_rank(u) == 2
+
+
+def test_bases_are_orthonormal_and_hold_what_is_largest():
+    """The Gram matrix, on either side, gives the singular vectors; a power step comes near to them."""
+    g = grads_of({"g": (24, 40)})["g"][0] * jnp.logspace(0, -2, 40)
+    make = jax.jit(
+        lambda g, start: (
+            projections.gram_basis(g, 4),
+            projections.gram_basis(g.T, 4),
+            projections.power_basis(g, start),
+        )
+    )
+    u, s, vt = np.linalg.svd(np.asarray(g, np.float64))
+    start = np.linalg.qr(u[:, :4] + 0.1 * np.random.default_rng(1).normal(size=(24, 4)))[0]
+    left, right, near = make(g, jnp.float32(start))
+    for basis, exact in ((left, u[:, :4]), (right, vt[:4].T)):
+        np.testing.assert_allclose(basis.T @ basis, np.eye(4), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(np.abs(np.sum(basis * exact, 0)), 1.0, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(near.T @ near, np.eye(4), rtol=0, atol=1e-5)
+    held = [np.sum(np.square(basis.T @ g)) for basis in (near, start)]
+    assert held[1] < 0.99 * np.sum(s[:4] ** 2) < held[0]
+
+
+def test_optax_galore_is_the_larger_side_with_kept_moments(x64):
+    """Equal up to the first refresh, as far as their decomposition in float32 tells."""
+    grads = grads_of({"wide": (8, 12), "tall": (12, 8)}, steps=5, dtype=np.float64)
+    # So that no two singular values are near to each other.
+    grads = jax.tree.map(lambda g: g * jnp.logspace(0, -2, g.shape[-1]), grads)
+    inner = optax.trace(0.9)
+    ours = optperm.low_rank(inner, 3, projection="svd", residual=None, carry=False, side="larger")
+    theirs = optax.contrib.scale_by_galore(3, 200, base_optimizer=inner)
+    (u, _), (v, _) = run(ours, grads), run(theirs, grads)
+    for k, wanted in v.items():
+        assert np.linalg.norm(u[k] - wanted) < 1e-6 * np.linalg.norm(wanted), k
+
+
+def test_transposed_and_stacked_and_merged_leaves():
+    """A transposed leaf gives the transposed update, a stack that of its layers, heads their matrix."""
+    g = grads_of({"a": (6, 10), "b": (6, 10), "heads": (6, 2, 5)}, steps=3)
+    tree = {
+        "a": g["a"],
+        "turned": jnp.swapaxes(g["a"], 1, 2),
+        "stack": jnp.stack([g["a"], g["b"]], 1),
+        "b": g["b"],
+        "heads": g["heads"],
+        "merged": g["heads"].reshape(3, 6, 10),
+    }
+    numbers = dict.fromkeys(tree, Numbers(-2, -1)) | {"heads": Numbers(0, (1, 2))}
+    make = functools.partial(
+        optperm.low_rank, optax.scale_by_adam(), 2, projection="svd", dimension_numbers=numbers
+    )
+    u, states = run(make(), tree)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-5)
+    close(u["turned"], jnp.swapaxes(u["a"], 1, 2))
+    close(u["stack"], jnp.stack([u["a"], u["b"]], 1))
+    close(u["heads"].reshape(3, 6, 10), u["merged"])
+    assert states.basis["stack"].shape == (3, 2, 6, 2)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.nan])
+def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
+    """At step 0, at a refresh, and between: the next one makes it, and the norm stays."""
+    grads = grads_of({"w": (6, 9)}, steps=8, dtype=np.float64)
+    tx = optperm.low_rank(optax.identity(), 2, projection="svd", update_every=3)
+    spoiled = {"w": grads["w"].at[jnp.array([0, 3, 4, 7])].set(bad)}
+    _, s = run(tx, spoiled)
+    basis, norm = (np.asarray(x["w"]) for x in (s.basis, s.norm))
+    assert np.all(basis[0] == 0)
+    same = [np.array_equal(basis[i], basis[i + 1]) for i in range(7)]
+    # Step 0 has none, 1 makes it; 3 and 4 fail, 5 makes the next; 6 is due by the plan; 7 is not.
+    assert same == [False, True, True, True, False, False, True]
+    assert norm[0] == 0 < norm[1]
+    assert norm[3] == norm[4] == norm[2]
+    assert norm[7] == norm[6] > 0
+    for at in (1, 5, 6):
+        u = np.linalg.svd(grads["w"][at])[0][:, :2]
+        np.testing.assert_allclose(np.abs(np.sum(u * basis[at], 0)), 1.0, atol=1e-9)
+
+
+def test_refreshes_are_staggered(monkeypatch):
+    """After the first step no step makes more bases than leaves over `update_every`, rounded up."""
+    made = []
+    make = module._basis_of_gradient
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: made.append(None))
+        return make(*arguments)
+
+    monkeypatch.setattr(module, "_basis_of_gradient", counted)
+    shapes = {f"w{i}": (4, 6) for i in range(5)}
+    tx = optperm.low_rank(optax.identity(), 1, projection="svd", update_every=3)
+    grads, numbers = grads_of(shapes), []
+    take = jax.jit(tx.update)
+    g = jax.tree.map(lambda x: x[0], grads)
+    state = tx.init(g)
+    for _ in range(7):
+        _, state = jax.block_until_ready(take(g, state))
+        jax.effects_barrier()
+        numbers.append(len(made))
+        made.clear()
+    assert numbers[0] == 5
+    assert max(numbers[1:]) == 2
+    assert sum(numbers[1:4]) == sum(numbers[4:7]) == 5
+
+
+INNERS = {
+    "adam": (optax.scale_by_adam, ("mu", "nu")),
+    "lion": (optax.scale_by_lion, ("mu",)),
+    "ema": (lambda: optax.ema(0.9), ("ema",)),
+    "trace": (lambda: optax.trace(0.9), ("trace",)),
+    "muon": (optax.contrib.scale_by_muon, ("mu",)),
+    "rms": (optax.scale_by_rms, ("nu",)),
+}
+
+
+def test_moments_are_carried_over():
+    """First ones by C, squares by those of its entries; the same basis changes nothing."""
+    rng = np.random.default_rng(0)
+    old, new = (np.linalg.qr(rng.normal(size=(6, 2)))[0].astype(np.float32) for _ in range(2))
+    (matrix,) = matrices_of({"w": jnp.zeros((6, 9))}, 2, "smaller", None)
+    m, v = (jnp.float32(rng.uniform(0.1, 1, size=(2, 9))) for _ in range(2))
+    c, structure = new.T @ old, jax.tree.structure({"w": m})
+    c1, c2 = 1 - 0.9**4, 1 - 0.999**4
+    squares = c2 * np.abs(c**2 @ (v / c2 - (m / c1) ** 2) + (c @ m / c1) ** 2)
+    for name, (make, fields) in INNERS.items():
+        state = make().init({"w": m})
+        state = state._replace(**{k: {"w": v if k == "nu" else m} for k in fields})
+        if "count" in state._fields:
+            state = state._replace(count=jnp.int32(4))
+        for basis, is_new in ((new, True), (old, True), (new, False)):
+            change = moments.Change(matrix, jnp.asarray(old), jnp.asarray(basis), jnp.array(is_new))
+            found = moments.carry_moments(state, structure, [change], (0.9, 0.999))
+            moved = is_new and basis is new
+            for k in fields:
+                of_squares = squares if name == "adam" else c**2 @ v
+                wanted = (of_squares if k == "nu" else c @ m) if moved else getattr(state, k)["w"]
+                np.testing.assert_allclose(getattr(found, k)["w"], wanted, rtol=2e-4, atol=1e-6)
+
+
+def test_a_complete_optimizer_steps_as_its_direction_does():
+    """The residual takes the sign of the inner direction; a schedule of updates is one number a step."""
+    grads = grads_of({"w": (6, 9), "b": (4,)}, steps=4)
+    whole = optperm.low_rank(optax.adam(0.01), 2, limit=None)
+    parts = optax.chain(
+        optperm.low_rank(optax.scale_by_adam(), 2, limit=None, update_every=lambda t: 200 + t),
+        optax.scale(-0.01),
+    )
+    support.assert_close(run(whole, grads)[0], run(parts, grads)[0], rtol=2e-4, atol=1e-6)
+
+
+def test_what_cannot_be_done_is_refused():
+    """By name, with what to do about it."""
+    params = {"w": jnp.zeros((6, 9)), "s": jnp.zeros((2, 6, 9))}
+    adam = optax.scale_by_adam()
+
+    def init(inner=adam, rank=2, **options):
+        return lambda: optperm.low_rank(inner, rank, **options).init(params)
+
+    def update(inner):
+        tx = optperm.low_rank(inner, 2, carry=False)
+        return lambda: jax.eval_shape(tx.update, params, tx.init(params), params)
+
+    cases = [
+        (init(rank=0), ValueError, "rank must be at least 1, got 0"),
+        (
+            init(rank=1.0),
+            ValueError,
+            r"rank must be an integer of at least 1, or a share in \(0, 1\)",
+        ),
+        (init(rank=True), TypeError, "rank must be an integer"),
+        (
+            init(rank=7, dimension_numbers=Numbers(-2, -1)),
+            ValueError,
+            r"rank=7 .* side 6 of params",
+        ),
+        (init(rank=7), ValueError, "rank=7 is above the smaller side of every matrix.* is 6"),
+        (init(dimension_numbers=Numbers(0, 0)), ValueError, r"params\['s'\].* at most once"),
+        (init(dimension_numbers=Numbers(0, 2)), ValueError, r"params\['w'\].* at most once"),
+        (init(dimension_numbers={"w": 3, "s": None}), TypeError, "GaLoreDimensionNumbers.* got 3"),
+        (init(residual="plain"), ValueError, "residual must be one of 'scaled'"),
+        (init(decays=0.9), TypeError, r"decays must be Adam's two.*got 0.9"),
+        (init(decays=(0.9, 2.0)), ValueError, r"each of decays must be in \[0, 1\]"),
+        (init(optax.scale_by_amsgrad()), ValueError, "keeps a ScaleByAmsgradState.* carry=False"),
+        (
+            update(optax.adamw(1e-3)),
+            ValueError,
+            r"inner of low_rank needs params.*add_decayed_weights",
+        ),
+        (lambda: optperm.low_rank_report(adam, params), ValueError, "must hold optperm.low_rank"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    init(optax.scale_by_amsgrad(), carry=False)()
+    init(optax.sgd(0.1))()
+
+
+GPT2 = {"embed": (50257 + 1024, 768), "qkv": (12, 768, 2304), "out": (12, 768, 768)}
+GPT2 |= {"up": (12, 768, 3072), "down": (12, 3072, 768)}
+LLAMA = {"embed": (32000, 4096), "head": (32000, 4096)}
+LLAMA |= {"attention": (128, 4096, 4096), "mlp": (96, 4096, 11008)}
+
+
+def test_report_and_words_of_state():
+    """The report's words are those of the state, and those of the published tables."""
+    adam = optax.scale_by_adam()
+    cases = [
+        (GPT2, lambda **how: optperm.low_rank(adam, 192, **how), 1.03),
+        (GPT2, lambda **how: optperm.low_rank(adam, 192, side="larger", **how), 0.92),
+        (GPT2, lambda **how: optperm.apollo(rank=1 / 4, **how), 0.98),
+        (LLAMA, lambda **how: optperm.low_rank(adam, 1024, **how), 0.70),
+        (LLAMA, lambda **how: optperm.apollo(rank=1, **how), 0.08),
+    ]
+    for shapes, make, words in cases:
+        params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        numbers = {k: Numbers(-2, -1) if len(s) == 3 else None for k, s in shapes.items()}
+        tx = optax.chain(make(dimension_numbers=numbers), optax.scale_by_learning_rate(0.1))
+        state = jax.eval_shape(tx.init, params)
+        held, size = (
+            sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) for tree in (state, params)
+        )
+        report = optperm.low_rank_report(tx, params)
+        np.testing.assert_allclose(report.words_per_param, held / size, rtol=1e-3)
+        assert abs(held / size - words) <= 0.005 + 0.02 * words
+        assert "full rank" in str(report)
+
+
+@pytest.mark.parametrize("projection", ["random", "svd"])
+def test_a_sharded_gradient_is_not_gathered(projection):
+    """Along k it costs a few numbers a step; along both, R is summed, and nothing is gathered but for a
+    new Gram matrix."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tx = optperm.low_rank(optax.scale_by_adam(), 4, projection=projection, update_every=2)
+    whole = jnp.zeros((32, 64))
+    for spec, largest in ((P(None, "x"), 16), (P("x", "y"), 4 * 64 * 4)):
+        params = jax.device_put({"w": whole}, NamedSharding(mesh, spec))
+        text = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
+        found = find_collectives(text)
+        always = [each for each in found if not each.is_conditional]
+        assert always
+        assert max(each.bytes for each in always) <= largest
+        assert {each.operation for each in always} == {"all-reduce"}
+        rare = {each.operation for each in found} - {"all-reduce"}
+        assert not rare or (projection == "svd" and spec[0] == "x")
+
+
+def test_inside_of_agn_and_diloco_and_multi_steps():
+    """With an outer step that is the mean, local steps of one replica are the optimizer's own."""
+    params = {"w": support.normal((6, 9)), "b": support.bias(4)}
+    low = optax.chain(optperm.low_rank(optax.scale_by_adam(), 2), optax.scale(-0.01))
+    ways = {
+        "alone": low,
+        "diloco": optperm.diloco(low, optax.sgd(1.0), 2),
+        "accumulated": optax.MultiSteps(low, 1).gradient_transformation(),
+        "agn": optperm.agn(low, 2),
+    }
+
+    def train(name, params):
+        tx = ways[name]
+
+        @jax.jit
+        def step(params, state):
+            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
+            return optperm.apply_updates(params, updates, state), state
+
+        state = jax.jit(tx.init)(params)
+        for _ in range(4):
+            params, state = step(params, state)
+        return params
+
+    alone = train("alone", params)
+    for name in ("diloco", "accumulated"):
+        support.assert_close(train(name, params), alone, atol=2e-6)
+    moved = jax.tree.map(lambda a, b: jnp.any(a != b), train("agn", params), params)
+    assert all(jax.tree.leaves(moved))
