@@ -11,6 +11,9 @@ Prints:
   after as many gradients of single examples, full gradients included, at constant rates and with a
   cosine, each at the best rate of the grid that is printed: logistic and softmax regression, an MLP on
   the digits, and on the digits with 30 % wrong labels;
+- lbfgs: the passes over all examples that `optax.lbfgs` and Newton's method with conjugate gradients
+  take on the two convex problems, each evaluation of a line search and each Hessian product counted
+  as one;
 - mars: MARS-AdamW and AdamW on the byte transformer of the examples, in the same way.
 
     python benchmarks/svrg.py [--only PART ...] [--json FILE]
@@ -568,6 +571,86 @@ def _lowest(loss_fn: Any, params: jax.Array, data: Any) -> float:
     return float(loss_fn(run(params), data))
 
 
+SUBOPTIMALITIES = (1e-3, 1e-6, 1e-9, 1e-12)
+
+
+def compare_full_batch(name: str, problem: Problem, passes: list[int]) -> None:
+    """Prints how near L-BFGS and Newton-CG come by passes over all examples, with no rate to search."""
+    title = f"{name}: full batches"
+    print(f"\n{title}: passes to each suboptimality, and what is left after {passes} passes")
+    for method_name, trail in (("L-BFGS", _lbfgs_trail), ("Newton-CG", _newton_trail)):
+        taken, above = map(np.array, zip(*trail(problem, max(passes)), strict=True))
+        above = np.maximum.accumulate(above[::-1])[::-1] - problem.lowest
+        cells = {}
+        for wanted in SUBOPTIMALITIES:
+            reached = taken[above <= wanted]
+            cells[f"passes to {wanted:g}"] = str(reached[0]) if len(reached) else "-"
+        for count in passes:
+            cells[f"after {count}"] = f"{max(above[taken <= count][-1], 0.0):.0e}"
+        RESULTS.row(title, method=method_name, **cells)
+        print(f"  {method_name:10} " + "  ".join(f"{k}: {v}" for k, v in cells.items()), flush=True)
+
+
+def _lbfgs_trail(problem: Problem, passes: int) -> Iterator[tuple[int, float]]:
+    """The passes so far and the loss after each step of `optax.lbfgs`."""
+    tx = optax.lbfgs()
+
+    def value_fn(params: jax.Array) -> jax.Array:
+        return problem.loss_fn(params, problem.data)
+
+    value_and_grad = optax.value_and_grad_from_state(value_fn)
+
+    @jax.jit
+    def step(params: jax.Array, opt_state: Any) -> tuple[Any, Any, jax.Array, jax.Array]:
+        value, grad = value_and_grad(params, state=opt_state)
+        updates, opt_state = tx.update(
+            grad, opt_state, params, value=value, grad=grad, value_fn=value_fn
+        )
+        trials = optax.tree.get(opt_state, "info").num_linesearch_steps
+        loss = optax.tree.get(opt_state, "value")
+        return optax.apply_updates(params, updates), opt_state, trials, loss
+
+    params, taken = problem.init(0), 1
+    opt_state = tx.init(params)
+    yield taken, float(value_fn(params))
+    while taken < passes:
+        params, opt_state, trials, loss = step(params, opt_state)
+        taken += max(int(trials), 1)
+        yield taken, float(loss)
+
+
+def _newton_trail(problem: Problem, passes: int) -> Iterator[tuple[int, float]]:
+    """The same of Newton's method: H d = -g by conjugate gradients to |g|^(1/2), then halved steps."""
+    value_and_grad = jax.jit(lambda w: jax.value_and_grad(problem.loss_fn)(w, problem.data))
+
+    @jax.jit
+    def product(w: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.jvp(lambda w: jax.grad(problem.loss_fn)(w, problem.data), (w,), (v,))[1]
+
+    w, taken = problem.init(0), 1
+    loss, grad = value_and_grad(w)
+    yield taken, float(loss)
+    while taken < passes and float(jnp.linalg.norm(grad)) > 1e-15:
+        direction, residual = jnp.zeros_like(w), -grad
+        search, squared = residual, jnp.vdot(residual, residual)
+        bound = jnp.minimum(0.5, squared**0.25) ** 2 * squared
+        while squared > bound and taken < passes:
+            curved, taken = product(w, search), taken + 1
+            length = squared / jnp.vdot(search, curved)
+            direction, residual = direction + length * search, residual - length * curved
+            before, squared = squared, jnp.vdot(residual, residual)
+            search = residual + squared / before * search
+        scale, slope = 1.0, jnp.vdot(grad, direction)
+        while taken < passes:
+            new_loss, new_grad = value_and_grad(w + scale * direction)
+            taken += 1
+            if new_loss <= loss + 1e-4 * scale * slope or scale < 1e-3:
+                w, loss, grad = w + scale * direction, new_loss, new_grad
+                break
+            scale *= 0.5
+        yield taken, float(loss)
+
+
 def network_problems() -> Iterator[tuple[str, Problem]]:
     """An MLP on the digits, with the labels as they are, and with 30 % wrong ones."""
     x, y = load_digits(return_X_y=True)
@@ -659,7 +742,7 @@ def compare_mars(steps: int, seeds: int, rates: list[float], repetitions: int) -
         )
 
 
-PARTS = ("steps", "saga", "variance", "convex", "networks", "mars")
+PARTS = ("steps", "saga", "variance", "convex", "lbfgs", "networks", "mars")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -670,6 +753,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tolerance", type=float, default=1e-8, help="beside SAGA")
     parser.add_argument("--epochs", type=int, default=30, help="along which variances are taken")
     parser.add_argument("--passes", type=int, default=30, help="over the data, of each method")
+    parser.add_argument("--full-passes", type=int, default=200, help="of L-BFGS and Newton-CG")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[2.0**k for k in range(-5, 4)])
     parser.add_argument("--steps", type=int, default=400, help="of AdamW")
@@ -691,6 +775,10 @@ def main(argv: list[str] | None = None) -> None:
         with jax.enable_x64(True):
             for name, problem in convex_problems():
                 compare_methods(name, problem, *each)
+    if "lbfgs" in chosen.only:
+        with jax.enable_x64(True):
+            for name, problem in convex_problems():
+                compare_full_batch(name, problem, [chosen.passes, chosen.full_passes])
     if "networks" in chosen.only:
         for name, problem in network_problems():
             compare_methods(name, problem, *each)

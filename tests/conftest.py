@@ -1,12 +1,10 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
-import importlib.metadata
 import itertools
 import os
 import pathlib
-import tempfile
 
-# Every program is worth keeping. `choose_cache` says where.
+# Every program is worth keeping; compile_cache.py says where.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -23,6 +21,7 @@ os.environ["XLA_FLAGS"] = (
 import shutil
 import warnings
 
+import compile_cache
 import hypothesis
 import jax
 import pytest
@@ -43,43 +42,12 @@ with warnings.catch_warnings():
     cycles.available_kernels()
 
 
-JAX_VERSION = importlib.metadata.version("jax")
-KEPT = pathlib.Path(__file__).parents[1] / ".pytest_cache" / f"programs-jax-{JAX_VERSION}"
-
-
-def choose_cache():
-    """Choose the folder of compiled programs that all workers, and the programs they start, share.
-
-    It is `OPTPERM_TEST_CACHE`, or a folder in the checkout, and is kept for the next run. Where it
-    cannot be used this run has a temporary one.
-
-    Returns:
-      The folder, and why it is temporary if it is.
-    """
-    folder = pathlib.Path(os.environ.get("OPTPERM_TEST_CACHE") or KEPT)
-    stamp = folder / "jax-version.txt"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not any(folder.iterdir()):
-            stamp.write_text(JAX_VERSION)
-        if stamp.read_text() == JAX_VERSION:
-            tempfile.TemporaryFile(dir=folder).close()  # can it be written?
-            return folder, ""
-        reason = f"holds programs of jax {stamp.read_text()}, and this is jax {JAX_VERSION}"
-    except FileNotFoundError:
-        reason = "is not a folder of compiled programs"
-    except OSError as error:
-        reason = f"cannot be used ({error.strerror})"
-    return pathlib.Path(tempfile.mkdtemp()), f"{folder} {reason}"
-
-
 def pytest_configure(config):
     """Share the compiled programs: workers get the environment of the process that starts them."""
-    config.temporary_cache = None
     if hasattr(config, "workerinput"):
         return
-    folder, config.why_temporary = choose_cache()
-    config.temporary_cache = folder if config.why_temporary else None
+    named = os.environ.get("OPTPERM_TEST_CACHE")
+    folder, config.why_temporary = compile_cache.choose(named)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
@@ -96,14 +64,13 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_sessionfinish(session):
-    if session.config.temporary_cache:
-        shutil.rmtree(session.config.temporary_cache, ignore_errors=True)
+    if getattr(session.config, "why_temporary", None):
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter):
-    if terminalreporter.config.temporary_cache:
-        reason = terminalreporter.config.why_temporary
-        terminalreporter.write_line(f"Compiled programs were not kept: {reason}.")
+    if why := terminalreporter.config.why_temporary:
+        terminalreporter.write_line(f"Compiled programs are not kept: {why}.")
     write_mesh_table(terminalreporter)
 
 

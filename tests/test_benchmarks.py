@@ -43,6 +43,7 @@ RUNS = [
         {"SHAPES": ("constant",)},
         marks=pytest.mark.exhaustive,
     ),
+    ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
     ("svrg.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
     pytest.param(
         "svrg.py",

@@ -4,8 +4,6 @@ import inspect
 import pathlib
 import re
 
-import pytest
-
 import optperm
 import optperm.training
 
@@ -52,48 +50,45 @@ def test_all_public_names_are_functions_or_classes():
     assert FUNCTIONS.keys() | CLASSES.keys() == PUBLIC.keys()
 
 
-@pytest.mark.parametrize(
-    "documented", (PUBLIC | METHODS | TRAINING).values(), ids=lambda value: value.__name__
-)
-def test_the_first_line_is_a_sentence(documented):
+def test_the_first_line_is_a_sentence():
     """One line, and nothing else beside it."""
-    first, *rest = inspect.getdoc(documented).splitlines()
-    assert re.search(r"\S.*\.$", first)
-    assert not rest or not rest[0]
+    for name, documented in (PUBLIC | METHODS | TRAINING).items():
+        first, *rest = inspect.getdoc(documented).splitlines()
+        assert re.search(r"\S.*\.$", first), name
+        assert not rest or not rest[0], name
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, *METHODS])
-def test_all_arguments_are_explained_in_order(name):
+def test_all_arguments_are_explained_in_order():
     """Each parameter stands in Args, and nothing else does."""
-    function = FUNCTIONS.get(name) or METHODS[name]
-    assert entries(sections(function).get("Args", "")) == parameters(function)
+    for name, function in (FUNCTIONS | METHODS).items():
+        assert entries(sections(function).get("Args", "")) == parameters(function), name
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_say_what_they_return_and_raise_and_show_it(name):
+def test_functions_say_what_they_return_and_raise_and_show_it():
     """And the example is one that doctest runs."""
-    found = sections(FUNCTIONS[name])
-    assert found["Returns"].strip()
-    assert "optperm." + name in found["Example"]
-    assert ">>> " in found["Example"]
-    raised = entries(found["Raises"])
-    assert raised
-    assert all(error.endswith("Error") for error in raised)
+    for name, function in FUNCTIONS.items():
+        found = sections(function)
+        assert found["Returns"].strip(), name
+        assert "optperm." + name in found["Example"], name
+        assert ">>> " in found["Example"], name
+        raised = entries(found["Raises"])
+        assert raised, name
+        assert all(error.endswith("Error") for error in raised), name
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_classes_explain_their_fields_in_order(name):
+def test_classes_explain_their_fields_in_order():
     """Each field stands in Attributes, and nothing else does."""
-    assert entries(sections(CLASSES[name])["Attributes"]) == [*CLASSES[name].__annotations__]
+    for name, kind in CLASSES.items():
+        assert entries(sections(kind)["Attributes"]) == [*kind.__annotations__], name
 
 
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_is_documented(name):
+def test_training_is_documented():
     """An example for what users make or call, and a place in the guide."""
-    if name not in ("Event", "FitResult", "CheckpointError"):  # what one is given
-        assert ">>> " in sections(TRAINING[name])["Example"]
     text = (ROOT / "docs" / "guides" / "fit.md").read_text(encoding="utf-8")
-    assert re.search(rf"`(optperm\.)?(training\.)?{name}`", text)
+    for name, value in TRAINING.items():
+        if name not in ("Event", "FitResult", "CheckpointError"):  # what one is given
+            assert ">>> " in sections(value)["Example"], name
+        assert re.search(rf"`(optperm\.)?(training\.)?{name}`", text), name
 
 
 def test_the_readme_is_read_in_a_minute():

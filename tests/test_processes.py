@@ -6,6 +6,8 @@ import time
 import processes
 import pytest
 
+pytestmark = pytest.mark.programs
+
 
 def write_worker(folder, body):
     script = folder / "worker.py"

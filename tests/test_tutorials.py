@@ -8,6 +8,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.programs
+
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 RUNNER = runpy.run_path(str(DOCS / "run_tutorials.py"))
 

@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,16 @@ from jax.tree_util import Partial
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, as_array, cast_like
 from optperm.contract.extras import import_optional
+from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
 
+_T = TypeVar("_T")
 _END = object()
+# Compiled programs by the form of their arguments and their text, the oldest first.
+_PROGRAMS: dict[Any, Callable[..., Any]] = {}
+_MOST_PROGRAMS = 64
 
 
 class _Sums(NamedTuple):
@@ -53,10 +58,10 @@ def full_gradient(
     no more than one. What one batch gives is rounded once to a narrower dtype of the params, as
     `jax.grad` does.
 
-    The gradient of a batch is compiled once for each `loss_fn` and batch shape, and found again in
-    later calls by `loss_fn` itself: pass the same function each time, not a new lambda. Arrays that it
-    needs beside params and batch, such as batch statistics, are best bound by `jax.tree_util.Partial`:
-    new ones then compile nothing anew.
+    Each call traces the loss once for each batch shape, so what `loss_fn` reads beside its arguments
+    (a global, an attribute, batch statistics) is what it is now. A program is compiled only where it
+    differs from the earlier ones. Arrays that change from call to call are best bound by
+    `jax.tree_util.Partial`: as arguments of the program they compile nothing anew.
 
     What a loss draws at random, such as dropout masks, is drawn once: the result is the gradient of that
     draw, and so unbiased over draws, not the mean over masks. Pass each batch several times, each with
@@ -78,7 +83,9 @@ def full_gradient(
       weights: One array of shape (batch,) for each batch, beside it: 1 for an example that counts, 0 for
         padding, or any fraction. The loss of each example is then taken by itself, as a batch of one,
         with a random key of its own (see `optperm.evaluate`), and what stands in an example of weight 0,
-        NaN for instance, makes no difference.
+        NaN for instance, makes no difference. So `loss_fn` is the plain mean: a loss that divides by
+        weights of its own, per example or per token, has another gradient in each batch than its share
+        of the whole; pass those weights here instead. BatchNorm needs its running averages.
       axis_name: A mapped axis, or several, over which sums and weights are summed.
       has_aux: Whether `loss_fn` returns something beside the loss.
       progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
@@ -89,9 +96,9 @@ def full_gradient(
     Raises:
       TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
       ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
-        their leading axis, or weights are not as many and as long as the batches, negative, not finite,
-        or all zero. Weights that are being traced are not checked: where they are wrong the gradient
-        is NaN.
+        their leading axis, weights are not as many and as long as the batches, negative, not finite,
+        or all zero, or with weights the loss is not the mean of what its examples lose. Values that
+        are being traced are not checked: where such weights are wrong the gradient is NaN.
       ImportError: If `progress` is on and `rich` is not installed.
 
     Example:
@@ -122,9 +129,12 @@ def full_gradient(
     checks.check_axis_is_bound(axis_name)
 
     bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
+    sums_of = _traced_anew(functools.partial(_batch_sums, has_aux=has_aux))
     total: tuple[_Sums, _Sums] | None = None
     for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
-        sums = _batch_sums(params, batch, of_batch, bound, has_aux=has_aux)
+        if total is None and of_batch is not None:
+            _check_is_mean(bound, params, batch, of_batch, has_aux=has_aux)
+        sums = sums_of(params, batch, of_batch, bound)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
@@ -146,7 +156,42 @@ def full_gradient(
     return grad
 
 
-@functools.partial(jax.jit, static_argnames=("has_aux",))
+def _traced_anew(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Compile a function for the calls that follow, without programs of what a loss closed over before.
+
+    `jax.jit` finds a program by the function alone, and would not see that a global or an attribute
+    that the loss reads has changed. Here each function returned traces the loss once for each form of
+    its arguments, and a program is used again only where its text is the same.
+    """
+    fresh = jax.jit(function)
+    found: dict[Any, Callable[..., _T]] = {}
+
+    def call(*args: Any) -> _T:
+        leaves, structure = jax.tree.flatten(args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return fresh(*args)
+        form = structure, tuple(map(_form, leaves))
+        if form not in found:
+            consts = jax.make_jaxpr(fresh)(*args).consts
+            if any(isinstance(const, jax.core.Tracer) for const in consts):
+                return fresh(*args)
+            lowered = fresh.lower(*args)
+            program = form, lowered.as_text()
+            if program not in _PROGRAMS:
+                while len(_PROGRAMS) >= _MOST_PROGRAMS:
+                    del _PROGRAMS[next(iter(_PROGRAMS))]
+                _PROGRAMS[program] = lowered.compile()
+            found[form] = _PROGRAMS[program]
+        return found[form](*args)
+
+    return call
+
+
+def _form(leaf: Any) -> Any:
+    """Return what a program depends on of an argument beside its values."""
+    return jax.typeof(leaf), getattr(leaf, "sharding", None), getattr(leaf, "committed", None)
+
+
 def _batch_sums(
     params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
@@ -163,21 +208,10 @@ def _batch_sums(
 
     weights = jnp.asarray(weights, float)
     counts = weights > 0.0
-    first = jnp.argmax(counts)
-
-    def without_padding(leaf: jax.Array) -> jax.Array:
-        """An example that counts in the place of each that does not."""
-        if jnp.ndim(leaf) == 0:
-            return leaf
-        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, take(leaf, first)[None])
-
-    examples = jax.tree.map(without_padding, batch)
+    examples = _without_padding(batch, counts)
 
     def losses_of(params: optax.Params) -> jax.Array:
-        def loss_of_one(loss_fn: LossFn, example: Any) -> jax.Array:
-            return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
-
-        return map_examples(loss_of_one, loss_fn, examples)
+        return _losses_of_examples(loss_fn, params, examples, has_aux=has_aux)
 
     # As shares of a power of two, exact in every dtype, weights make no sum larger than its terms. What
     # they lose in a narrow dtype of the losses goes by itself.
@@ -196,6 +230,59 @@ def _batch_sums(
     grads = jax.tree.map(summed, *(pull(cast_like(part, losses))[0] for part in parts))
     valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
     return _Sums(grads, jnp.where(valid, jnp.sum(weights), jnp.nan))
+
+
+def _losses_of_examples(
+    loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
+) -> jax.Array:
+    def loss_of_one(loss_fn: LossFn, example: Any) -> jax.Array:
+        return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
+
+    return map_examples(loss_of_one, loss_fn, examples)
+
+
+def _without_padding(batch: Any, counts: jax.Array) -> Any:
+    """Put an example that counts in the place of each that does not."""
+    first = jnp.argmax(counts)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        if jnp.ndim(leaf) == 0:
+            return leaf
+        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, take(leaf, first)[None])
+
+    return jax.tree.map(fill, batch)
+
+
+def _check_is_mean(
+    loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
+) -> None:
+    """Refuse a loss that is no mean of what its examples lose by themselves, such as one with BatchNorm.
+
+    Nothing is checked where a random key would give the two losses other draws.
+    """
+    leaves = jax.tree.leaves((loss_fn, params, batch, weights))
+    if any(isinstance(leaf, jax.core.Tracer) or is_key(leaf) for leaf in leaves):
+        return
+
+    def compare(
+        params: optax.Params, batch: Any, weights: jax.Array, loss_fn: Partial
+    ) -> tuple[jax.Array, jax.Array]:
+        examples = _without_padding(batch, jnp.asarray(weights, float) > 0.0)
+        together = checked_loss(loss_fn, params, examples, has_aux=has_aux)[0]
+        losses = _losses_of_examples(loss_fn, params, examples, has_aux=has_aux)
+        wide = accumulation_dtype(losses)
+        error = jnp.abs(together.astype(wide) - jnp.mean(losses.astype(wide)))
+        rounding = float(jnp.finfo(losses.dtype).eps) ** 0.5
+        return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
+
+    error, rounding = _traced_anew(compare)(params, batch, weights, loss_fn)
+    if float(error) > float(rounding):
+        raise ValueError(
+            "With weights, loss_fn must be the mean of what each example loses by itself, but on the "
+            f"first of batches it differs from that by {float(error):.3g}. BatchNorm in training mode, "
+            "a sum, or a division by the weights of the batch does that: use the running averages of "
+            "BatchNorm, return the plain mean, or leave weights out and drop the padding."
+        )
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))

@@ -50,9 +50,11 @@ def svrg(
 
     with :math:`\tilde\theta` the params at the snapshot and :math:`\mu` the full gradient there. The
     correction is zero in the mean over batches, so the gradient stays unbiased; its variance goes to
-    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum, so a constant learning rate
-    converges all the way. Before the first snapshot gradients pass through. It corrects gradients and
-    nothing else; any optimizer follows it: `optax.chain(optperm.svrg(), optax.sgd(0.025))`.
+    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum, so SGD with a constant
+    learning rate, with momentum or without, converges to the rounding of the params. Before the first
+    snapshot gradients pass through. It corrects gradients and nothing else, so any optimizer may follow
+    it, as in `optax.chain(optperm.svrg(), optax.sgd(0.025))`; but Adam with a constant rate does not
+    converge all the way, since it divides by a running size of the gradients.
 
     There are three ways to take snapshots:
 

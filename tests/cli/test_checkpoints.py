@@ -36,13 +36,11 @@ def state(folder, step):
         return checkpointer.restore(path, args=args)["state"]
 
 
-@pytest.mark.parametrize(("method", "devices"), [("svrg", 1), ("agn", 4)])
-def test_a_resumed_run_ends_as_the_one_that_went_on(train, files, method, devices):
-    """After epoch 1 svrg is in mid-cycle, agn in mid-period; tests/training resumes all methods."""
-    flags = [method, "--checkpoint-every", "1"]
-    flags += ["--communication-period", "7"] if method == "agn" else []
-    whole = train(*flags, devices=devices)
-    resumed = train(*flags, "--resume", str(whole), "--from-epoch", "1", devices=devices)
+def test_a_resumed_run_ends_as_the_one_that_went_on(train, files):
+    """tests/training resumes all methods."""
+    flags = ["sgd", "--checkpoint-every", "1"]
+    whole = train(*flags)
+    resumed = train(*flags, "--resume", str(whole), "--from-epoch", "1")
     steps = files(whole).summary["steps"]
     assert kept(resumed) == kept(whole) == [steps // 3, 2 * steps // 3, steps]
     assert metrics(files(resumed)) == metrics(files(whole))
@@ -56,6 +54,7 @@ def test_a_resumed_run_ends_as_the_one_that_went_on(train, files, method, device
     assert (summary["resumed_from"], summary["resumed_after_epoch"]) == (str(whole), 1)
 
 
+@pytest.mark.chains
 def test_snapshots_are_of_all_examples_at_the_epochs_of_the_schedule(train, data, files):
     """On three devices 60 of 64 examples are dealt out, 15 a step."""
     out = train("svrg", "--update-freq", "2", "--checkpoint-every", "1", devices=3)
@@ -98,37 +97,32 @@ def resume(folder, *flags, method="sgd", out, data):
     return main(["train", method, "--resume", str(folder), "--out", str(out), *common, *flags])
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--seed", "1", "--momentum", "0.5"], "--seed is 0 there and 1 here; --momentum is 0.9"),
-        (["--batch-size", "6"], "the number of examples a step is 5 there and 6 here"),
-        (["--devices", "2"], "the number of examples a step is 5 there and 10 here"),
-        (["--data", "other"], "the digest of the data is"),
-        (["--from-epoch", "1"], "holds no checkpoint of that epoch, but of 2, 3."),
-        (["--epochs", "2"], "the checkpoint is after epoch 3 already"),
-        (["--method", "adam"], "the method is sgd there and adam here"),
-        (["--from", "without"], "this run left no checkpoints"),
-        (["--from", "nothing"], "this is not the folder of a run"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused(
-    train, data, tmp_path, capsys, error_line, flags, says
-):
-    folder, more = train("sgd", "--checkpoint-every", "2"), {}
-    if flags[0] == "--method":
-        more, flags = {"method": flags[1]}, []
-    if flags[:1] == ["--from"]:
-        folder, flags = train("sgd") if flags[1] == "without" else tmp_path, []
-    if flags == ["--data", "other"]:
-        with np.load(data) as arrays:
-            np.savez(tmp_path / "other.npz", **dict(arrays) | {"x_test": arrays["x_test"][::-1]})
-        flags = ["--data", str(tmp_path / "other.npz")]
-    capsys.readouterr()
-    code = resume(folder, *flags, out=tmp_path / "run", data=data, **more)
-    assert code == (1 if "folder of a run" in says or "no checkpoints" in says else 2)
-    assert says in error_line()
-    assert not (tmp_path / "run").exists()
+def test_a_checkpoint_of_another_run_is_refused(train, data, tmp_path, capsys, error_line):
+    kept_two, without = train("sgd", "--checkpoint-every", "2"), train("sgd")
+    with np.load(data) as arrays:
+        np.savez(tmp_path / "other.npz", **dict(arrays) | {"x_test": arrays["x_test"][::-1]})
+    other = {"data": str(tmp_path / "other.npz")}
+    for folder, flags, changed, code, says in [
+        (kept_two, ["--seed", "1"], {}, 2, "--seed is 0 there and 1 here"),
+        (kept_two, ["--momentum", "0.5"], {}, 2, "--momentum is 0.9 there and 0.5 here"),
+        (kept_two, ["--batch-size", "6"], {}, 2, "examples a step is 5 there and 6 here"),
+        (kept_two, ["--devices", "2"], {}, 2, "examples a step is 5 there and 10 here"),
+        (kept_two, [], other, 2, "the digest of the data is"),
+        (kept_two, ["--from-epoch", "1"], {}, 2, "holds no checkpoint of that epoch, but of 2, 3."),
+        (kept_two, ["--epochs", "2"], {}, 2, "the checkpoint is after epoch 3 already"),
+        (kept_two, [], {"method": "adam"}, 2, "the method is sgd there and adam here"),
+        (without, [], {}, 1, "this run left no checkpoints"),
+        (tmp_path, [], {}, 1, "this is not the folder of a run"),
+    ]:
+        capsys.readouterr()
+        options = {"out": tmp_path / "run", "data": data, **changed}
+        assert resume(folder, *flags, **options) == code
+        assert says in error_line()
+        assert not (tmp_path / "run").exists()
+    assert main(["train", "sgd", "--from-epoch", "2"]) == 2
+    assert "--from-epoch goes with --resume" in error_line()
+    assert main(["train", "sgd", "--checkpoint-keep", "2"]) == 2
+    assert "--checkpoint-keep goes with --checkpoint-every" in error_line()
 
 
 def test_a_resumed_run_that_was_complete_says_so(train, files, data, tmp_path, capsys):
@@ -140,13 +134,6 @@ def test_a_resumed_run_that_was_complete_says_so(train, files, data, tmp_path, c
     assert metrics(files(tmp_path / "run")) == metrics(files(whole))
     assert resume(whole, "--epochs", "4", out=tmp_path / "on", data=data) == 0
     assert f"Going on after epoch 3 of {whole}." in capsys.readouterr().out
-
-
-def test_flags_of_checkpoints_go_together(error_line):
-    assert main(["train", "sgd", "--from-epoch", "2"]) == 2
-    assert "--from-epoch goes with --resume" in error_line()
-    assert main(["train", "sgd", "--checkpoint-keep", "2"]) == 2
-    assert "--checkpoint-keep goes with --checkpoint-every" in error_line()
 
 
 def test_a_damaged_checkpoint_is_refused_and_another_one_serves(
@@ -176,9 +163,8 @@ def test_a_damaged_checkpoint_is_refused_and_another_one_serves(
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "by", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.programs
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_stopped_goes_on_from_its_newest_checkpoint(
     data, files, tmp_path, start, wait_for_epochs, by
 ):

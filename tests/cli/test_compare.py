@@ -8,6 +8,8 @@ import pytest
 from optperm.cli import methods
 from optperm.cli.main import main
 
+pytestmark = pytest.mark.chains
+
 FLAGS = ["--hidden", "7", "--epochs", "2", "--batch-size", "10", "--quiet"]
 FILES = {"compare.csv", "compare.md", "compare.png", "metrics.jsonl"}
 

@@ -15,7 +15,7 @@ import pytest
 import support
 
 import optperm
-from optperm.cli import commands, methods, models, run_folder, training
+from optperm.cli import commands, methods, models, report, run_folder, training
 from optperm.cli.main import main
 from optperm.training import History
 
@@ -42,6 +42,7 @@ def test_a_run_on_the_digits_learns_and_says_so(tmp_path, files, capsys):
     assert shown[-1].startswith(f"Files in {out}: curve.png, metrics.jsonl, params.npz")
 
 
+@pytest.mark.chains
 def test_cnn_learns_digits(tmp_path, files):
     flags = ["--model", "cnn", "--hidden", "16", "--epochs", "2", "--quiet", "--batch-size", "20"]
     flags += ["--learning-rate", "0.01", "--out", str(tmp_path / "run")]
@@ -49,7 +50,13 @@ def test_cnn_learns_digits(tmp_path, files):
     assert files(tmp_path / "run").summary["test_accuracy"] > 0.7
 
 
-@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name in ("sgperm", "adam") else pytest.param(name, marks=pytest.mark.chains)
+        for name in methods.METHODS
+    ],
+)
 def test_every_method_trains_and_is_rebuilt(train, files, data, method, capsys):
     """Bit for bit: from its seed and the permutation, or its params."""
     out = train(method)
@@ -124,6 +131,7 @@ def test_each_epoch_sees_every_example_once_in_a_new_order(train, files):
     assert np.all(loss[1] != loss[2])
 
 
+@pytest.mark.chains
 def test_constant_sgd_predicts_by_its_draws(train, data, files):
     draws = ["--burn-in", "3", "--draw-every", "2", "--max-draws", "3"]
     out = train("constant-sgd", *draws, batch_size=16)
@@ -158,6 +166,7 @@ def test_constant_sgd_predicts_by_its_draws(train, data, files):
     assert summary["last_iterate"]["accuracy"] == summary["test_accuracy"]
 
 
+@pytest.mark.chains
 def test_laperm_tests_what_is_synchronized(flags, files, tmp_path):
     """No epoch ends with a synchronization: each is tested as a run that ended there."""
     flags += ["--learning-rate", "0.05", "--sync-every", "5", "--quiet"]
@@ -203,6 +212,7 @@ def test_evaluate_notices_what_was_changed(flags, data, files, tmp_path, error_l
     assert "holds no trained network" in error_line()
 
 
+@pytest.mark.chains
 def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
     sampling = ["--start", "3", "--sample-every", "3", "--num-samples", "4", "--n-components", "3"]
     flags += ["--batch-size", "30", "--epochs", "7", "--second", "project"]
@@ -218,9 +228,12 @@ def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
     assert any(line.split() == ["phase", "subspace"] for line in shown)
 
 
-def test_long_runs_print_few_lines(flags, capsys):
-    main(["train", "sgd", *flags, "--epochs", "95", "--batch-size", "64"])
-    epochs = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "epoch " in line]
+def test_long_runs_print_few_lines(capsys):
+    reporter = report.Reporter(95, quiet=False)
+    for epoch in range(96):
+        record = {"epoch": epoch, "phase": None, "share_moved": None, "train_loss": 1.0}
+        reporter.epoch(record | {"train_accuracy": 0.5, "test_accuracy": 0.5})
+    epochs = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert epochs == [f"{epoch}/95" for epoch in (*range(0, 95, 10), 95)]
 
 
@@ -252,9 +265,8 @@ def test_a_run_that_diverges_fails_and_says_where(flags, files, tmp_path, capsys
     assert files(out).names == FILES | {"params.npz"}
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
+    cases = [
         ("adam --epochs 0", '"0" for --epochs. Must be >= 1. (see optperm train adam --help)'),
         ("adam --epochs many", "invalid literal for int() with base 10: 'many'"),
         ("adam --epochs 2.5", "invalid literal for int() with base 10: '2.5'"),
@@ -284,14 +296,13 @@ def test_a_run_that_diverges_fails_and_says_where(flags, files, tmp_path, capsys
         ("sgd --devices 7", "--batch-size 10 on each of 7 devices is more than the 64 training"),
         ("sgd --num-processes 2", "--coordinator must be HOST:PORT, with a port from 1 to 65535"),
         ("sgd --coordinator host:65536 --num-processes 2 --process-id 0", "got 'host:65536'"),
-    ],
-)
-def test_bad_flags_end_with_one_line(tmp_path, data, flags, says, error_line):
-    method, *rest = flags.split()
+    ]
     common = ["--data", data, "--batch-size", "10", "--out", str(tmp_path / "run")]
-    assert main(["train", method, *(common if rest else []), *rest]) == 2
-    assert says in error_line()
-    assert not (tmp_path / "run").exists()
+    for flags, says in cases:
+        method, *rest = flags.split()
+        assert main(["train", method, *(common if rest else []), *rest]) == 2
+        assert says in error_line()
+        assert not (tmp_path / "run").exists()
 
 
 def test_unusable_paths_end_with_one_line(data, tmp_path, error_line):
@@ -308,17 +319,17 @@ def test_unusable_paths_end_with_one_line(data, tmp_path, error_line):
     error_line()
 
 
-@pytest.mark.parametrize("extra", ["matplotlib", "cyclopts"])
-def test_a_missing_extra_ends_with_what_to_install(extra, monkeypatch, error_line):
-    monkeypatch.setitem(sys.modules, extra, None)
-    assert main(["train", "adam"]) == 1
-    assert "pip install 'optperm[cli]'" in error_line()
+def test_a_missing_extra_ends_with_what_to_install(monkeypatch, error_line):
+    for extra in ("matplotlib", "cyclopts"):
+        monkeypatch.setitem(sys.modules, extra, None)
+        assert main(["train", "adam"]) == 1
+        assert "pip install 'optperm[cli]'" in error_line()
 
 
-@pytest.mark.parametrize("argv", [[], ["train"]])
-def test_without_a_command_there_is_help(argv, capsys):
-    assert main(argv) == 2
-    assert "Usage: optperm" in capsys.readouterr().out
+def test_without_a_command_there_is_help(capsys):
+    for argv in ([], ["train"]):
+        assert main(argv) == 2
+        assert "Usage: optperm" in capsys.readouterr().out
 
 
 def test_the_help_of_a_method_shows_what_it_takes_first_and_an_example(capsys):
@@ -368,6 +379,7 @@ def test_time_spent_on_compiling_is_counted_once(monkeypatch):
     assert training.compiling(4.0) == 1.0
 
 
+@pytest.mark.programs
 def test_sigterm_saves_what_was_learned(flags, tmp_path, files, capsys, start, wait_for_epochs):
     out = tmp_path / "run"
     process = start("train", "adam", *flags, "--epochs", "1000000")
@@ -384,7 +396,7 @@ def test_sigterm_saves_what_was_learned(flags, tmp_path, files, capsys, start, w
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.programs
 def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     out = tmp_path / "run"
     # A call of a hundred steps takes longer than the test.
@@ -408,7 +420,8 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path, start, wait_for_epochs):
     assert not (out / "summary.json").exists()
 
 
-@pytest.mark.parametrize("module", ["jax", "flax", "cyclopts"])
+@pytest.mark.programs
+@pytest.mark.parametrize("module", ["jax", "cyclopts"])
 def test_ctrl_c_while_it_is_imported_leaves_no_traceback(module):
     """The signal comes when a module is about to be imported, early or late."""
     code = (

@@ -40,14 +40,11 @@ def test_the_seed_decides_the_initial_params():
     assert all(jax.tree.leaves(differ))
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (5, 7, 3), (1, 1)])
-def test_cnn_takes_images_with_and_without_channels(shape):
-    of_images = spec(model="cnn", input_shape=shape)
-    x = np.ones((2, *shape), np.float32)
-    logits = models.logits(models.build(of_images), models.initial_params(of_images), x)
-    assert logits.shape == (2, 10)
-
-
-def test_cnn_refuses_what_is_no_image():
+def test_cnn_takes_images_with_and_without_channels_and_nothing_else():
+    for shape in [(8, 8), (5, 7, 3), (1, 1)]:
+        of_images = spec(model="cnn", input_shape=shape)
+        x = np.ones((2, *shape), np.float32)
+        params = models.initial_params(of_images)
+        assert models.logits(models.build(of_images), params, x).shape == (2, 10)
     with pytest.raises(UsageError, match=r"examples are of shape \[64\]\. Use --model mlp"):
         models.build(spec(model="cnn", input_shape=(64,)))

@@ -28,11 +28,8 @@ def assert_same_run(one, other, **tolerance):
     )
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["svrg"], pytest.param(["dldr", *DLDR], marks=pytest.mark.exhaustive)],
-    ids=lambda f: f[0],
-)
+@pytest.mark.chains
+@pytest.mark.parametrize("flags", [["svrg"], ["dldr", *DLDR]], ids=lambda flags: flags[0])
 def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags, capsys):
     """Each of four replicas of dldr holds two of the five rows of the basis, or one, or none."""
     folder = train(*flags, devices=4)
@@ -82,9 +79,11 @@ def test_more_devices_than_there_are_is_refused(data, tmp_path, capsys):
     assert "devices must be at most 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("environment", "launched"),
-    [
+def test_a_cluster_is_asked_where_it_has_started_several(monkeypatch):
+    given = []
+    monkeypatch.setattr(machines, "_silence_native_output", lambda: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.append(args))
+    for environment, launched in [
         ({}, False),
         ({"SLURM_STEP_NODELIST": "node[1-2]", "SLURM_NTASKS": "2"}, True),
         ({"SLURM_STEP_NODELIST": "node1", "SLURM_NTASKS": "1"}, False),
@@ -92,28 +91,22 @@ def test_more_devices_than_there_are_is_refused(data, tmp_path, capsys):
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, True),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, True),
-    ],
-)
-def test_a_cluster_is_asked_where_it_has_started_several(monkeypatch, environment, launched):
-    given = []
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(machines, "_silence_native_output", lambda: None)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: given.append(args))
-    machines.Machines().connect(lambda: None)
-    assert given == [(None, None, None)] * launched
+    ]:
+        monkeypatch.setattr(os, "environ", environment)
+        given.clear()
+        machines.Machines().connect(lambda: None)
+        assert given == [(None, None, None)] * launched
 
 
-@pytest.mark.parametrize(
-    ("coordinator", "bound"),
-    [("127.0.0.1:80", "127.0.0.1:80"), ("localhost:80", "localhost:80"), ("node1:80", None)],
-)
-def test_a_local_coordinator_listens_to_this_machine_alone(monkeypatch, coordinator, bound):
+def test_a_local_coordinator_listens_to_this_machine_alone(monkeypatch):
     given = {}
     monkeypatch.setattr(machines, "_silence_native_output", lambda: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **options: given.update(options))
-    where = machines.Machines(coordinator=coordinator, num_processes=2, process_id=1)
-    where.connect(lambda: None)
-    assert given["coordinator_bind_address"] == bound
+    for coordinator in ("127.0.0.1:80", "localhost:80", "node1:80"):
+        where = machines.Machines(coordinator=coordinator, num_processes=2, process_id=1)
+        where.connect(lambda: None)
+        bound = None if coordinator == "node1:80" else coordinator
+        assert given["coordinator_bind_address"] == bound
 
 
 @pytest.fixture
@@ -140,8 +133,7 @@ def ends(process):
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair, goes_on):
+def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair):
     """Of agn each replica has its own params; a checkpoint of both goes on in mid-period, which `fit`
     is asked for every time in tests/multiprocess."""
     flags = ["agn", "--communication-period", "7", "--epochs", "3", "--checkpoint-every", "1"]
@@ -156,9 +148,6 @@ def test_two_processes_train_as_one_does_and_go_on(tmp_path, train, files, pair,
     assert_same_run(whole, files(train(*flags[:3], devices=4)), rtol=1e-5)
     assert whole.summary.items() >= {"replicas": 4, "devices": 2, "processes": 2}.items()
     assert main(["evaluate", str(tmp_path / "run")]) == 0
-    if not goes_on:
-        return
-
     flags += ["--resume", str(tmp_path / "run"), "--from-epoch", "1"]
     ended = [ends(process)[::2] for process in pair(*flags, out="resumed")[1]]
     assert ended == [(0, "")] * 2

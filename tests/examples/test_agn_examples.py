@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import optperm
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 STEPS, PERIOD = 600, 10
 # The network's float32 params: 64 inputs, 128 hidden units, 10 classes.
@@ -41,7 +43,6 @@ def run(name, *arguments, **options):
     )
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize(
     "command",
     [

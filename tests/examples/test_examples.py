@@ -15,6 +15,8 @@ import support
 import optperm
 from optperm.cli.methods import METHODS
 
+pytestmark = pytest.mark.programs
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
@@ -95,7 +97,6 @@ def test_posterior_benchmark(capsys):
     assert "constant_sgd full" in capsys.readouterr().out
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 def test_dldr_digits(tmp_path):
     """In the subspace of its trajectory P-BFGS ends at half the loss of SGD, and P-SGD beside it; TWA
@@ -107,7 +108,6 @@ def test_dldr_digits(tmp_path):
     assert twa < 0.98 * list(curves.values())[-1][6, 0]
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 def test_prune_freeze_sweep(tmp_path, capsys):
     """Nine tenths of the network can be frozen at no great cost, and not be pruned."""
@@ -142,7 +142,6 @@ def test_prune_freeze_sweep_as_it_was_first_made(tmp_path):
     assert by_h[1] != by_gradient[1]
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 @pytest.mark.parametrize(
     "some",
@@ -182,7 +181,6 @@ def test_byte_transformer_is_drawn_from_what_is_kept(tmp_path):
     assert found["diloco"] == (1.831, 0.044, 146112, 1461124)
 
 
-@pytest.mark.programs
 def test_sgperm_digits(tmp_path):
     """It learns without a new value, and the seed and the permutation are all of what it learned."""
     found = run("sgperm_digits.py", tmp_path, "--steps", 128)
@@ -194,7 +192,6 @@ def test_sgperm_digits(tmp_path):
     support.assert_same_bits(found["rebuilt"], found["trained"])
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 def test_sgperm_values(tmp_path):
     """Two values in the right places classify better than Adam's network rounded to two, in fewer bits
@@ -209,7 +206,6 @@ def test_sgperm_values(tmp_path):
     assert two_values > max(0.75, rounded + 0.05)
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 def test_laperm_digits(tmp_path):
     """Seldom put in order, the initial weights classify; after every step they learn nothing."""
@@ -222,7 +218,6 @@ def test_laperm_digits(tmp_path):
         support.assert_same_bits(rebuilt, trained.params)
 
 
-@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
 def test_flax_fit(tmp_path):
     """Each method is stopped early; with the break svrg ends bit for bit as without."""

@@ -87,10 +87,7 @@ SHARDINGS = {
     ("name", "sharding", "axis_type"),
     [
         ("adam", "input", AxisType.Explicit),
-        ("svrg", "output", AxisType.Auto),
-        pytest.param("adam", "output", AxisType.Auto, marks=pytest.mark.exhaustive),
-        pytest.param("svrg", "input", AxisType.Explicit, marks=pytest.mark.exhaustive),
-        pytest.param("constant_sgd", "input", AxisType.Explicit, marks=pytest.mark.exhaustive),
+        pytest.param("svrg", "output", AxisType.Auto, marks=pytest.mark.chains),
         pytest.param("constant_sgd", "output", AxisType.Auto, marks=pytest.mark.exhaustive),
     ],
 )
@@ -130,7 +127,9 @@ def test_a_sharded_state_stays_sharded(name, sharding, axis_type, tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["adam", "svrg", "constant_sgd"])
+@pytest.mark.parametrize(
+    "name", ["adam", "svrg", pytest.param("constant_sgd", marks=pytest.mark.chains)]
+)
 def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     """The gathers of the compiled step are those of the loss and its gradient alone, by their shapes."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -153,6 +152,7 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
     assert moved[0] & whole <= moved[1] & whole, moved
 
 
+@pytest.mark.chains
 def test_tensor_parallel_params_beside_a_sharded_batch():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     specs = {"in": P(None, "model"), "bias": P("model"), "out": P("model")}
@@ -226,17 +226,10 @@ def by_hand(name, size, start):
 PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("sgperm", "svrg", "constant_sgd", "agn"),
-        # As far as `fit` is concerned each is like one of these, and test_resume.py has them all.
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("adam", "laperm", "dldr", "diloco")
-        ),
-    ],
-)
+CHAINS = [pytest.param(name, marks=pytest.mark.chains) for name in ("sgperm", "constant_sgd")]
+
+
+@pytest.mark.parametrize("name", ["svrg", "agn", *CHAINS])
 def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     """Four devices; from weights that can all be permuted."""
     start = jax.tree.map(
@@ -255,74 +248,21 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
         assert max(far) > 1e-3
 
 
-@pytest.mark.parametrize(("name", "kind"), [("agn", "linen"), ("diloco", "nnx")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("agn", "linen"), pytest.param("diloco", "nnx", marks=pytest.mark.chains)]
+)
 def test_replicas_on_one_device_are_those_of_four(name, kind):
-    tx = fitting.method(name, "replica")
-    results = []
-    for options in ({"devices": 4}, {"replicas": 4}):
-        positional, keywords = fitting.subject(kind, tx)
-        results.append(
-            training.fit(
-                *positional,
-                fitting.LOSS[kind],
-                fitting.data(),
-                epochs=2,
-                batch_size=BATCH,
-                **keywords,
-                **options,
-            )
-        )
+    places = ({"devices": 4}, {"replicas": 4})
+    results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
     losses = [result.history.steps["loss"] for result in results]
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert results[0]._end[0].own
     assert results[1]._end[0].mesh is None
 
 
-@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4)])
-def test_a_run_goes_on_with_another_number_of_replicas(there, here, tmp_path):
-    """From the middle of a period, by a checkpoint or a result: each goes on as one that was there."""
-    tx = method("diloco", "replica")
-    state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
-    options = {"batch_size": BATCH, "steps": 9}
-    part = training.fit(
-        state,
-        dense_loss,
-        dense_data(),
-        **{**options, "steps": 7},
-        devices=there,
-        checkpoints=tmp_path,
-    )
-    assert np.ptp(np.asarray(part._end[1].params["in"]), axis=0).max() > 1e-3  # they are apart
-    where = {"checkpoints": tmp_path, "resume": True}
-    runs = [
-        training.fit(part, dense_loss, dense_data(), **options, devices=here),
-        training.fit(part, dense_loss, dense_data(), **options, replicas=here),
-        training.fit(state, dense_loss, dense_data(), **options, devices=here, **where),
-    ]
-    # By hand the kept ones, in turn, take two steps each with a part of the batch; then comes a commit.
-    carry = jax.tree.map(lambda x: np.asarray(x)[np.arange(here) % there], part._end[1])
-
-    def step(params, opt_state, batch):
-        e = optperm.evaluate(dense_loss, params, batch)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    stepped = jax.jit(jax.vmap(step, axis_name="replica"))
-    params, opt_state = carry.params, carry.opt_state
-    order = np.asarray(training.shuffled(0, 2, EXAMPLES)).reshape(-1, here, BATCH // here)
-    for hand in order[2:4]:
-        batch = {key: leaf[hand] for key, leaf in dense_data().items()}
-        params, opt_state = stepped(params, opt_state, batch)
-    for run in runs:
-        assert (run.step, run.history.num_steps) == (9, 9)
-        for key, leaf in run.state.params.items():
-            np.testing.assert_allclose(np.asarray(leaf), params[key][0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["agn", pytest.param("diloco", marks=pytest.mark.exhaustive)])
-def test_local_steps_are_found_without_a_state(name):
+def test_local_steps_are_found_without_a_state():
     """A state whose optimizer's is still to be initialized trains as the one that has it."""
-    tx = fitting.method(name, "replica")
+    tx = fitting.method("agn", "replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx, opt_state=None)
     options = {"epochs": 2, "batch_size": BATCH, "devices": 4}
     late = training.fit(state, dense_loss, dense_data(), **options)
@@ -333,6 +273,7 @@ def test_local_steps_are_found_without_a_state(name):
     assert late._end[0].own
 
 
+@pytest.mark.chains
 def test_batch_statistics_and_dropout_see_the_whole_batch():
     """Without a mapped axis four devices are one, dropout and BatchNorm included."""
     results = [fitting.fit("linen", "svrg", epochs=2, devices=n) for n in (None, 4)]

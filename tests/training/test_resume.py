@@ -1,176 +1,379 @@
-"""Every method through `fit`, stopped within an epoch and gone on with: bit for bit the whole run."""
+"""A run that is interrupted and resumed is the uninterrupted one, to the bit; what is refused."""
 
+import functools
 import itertools
+import json
 import shutil
+import signal
+import types
 
 import fitting
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import support
-from fitting import BATCH
+from fitting import BATCH, EXAMPLES, data, linear_fit, linear_loss
 
 import optperm
 from optperm import training
 from optperm.contract.states import find_state
-from optperm.training import steps
+
+
+def kept(folder):
+    """The steps of the checkpoints in a folder."""
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def rows_of(result):
+    """The rows of the epochs, without how long they took."""
+    return {name: list(rows) for name, rows in result.history.epochs.items() if name != "seconds"}
 
 
 def assert_same_run(resumed, whole):
     support.assert_same_bits(fitting.arrays(resumed), fitting.arrays(whole))
     support.assert_same_bits(resumed.history.steps, whole.history.steps)
-    for rows in (resumed.history.epochs, whole.history.epochs):
-        assert np.all(rows.pop("seconds") > 0)
-        rows.pop("eval_accuracy", None)
+    assert rows_of(resumed) == rows_of(whole)
+    assert np.all(resumed.history.epochs["seconds"] > 0)
     assert resumed.history.num_steps == 15
 
 
-# Each method once; linen and nnx, one device and four, in turns.
-CASES = [("linen", "adam", None), ("linen", "laperm", None), ("linen", "dldr", None)]
-CASES += [("nnx", "sgperm", None), ("nnx", "diloco", 4), ("nnx", "svrg", 4)]
-CASES += [("linen", "agn", 4), ("linen", "constant_sgd", 4)]
+class Positioned:
+    """The batches of an epoch, by an iterator that can say and be told where it is, as Grain's."""
+
+    def __init__(self, epoch, kind, drawn):
+        self.batches, self.at, self.kind, self.drawn = list(fitting.batches(epoch)), 0, kind, drawn
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == len(self.batches):
+            raise StopIteration
+        self.at += 1
+        self.drawn.append(self.at)
+        return self.batches[self.at - 1]
+
+    def get_state(self):
+        return json.dumps(self.at).encode() if self.kind is bytes else {"at": np.int64(self.at)}
+
+    def set_state(self, state):
+        self.at = json.loads(state) if self.kind is bytes else state["at"]
 
 
-@pytest.mark.parametrize(("kind", "name", "devices"), CASES)
-def test_a_run_that_is_resumed_is_the_one_that_went_on(kind, name, devices, tmp_path):
-    """15 steps in three epochs; stopped after 9, when dldr has just switched and svrg has a snapshot."""
-    options = {"devices": devices, "eval_fn": fitting.ACCURACY[kind], "eval_data": fitting.data()}
-    whole = fitting.fit(kind, name, epochs=3, steps_per_call=4, **options)
+def feed_of(name, drawn):
+    feeds = {"arrays": data(), "batches": fitting.batches}
+    kind = {"json": dict, "bytes": bytes}.get(name)
+    return feeds.get(name, lambda epoch: Positioned(epoch, kind, drawn))
+
+
+# Kind of model, method, feed and place. Each method, kind, feed and kind of place occurs.
+CASES = [("linen", "adam", "json", {}), ("nnx", "adam", "bytes", {})]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.chains)
+    for case in [
+        ("nnx", "svrg", "batches", {"devices": 4}),
+        ("linen", "agn", "arrays", {"devices": 4}),
+        ("linen", "laperm", "arrays", {}),
+        ("linen", "dldr", "arrays", {}),
+        ("nnx", "sgperm", "arrays", {}),
+        ("nnx", "diloco", "arrays", {"replicas": 4}),
+        ("linen", "constant_sgd", "arrays", {"devices": 4}),
+    ]
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "feed", "place"), CASES)
+def test_a_resumed_run_is_the_uninterrupted_one(kind, name, feed, place, tmp_path):
+    """15 steps in three epochs; resumed after 8, when dldr has switched and svrg has a snapshot."""
+    options = {"eval_fn": fitting.ACCURACY[kind], "eval_data": data(), **place}
+    run = functools.partial(fitting.fit, kind, name, **options)
+    drawn = []
+    whole = run(epochs=3, steps_per_call=4, train_data=feed_of(feed, drawn))
     assert (whole.ended, whole.epoch, whole.step) == ("finished", 3, 15)
-    folder = tmp_path / "kept"
-    stopped = fitting.fit(kind, name, steps=9, checkpoints=folder, checkpoint_every=2, **options)
-    assert (stopped.epoch, stopped.step) == (1, 9)
-    assert sorted(int(path.name) for path in folder.iterdir()) == [2, 4, 6, 8, 9]
-    # The row of a part of an epoch is of that run alone. Step 8 ended the second call of its epoch.
-    shutil.rmtree(folder / "9")
-    resumed = fitting.fit(kind, name, epochs=3, checkpoints=folder, resume=True, **options)
+    where = {"checkpoints": tmp_path, "train_data": feed_of(feed, drawn)}
+    stopped = run(steps=9, checkpoint_every=2, **where)
+    assert (stopped.epoch, stopped.step, kept(tmp_path)) == (1, 9, [2, 4, 6, 8, 9])
+    shutil.rmtree(tmp_path / "9")
+    drawn.clear()
+    resumed = run(epochs=3, resume=True, **where)
     assert_same_run(resumed, whole)
-    rows = resumed.history.epochs, whole.history.epochs
-    assert [list(each["step"]) for each in rows] == [[5, 10, 15]] * 2
-    np.testing.assert_array_equal(rows[0]["eval_accuracy"], rows[1]["eval_accuracy"])
+    # An iterator that knows where it is gives no batch twice.
+    assert drawn == ([] if feed in ("arrays", "batches") else [4, 5, 1, 2, 3, 4, 5])
     # The state has moved on since, and it was not SGD that moved it.
     assert np.any(whole.history.steps["loss"][7:] != whole.history.steps["loss"][:8])
     opt_state = whole.optimizer.opt_state if kind == "nnx" else whole.state.opt_state
     if name == "dldr":
         state = find_state(opt_state, optperm.DldrState, method="dldr")
-        assert state.second.subspace.is_set
-        assert int(state.count) == 15
+        assert (state.second.subspace.is_set, int(state.count)) == (True, 15)
     if name == "svrg":
         assert find_state(opt_state, optperm.SvrgState, method="svrg").snapshot.is_taken
 
 
-@pytest.mark.parametrize("kind", fitting.KINDS)
-def test_a_result_is_gone_on_with(kind):
-    """Four replicas each with a state of its own, in the middle of a period."""
-    whole = fitting.fit(kind, "agn", epochs=3, devices=4)
-    part = fitting.fit(kind, "agn", steps=7, devices=4)
-    batch = {"batch_size": BATCH, "devices": 4}
-    gone_on = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
-    assert_same_run(gone_on, whole)
-    assert part.history.num_steps == 7
-    again = training.fit(gone_on, fitting.LOSS[kind], fitting.data(), epochs=3, **batch)
-    assert (again.ended, again.step) == ("finished", 15)
-    # On the same devices, unless others are named.
-    part = fitting.fit(kind, "agn", steps=7, devices=4)  # a model of nnx has gone on itself
-    without = training.fit(part, fitting.LOSS[kind], fitting.data(), epochs=3, batch_size=BATCH)
-    assert_same_run(without, whole)
-    plain = fitting.fit(kind, "adam", steps=2, devices=2)
-    assert not plain._end[0].own
-    with pytest.raises(ValueError, match="had each its own, and here they have one state"):
-        steps.moved(*part._end[:2], plain._end[0])
+def at_seven(act):
+    """A callback that acts at step 7, within the second epoch."""
+    return {"every": {1: lambda event: act() if event.step == 7 else None}}
 
 
-def test_an_iterable_is_resumed_within_an_epoch(tmp_path):
-    """Batches that were taken before are dropped; and it gives what arrays give."""
-    options = {"train_data": fitting.batches, "devices": 4}
-    whole = fitting.fit("linen", "svrg", epochs=3, **options)
-    where = {"checkpoints": tmp_path, "checkpoint_every": 7}
-    fitting.fit("linen", "svrg", steps=8, **where, **options)
-    resumed = fitting.fit("linen", "svrg", epochs=3, resume=7, **where, **options)
-    assert_same_run(resumed, whole)
-    runs = [
-        fitting.fit("linen", "adam", epochs=1, devices=4),
-        fitting.fit("linen", "adam", epochs=1, **options),
-    ]
-    np.testing.assert_allclose(*(run.history.steps["loss"] for run in runs), rtol=1e-5)
+def fail(*_):
+    raise ZeroDivisionError("it failed")
+
+
+def leave():
+    raise SystemExit(3)
+
+
+def failing_after(batches):
+    """A loader that fails in the second epoch, once so many batches were taken."""
+
+    def load(epoch):
+        for count, batch in enumerate(fitting.batches(epoch)):
+            yield fail() if (epoch, count) == (2, batches) else batch
+
+    return {"train_data": load}
+
+
+def failing_evaluation(epoch):
+    return {"eval_data": lambda now: fail() if now == epoch else [data()]}
+
+
+# What interrupts a run, how it ends, after which step, and whether it takes batches.
+INTERRUPTIONS = {
+    "steps": ({"steps": 7}, "finished", 7),
+    "callback": (at_seven(lambda: True), "stopped", 7),
+    "SIGTERM": (at_seven(lambda: signal.raise_signal(signal.SIGTERM)), "interrupted", 7),
+    "SIGINT": (at_seven(lambda: signal.raise_signal(signal.SIGINT)), "interrupted", 7),
+    "exit": (at_seven(leave), SystemExit, 7),
+    "callback's error": (at_seven(fail), ZeroDivisionError, 7),
+    "loader's error": (failing_after(2), ZeroDivisionError, 7),
+    "evaluation's error": (failing_evaluation(2), ZeroDivisionError, 10),
+    "last evaluation's error": (failing_evaluation(3), ZeroDivisionError, 15),
+}
+
+
+def test_whatever_interrupts_a_run_it_is_resumed_to_the_bit(tmp_path):
+    """No step, no row and no evaluation is lost or made twice, and signals get their handlers back."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    usual = {"eval_fn": fitting.ACCURACY["linen"], "eval_data": lambda epoch: [data()]}
+    run = functools.partial(fitting.fit, "linen", "adam", epochs=3)
+    whole = {feed: run(train_data=feed_of(feed, []), **usual) for feed in ("arrays", "batches")}
+    for name, (case, end, step) in INTERRUPTIONS.items():
+        feed, folder = "batches" if "train_data" in case else "arrays", tmp_path / name
+        options = {"train_data": feed_of(feed, []), "checkpoints": folder, **usual, **case}
+        if isinstance(end, str):
+            result = run(**options)
+            assert (result.ended, result.step) == (end, step), name
+        else:
+            with pytest.raises(end):
+                run(**options)
+        assert kept(folder) == [step], name
+        resumed = run(train_data=feed_of(feed, []), checkpoints=folder, resume=True, **usual)
+        assert_same_run(resumed, whole[feed])
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_an_error_leaves_what_was_trained_in_a_model_of_nnx(tmp_path):
+    """The loss function fails where it is traced again, for a batch of another size."""
+
+    def load(epoch):
+        yield from fitting.batches(epoch)
+        if epoch == 2:
+            yield {name: leaf[:3] for name, leaf in data().items()}
+
+    def loss_fn(model, batch):
+        return fail() if batch["x"].shape[0] == 3 else fitting.nnx_loss(model, batch)
+
+    positional, keywords = fitting.subject("nnx", fitting.method("adam"))
+    with pytest.raises(ZeroDivisionError):
+        training.fit(*positional, loss_fn, load, epochs=3, checkpoints=tmp_path, **keywords)
+    assert kept(tmp_path) == [10]
+    whole = fitting.fit("nnx", "adam", steps=10)
+    kernels = [model.out.kernel.get_value() for model in (positional[0], whole.model)]
+    np.testing.assert_allclose(*kernels, rtol=1e-6)
+    assert int(keywords["optimizer"].step.get_value()) == 10
+
+
+def test_an_endless_stream_stops_at_a_signal(tmp_path):
+    """And a second Ctrl-C at once."""
+    batches = itertools.cycle(fitting.batches(1))
+    interrupt = {"every": {3: lambda event: signal.raise_signal(signal.SIGTERM)}}
+    result = linear_fit(train_data=batches, steps=10**9, checkpoints=tmp_path, **interrupt)
+    assert (result.ended, result.step, kept(tmp_path)) == ("interrupted", 3, [3])
+    with pytest.raises(KeyboardInterrupt):
+        linear_fit(epochs=1, every={1: lambda _: [signal.raise_signal(2), signal.raise_signal(2)]})
+
+
+def test_going_back_overwrites_what_came_after(tmp_path):
+    """With another learning rate; what was kept stays until the new branch has something to show."""
+    where = {"checkpoints": tmp_path, "checkpoint_every": 8}
+    linear_fit(steps=32, **where)
+    slower = optax.adam(1e-3)
+    back = linear_fit(tx=slower, steps=16, resume=np.int64(8), **where)
+    assert kept(tmp_path) == [8, 16]
+    on = linear_fit(tx=slower, steps=24, resume=True, **where)
+    np.testing.assert_array_equal(on.history.steps["loss"][:16], back.history.steps["loss"])
+    with pytest.raises(ZeroDivisionError):
+        linear_fit(fail, steps=24, resume=8, **where)
+    assert kept(tmp_path) == [8, 16, 24]
+    linear_fit(steps=17, checkpoint_keep=1, resume=8, **where)
+    assert kept(tmp_path) == [17]
+
+
+def test_a_run_is_resumed_on_other_devices(tmp_path):
+    """From one to four and from four to two, to rounding."""
+    whole = linear_fit(epochs=4)
+    linear_fit(epochs=2, checkpoints=tmp_path)
+    linear_fit(epochs=3, checkpoints=tmp_path, resume=True, devices=4)
+    resumed = linear_fit(epochs=4, checkpoints=tmp_path, resume=True, devices=2)
+    pairs = [(r.state.params["w"], r.history.steps["loss"]) for r in (resumed, whole)]
+    for one, other in zip(*pairs, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.chains
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4)])
+def test_a_run_is_resumed_with_another_number_of_replicas(there, here, tmp_path):
+    """From the middle of a period; each goes on as one that was there, by hand as by `fit`."""
+    tx = fitting.method("diloco", "replica")
+    params = {"w": jnp.ones((fitting.FEATURES, fitting.CLASSES))}
+    state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
+    run = functools.partial(
+        training.fit, state, linear_loss, data(), batch_size=BATCH, checkpoints=tmp_path
+    )
+    replicas = []
+    run(steps=7, devices=there)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    resumed = [run(steps=9, devices=here, resume=True)]
+    resumed.append(run(steps=9, replicas=here, resume=True, checkpoints=tmp_path / "copy"))
+    # By hand: the first seven steps of those that were there, then two of those that are here.
+    opt_state, replicas = tx.init(params), [there] * 7 + [here] * 2
+
+    def step(params, opt_state, batch):
+        e = optperm.evaluate(linear_loss, params, batch)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return optperm.apply_updates(params, updates, opt_state), opt_state
+
+    stepped = jax.jit(jax.vmap(step, axis_name="replica"))
+    carry = jax.tree.map(lambda x: np.stack([x]), (params, opt_state))
+    orders = [np.asarray(training.shuffled(0, epoch, EXAMPLES)) for epoch in (1, 2)]
+    hands = np.concatenate(orders).reshape(-1, BATCH)
+    for size, hand in zip(replicas, hands, strict=False):
+        carry = jax.tree.map(lambda x, n=size: np.asarray(x)[np.arange(n) % len(x)], carry)
+        parts = hand.reshape(size, -1)
+        carry = stepped(*carry, {key: leaf[parts] for key, leaf in data().items()})
+        if size == there:
+            apart = np.ptp(np.asarray(carry[0]["w"]), axis=0).max()
+    assert apart > 1e-3  # at the checkpoint the replicas had params of their own
+    for result in resumed:
+        assert (result.step, result.history.num_steps) == (9, 9)
+        np.testing.assert_allclose(
+            np.asarray(result.state.params["w"]), carry[0]["w"][0], rtol=0, atol=1e-6
+        )
+
+
+def loss_with_aux(params, batch):
+    loss = linear_loss(params, batch)
+    return loss, {"half": loss / 2}
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_metrics_come_and_go(is_dropped, tmp_path):
+    """They are NaN in the steps that had none, and so is the mean over an epoch with both."""
+    phases = [(loss_with_aux, True), (linear_loss, False)]
+    (first, aux), (then, later_aux) = phases if is_dropped else phases[::-1]
+    for steps in (5, 7):
+        where, seen = {"checkpoints": tmp_path / str(steps)}, []
+        linear_fit(first, steps=steps, has_aux=aux, **where)
+        options = where | {"has_aux": later_aux, "every": {1: seen.append}}
+        on = linear_fit(then, epochs=3, resume=True, checkpoint_every=3, **options)
+        half = on.history.steps["loss"] / 2
+        half[slice(steps, None) if is_dropped else slice(steps)] = np.nan
+        np.testing.assert_array_equal(on.history.steps["half"], half)
+        assert all(("half" in event.metrics) != is_dropped for event in seen)
+        expected = half.reshape(3, 5).mean(axis=1)
+        np.testing.assert_allclose(on.history.epochs["half"], expected, rtol=1e-6)
+
+
+def test_an_epoch_that_ends_unseen_has_one_row(tmp_path):
+    """Only one batch more would tell that it was over."""
+    options = {"train_data": fitting.batches, "checkpoints": tmp_path}
+    part = linear_fit(steps=5, **options)
+    assert (part.step, part.epoch) == (5, 0)
+    on = linear_fit(steps=10, resume=True, **options)
+    assert rows_of(on)["step"] == [5, 10]
+    assert rows_of(on)["epoch"] == [1, 2]
+
+
+def test_a_stopped_run_stops_at_once_when_it_is_resumed(tmp_path):
+    """Early stopping looks at nothing but the history."""
+    stop, history = training.EarlyStopping("eval_value", 3, min_delta=0.05), training.History()
+    event = types.SimpleNamespace(history=history)
+    for epoch, value in enumerate([3.0, 2.0, 2.5, 1.99, 2.4], 1):
+        history.add_epoch(epoch=epoch, step=epoch, seconds=1.0, evaluated={"value": value})
+        assert stop(event) == (epoch == 5)
+    assert not training.EarlyStopping("eval_value", 3)(event)  # 1.99 is better than 2
+    assert training.EarlyStopping("eval_value", 4, mode="max")(event)
+    options = {"eval_fn": lambda params, batch: {"value": jnp.zeros([])}, "eval_data": data()}
+    options |= {"epochs": 9, "on_epoch_end": stop, "checkpoints": tmp_path}
+    for resume in (False, True):
+        result = fitting.fit("linen", "adam", resume=resume, **options)
+        assert (result.ended, result.epoch) == ("stopped", 4)
+    with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
+        fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
-    where = {"checkpoints": tmp_path / "kept", "checkpoint_every": 5}
+    where = {"checkpoints": tmp_path, "checkpoint_every": 5}
     fitting.fit("linen", "adam", epochs=2, checkpoint_keep=1, **where)
-    assert [path.name for path in where["checkpoints"].iterdir()] == ["10"]
-    with pytest.raises(ValueError, match="holds checkpoints of an earlier run"):
-        fitting.fit("linen", "adam", epochs=2, **where)
-    with pytest.raises(ValueError, match="has none after that step, but after 10"):
-        fitting.fit("linen", "adam", epochs=2, resume=4, **where)
-    with pytest.raises(ValueError, match=r"of another run: seed is 0 there and 1 here\. Pass"):
-        fitting.fit("linen", "adam", epochs=3, resume=True, seed=1, **where)
-    with pytest.raises(ValueError, match=r"the form of the state is .*The optimizer, the model or"):
-        fitting.fit("linen", "agn", epochs=3, resume=True, **where)
-    with pytest.raises(ValueError, match="the kind of model is linen there and nnx here"):
-        fitting.fit("nnx", "adam", epochs=3, resume=True, **where)
+    assert kept(tmp_path) == [10]
+    keys = jax.random.split(jax.random.key(1), EXAMPLES)
+    others = {name: leaf[::-1].copy() for name, leaf in data().items()}
+    another_run = [
+        (("linen", "adam"), {"seed": 1}, r"of another run: seed is 0 there and 1 here\. Pass"),
+        (("linen", "adam"), {"batch_size": 4}, "batch_size is 8 there and 4 here"),
+        (("linen", "adam"), {"train_data": others}, "the digest of train_data is"),
+        (("linen", "adam"), {"train_data": data() | {"key": keys}}, "train_data is"),
+        (("linen", "adam"), {"train_data": fitting.batches}, "an iterable of batches"),
+        (("linen", "agn"), {}, "the form of the state is .*The optimizer, the model or"),
+        (("nnx", "adam"), {}, "the kind of model is linen there and nnx here"),
+    ]
+    for subject, options, says in [
+        (("linen", "adam"), {"resume": False}, "holds checkpoints of an earlier run"),
+        (("linen", "adam"), {"resume": 4}, "has none after that step, but after 10"),
+        *another_run,
+    ]:
+        if "train_data" in options and isinstance(options["train_data"], dict):
+            options["batch_size"] = BATCH
+        with pytest.raises(ValueError, match=says):
+            fitting.fit(*subject, epochs=3, **{"resume": True, **where, **options})
     done = fitting.fit("linen", "adam", epochs=2, resume=True, **where)
     assert (done.ended, done.step) == ("finished", 10)
-    for file in (where["checkpoints"] / "10" / "state").rglob("*"):
+    for file in (tmp_path / "10" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(training.CheckpointError, match="10 is damaged"):
         fitting.fit("linen", "adam", epochs=3, resume=True, **where)
 
 
-def rows_of(result):
-    """The rows of the epochs, but for how long they took."""
-    return {name: list(rows) for name, rows in result.history.epochs.items() if name != "seconds"}
-
-
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_a_part_of_an_epoch_that_goes_on_has_one_row(is_kept, tmp_path):
-    """Ended by `steps` in the middle of the second epoch, by a result or by a checkpoint."""
-    options = {"eval_fn": fitting.ACCURACY["linen"], "eval_data": fitting.data()}
-    whole = fitting.fit("linen", "adam", epochs=3, **options)
-    where = {"checkpoints": tmp_path} if is_kept else {}
-    part = fitting.fit("linen", "adam", steps=7, **where, **options)
-    assert rows_of(part)["step"] == [5, 7]
-    options |= {"epochs": 3}
-    if is_kept:
-        gone_on = fitting.fit("linen", "adam", resume=True, **where, **options)
-    else:
-        batch = {"batch_size": BATCH}
-        gone_on = training.fit(part, fitting.LOSS["linen"], fitting.data(), **batch, **options)
-    assert rows_of(gone_on) == rows_of(whole)
-    assert rows_of(part)["step"] == [5, 7]
-
-
-@pytest.mark.parametrize("failing", [2, 3])
-def test_an_error_at_the_end_of_an_epoch_loses_no_row(failing, tmp_path):
-    """The evaluation that failed is made when the run goes on, after the last epoch too."""
-    options = {"eval_fn": fitting.ACCURACY["linen"], "epochs": 3}
-
-    def all_data(epoch):
-        return [fitting.data()]
-
-    def failing_data(epoch):
-        if epoch == failing:
-            raise OSError("the disk is gone")
-        return all_data(epoch)
-
-    whole = fitting.fit("linen", "adam", eval_data=all_data, **options)
-
-    with pytest.raises(OSError, match="gone"):
-        fitting.fit("linen", "adam", eval_data=failing_data, checkpoints=tmp_path, **options)
-    options |= {"checkpoints": tmp_path, "resume": True}
-    resumed = fitting.fit("linen", "adam", eval_data=all_data, **options)
-    assert rows_of(resumed) == rows_of(whole)
-
-
-def test_a_callback_that_exits_saves_first(tmp_path):
-    def leave(event):
-        raise SystemExit(3)
-
-    with pytest.raises(SystemExit):
-        fitting.fit("linen", "adam", epochs=3, every={7: leave}, checkpoints=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["7"]
-
-
-def test_a_full_gradient_needs_batches_that_come_again():
+def test_batches_that_come_once_are_refused_where_they_are_needed_again():
+    once = itertools.cycle(fitting.batches(1))
     with pytest.raises(ValueError, match="this iterator gives them once"):
-        fitting.fit("linen", "svrg", steps=5, train_data=itertools.cycle(fitting.batches(1)))
+        fitting.fit("linen", "svrg", steps=5, train_data=once)
+    with pytest.raises(ValueError, match="only once"):
+        linear_fit(train_data=fitting.all_batches(1), epochs=2)
+
+
+@pytest.mark.parametrize("kind", fitting.KINDS)
+def test_a_result_is_gone_on_with(kind):
+    """Within an epoch, with the same batches and unless what it trained has changed."""
+    whole = fitting.fit(kind, "adam", epochs=3)
+    part = fitting.fit(kind, "adam", steps=7)
+    go_on = functools.partial(training.fit, part, fitting.LOSS[kind], epochs=3)
+    with pytest.raises(ValueError, match=r"after 2 steps of epoch 2.*seed is 0 there and 1 here"):
+        go_on(data(), batch_size=BATCH, seed=1)
+    resumed = go_on(data(), batch_size=BATCH)
+    assert_same_run(resumed, whole)
+    if kind == "nnx":
+        with pytest.raises(ValueError, match=r"have changed since .*to begin anew from"):
+            go_on(data(), batch_size=BATCH)
