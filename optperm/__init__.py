@@ -6,6 +6,7 @@ import typing as _typing
 
 from optperm.bayes.calibration import Calibration as Calibration
 from optperm.bayes.calibration import calibration as calibration
+from optperm.bayes.calibration import interval_coverage as interval_coverage
 from optperm.bayes.constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
 from optperm.bayes.diagnostics import PosteriorReport as PosteriorReport

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _VARIATION = 0.1
 # A mean this many of its standard errors above the one that was seen is safe.
 _ERRORS = 2.0
-# The weight of the spread of the batches' curvatures, and its size where few examples make it.
-_COMMON, _RARE = 0.25, 20.0
-# The largest eigenvalue is looked for in every so manieth estimate, with so many in memory.
+# The weight of the spread of the batches' curvatures, of whose noise C holds the mean already.
+_SPREAD = 0.5
+# The largest eigenvalue is looked for in the first ten estimates and every tenth, with five in memory.
 _POWER_EVERY, _FORGETTING = 10, 5.0
 # In units of its largest, what is no eigenvalue of C but rounding.
 _NOTHING = 1e-7
@@ -162,7 +162,7 @@ def learn(
     )
     new = optax.tree.where(all_finite((c_hat, q)), new, seen)
     return cond(
-        seen.estimates % _POWER_EVERY == 0,
+        (seen.estimates % _POWER_EVERY == 0) | (seen.estimates < _POWER_EVERY),
         lambda: _iterate(new, kernel, batch.curvature_product, h),
         lambda: new,
     ), is_uneven
@@ -172,7 +172,8 @@ def _iterate(
     seen: Adaptation, kernel: NoiseKernel, product_fn: Callable[[Any], Any], h: Any
 ) -> Adaptation:
     """Take a step of the power iteration for the largest eigenvalue of H A."""
-    taken = seen.estimates // _POWER_EVERY
+    n = seen.estimates
+    taken = jnp.where(n < _POWER_EVERY, n, _POWER_EVERY - 1 + n // _POWER_EVERY)
     stability, direction = power_iteration(
         seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken
     )
@@ -199,6 +200,7 @@ def power_iteration(
     v = precondition_fn(vector)
     product = product_fn(v)
     quotient = (inner(v, product) / inner(vector, v)).astype(value.dtype)
+    taken = taken.astype(value.dtype)
     rate = jnp.minimum(_FORGETTING / (taken + _FORGETTING), 0.5)
     rate = jnp.where(value == 0, 1.0, rate).astype(value.dtype)
     mean = value + rate * (quotient - value)
@@ -234,10 +236,7 @@ def hand_over(
     :math:`\bar q = |E q_i| + 2 \,\mathrm{se}` in the coordinates of H,
 
     .. math::
-      h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \kappa \frac{\operatorname{Var} q_i}{\bar q}, \qquad
-      \kappa = \min\left(1, \max\left(\frac14, \frac{\operatorname{Var} q_i}{20 \bar q^2}\right)\right)
-
-    as what the spread adds to the noise is in C, but is known badly where few examples make it.
+      h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \frac{\operatorname{Var} q_i}{2 \bar q}
 
     The batches' noise may have the share of a step's noise at which that varies by a tenth from place
     to place, as the law of the draws is that of constant noise.
@@ -261,8 +260,7 @@ def hand_over(
         variance = jnp.maximum(square - mean**2, 0.0)
         size = jnp.abs(mean) + _ERRORS * jnp.sqrt(variance / n.astype(mean.dtype))
         divisor = jnp.maximum(size, 0.1 * jnp.sqrt(variance))
-        ratio = variance / jnp.where(divisor > 0, divisor, 1.0) ** 2
-        spread = jnp.clip(ratio / _RARE, _COMMON, 1.0) * ratio * divisor
+        spread = jnp.where(divisor > 0, _SPREAD * variance / divisor, 0.0)
         factor = jnp.asarray(momentum_factor, mean.dtype)
         return jnp.where(h > 0, (size * factor + spread) / jnp.where(h > 0, h, 1.0), 0.0)
 
@@ -289,7 +287,8 @@ def hand_over(
     )
     # Steps are shorter by what lambda_max(H A) exceeds c
     effective = seen.stability * jnp.asarray(momentum_factor, jnp.float32)
-    excess = jnp.where(kernel.is_ready, kernel.excess * effective / limit, 1.0)
+    excess = jnp.where(effective > 0, kernel.excess * effective / limit, kernel.excess)
+    excess = jnp.where(kernel.is_ready, excess, 1.0)
     excess = jnp.maximum(excess, 1.0).astype(jnp.float32)
     is_first = jnp.logical_not(_any(kernel.noise))
     new = NoiseKernel(
@@ -305,12 +304,7 @@ def hand_over(
         is_ready=_any(curvature),
     )
     is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
-    fresh = Adaptation(
-        *(jax.tree.map(jnp.zeros_like, field) for field in seen[:-3]),
-        seen.direction,
-        seen.stability,
-        jnp.zeros_like(seen.correlation),
-    )
+    fresh = jax.tree.map(jnp.zeros_like, seen)._replace(direction=seen.direction)
     return optax.tree.where(is_sound, new, kernel), fresh
 
 
@@ -321,7 +315,9 @@ def decompose(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     diagonal = jnp.diagonal(covariance)
     logarithms = jnp.where(diagonal > 0, jnp.log(jnp.where(diagonal > 0, diagonal, 1.0)), 0.0)
-    typical = jnp.exp(jnp.sum(logarithms) / jnp.maximum(jnp.sum(diagonal > 0), 1))
+    typical = jnp.exp(
+        jnp.sum(logarithms) / jnp.maximum(jnp.sum(diagonal > 0), 1).astype(logarithms.dtype)
+    )
     root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, typical))
     noise, vectors = jnp.linalg.eigh(covariance / (root[:, None] * root[None]))
     noise = jnp.where(noise > _NOTHING * len(noise), noise, 0.0)
@@ -335,7 +331,7 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
     """
     total = inner(h, jax.tree.map(jnp.ones_like, h))
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
-    typical = total / jnp.maximum(count, 1)
+    typical = total / jnp.maximum(count, 1).astype(total.dtype)
     return jax.tree.map(lambda h: jnp.where(h > 0, h, typical.astype(h.dtype)), h)
 
 

@@ -109,11 +109,12 @@ def constant_sgd(
       h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
-    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. The noise of a step then is :math:`(2 T / N) H`, whatever b is, and
-    near an optimum the draws follow :math:`N(\theta^*, T (N A)^{-1})`, to first order in
-    :math:`\lambda_{\max}(H A) \le c`. Every direction moves at about the rate c, however long and
-    narrow the posterior is. Without injected noise this is Mandt, Hoffman and Blei's method
-    (`optperm.mandt_sgd`); without noise of the batches it is Langevin dynamics.
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So the noise of a step is
+    :math:`(2 T / N) H`, whatever b is, and near an optimum the draws follow
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every direction
+    moves as fast as c and the noise of the batches allow, however long and narrow the posterior is.
+    Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`); without noise
+    of the batches it is Langevin dynamics.
 
     In the burn-in another optimizer moves the params to an optimum. From its second half on to
     `freeze_after` five windows learn :math:`C`, :math:`a_i`, by Hutchinson's rule in the coordinates of
@@ -199,11 +200,14 @@ def constant_sgd(
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     checks.check_seed("seed", seed)
-    if checks.is_concrete_number(stability) and float(stability) >= UNSTABLE:
-        raise ValueError(
-            f"stability must be below 2, from where on steps diverge, got {float(stability):g}. Its "
-            "default is 0.2."
-        )
+    numbers = stability, 1.0 if callable(learning_rate) else learning_rate
+    if all(map(checks.is_concrete_number, numbers)):
+        product = float(stability) * float(numbers[1])
+        if product >= UNSTABLE:
+            raise ValueError(
+                "stability times learning_rate must be below 2, from where on steps diverge, got "
+                f"{product:g}. Lower them: the defaults are 0.2 and 1."
+            )
     mu = _momentum(batch_size) if momentum is None else momentum
     checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
     schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)

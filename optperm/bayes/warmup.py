@@ -162,7 +162,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
             jax.tree.map(mean, state.mean, g),
             jax.tree.map(square, state.square, z, product),
         )
-        eta = _RATE / (1 + state.count / _HALVING)
+        eta = _RATE / (1 + state.count.astype(jnp.float32) / _HALVING)
 
         # u_k = -eta m_k / d_k
         def move(m: jax.Array, s: jax.Array, p: jax.Array) -> jax.Array:

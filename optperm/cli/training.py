@@ -241,7 +241,7 @@ def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> 
     run_folder.write_network(folder, training.spec, training.initial, params, opt_state)
     np.savez_compressed(folder / "steps.npz", **{"loss": np.zeros(0, np.float32), **steps})
     report.draw_curve(folder / "curve.png", training.records, steps)
-    noise = find_states(opt_state, optperm.GradientNoiseState)
+    noise = find_states(opt_state, optperm.MandtSgdState)
     if not noise:
         return {}
     every, burn_in = (int(training.hyperparameters[name]) for name in ("draw_every", "burn_in"))
@@ -257,8 +257,7 @@ def _write(folder: pathlib.Path, name: str, training: Training, result: Any) -> 
     of_draws, calibration = _predictive(training, draws)
     calibrations = {"last_iterate": last_calibration, "posterior": calibration}
     report.draw_reliability(folder / "reliability.png", calibrations, name)
-    share = noise[0].share_at_max_step()
-    of_draws |= {"draws": valid, "share_at_max_step": None if share is None else float(share)}
+    of_draws |= {"draws": valid}
     return {"last_iterate": of_last, "posterior": of_draws}
 
 
@@ -270,8 +269,11 @@ def _predictive(training: Training, draws: Any) -> tuple[dict[str, Any], optperm
         return jax.nn.softmax(models.logits(training.model, params, x))
 
     parts = np.split(x, range(models.CHUNK, len(x), models.CHUNK))
-    predict = optperm.posterior_predictive
-    mean = jnp.concatenate([predict(probabilities, draws, jnp.asarray(part)) for part in parts])
+    samples = optperm.Samples(draws, (), (), jnp.zeros([], jnp.int32), jnp.ones([], jnp.int32))
+    predicted = [
+        optperm.posterior_predictive(probabilities, samples, jnp.asarray(part)) for part in parts
+    ]
+    mean = jnp.concatenate([part.mean for part in predicted])
     losses = optax.softmax_cross_entropy_with_integer_labels(jnp.log(mean), labels)
     calibration = optperm.calibration(mean, labels)
     found = {
