@@ -391,7 +391,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.mandt_sgd,
-        {"num_data": 1000, "batch_size": 2, "burn_in": 2, "max_step": 2e-3},
+        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
         limits={**NOISE_LIMITS, "momentum": SHARE},
         lenient=True,
         knows="shapes",
@@ -402,7 +402,7 @@ TRANSFORMATIONS = (
         optperm.sgld,
         {"step_size": 4e-6, "num_data": 1000},
         limits={"seed": FROM_ZERO},
-        knows="nothing",
+        knows="shapes",
         no_minimum="samples",
     ),
     Transformation(

@@ -114,7 +114,7 @@ def learn(
 
     # C <- C + (C^ - C) / n, and of C^ what the directions of the kernel see
     is_full = not isinstance(kernel.basis, tuple)
-    form = "full" if is_full else "scalar" if is_number(kernel.noise) else "diagonal"
+    form: Any = "full" if is_full else "scalar" if is_number(kernel.noise) else "diagonal"
 
     v = kernel.precondition(seen.direction, h)
 

@@ -217,13 +217,16 @@ def constant_sgd(
         kernel, adaptation = begin(params, _form(preconditioner, params), rho)
         zero = jnp.zeros_like(kernel.stability)
         return ConstantSgdState(
-            *(jnp.zeros([], jnp.int32) for _ in range(4)),
-            jnp.asarray(schedule.freeze_after, jnp.int32),
-            key_data(seed),
-            zero,
-            zero + 1,
-            kernel,
-            adaptation,
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            freeze_after=jnp.asarray(schedule.freeze_after, jnp.int32),
+            key=key_data(seed),
+            scale=zero,
+            limit=zero + 1,
+            kernel=kernel,
+            adaptation=adaptation,
         )
 
     def update(
@@ -231,21 +234,20 @@ def constant_sgd(
     ) -> tuple[optax.Updates, ConstantSgdState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
-        kernel, count, dtype = state.kernel, state.count, jnp.float32
+        kernel, count = state.kernel, state.count
         batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
-        t = resolve_schedule("temperature", temperature, count, dtype)
-        rate = resolve_schedule("learning_rate", learning_rate, count, dtype)
-        scale = 2 * jnp.asarray(batch_size, dtype) / jnp.asarray(num_data, dtype) * t
-        limit = jnp.asarray(stability, dtype) * rate
+        s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
+        rate = resolve_schedule("learning_rate", learning_rate, count)
+        scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
 
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
-        h = kernel.step_sizes(scale, jnp.asarray(stability, dtype), rate)
+        h = kernel.step_sizes(scale, c, rate)
         b = kernel.injected(h, scale)
 
         # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z)
         z = three_point_like(fold(state.key, count), params)
         z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
-        xi = times(jax.tree.map(lambda b: jnp.sqrt(b / jnp.asarray(batch_size, b.dtype)), b), z)
+        xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
         noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
         moves = kernel.params_of(times(h, noisy), params)
         is_moving = (count >= schedule.burn_in) & kernel.is_ready
@@ -265,7 +267,7 @@ def constant_sgd(
             schedule.ends_window(count + 1),
             lambda: hand_over(
                 adaptation, kernel, probing, scale,
-                limit=limit, momentum_factor=momentum_factor, rho=rho,
+                limit=c * rate, momentum_factor=momentum_factor, rho=rho,
             ),
             lambda: (kernel, adaptation),
         )  # fmt: skip
@@ -275,7 +277,7 @@ def constant_sgd(
             uneven=state.uneven + is_uneven.astype(jnp.int32),
             left_out=state.left_out + is_left_out.astype(jnp.int32),
             scale=scale,
-            limit=limit,
+            limit=c * rate,
             kernel=next_kernel,
             adaptation=adaptation,
         )

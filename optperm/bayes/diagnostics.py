@@ -178,7 +178,8 @@ def warn_of_samplers(opt_state: Any) -> None:
     Raises:
       ValueError: If steps were not taken because they would diverge.
     """
-    for state in find_states(opt_state, (ConstantSgdState, MandtSgdState)):
+    states: list[Any] = find_states(opt_state, (ConstantSgdState, MandtSgdState))
+    for state in states:
         for text in _faults_of_state(state):
             warnings.warn(text, stacklevel=2)
 
@@ -202,10 +203,10 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
     is_enough = finite.shape[1] >= _FEWEST and finite.shape[2] > 0
     r_hat = ess_bulk = ess_tail = mcse = float("nan")
     if is_enough:
-        r_hat = float(r_hats(finite).max())
-        ess_bulk = float(effective_sizes(_normal_scores(_split(finite))).min())
-        ess_tail = float(_tail_sizes(finite).min())
-        mcse = float((1 / np.sqrt(effective_sizes(_split(finite)))).max())
+        r_hat = float(np.max(r_hats(finite)))
+        ess_bulk = float(np.min(effective_sizes(_normal_scores(_split(finite)))))
+        ess_tail = float(np.min(_tail_sizes(finite)))
+        mcse = float(np.max(1 / np.sqrt(effective_sizes(_split(finite)))))
     found = _faults(samples, opt_state)
     if is_enough and found[:1] != [_DIVERGED]:
         if r_hat > _LARGEST_R_HAT:
@@ -261,12 +262,13 @@ def _faults(samples: Samples, opt_state: Any) -> list[str]:
     is_wild = np.any(widths[1] > _DIVERGES * np.maximum(widths[0], 1e-30)) and half >= _LEAST_DRAWS
     if not _is_finite(samples.params) or np.any(np.abs(values) > 1e15) or is_wild:
         found.append(_DIVERGED)
-    states = find_states(opt_state, (ConstantSgdState, MandtSgdState))
+    states: list[Any] = find_states(opt_state, (ConstantSgdState, MandtSgdState))
     drawn = values.shape[1] * int(samples.thinning)
     for state in states:
         found += _faults_of_state(state)
         found += _faults_of_timing(state, drawn)
-    every = [*states, *find_states(opt_state, (SgldState, SghmcState))]
+    others: list[Any] = find_states(opt_state, (SgldState, SghmcState))
+    every = [*states, *others]
     if len(every) > 1:
         found.append(
             f"There are {len(every)} samplers, each of a part of the params: none sees how the noise "
@@ -402,7 +404,7 @@ def _langevin_biases(
     moving = variances[variances > 0]
     if reach > 0 and moving.size:
         # h lambda is the reach over Var = T / (N lambda), which it multiplies by 1 / (1 - h lambda / 2).
-        step_bias = reach / float(moving.min()) / 2
+        step_bias = reach / float(np.min(moving)) / 2
         if step_bias > _LARGEST_BIAS:
             found.append(
                 f"The length of the steps makes the variance of a parameter about {step_bias:.1%} too "

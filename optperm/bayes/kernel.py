@@ -54,7 +54,7 @@ class NoiseKernel(NamedTuple):
       is_ready: Whether noise and curvature are known; before, no step is taken.
     """
 
-    basis: Float[Array, "d d"] | tuple[()]
+    basis: Any  # Float[Array, "d d"], or ()
     noise: PyTree[Float[Array, "..."]]
     curvature: PyTree[Float[Array, "..."]]
     rho: Float32[Array, ""]
@@ -100,14 +100,23 @@ class NoiseKernel(NamedTuple):
         return jax.tree.map(of_entry, self.noise, h)
 
     def coordinates(self, grads: optax.Updates) -> Any:
-        """Return W^T g: (D,) of the full preconditioner, else g itself, in the noise's dtypes."""
+        """Return W^T g: (D,) of the full preconditioner, else g itself, in float32 or wider.
+
+        Args:
+          grads: g, a tree like params.
+        """
         if isinstance(self.basis, tuple):
             grads = mask_like(grads, self.noise)
             return jax.tree.map(lambda g: jnp.asarray(g, accumulation_dtype(g)), grads)
         return _multiply(self.basis.T, flat(grads, self.basis))
 
     def params_of(self, coordinates: Any, like: optax.Params) -> Any:
-        """Return W x as a tree like params."""
+        """Return W x as a tree like params.
+
+        Args:
+          coordinates: x, as `coordinates` gives them.
+          like: The params, for their structure.
+        """
         if isinstance(self.basis, tuple):
             return coordinates
         leaves = unshard(jax.tree.map(lambda p: jnp.asarray(p, self.basis.dtype), like))

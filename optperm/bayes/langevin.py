@@ -185,7 +185,9 @@ def sgld(
             share=share,
         )
 
-    return with_masters(transformation(init, update, method="sgld"))
+    return with_masters(
+        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False)
+    )
 
 
 def sghmc(
@@ -333,7 +335,7 @@ def _noise_share(
     """
     grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
     known = state.looks, state.share
-    if grad_fn is None or grad is None:
+    if grad_fn is None or grad is None or not jax.tree.leaves(params):
         return known
     pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
     rows = jax.tree.leaves(jax.eval_shape(grad_fn, params))

@@ -82,7 +82,7 @@ def mandt_sgd(
     preconditioner: Preconditioner = "diagonal",
     estimator: Estimator = "per_example",
     learning_rate: optax.ScalarOrSchedule = 1.0,
-    momentum: float | jax.Array = 0.0,
+    momentum: float | jax.Array | None = None,
     temperature: optax.ScalarOrSchedule = 1.0,
     max_step: float | jax.Array | None = None,
     damping: float | jax.Array = 0.0,
@@ -119,7 +119,7 @@ def mandt_sgd(
       preconditioner: "scalar", "diagonal" or "full".
       estimator: "per_example", "single_example" or "two_batches", as for `optperm.constant_sgd`.
       learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
-      momentum: :math:`\mu`, in [0, 1).
+      momentum: :math:`\mu`, in [0, 1); None for none.
       temperature: T, a number or a schedule of the step.
       max_step: The largest eigenvalue of H; None for no limit. It is a cut of the law, too.
       damping: The least eigenvalue of C, in its units.
@@ -169,7 +169,8 @@ def mandt_sgd(
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     for name, number in (("learning_rate", learning_rate), ("temperature", temperature)):
         checks.check_in_range(name, number, 0.0, float("inf"))
-    checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
+    mu: Any = 0.0 if momentum is None else momentum
+    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
     checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
     if max_step is not None:
         checks.check_positive("max_step", max_step)
@@ -187,11 +188,16 @@ def mandt_sgd(
     def init(params: optax.Params) -> MandtSgdState:
         kernel, adaptation = begin(params, preconditioner, 1.0)
         return MandtSgdState(
-            *(jnp.zeros([], jnp.int32) for _ in range(6)),
-            adaptation.covariance,
-            kernel._replace(curvature=(), rho=kernel.rho * jnp.inf),
-            adaptation.curvature,
-            adaptation.direction,
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            unstable=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            estimates=jnp.zeros([], jnp.int32),
+            covariance=adaptation.covariance,
+            kernel=kernel._replace(curvature=()),
+            sizes=adaptation.curvature,
+            direction=adaptation.direction,
         )
 
     def sizes(noise: jax.Array, count: jax.Array) -> jax.Array:
@@ -225,7 +231,7 @@ def mandt_sgd(
         if extra_args.get("grad_fn") is not None:
             period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
             rate = resolve_schedule("learning_rate", learning_rate, count)
-            factor = rate * (1 - momentum) / (1 + momentum)
+            factor = rate * (1 - mu) / (1 + mu)
             following = cond(
                 (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES)) & kernel.is_ready,
                 lambda: _probe(following, batch, kernel, h, factor, count // period),
@@ -257,10 +263,10 @@ def mandt_sgd(
     )
 
     def rate(count: jax.Array) -> jax.Array:
-        return (1 - momentum) * resolve_schedule("learning_rate", learning_rate, count)
+        return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
 
     steps = [sampler, optax.scale_by_learning_rate(rate)]
-    if not (checks.is_concrete_number(momentum) and momentum == 0):
+    if momentum is not None:
         steps.insert(1, optax.trace(momentum))
     if burn_in_optimizer is None:
         return with_masters(optax.with_extra_args_support(optax.chain(*steps)))

@@ -312,6 +312,7 @@ WRAPPERS = {
 
 
 @every
+@pytest.mark.filterwarnings("ignore:The gradient is not the one of the extra arguments")
 @pytest.mark.parametrize("wrapper", [*WRAPPERS, "inject_hyperparams"])
 def test_wrapped_by_optax_the_state_keeps_its_form(ours, wrapper, lenient):
     """Masked, partitioned, skipped, accumulated or with traced numbers: no leaf changes its type."""
