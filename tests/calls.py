@@ -8,6 +8,7 @@ annotation and by its limits. A new function joins `FUNCTIONS`, a new transforma
 import collections.abc
 import dataclasses
 import inspect
+import itertools
 import typing
 
 import jax
@@ -221,8 +222,9 @@ def one_leaf(**leaf):
 
 
 TABLE = np.arange(28.0, dtype=np.float32).reshape(4, 7)
-TWO, THREE = np.eye(2), np.eye(3)
+TWO, THREE, ONES = np.eye(2), np.eye(3), np.ones(4)
 EXAMPLES = {"x": jnp.ones((4, 2)), "y": jnp.ones(4)}
+NO_EXAMPLES = {"x": np.ones((0, 2))}
 FOUR_AND_TWO = [EXAMPLES, EXAMPLES, jax.tree.map(lambda x: x[:2], EXAMPLES)]
 KERNEL = {"kernel": jnp.arange(24.0).reshape(4, 3, 2)}
 ROWS_2, ROWS_3 = rows(2), rows(3)
@@ -239,6 +241,10 @@ def mean(params, start=0, size=None):
     return params
 
 
+class Each(tuple):
+    """Several values of an argument, one at a time."""
+
+
 def value_error(message, **change):
     """What a ValueError says of changed arguments."""
     return change, ValueError, message
@@ -249,6 +255,12 @@ def type_error(message, **change):
     return change, TypeError, message
 
 
+NOT_BOUND = value_error("axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
+NO_PLAIN_INTEGER = type_error("static_args", n_components=jnp.array(2))
+FULL_GRADIENT_MISSING = [
+    value_error(r"extra argument full_grad_fn.*optperm\.evaluate", grad_fn=mean, **options)
+    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
+]
 # Functions that look for a state, and what they call it.
 STATES = {
     "center_params": "LocalStepsState or StreamingState .*optperm.agn or optperm.diloco",
@@ -280,15 +292,11 @@ REFUSED = {
             optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
         )
     ],
-    "agn.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
-    ],
+    "agn.update": [NOT_BOUND],
     "apply_permutation": [
-        *(
-            value_error(
-                r"permutation must hold each index from 0 to 1", permutation=jnp.array(indices)
-            )
-            for indices in ([1, 1], [0, 99], [0, -1], [1, 2])
+        value_error(
+            r"permutation must hold each index from 0 to 1",
+            permutation=Each(map(jnp.array, ([1, 1], [0, 99], [0, -1], [1, 2]))),
         ),
         value_error("permutation has another tree structure", permutation={"w": jnp.arange(2)}),
         value_error(r"permutation is int32\[4\]", permutation=jnp.arange(4)),
@@ -326,15 +334,13 @@ REFUSED = {
     "diloco.init": [
         value_error("could not be pulled .*PermuteByCyclesState", inner=optperm.sgperm())
     ],
-    "diloco.update": [
-        value_error(r"axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
-    ],
-    "dim_reduce": [type_error("static_args", n_components=jnp.array(2))],
-    "project": [type_error("static_args", n_components=jnp.array(2))],
-    "project.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
-    "twa": [type_error("static_args", n_components=jnp.array(2))],
-    "twa.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
-    "dim_reduce.init": [value_error("axis_name 'replica' is not bound", axis_name="replica")],
+    "diloco.update": [NOT_BOUND],
+    "dim_reduce": [NO_PLAIN_INTEGER],
+    "project": [NO_PLAIN_INTEGER],
+    "twa": [NO_PLAIN_INTEGER],
+    "dim_reduce.init": [NOT_BOUND],
+    "project.init": [NOT_BOUND],
+    "twa.init": [NOT_BOUND],
     "dim_reduce.update": [
         value_error("extra argument value, .*optperm.evaluate", value_fn=loss_fn),
         value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
@@ -384,9 +390,8 @@ REFUSED = {
         type_error("must return a pair.*got dict", step=lambda p, s, k: p),
         type_error("must return a pair.*tuple of 3", step=lambda p, s, k: (p, s, k)),
         type_error("params.*int32.*average=False", params=jnp.arange(3), average=True),
-        *(
-            type_error("key must be a random key", key=key)
-            for key in (0, jax.random.split(jax.random.key(0)), None)
+        type_error(
+            "must be a random key", key=Each([0, jax.random.split(jax.random.key(0)), None])
         ),
         type_error(r"opt_state\['m'\] must be an array", opt_state={"m": "x"}),
     ],
@@ -415,13 +420,10 @@ REFUSED = {
     ],
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
-        *(
-            value_error(
-                r"needs scores.*pass scores=optperm.full_gradient\(",
-                criterion=criterion,
-                scores=None,
-            )
-            for criterion in ("gradient", "preconditioned_gradient")
+        value_error(
+            r"needs scores.*pass scores=optperm.full_gradient\(",
+            criterion=Each(["gradient", "preconditioned_gradient"]),
+            scores=None,
         ),
         type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
         type_error(
@@ -434,36 +436,30 @@ REFUSED = {
             for batches, weights in (
                 ([], None),
                 (iter(()), ()),
-                ([{"x": np.ones((0, 2))}], None),
-                ([{"x": np.ones((0, 2))}], [np.ones(0)]),
+                ([NO_EXAMPLES], None),
+                ([NO_EXAMPLES], [np.ones(0)]),
             )
         ),
         *(
             value_error(message, batches=FOUR_AND_TWO, weights=weights)
             for weights, message in (
-                ([np.ones(4), np.ones(4)], "weights ended after 2 arrays, but batches go on"),
-                (
-                    [np.ones(4), np.ones(4), np.ones(2), np.ones(4)],
-                    "batches ended, but weights go on",
-                ),
-                ([np.ones(4), np.ones(3), np.ones(2)], r"batch 1 has 4 examples.* of shape \(3,\)"),
-                (
-                    [np.ones(4), np.ones((4, 1)), np.ones(2)],
-                    r"batch 1 has 4 examples.* of shape \(4, 1\)",
-                ),
-                ([np.ones(4), -np.ones(4), np.ones(2)], "finite and not negative"),
-                ([np.ones(4), np.full(4, np.inf), np.ones(2)], "finite and not negative"),
-                ([np.zeros(4), np.zeros(4), np.zeros(2)], "not all zero.* sum is 0"),
+                ([ONES, ONES], "weights ended after 2 arrays, but batches go on"),
+                ([ONES, ONES, ONES[:2], ONES], "batches ended, but weights go on"),
+                ([ONES, ONES[:3], ONES[:2]], r"batch 1 has 4 examples.* of shape \(3,\)"),
+                ([ONES, ONES[:, None], ONES[:2]], r"batch 1 has 4 examples.* of shape \(4, 1\)"),
+                ([ONES, -ONES, ONES[:2]], "finite and not negative"),
+                ([ONES, np.inf * ONES, ONES[:2]], "finite and not negative"),
+                ([0.0 * ONES, 0.0 * ONES, 0.0 * ONES[:2]], "not all zero.* sum is 0"),
             )
         ),
-        *(
-            value_error("must agree in their leading axis", batches=[batch])
-            for batch in (EXAMPLES | {"y": jnp.ones(3)}, {"scale": np.float32(1.0)})
+        value_error(
+            "must agree in their leading axis",
+            batches=Each([[EXAMPLES | {"y": jnp.ones(3)}], [{"scale": np.float32(1.0)}]]),
         ),
         value_error("axis_name 'data' is not bound here", axis_name="data"),
-        *(
-            type_error("batches must be an iterable, one item a batch, got", batches=batches)
-            for batches in (EXAMPLES, 3, "batches", None, b"ab", np.float32(1), jnp.zeros([]))
+        type_error(
+            "batches must be an iterable, one item a batch, got",
+            batches=Each([EXAMPLES, 3, "batches", None, b"ab", np.float32(1), jnp.zeros([])]),
         ),
         type_error("weights must be an iterable", weights=1.0),
         type_error(
@@ -509,10 +505,7 @@ REFUSED = {
         ),
     ],
     "mars": [
-        *(
-            value_error(r"b1 must be in \[0, 1[\])], got", b1=b1)
-            for b1 in (1.0, -0.1, float("nan"))
-        ),
+        value_error(r"b1 must be in \[0, 1[\])], got", b1=Each([1.0, -0.1, float("nan")])),
         type_error("b1 must be a number", b1="0.9"),
     ],
     "mars.update": [value_error(r"extra argument grad_fn.*optperm\.evaluate", exact=True)],
@@ -530,12 +523,7 @@ REFUSED = {
     ],
     "recursive_gradient.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate", full_grad_fn=mean),
-        *(
-            value_error(
-                r"extra argument full_grad_fn.*optperm\.evaluate", **options | {"grad_fn": mean}
-            )
-            for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
-        ),
+        *FULL_GRADIENT_MISSING,
     ],
     "samples_as_dict": [
         value_error(
@@ -590,9 +578,10 @@ REFUSED = {
         ),
     ],
     "sgperm.init": [
-        *(
-            value_error("output_axes .*kernel", output_axes=axes, params=KERNEL)
-            for axes in (3, -4, (0, 3), (0, 0), (0, -3))
+        value_error(
+            "output_axes .*kernel",
+            output_axes=Each([3, -4, (0, 3), (0, 0), (0, -3)]),
+            params=KERNEL,
         )
     ],
     "stationary_covariance": [
@@ -609,12 +598,7 @@ REFUSED = {
     "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
     "svrg.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate"),
-        *(
-            value_error(
-                r"extra argument full_grad_fn.*optperm\.evaluate", **options | {"grad_fn": mean}
-            )
-            for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
-        ),
+        *FULL_GRADIENT_MISSING,
     ],
     "switch_after.update": [
         value_error(
@@ -675,4 +659,6 @@ def refusals():
                 yield function, {tree: wrong}, ValueError, message
     for function, table in REFUSED.items():
         for change, error, message in table:
-            yield function, change, error, message
+            options = [each if isinstance(each, Each) else (each,) for each in change.values()]
+            for values in itertools.product(*options):
+                yield function, dict(zip(change, values, strict=True)), error, message

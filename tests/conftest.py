@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import shutil
+import time
 import warnings
 
 import compile_cache
@@ -32,6 +33,10 @@ from optperm.permutation import cycles
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Of processor time, for a test of the default tier, and the markers that leave a test out of it.
+LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or 5.0)
+TIERS = ("entries", "programs", "chains", "exhaustive")
+STARTED = pytest.StashKey[float]()
 _TESTS = itertools.count(1)
 hypothesis.settings.register_profile("optperm", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("optperm")
@@ -42,6 +47,14 @@ with warnings.catch_warnings():
     cycles.available_kernels()
 
 
+def pytest_addoption(parser):
+    says = (
+        "run what all methods share for this entry of tests/transformations.py too, or its factory"
+    )
+    parser.addoption("--entry", action="append", default=[], metavar="NAME", help=says)
+    parser.addoption("--all-entries", action="store_true", help="the same for all of them")
+
+
 def pytest_configure(config):
     """Share the compiled programs: workers get the environment of the process that starts them."""
     if hasattr(config, "workerinput"):
@@ -50,6 +63,49 @@ def pytest_configure(config):
     folder, config.why_temporary = compile_cache.choose(named)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def pytest_generate_tests(metafunc):
+    """Run a test that takes `ours` for each entry of the registry.
+
+    Those that are neither in `SPANNING` nor asked for by an option are marked `entries`.
+    """
+    if "ours" not in metafunc.fixturenames:
+        return
+    # What it builds is compiled, which has to wait until the folder of programs is chosen.
+    from transformations import SPANNING, TRANSFORMATIONS  # noqa: PLC0415
+
+    option = metafunc.config.option
+    asked = {each: {each.name, each.factory.__name__} & {*option.entry} for each in TRANSFORMATIONS}
+    if unknown := {*option.entry}.difference(*asked.values()):
+        raise pytest.UsageError(f"no entry of tests/transformations.py is {', '.join(unknown)}")
+    usual = [each for each in asked if option.all_entries or asked[each] or each.name in SPANNING]
+    cells = support.every_night(TRANSFORMATIONS, usual, mark=pytest.mark.entries)
+    metafunc.parametrize("ours", cells, ids=str)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[STARTED] = time.process_time()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fail a test of the default tier that costs more than `LIMIT` seconds of processor time.
+
+    Fixtures count, children do not. Unlike time on the wall it hardly depends on what else runs.
+    """
+    report = yield
+    seconds = time.process_time() - item.stash[STARTED]
+    is_default = not any(item.get_closest_marker(tier) for tier in TIERS)
+    if call.when == "teardown" and report.passed and is_default and seconds > LIMIT:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} took {seconds:.1f} s of processor time, and a test of the default tier "
+            f"may take {LIMIT:g} s: make it smaller, or mark it for another tier. On a slow "
+            "machine OPTPERM_TEST_LIMIT sets another limit, in seconds."
+        )
+    return report
 
 
 def pytest_runtest_teardown(item):
@@ -71,33 +127,6 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter):
     if why := terminalreporter.config.why_temporary:
         terminalreporter.write_line(f"Compiled programs are not kept: {why}.")
-    write_mesh_table(terminalreporter)
-
-
-def write_mesh_table(terminalreporter):
-    """Prints the table of tests/conformance/test_meshes.py, if those tests ran."""
-    cells = {}
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        for name, value in report.user_properties:
-            if name == "mesh table":
-                method, *place, outcome = value
-                cells.setdefault(method, {})[" ".join(place)] = outcome
-    if not cells:
-        return
-    columns = sorted({place for row in cells.values() for place in row})
-    exceptions = sorted({value for row in cells.values() for value in row.values()} - {"ok"})
-    marks = {"ok": "ok", **{value: str(i) for i, value in enumerate(exceptions, 1)}}
-    terminalreporter.section("sharded params, by method, mesh, cut and eager or jit")
-    for number, place in enumerate(columns):
-        terminalreporter.write_line(f"{chr(ord('a') + number)} = {place}")
-    for number, value in enumerate(exceptions, 1):
-        terminalreporter.write_line(f"{number} = {value}")
-    width = max(map(len, cells))
-    heads = (chr(ord("a") + number) for number in range(len(columns)))
-    terminalreporter.write_line(" " * width + "".join(f"{head:>4}" for head in heads))
-    for method, row in cells.items():
-        marked = (marks.get(row.get(place), "-") for place in columns)
-        terminalreporter.write_line(f"{method:{width}}" + "".join(f"{mark:>4}" for mark in marked))
 
 
 @pytest.fixture(params=cycles.KERNELS)
@@ -113,6 +142,13 @@ def lenient():
     """Lifts the strict promotion, for code that is not ours."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _lenient_where_optax_is_inside(request):
+    """Lift the strict promotion for a transformation that wraps optimizers of Optax."""
+    if "ours" in request.fixturenames and request.getfixturevalue("ours").lenient:
+        request.getfixturevalue("lenient")
 
 
 @pytest.fixture

@@ -47,12 +47,11 @@ def in_pairs(*factors):
     return every_night(cells, chosen)
 
 
-def every_night(cells, usual):
-    """Cells for `pytest.mark.parametrize`: those that are not usual are marked `exhaustive`."""
+def every_night(cells, usual, mark=pytest.mark.exhaustive):
+    """Mark those cells for `pytest.mark.parametrize` that are not usual."""
     return [
         pytest.param(
-            *(cell if isinstance(cell, tuple) else (cell,)),
-            marks=() if cell in usual else pytest.mark.exhaustive,
+            *(cell if isinstance(cell, tuple) else (cell,)), marks=() if cell in usual else mark
         )
         for cell in cells
     ]

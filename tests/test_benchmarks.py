@@ -1,4 +1,4 @@
-"""Every benchmark runs, at its smallest size, and prints its figures; further parts of them by night."""
+"""Every benchmark runs, at its smallest size, and prints its figures."""
 
 import importlib
 import json
@@ -10,12 +10,13 @@ import sys
 
 import jax
 import pytest
+import support
 
 ROOT = pathlib.Path(__file__).parents[1]
 FIT = "--passes 1 --seeds 1 --rates 0.5 --methods SVRG"
 # Each with flags that make it small, and its tables, or functions that make one, with what is left of
 # them; a part that is not asked for has flags of its own.
-RUNS = [
+USUAL = [
     (
         "agn.py",
         "--repetitions 1 --leaves 2 --leaf-size 100",
@@ -29,27 +30,19 @@ RUNS = [
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
-    pytest.param(
-        "svrg.py",
-        "--only steps --repetitions 1 --width 4 --batches 2",
-        {},
-        marks=pytest.mark.exhaustive,
-    ),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
-    pytest.param("svrg.py", "--only variance --epochs 1", {}, marks=pytest.mark.exhaustive),
-    pytest.param(
-        "svrg.py",
-        f"--only convex {FIT}",
-        {"SHAPES": ("constant",)},
-        marks=pytest.mark.exhaustive,
-    ),
     ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
     ("svrg.py", f"--only networks {FIT}", {"SHAPES": ("constant",)}),
-    pytest.param(
+]
+RUNS = [
+    *USUAL,
+    ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
+    ("svrg.py", "--only variance --epochs 1", {}),
+    ("svrg.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),
+    (
         "svrg.py",
         "--only mars --steps 2 --seeds 1 --adamw-rates 1e-3 --repetitions 1",
         {"MARS": ("mars",)},
-        marks=pytest.mark.exhaustive,
     ),
 ]
 # What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
@@ -67,9 +60,12 @@ def part_of(table, left):
     return {key: table[key] for key in left} if isinstance(table, dict) else left
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize(("script", "flags", "tables"), RUNS)
-def test_benchmark(script, flags, tables, monkeypatch, capfd, tmp_path):
+@pytest.mark.parametrize(("script", "flags", "tables"), support.every_night(RUNS, USUAL))
+def test_benchmark_at_its_smallest_size_prints_and_keeps_its_figures(
+    script, flags, tables, monkeypatch, capfd, tmp_path
+):
     """In this process, on the suite's eight devices; figures are what it prints last, and keeps."""
     path, kept = ROOT / "benchmarks" / script, tmp_path / "new" / "found.json"
     monkeypatch.setattr(sys, "argv", [str(path), *flags.split(), "--json", str(kept)])
@@ -98,5 +94,5 @@ def test_benchmark(script, flags, tables, monkeypatch, capfd, tmp_path):
 def test_no_benchmark_is_left_out():
     """One that is new joins `RUNS`."""
     there = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    scripts = {getattr(run, "values", run)[0] for run in RUNS}
+    scripts = {script for script, _, _ in RUNS}
     assert there == scripts | ELSEWHERE | SHARED

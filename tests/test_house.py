@@ -6,8 +6,6 @@ import pathlib
 import tokenize
 import types
 
-import pytest
-
 import optperm
 
 PACKAGE = pathlib.Path(optperm.__file__).parent
@@ -47,19 +45,14 @@ def code_lines(source, node):
     return len(lines)
 
 
-def updates():
-    """Every function of a method's package that is an update."""
+def test_an_update_can_be_read_beside_the_paper():
+    """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
     for path in FILES:
         source = path.read_text()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and node.name in ("update", "update_fn"):
-                yield pytest.param(source, node, id=f"{path.stem}:{node.lineno}")
-
-
-@pytest.mark.parametrize(("source", "node"), list(updates()))
-def test_an_update_can_be_read_beside_the_paper(source, node):
-    """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
-    assert code_lines(source, node) <= LONGEST_UPDATE
+                length = code_lines(source, node)
+                assert length <= LONGEST_UPDATE, f"{path}:{node.lineno} has {length} lines"
 
 
 def floor_of(module):
@@ -67,26 +60,27 @@ def floor_of(module):
     return next((index for index, names in enumerate(FLOORS) if part in names), None), part
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.stem)
-def test_imports_point_downwards(path):
-    own = ".".join(["optperm", *path.relative_to(PACKAGE).with_suffix("").parts])
-    floor, room = floor_of(own)
-    if floor is None:
-        return  # the front door itself
+def imported(path):
+    """The modules that a file imports from, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
-        modules = (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-        for module in modules:
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_point_downwards():
+    for path in PACKAGE.rglob("*.py"):
+        own = ".".join(["optperm", *path.relative_to(PACKAGE).with_suffix("").parts])
+        floor, room = floor_of(own)
+        if floor is None:
+            continue  # the front door itself
+        for module in imported(path):
             other, other_room = floor_of(module)
             if not module.startswith("optperm.") or other_room == room or other is None:
                 continue
-            same_ground = floor == 1  # switching reads what placement says
-            assert other < floor or (same_ground and other == floor), f"{own} imports {module}"
+            same_ground = floor == other == 1  # switching reads what placement says
+            assert other < floor or same_ground, f"{own} imports {module}"
 
 
 def test_transformations_are_made_by_one_door():

@@ -15,12 +15,11 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
-import support
 
 import optperm
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Transformation:
     """One transformation and how to build it.
 
@@ -64,18 +63,10 @@ class Transformation:
     prepared: Callable[[Any, Any], Any] = lambda opt_state, params: opt_state
     other_name: str = ""
 
-    def __hash__(self) -> int:
-        return hash(self.name)
-
     @property
     def name(self) -> str:
         """The public name of its factory, or its own."""
         return self.other_name or self.factory.__name__
-
-    @property
-    def is_variant(self) -> bool:
-        """Whether another entry stands for the same factory: dear suites run this one every night."""
-        return bool(self.other_name)
 
     def make(self) -> optax.GradientTransformationExtraArgs:
         """The transformation, the same object each time, so that what it was compiled into is found."""
@@ -413,6 +404,14 @@ TRANSFORMATIONS = (
         no_minimum="samples",
     ),
 )
-# Of each factory one entry, for suites that compile much; its variants are run there every night.
-ONE_OF_EACH = [ours for ours in TRANSFORMATIONS if not ours.is_variant]
-VARIANTS_AT_NIGHT = support.every_night(TRANSFORMATIONS, ONE_OF_EACH)
+# Eight that span the kinds: what is promised of every method is tested of these by default.
+SPANNING = (
+    "sgperm",
+    "laperm",
+    "agn",
+    "diloco-streaming",
+    "dim_reduce",
+    "svrg",
+    "constant_sgd",
+    "mask_elements",
+)

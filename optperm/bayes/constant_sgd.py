@@ -109,12 +109,12 @@ def constant_sgd(
       h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
-    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So the noise of a step is
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise is
     :math:`(2 T / N) H`, whatever b is, and near an optimum the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every direction
-    moves as fast as c and the noise of the batches allow, however long and narrow the posterior is.
-    Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`); without noise
-    of the batches it is Langevin dynamics.
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A)`, which is at most c.
+    Every direction moves as fast as c and the noise of the batches allow, however long and narrow the
+    posterior is. Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
+    without noise of the batches it is Langevin dynamics.
 
     In the burn-in another optimizer moves the params to an optimum. From its second half on to
     `freeze_after` five windows learn :math:`C`, :math:`a_i`, by Hutchinson's rule in the coordinates of
@@ -250,8 +250,7 @@ def constant_sgd(
         xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
         noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
         moves = kernel.params_of(times(h, noisy), params)
-        is_moving = (count >= schedule.burn_in) & kernel.is_ready
-        is_left_out = is_moving & ~all_finite(moves)
+        is_moving, is_finite = (count >= schedule.burn_in) & kernel.is_ready, all_finite(moves)
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
 
         # While the warm-up is open it learns; what a window learned is the next one's kernel
@@ -275,7 +274,7 @@ def constant_sgd(
             count=optax.safe_increment(count),
             steps=state.steps + is_moving.astype(jnp.int32),
             uneven=state.uneven + is_uneven.astype(jnp.int32),
-            left_out=state.left_out + is_left_out.astype(jnp.int32),
+            left_out=state.left_out + (is_moving & ~is_finite).astype(jnp.int32),
             scale=scale,
             limit=c * rate,
             kernel=next_kernel,

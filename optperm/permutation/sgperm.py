@@ -17,6 +17,7 @@ from jax.export import register_namedtuple_serialization
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import as_key, key_data
+from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 from optperm.permutation import cycles
@@ -157,7 +158,8 @@ def permute_by_cycles(
             key=key_data(seed),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
-            share_moved=jnp.zeros([], jnp.float32),
+            # Of the type that an update gives it, for a scan inside `jax.shard_map`.
+            share_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
         )
 
     def update(

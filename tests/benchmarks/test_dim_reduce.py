@@ -9,8 +9,9 @@ import pytest
 FILE = pathlib.Path(__file__).parents[2] / "benchmarks" / "dim_reduce.py"
 
 
+@pytest.mark.programs
 @pytest.mark.usefixtures("lenient")
-def test_all_parts_of_it_print_what_they_measure(capsys):
+def test_all_parts_print_what_they_measure(capsys):
     """Ratios against the products, NumPy and scikit-learn; the collectives; a line for each method, of
     which four are left."""
     main = runpy.run_path(str(FILE))["main"]

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 import support
-from transformations import VARIANTS_AT_NIGHT
 
 import optperm
 
@@ -47,7 +46,6 @@ def loss_of_model(model, batch):
     return model(batch)
 
 
-@pytest.mark.parametrize("ours", VARIANTS_AT_NIGHT, ids=str)
 @pytest.mark.usefixtures("lenient")
 def test_a_whole_model_trains_as_its_params_do(ours):
     tx, model = ours.make(), model_of(START)

@@ -11,7 +11,7 @@ import pytest
 import support
 from flax import nnx
 from flax.training.train_state import TrainState
-from transformations import VARIANTS_AT_NIGHT, Transformation
+from transformations import Transformation
 
 import optperm
 from optperm.contract.states import find_states
@@ -22,10 +22,7 @@ TO_SGPERM = Transformation(
     lenient=True,
     other_name="switch to sgperm",
 )
-pytestmark = [
-    pytest.mark.parametrize("ours", [*VARIANTS_AT_NIGHT, TO_SGPERM], ids=str),
-    pytest.mark.usefixtures("lenient"),
-]
+pytestmark = pytest.mark.usefixtures("lenient")
 BATCHES = loops.linear_batches(4)
 
 
@@ -145,3 +142,9 @@ def test_linen_train_state(ours):
             tx, again, batches[:1], evaluate=loops.linear, opt_state=opt_state
         )
         support.assert_permutes(found, params)
+
+
+@pytest.mark.entries
+def test_an_optimizer_that_switches_to_placing_trains_in_flax():
+    test_nnx_optimizer(TO_SGPERM)
+    test_linen_train_state(TO_SGPERM)

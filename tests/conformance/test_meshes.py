@@ -1,7 +1,4 @@
-"""Sharded params: every transformation on every mesh, with the results of the unsharded run.
-
-A run prints the table of method, mesh and sharding at its end.
-"""
+"""Sharded params: every transformation on every mesh, with the results of the unsharded run."""
 
 import contextlib
 import functools
@@ -15,7 +12,7 @@ import pytest
 import support
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from transformations import TRANSFORMATIONS
+from transformations import SPANNING, TRANSFORMATIONS
 
 import optperm
 
@@ -120,26 +117,8 @@ def moved_across_devices(text, limit):
     return found
 
 
-def cells():
-    """Each method on each mesh, with each cut, eager and compiled.
-
-    Every time each method that is no variant of another one is compiled for a kernel that is cut along
-    both axes, and run outside of `jax.jit` for one of the cuts, on the other kind of mesh. The others
-    are of the exhaustive tier.
-    """
-    kinds = list(MESHES)
-    for number, ours in enumerate(TRANSFORMATIONS):
-        one, other = kinds[number % 2], kinds[1 - number % 2]
-        usual = {(one, "both", "jit"), (other, list(SHARDINGS)[number % 3], "eager")}
-        if ours.is_variant:
-            usual.clear()
-        for cell in itertools.product(kinds, SHARDINGS, STEPS):
-            yield pytest.param(ours, *cell, marks=() if cell in usual else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize(("ours", "mesh", "cut", "how"), list(cells()), ids=str)
-def test_sharded_params(ours, mesh, cut, how, record_property):
-    """The results are those of the unsharded run, lie where the params lie, and nothing else moves."""
+def check_sharded(ours, mesh, cut, how):
+    """Assert that results are the unsharded run's, lie where params lie, and that nothing else moves."""
     shape, kernel, bias = SHARDINGS[cut]
     specs = {"kernel": kernel, "bias": bias}
     made = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(MESHES[mesh],) * len(shape))
@@ -156,14 +135,35 @@ def test_sharded_params(ours, mesh, cut, how, record_property):
         assert not misplaced(results, specs)
         gathered = ours.may_gather.get(cut)
         assert not moved_across_devices(text, np.prod(SHAPES[gathered]) if gathered else SMALL)
-    outcome = f"gathers a {gathered}" if moved_across_devices(text, SMALL) else "ok"
-    record_property("mesh table", (str(ours), mesh, cut, how, outcome))
 
 
-@pytest.mark.parametrize(("ours", "mesh"), support.in_turns(TRANSFORMATIONS, MESHES), ids=str)
-def test_params_on_another_mesh_are_named(ours, mesh):
-    """Params that lie on other devices than the state are refused before anything is computed; where the
-    state holds nothing that lies anywhere, updates go where the params went."""
+# Those of the default tier first, which so take turns too.
+ORDER = sorted(TRANSFORMATIONS, key=lambda ours: ours.name not in SPANNING)
+
+
+def in_turn(ours, values, shift=0):
+    """One of several values, another one for the next entry."""
+    return list(values)[(ORDER.index(ours) + shift) % len(values)]
+
+
+def test_params_cut_along_both_axes_train_compiled_as_whole_ones(ours):
+    check_sharded(ours, in_turn(ours, MESHES), "both", "jit")
+
+
+@pytest.mark.entries
+def test_sharded_params_train_outside_of_jit_as_whole_ones(ours):
+    check_sharded(ours, in_turn(ours, MESHES, 1), in_turn(ours, SHARDINGS), "eager")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "cut", "how"), [*itertools.product(MESHES, SHARDINGS, STEPS)])
+def test_sharded_params_train_on_every_mesh_as_whole_ones(ours, mesh, cut, how):
+    check_sharded(ours, mesh, cut, how)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
+    """Before anything is computed. Where the state lies nowhere, updates go where the params went."""
     devices = jax.devices()
     here, there = (
         jax.sharding.Mesh(np.array(some), ("x",), axis_types=(MESHES[mesh],))
@@ -175,18 +175,19 @@ def test_params_on_another_mesh_are_named(ours, mesh):
     )
     opt_state = tx.init(params)
     if ours.knows == "nothing":
-        with jax.set_mesh(moved["bias"].sharding.mesh):
+        with jax.set_mesh(there):
             updates, _ = tx.update(moved, opt_state, moved)
-        for leaf, there in zip(jax.tree.leaves(updates), jax.tree.leaves(moved), strict=True):
-            assert leaf.sharding.is_equivalent_to(there.sharding, leaf.ndim)
+        pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(moved), strict=True)
+        assert all(
+            leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim) for leaf, other in pairs
+        )
         return
     with pytest.raises(ValueError, match=r"params\['bias'\] lies on devices \[4, 5, 6, 7\]"):
         tx.update(moved, opt_state, moved)
 
 
-@pytest.mark.parametrize("ours", TRANSFORMATIONS, ids=str)
-def test_gradients_that_lie_elsewhere_and_states_that_are_whole(ours):
-    """The first are brought to the params, the second are refused; traced, on an explicit mesh."""
+def test_gradients_that_lie_elsewhere_are_moved_and_whole_states_refused(ours):
+    """The first are brought to the params; traced, on an explicit mesh."""
     mesh = jax.make_mesh((4,), ("x",))
     tx, whole = ours.make(), params_of()
     with jax.set_mesh(mesh):

@@ -9,7 +9,6 @@ import loops
 import numpy as np
 import pytest
 import support
-from transformations import VARIANTS_AT_NIGHT
 
 SETTINGS = {
     "debug_nans": lambda: jax.debug_nans(True),
@@ -20,7 +19,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("ours", VARIANTS_AT_NIGHT, ids=str)
 @pytest.mark.usefixtures("lenient")
 def test_steps_hold_under_all_settings(ours):
     """As a scan's carry, in donated buffers, training is what the loop gives without them, to the last
@@ -41,6 +39,7 @@ def test_steps_hold_under_all_settings(ours):
     support.assert_close(found, expected, rtol=1e-6)
 
 
+@pytest.mark.entries
 def test_the_settings_see_what_they_are_for():
     """Or the tests above would pass in any case."""
     x, key, leaked = jnp.ones(2), jax.random.key(0), []

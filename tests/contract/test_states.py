@@ -1,5 +1,6 @@
 """Finding a method's state inside whatever it was composed into."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -25,22 +26,27 @@ class Wanted(NamedTuple):
     value: object
 
 
-NESTINGS = {
-    "alone": lambda s: s,
-    "chain": lambda s: (optax.EmptyState(), s),
-    "containers": lambda s: {"second": (), "first": [s, None]},
-    "masked": lambda s: optax.MaskedState(inner_state=(s,)),
-    "MultiSteps": lambda s: optax.MultiStepsState(jnp.int32(0), jnp.int32(0), (s,), None, None),
-}
+NESTINGS = [
+    lambda s: s,
+    lambda s: (optax.EmptyState(), s),
+    lambda s: {"second": (), "first": [s, None]},
+    lambda s: optax.MaskedState(inner_state=(s,)),
+    lambda s: optax.MultiStepsState(jnp.int32(0), jnp.int32(0), (s,), None, None),
+]
 
 
-@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
-def test_found_wherever_it_is(nest):
-    """The state comes back as it is, from any nesting of tuples, dicts and Optax states."""
-    state = Wanted(jnp.arange(3))
-    found = find_state(nest(state), Wanted, method="wanted")
-    assert isinstance(found, Wanted)
-    support.assert_same_bits(found, state)
+def test_a_state_is_found_and_replaced_in_any_nesting():
+    """Of tuples, dicts and Optax states; everything around it is as it was, and so is the old one."""
+    old, new = Wanted(jnp.arange(3)), Wanted(jnp.arange(3) + 1)
+    replace = functools.partial(replace_state, state_type=Wanted, method="wanted")
+    for nest in NESTINGS:
+        opt_state = nest(old)
+        found = find_state(opt_state, Wanted, method="wanted")
+        assert isinstance(found, Wanted)
+        support.assert_same_bits(found, old)
+        for function in (replace, jax.jit(replace, static_argnames=("state_type", "method"))):
+            support.assert_same_bits(function(opt_state, new=new), nest(new))
+        support.assert_same_bits(opt_state, nest(Wanted(jnp.arange(3))))
 
 
 def test_all_are_found_in_order_and_not_inside_each_other():
@@ -56,17 +62,6 @@ def test_absence_and_plurality_name_the_state_and_the_method():
         find_state(optax.EmptyState(), Wanted, method="wanted")
     with pytest.raises(ValueError, match=r"Wanted .* found 2: pass the part"):
         find_state((Wanted(1), Wanted(2)), Wanted, method="wanted")
-
-
-@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
-def test_replaced_wherever_it_is(nest):
-    """Another state stands in its place, everything around it is as it was, and so is the old one."""
-    old, new = Wanted(jnp.arange(3)), Wanted(jnp.arange(3) + 1)
-    opt_state = nest(old)
-    support.assert_same_bits(replace_state(opt_state, Wanted, new, method="wanted"), nest(new))
-    jitted = jax.jit(lambda s, n: replace_state(s, Wanted, n, method="wanted"))
-    support.assert_same_bits(jitted(opt_state, new), nest(new))
-    support.assert_same_bits(opt_state, nest(Wanted(jnp.arange(3))))
 
 
 def test_only_a_state_of_the_same_form_takes_its_place():
@@ -96,6 +91,8 @@ def test_nnx_variables_are_replaced_by_variables_of_their_kind():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
     optimizer = nnx.Optimizer(model, optax.chain(optperm.sgperm(), optax.identity()), wrt=nnx.Param)
     old = find_state(optimizer.opt_state, PermuteByCyclesState, method="sgperm")
+    leaves = jax.tree.leaves(old, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert [isinstance(leaf, jax.Array) for leaf in leaves] == [True] * 7
     new = jax.tree.map(lambda leaf: leaf + jnp.ones_like(leaf), old)
     replaced = replace_state(optimizer.opt_state, PermuteByCyclesState, new, method="sgperm")
     assert jax.tree.structure(replaced) == jax.tree.structure(optimizer.opt_state)
@@ -119,13 +116,3 @@ def test_trees_are_masked_alike_and_filled_again():
     for unfit in ({"a": jnp.ones(2)}, [jnp.ones(2)], jnp.ones(2)):
         assert mask_like(unfit, mask) is unfit
         assert fill_masked(unfit, whole) is unfit
-
-
-def test_nnx_optimizer_states_come_out_as_plain_arrays():
-    """What `nnx.Optimizer` wraps into variables is unwrapped."""
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), bias_init=nnx.initializers.normal())
-    optimizer = nnx.Optimizer(model, optperm.sgperm(), wrt=nnx.Param)
-    found = find_state(optimizer.opt_state, PermuteByCyclesState, method="sgperm")
-    leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    assert len(leaves) == 7
-    assert all(isinstance(leaf, jax.Array) for leaf in leaves)

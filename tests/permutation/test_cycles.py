@@ -1,12 +1,16 @@
 """The kernels against each other, and what the method says of each move.
 
-A plain reading of the method, which the compiled kernel agrees with bit for bit, is in kernel_test.cc.
+The compiled kernel agrees bit for bit with a plain reading of the method in kernel_test.cc. XLA's
+threads take subnormal numbers for zero in what they compute themselves, a thread of Python's does not:
+no kernel may, on either.
 """
 
 import functools
 import itertools
 import os
 import warnings
+from fractions import Fraction
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,12 +20,13 @@ import numpy as np
 import pytest
 import support
 
+import optperm
 from optperm.permutation import cycles, cycles_numpy
 from optperm.permutation.weight_vectors import sort_ranks
 
 
 def random_rows(seed, n, rows, dtype):
-    """Weights and recommendations with ties, zeros and numbers that are not finite."""
+    """Draw recommendations, weights and seeds: with ties, zeros and numbers that are not finite."""
     rng = np.random.default_rng(seed)
     levels = rng.choice([0, 3, 30])
     weights = rng.normal(size=(n, rows)).astype(dtype)
@@ -34,67 +39,152 @@ def random_rows(seed, n, rows, dtype):
     if rng.random() < 0.5:
         recommendation[rng.random((n, rows)) < 0.1] = rng.choice([np.inf, -np.inf, np.nan])
         weights[rng.random((n, rows)) < 0.05] = rng.choice([np.inf, -np.inf, np.nan])
-    seeds = rng.integers(0, 2**32, size=(rows, 2), dtype=np.uint32)
-    return recommendation, weights, seeds
+    return recommendation, weights, rng.integers(0, 2**32, size=(rows, 2), dtype=np.uint32)
 
 
-@functools.cache
-def _compiled(kernel, drop_remainder):
-    """Another function for each kernel, which is chosen while it is traced."""
-    del kernel
-    return jax.jit(functools.partial(cycles.permute_rows, drop_remainder=drop_remainder))
+def ranks_of(weights):
+    """The rank of each weight in its row by NumPy's stable sort."""
+    order = np.argsort(weights.astype(np.float64), axis=0, kind="stable")
+    return np.argsort(order, axis=0).astype(np.int32)
 
 
-def permute(rows, aggressiveness, size, drop_remainder):
-    """`cycles.permute_rows` with the kernel that the environment names."""
-    recommendation, weights, seeds = rows
-    run = _compiled(os.environ.get("OPTPERM_KERNEL"), drop_remainder)
-    ranks = jax.jit(sort_ranks)(weights)
-    outputs = run(
-        recommendation, weights, ranks, seeds, jnp.float32(aggressiveness), jnp.int32(size)
-    )
-    return jax.device_get(outputs)
-
-
-def by_hand(rows, ranks, aggressiveness, size, drop_remainder):
-    """The NumPy kernel without JAX: arrays of (n, rows), the same for each row."""
+def by_hand(kernel, rows, ranks, aggressiveness, size, drop_remainder=False):
+    """Permute by a kernel that is called on this thread, without XLA."""
     of_each = np.ones((1, ranks.shape[1]))
     operands = [array[None] for array in (rows[0], rows[1], ranks, rows[2])]
     operands += [(aggressiveness * of_each).astype(np.float32), (size * of_each).astype(np.int32)]
-    outputs = cycles_numpy.permute_rows(*operands, drop_remainder=drop_remainder)
-    return [output[0] for output in outputs]
+    return [output[0] for output in cycles._on_host(kernel, drop_remainder, *operands)]
 
 
-# A permutation of rows of many lengths; the partitions run from single entries to whole rows.
-CASES = [
-    (seed, n, rows, dtype, max(1, int(share * n)), drop, alpha)
-    for seed, ((n, rows), dtype, (share, drop), alpha) in enumerate(
-        itertools.product(
-            [(1, 3), (2, 40), (7, 20), (33, 9), (200, 4)],
-            ["float32", "float64"],
-            [(0.0, False), (0.3, False), (0.3, True), (1.0, False), (2.0, True)],
-            [0.0, 0.4],
+def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one():
+    """Compare weights, ranks and moved counts; partitions run from single entries to whole rows."""
+    support.require_kernel("callback")
+    lengths = [(1, 3), (2, 40), (7, 20), (33, 9), (200, 4)]
+    partitions = [(0.0, False), (0.3, False), (0.3, True), (1.0, False), (2.0, True)]
+    cases = itertools.product(lengths, ["float32", "float64"], partitions, [0.0, 0.4])
+    for seed, ((n, rows), dtype, (share, drop), alpha) in enumerate(cases):
+        arrays = random_rows(seed, n, rows, dtype)
+        rest = arrays, ranks_of(arrays[1]), alpha, max(1, int(share * n)), drop
+        support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+
+
+N, ROWS = 40, 6
+# Of the weights and of the recommendation.
+DTYPES = {
+    **{name: (name, name) for name in support.DTYPES},
+    "float32 by float64": ("float32", "float64"),
+    "float64 by float32": ("float64", "float32"),
+}
+
+
+def draw_values(rng, kind, dtype):
+    """Draw numbers of a kind, (N, ROWS)."""
+    least = np.float64(jnp.finfo(dtype).smallest_subnormal)
+    normal, signs = rng.normal(size=(N, ROWS)), rng.choice([-1.0, 1.0], (N, ROWS))
+    few = rng.choice(rng.normal(size=3), (N, ROWS))
+    subnormal, is_second = np.round(100 * normal) * least, np.arange(N)[:, None] % 2 == 1
+    values = {
+        "normal": normal,
+        "few": few,
+        "zeros": np.where(rng.random((N, ROWS)) < 0.4, 0.0 * signs, normal),
+        "subnormal": subnormal,
+        "few subnormal": np.round(3 * normal) * least,
+        "half subnormal": np.where(is_second, subnormal, normal),
+        "just normal": normal * np.float64(jnp.finfo(dtype).smallest_normal),
+    }[kind]
+    return values.astype(dtype)
+
+
+@functools.cache
+def compiled(kernel):
+    """`cycles.permute_rows` under jit for all dtypes at once, which the kernel is chosen for."""
+    del kernel
+    permute = functools.partial(cycles.permute_rows, drop_remainder=False)
+    return jax.jit(lambda trees: {name: permute(*operands) for name, operands in trees.items()})
+
+
+def permute(kernel, trees):
+    with mock.patch.dict(os.environ, OPTPERM_KERNEL=kernel):
+        return jax.device_get(compiled(kernel)(trees))
+
+
+def test_kernels_numbers_of_any_dtype_and_size_give_the_same_bits():
+    """Within XLA and on a thread of Python's, whatever the numbers are; damaged ranks are an error."""
+    support.require_kernel("ffi")
+    kinds = ["normal", "few", "zeros", "subnormal", "few subnormal", "half subnormal"]
+    kinds = itertools.product([*kinds, "just normal"], ["normal", "few subnormal", "zeros"])
+    with jax.enable_x64(True):
+        for seed, (kind, by_kind) in enumerate(kinds):
+            rng = np.random.default_rng(seed)
+            alpha, size = rng.choice([0.0, 0.05, 0.5]), rng.choice([7, 20, N])
+            trees, expected = {}, {}
+            for name, dtypes in DTYPES.items():
+                dtype, by_dtype = (support.DTYPES[each] for each in dtypes)
+                weights, m = draw_values(rng, kind, dtype), draw_values(rng, by_kind, by_dtype)
+                seeds, ranks = rng.integers(0, 2**32, (ROWS, 2), np.uint32), ranks_of(weights)
+                trees[name] = m, weights, ranks, seeds, np.float32(alpha), np.int32(size)
+                # NumPy's conversion on this thread keeps subnormal numbers.
+                wide = np.result_type(dtype, by_dtype, np.float32)
+                rows = m.astype(wide), weights.astype(wide), seeds
+                new, *rest = by_hand("numpy", rows, ranks, alpha, size)
+                expected[name] = new.astype(dtype), *rest
+                for kernel in cycles.KERNELS[1:]:
+                    new, *rest = by_hand(kernel, rows, ranks, alpha, size)
+                    support.assert_same_bits((new.astype(dtype), *rest), expected[name])
+            for kernel in cycles.KERNELS:
+                support.assert_same_bits(permute(kernel, trees), expected)
+
+        m, weights, ranks, *rest = trees["float32"]
+        errors = (jax.errors.JaxRuntimeError, ValueError)
+        for kernel, bad in itertools.product(cycles.KERNELS, (3, N, -1)):
+            damaged = np.where(ranks == 5, np.int32(bad), ranks)
+            with pytest.raises(errors, match="not permutations: the state is damaged"):
+                permute(kernel, trees | {"float32": (m, weights, damaged, *rest)})
+            with pytest.raises(ValueError, match="the state is damaged"):
+                by_hand(kernel, (m, weights, rest[0]), damaged, 0.1, N)
+
+
+def test_ranks_of_any_dtype_and_size_are_those_of_numpy():
+    """Sort ties by location, both zeros as equal, and no subnormal number as zero."""
+    rng = np.random.default_rng(0)
+    kinds = ("zeros", "subnormal", "half subnormal", "just normal", "few")
+    weights = {
+        name: np.concatenate([draw_values(rng, kind, dtype) for kind in kinds], axis=1)
+        for name, dtype in support.DTYPES.items()
+    }
+    with jax.enable_x64(True):
+        ranks = jax.device_get(jax.jit(functools.partial(jax.tree.map, sort_ranks))(weights))
+    support.assert_same_bits(ranks, jax.tree.map(ranks_of, weights))
+
+
+def test_moves_of_subnormal_numbers_follow_the_recommendation():
+    """No move is against its recommendation, and no reach is longer because a weight counts as zero."""
+    for kind, dtype in itertools.product(["subnormal", "half subnormal"], support.DTYPES.values()):
+        rng = np.random.default_rng(0)
+        weights, m = draw_values(rng, kind, dtype), draw_values(rng, "normal", dtype)
+        wide = np.result_type(dtype, np.float32)
+        rows = m.astype(wide), weights.astype(wide), np.zeros((ROWS, 2), np.uint32)
+        after, *_ = by_hand("numpy", rows, ranks_of(weights), 0.25, N)
+        support.assert_permutes(after.astype(dtype), weights)
+        # In units of the least number, in which Python's integers are exact.
+        least = Fraction(float(jnp.finfo(dtype).smallest_subnormal))
+        before, after = (
+            np.vectorize(lambda x, unit=least: int(Fraction(x) / unit), otypes=[object])(
+                x.astype(np.float64)
+            )
+            for x in (weights, after)
         )
+        moves = after - before
+        assert np.mean(moves != 0) > 0.3
+        assert np.all(np.where(m > 0, moves <= 0, moves >= 0))
+        reach = before.max(axis=0) - before.min(axis=0)
+        assert np.all(4 * N * np.abs(moves) <= (N + 4) * reach + 4 * N)
+    wishes = np.random.default_rng(1).choice([-3, 5], (N, ROWS)).astype(np.float32)
+    tiny, usual = (
+        by_hand("numpy", (scale * wishes, *rows[1:]), ranks_of(weights), 0.25, N)
+        for scale in (np.float32(1e-45), np.float32(1.0))
     )
-]
-
-
-@pytest.mark.parametrize("compiled", ["ffi", "callback"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_compiled_kernels_give_the_bits_of_the_readable_one(compiled, dtype, monkeypatch):
-    """Weights, ranks and moved counts agree bit for bit over all kinds of rows and partitions."""
-    support.require_kernel(compiled)
-    with jax.enable_x64(dtype == "float64"):
-        for seed, n, rows, case_dtype, size, drop, alpha in CASES:
-            if case_dtype != dtype:
-                continue
-            arrays = random_rows(seed, n, rows, dtype)
-            results = {}
-            for kernel in (compiled, "numpy"):
-                monkeypatch.setenv("OPTPERM_KERNEL", kernel)
-                results[kernel] = permute(arrays, alpha, size, drop)
-            for got, expected in zip(results[compiled], results["numpy"], strict=True):
-                support.assert_same_bits(got, expected)
+    support.assert_same_bits(tiny, usual)  # subnormal recommendations count
 
 
 @hypothesis.given(
@@ -104,45 +194,42 @@ def test_compiled_kernels_give_the_bits_of_the_readable_one(compiled, dtype, mon
     alpha=st.floats(0.0, 1.0, width=32),
     drop=st.booleans(),
 )
-@hypothesis.settings(max_examples=150)
-def test_moves_follow_the_recommendation_within_each_subset_and_its_reach(
+@hypothesis.settings(max_examples=100)
+def test_moves_of_any_row_follow_the_recommendation_within_subset_and_reach(
     n, share, seed, alpha, drop
 ):
     """A moved weight stays in its subset, moves the way asked, and by no more than epsilon."""
     size = max(1, int(share * n))
     rows = random_rows(seed, n, rows=1, dtype=np.float32)
     old = np.argsort(np.argsort(rows[1], axis=0, kind="stable"), axis=0).astype(np.int32)
-    outputs = by_hand(rows, old, alpha, size, drop)
-    recommendation, weights, new, new_ranks, ranks = (
-        array.T for array in (*rows[:2], *outputs[:2], old)
-    )
-    seeds, moved = rows[2], outputs[2]
-    w, m, after = weights[0].astype(np.float64), recommendation[0], new[0].astype(np.float64)
+    outputs = by_hand("numpy", rows, old, alpha, size, drop)
+    m, w, after, new_ranks, ranks = (each[:, 0] for each in (*rows[:2], *outputs[:2], old))
+    w, after = w.astype(np.float64), after.astype(np.float64)
     # The partition is drawn over ranks.
-    labels = cycles_numpy.partition(n, size, seeds[0], drop)[ranks[0]]
-    has_moved = new_ranks[0] != ranks[0]
-    assert moved[0] == np.sum(has_moved)
+    labels = cycles_numpy.partition(n, size, rows[2][0], drop)[ranks]
+    has_moved = new_ranks != ranks
+    assert outputs[2][0] == np.sum(has_moved)
     fit = np.isfinite(m) & (m != 0) & np.isfinite(w)
     assert not np.any(has_moved & ~(fit & (labels >= 0)))
     spread = np.ptp(w[np.isfinite(w)]) if np.isfinite(w).any() else 0.0
     for label in range(labels.max(initial=-1) + 1):
         inside = labels == label
-        np.testing.assert_array_equal(np.sort(new_ranks[0][inside]), np.sort(ranks[0][inside]))
+        np.testing.assert_array_equal(np.sort(new_ranks[inside]), np.sort(ranks[inside]))
         s = np.sum(inside & fit)
         if s < 2:
             assert not np.any(has_moved & inside)
             continue
         epsilon = spread * (np.float64(np.float32(alpha)) + 1.0 / s)
         risers, fallers = has_moved & inside & (m < 0), has_moved & inside & (m > 0)
-        assert np.all(after[risers] >= w[risers])
-        assert np.all(after[risers] < w[risers] + epsilon)
-        assert np.all(after[fallers] < w[fallers])
-        assert np.all(after[fallers] >= w[fallers] - epsilon)
+        assert np.all((w <= after)[risers])
+        assert np.all((after < w + epsilon)[risers])
+        assert np.all((after < w)[fallers])
+        assert np.all((w - epsilon <= after)[fallers])
 
 
 @hypothesis.given(n=st.integers(1, 300), size=st.integers(1, 320), seed=st.integers(0, 2**64 - 1))
-@hypothesis.settings(max_examples=150)
-def test_subsets_have_the_sizes_asked_for(n, size, seed):
+@hypothesis.settings(max_examples=100)
+def test_partition_of_any_row_has_the_sizes_asked_for(n, size, seed):
     """Disjoint subsets of P entries, then the remainder, which sits out if it is to be dropped."""
     words = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32)
     full, remainder = divmod(n, size) if size < n else (0, n)
@@ -150,13 +237,12 @@ def test_subsets_have_the_sizes_asked_for(n, size, seed):
     counts = np.bincount(kept)
     np.testing.assert_array_equal(counts, [size] * full + [remainder] * (remainder > 0))
     dropped = cycles_numpy.partition(n, size, words, drop_remainder=True)
-    if size >= n or not remainder:
-        np.testing.assert_array_equal(dropped, kept)
-    else:
-        np.testing.assert_array_equal(dropped, np.where(kept == full, -1, kept))
+    if size < n and remainder:
+        kept = np.where(kept == full, -1, kept)
+    np.testing.assert_array_equal(dropped, kept)
 
 
-def test_partitions_are_uniform():
+def test_partition_over_many_seeds_is_uniform():
     """All 30 ways to split five entries as 2 + 2 + 1 come equally often (chi-square)."""
     draws = 6000
     words = np.random.default_rng(7).integers(0, 2**32, (draws, 2), dtype=np.uint32)
@@ -165,59 +251,39 @@ def test_partitions_are_uniform():
         labels = tuple(cycles_numpy.partition(5, 2, seed, drop_remainder=False))
         found[labels] = found.get(labels, 0) + 1
     assert len(found) == 30
-    expected = draws / 30
-    statistic = sum((count - expected) ** 2 / expected for count in found.values())
+    statistic = sum((count - draws / 30) ** 2 / (draws / 30) for count in found.values())
     assert statistic < 52.3  # the 99.5 % quantile of chi-square with 29 degrees of freedom
 
 
-def test_splitmix64_gives_its_published_numbers():
-    """The first outputs for the seed 1234567, from the generator's reference program."""
-    np.testing.assert_array_equal(
-        cycles_numpy.splitmix64(np.uint64(1234567), 3),
-        np.array([6457827717110365317, 3203168211198807973, 9817491932198370423], np.uint64),
-    )
-
-
-def test_multiply_high_is_exact():
-    """The upper half of a product, against Python's own integers."""
+def test_random_integers_are_exact():
+    """splitmix64 gives its reference program's first numbers, products have Python's upper half."""
+    found = cycles_numpy.splitmix64(np.uint64(1234567), 3)
+    assert found.tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     rng = np.random.default_rng(0)
     a = rng.integers(0, 2**64, 200, dtype=np.uint64)
     b = rng.integers(1, 2**32, 200, dtype=np.uint64)
     expected = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
-    np.testing.assert_array_equal(cycles_numpy.multiply_high(a, b), np.array(expected, np.uint64))
+    assert cycles_numpy.multiply_high(a, b).tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("gpu", ValueError, r"OPTPERM_KERNEL must be one of ffi, .* got 'gpu'"),
-        ("ffi", RuntimeError, r"asks for the kernel 'ffi'; available here: numpy"),
-    ],
-)
-def test_a_kernel_that_is_not_there_is_refused(name, error, message, monkeypatch):
-    """Asking for one that is unknown or missing is an error, not a silent fallback."""
-    monkeypatch.setattr(cycles, "available_kernels", lambda: ("numpy",))
-    monkeypatch.setenv("OPTPERM_KERNEL", name)
-    with pytest.raises(error, match=message):
-        cycles.chosen_kernel()
-
-
-@pytest.mark.parametrize("share", [0.001, 0.3, 1.0])
-def test_long_vectors_have_the_same_bits_on_several_threads(share, monkeypatch):
+def test_long_vectors_on_several_threads_have_the_same_bits(monkeypatch):
     """Where there are fewer vectors than threads these share each one, XLA's threads or the kernel's."""
+    support.require_kernel("ffi")
+    monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
     n = 40_000
-    rows = random_rows(3, n, 1, np.float32)
-    results = []
-    for kernel in ("ffi", "callback"):
-        support.require_kernel(kernel)
-        monkeypatch.setenv("OPTPERM_KERNEL", kernel)
-        results.append(permute(rows, 0.1, int(share * n), False))
-    support.assert_same_bits(*results)
-    assert results[0][2] > n / 3
+    recommendation, weights, seeds = random_rows(3, n, 1, np.float32)
+    ranks = ranks_of(weights)
+    run = jax.jit(functools.partial(cycles.permute_rows, drop_remainder=False))
+    for size in (40, 12_000, n):
+        operands = recommendation, weights, ranks, seeds, np.float32(0.1), np.int32(size)
+        results = jax.device_get(run(*operands))
+        by_threads = by_hand("callback", (recommendation, weights, seeds), ranks, 0.1, size)
+        support.assert_same_bits(results, tuple(by_threads))
+        assert results[2] > n / 3
 
 
-def test_the_number_of_threads_can_be_set(monkeypatch):
-    """OPTPERM_NUM_THREADS says it; what is no positive integer is refused."""
+def test_kernel_settings_that_cannot_be_met_are_refused(monkeypatch):
+    """An unknown or missing kernel is an error, and a number of threads that is no positive integer."""
     monkeypatch.setenv("OPTPERM_NUM_THREADS", "3")
     assert cycles._max_threads() == 3
     for wrong in ("0", "-1", "two", ""):
@@ -226,21 +292,32 @@ def test_the_number_of_threads_can_be_set(monkeypatch):
             cycles._max_threads()
     monkeypatch.delenv("OPTPERM_NUM_THREADS")
     assert cycles._max_threads() >= 1
+    monkeypatch.setattr(cycles, "available_kernels", lambda: ("numpy",))
+    for name, error, message in (
+        ("gpu", ValueError, r"OPTPERM_KERNEL must be one of ffi, .* got 'gpu'"),
+        ("ffi", RuntimeError, r"asks for the kernel 'ffi'; available here: numpy"),
+    ):
+        monkeypatch.setenv("OPTPERM_KERNEL", name)
+        with pytest.raises(error, match=message):
+            cycles.chosen_kernel()
 
 
-def test_missing_library_is_told_once_with_the_remedy(monkeypatch):
+def test_missing_library_is_warned_of_once_with_the_remedy(monkeypatch):
     """Without the compiled library there is one warning, which says what to do."""
     cycles.available_kernels.cache_clear()
     monkeypatch.setattr(cycles, "_library", lambda: None)
     try:
         with pytest.warns(RuntimeWarning, match="pip install --force-reinstall"):
             assert cycles.available_kernels() == ("numpy",)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert cycles.available_kernels() == ("numpy",)
+        assert cycles.available_kernels() == ("numpy",)  # pytest makes an error of a warning
     finally:
         cycles.available_kernels.cache_clear()
         monkeypatch.undo()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cycles.available_kernels()
+
+
+def test_leaf_of_subnormal_weights_is_not_called_constant():
+    """It has an order, so permuting can train it; pytest makes an error of a warning."""
+    optperm.sgperm().init(jnp.asarray(np.arange(1, 7, dtype=np.float32) * np.float32(1e-44)))

@@ -18,34 +18,39 @@ import support
 import optperm
 
 
-def train(params, steps=5, **arguments):
-    """The state after a few steps of random gradients."""
-    tx = optperm.sgperm(0.5, partition_ratio=0.7, **arguments)
-    grads = [support.random_like(params, step) for step in range(steps)]
-    return loops.train(tx, params, grads, init="jit")[-1][1]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_permutation_rebuilds_the_trained_weights_bit_for_bit(dtype):
-    """In every dtype, with ties and zeros of both signs."""
-    with jax.enable_x64(dtype == "float64"):
-        kernel = np.round(2 * np.random.default_rng(0).normal(size=(20, 3))) / 2
-        kernel[::2][kernel[::2] == 0] = -0.0
-        kernel = jnp.asarray(kernel, dtype)
-        params = {
-            "kernel": kernel,
-            "bias": support.normal((7,), 1, dtype),
-            "scale": jnp.ones((), dtype),
-            "none": jnp.zeros((0, 3), dtype),
-        }
-        assert len(np.unique(support.as_integers(kernel[:, 0]))) < 20
-        opt_state = train(params)
+def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
+    """Every bit, with ties and zeros of both signs; also from indices written as JSON or an archive."""
+    ties = np.round(2 * np.random.default_rng(0).normal(size=(20, 3))) / 2
+    ties[::2][ties[::2] == 0] = -0.0
+    with jax.enable_x64(True):
+        params = {name: jnp.asarray(ties, name) for name in support.DTYPES}
+        params |= {"scale": jnp.float32(1), "none": jnp.zeros((0, 3)), "bias": support.bias(7)}
+        grads = [support.random_like(params, step) for step in range(3)]
+        tx = optperm.sgperm(0.5, partition_ratio=0.7)
+        _, opt_state = loops.train(tx, params, grads, init="jit")[-1]
+        trained = optperm.permuted_params(opt_state)
+        assert not np.array_equal(trained["bfloat16"], params["bfloat16"])
         permutation = jax.jit(optperm.export_permutation)(params, opt_state)
-        rebuilt = jax.jit(optperm.apply_permutation)(params, permutation)
-        support.assert_same_bits(rebuilt, optperm.permuted_params(opt_state))
-        assert not np.array_equal(rebuilt["kernel"], params["kernel"])
+        support.assert_same_bits(optperm.export_permutation(params, opt_state), permutation)
         assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(permutation))
         assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
+
+        text = json.dumps(jax.tree.map(lambda x: np.asarray(x).tolist(), permutation))
+        shaped = jax.tree.map(
+            lambda x, p: np.array(x, np.int32).reshape(p.shape),
+            json.loads(text),
+            params,
+            is_leaf=lambda x: isinstance(x, list),
+        )
+        file = io.BytesIO()
+        np.savez_compressed(file, **permutation)
+        file.seek(0)
+        with np.load(file) as archive:
+            for indices in (shaped, dict(archive)):
+                rebuilt = optperm.apply_permutation(params, indices)
+                support.assert_same_bits(rebuilt, trained)
+        rebuilt = jax.jit(optperm.apply_permutation)(params, permutation)
+        support.assert_same_bits(rebuilt, trained)
 
 
 @pytest.mark.usefixtures("lenient")
@@ -54,45 +59,23 @@ def test_masked_leaves_stay_with_their_optimizer():
     export and in the exact weights, unless params are given, and kept as they are."""
     params, adam = support.random_params(), optax.adam(0.1)
     grads = support.random_like(params, 1)
-    tx = optax.partition(
-        {"permute": optperm.sgperm(0.5), "adam": adam}, {"kernel": "permute", "bias": "adam"}
-    )
-    ((after, opt_state),) = loops.train(tx, params, [grads])
-    ((bias, _),) = loops.train(adam, params["bias"], [grads["bias"]])
-    support.assert_same_bits(after["bias"], bias)
-    exact = optperm.permuted_params(opt_state)
-    support.assert_same_bits(exact, {"kernel": after["kernel"], "bias": optax.MaskedNode()})
-    full = optperm.permuted_params(opt_state, after)
-    assert full["bias"] is after["bias"]
-    support.assert_same_bits(full["kernel"], after["kernel"])
-    permutation = optperm.export_permutation(params, opt_state)
-    assert permutation["bias"] == optax.MaskedNode()
-    rebuilt = optperm.apply_permutation(params, permutation)
-    assert rebuilt["bias"] is params["bias"]
-    support.assert_same_bits(rebuilt["kernel"], after["kernel"])
-    support.assert_permutes(after["kernel"], params["kernel"])
-    assert not np.array_equal(after["kernel"], params["kernel"])
-
-
-def test_permutation_survives_json_and_npz():
-    """Indices written as JSON or as a compressed archive rebuild the same bits; under jit, too."""
-    params = support.random_params()
-    opt_state = train(params)
-    permutation = optperm.export_permutation(params, opt_state)
-    trained = optperm.permuted_params(opt_state)
-    support.assert_same_bits(jax.jit(optperm.export_permutation)(params, opt_state), permutation)
-    rebuilt = jax.jit(optperm.apply_permutation)(params, permutation)
-    support.assert_same_bits(rebuilt, trained)
-
-    text = json.dumps(jax.tree.map(lambda x: np.asarray(x).tolist(), permutation))
-    from_json = {name: np.array(indices, np.int32) for name, indices in json.loads(text).items()}
-    support.assert_same_bits(optperm.apply_permutation(params, from_json), trained)
-
-    file = io.BytesIO()
-    np.savez_compressed(file, **permutation)
-    file.seek(0)
-    with np.load(file) as archive:
-        support.assert_same_bits(optperm.apply_permutation(params, dict(archive)), trained)
+    for method in (optperm.sgperm(0.5), optperm.laperm(optax.adam(0.3), 2)):
+        tx = optax.partition(
+            {"permute": method, "adam": adam}, {"kernel": "permute", "bias": "adam"}
+        )
+        after, opt_state = loops.train(tx, params, [grads] * 3)[-1]
+        bias, _ = loops.train(adam, params["bias"], [grads["bias"]] * 3)[-1]
+        support.assert_close(after["bias"], bias, rtol=1e-6)
+        assert optperm.permuted_params(opt_state)["bias"] == optax.MaskedNode()
+        full = optperm.permuted_params(opt_state, after)
+        assert full["bias"] is after["bias"]
+        support.assert_permutes(full["kernel"], params["kernel"])
+        assert not np.array_equal(full["kernel"], params["kernel"])
+        permutation = optperm.export_permutation(params, opt_state, after)
+        assert permutation["bias"] == optax.MaskedNode()
+        rebuilt = optperm.apply_permutation(params, permutation)
+        assert rebuilt["bias"] is params["bias"]
+        support.assert_same_bits(rebuilt["kernel"], full["kernel"])
 
 
 # Optax leaves it to its users to register its states for serialization: the inner optimizer has none.
@@ -104,8 +87,9 @@ METHODS = {
 }
 
 
-def test_exported_updates_run_in_another_process(tmp_path):
-    """By the recipe of docs/design/permutation.md: serialized here, they give the same bits there."""
+@pytest.mark.programs
+def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
+    """Follow the recipe of docs/design/permutation.md: serialize here, run there."""
     pytest.importorskip("flatbuffers", reason="jax.export serializes by flatbuffers")
     support.require_kernel("ffi")
     params = support.random_params()
@@ -146,7 +130,7 @@ def test_exported_updates_run_in_another_process(tmp_path):
         assert not np.array_equal(wanted["kernel"], params["kernel"])
 
 
-def test_an_update_that_calls_python_is_not_exported(monkeypatch):
+def test_update_that_calls_python_is_not_exported(monkeypatch):
     """For several platforms, of which one needs it, the error says what can be done."""
     support.require_kernel("ffi")
     monkeypatch.setenv("OPTPERM_KERNEL", "ffi")

@@ -2,8 +2,6 @@
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import loops
@@ -40,113 +38,99 @@ def reordered(initial, leaf):
     return np.take_along_axis(values, ranks, axis=0).reshape(leaf.shape)
 
 
-@functools.cache
-def trained(sync_every):
-    """Params and state after each of ten steps of Adam, in one scan."""
-    return train(optperm.laperm(optax.adam(0.3), sync_every), params(), range(10), how="scan")
-
-
 def slower(count):
     return jnp.where(count < 4, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("sync_every", "synced_after"), [(3, {3, 6, 9}), (slower, {2, 4, 6, 9}), (1, set(range(1, 11)))]
-)
-def test_is_adam_with_the_weights_put_back(sync_every, synced_after):
+@pytest.mark.parametrize(("sync_every", "synced_after"), [(3, {3, 6, 9}), (slower, {2, 4, 6, 9})])
+def test_laperm_of_adam_is_adam_with_the_weights_put_back(sync_every, synced_after):
     """Between synchronizations Adam in NumPy, whose moments live on; at them the sorted values, every
     bit. The state tells which, and the weights as of the last one."""
     update = replicas.adam(0.3)
+    trail = train(optperm.laperm(optax.adam(0.3), sync_every), params(), range(10), how="scan")
     for name, initial in params().items():
         p, adam_state, last = np.float64(initial), None, np.asarray(initial)
-        for index, (after, opt_state) in enumerate(trained(sync_every)):
+        for index, (after, opt_state) in enumerate(trail):
             move, adam_state = update(adam_state, np.float64(grads(index)[name]))
             p = p + move
             is_synced = index + 1 in synced_after
             assert opt_state.synchronized == is_synced
-            np.testing.assert_allclose(
-                optperm.permuted_params(opt_state, after)[name],
-                reordered(np.asarray(initial), p),
-                rtol=0,
-            )
+            now = reordered(np.asarray(initial), p)
+            full = optperm.permuted_params(opt_state, after)
+            np.testing.assert_array_equal(full[name], now)
             if is_synced:
-                last = reordered(np.asarray(initial), p)
-                p = np.float64(last)
+                last, p = now, np.float64(now)
                 support.assert_same_bits(after[name], jnp.asarray(last))
             np.testing.assert_allclose(after[name], p, rtol=0, atol=1e-5)  # Adam in float32
             support.assert_same_bits(optperm.permuted_params(opt_state)[name], jnp.asarray(last))
         assert name == "bias" or np.mean(last != np.asarray(initial)) > 0.3
 
 
+SHAPES = {"float16": (6, 5), "bfloat16": (2, 3, 4, 2), "float32": (9,), "float64": (4, 3, 3)}
+
+
 @pytest.mark.filterwarnings("ignore:In .*all weights that enter an output unit are equal")
-@pytest.mark.parametrize("dtype", support.DTYPES)
-@hypothesis.given(
-    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
-    seed=st.integers(0, 2**32 - 1),
-    levels=st.sampled_from([0, 2, 8]),
-)
-@hypothesis.settings(max_examples=3)
-def test_every_row_is_its_initial_values_in_the_order_of_the_current_ones(
-    dtype, shape, seed, levels
-):
-    """Twice in a row, for any shape, with ties, zeros of both signs and gradients that are not finite:
-    bit for bit what NumPy's stable sorts give, and what the exported permutation rebuilds."""
-    rng = np.random.default_rng(seed)
+def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
+    """Twice in a row, with ties, zeros of both signs and gradients that are not finite: bit for bit
+    what NumPy's stable sorts give, and what the exported permutation rebuilds."""
+    rng = np.random.default_rng(3)
 
-    def draw():
-        x = rng.normal(size=shape)
-        x = np.round(x * levels) / levels if levels else x
-        return np.where(rng.random(shape) < 0.2, rng.choice([0.0, -0.0], size=shape), x).astype(
-            support.DTYPES[dtype]
-        )
+    def draw(spoil=0.0):
+        """Eighths, whose sums are exact in every dtype."""
+        tree = {}
+        for name, shape in SHAPES.items():
+            x = np.round(rng.normal(size=shape) * 8) / 8
+            x = np.where(rng.random(shape) < 0.2, rng.choice([0.0, -0.0], size=shape), x)
+            x[rng.random(shape) < spoil] = rng.choice([np.nan, np.inf, -np.inf])
+            tree[name] = x.astype(support.DTYPES[name])
+        return tree
 
-    initial, start = draw(), draw()
-    with jax.enable_x64(dtype == "float64"):
+    with jax.enable_x64(True):
         tx = optperm.laperm(optax.identity(), 1)
-        initial = jnp.asarray(initial)
-        p, opt_state = jnp.asarray(start), jax.jit(tx.init)(initial)
+        initial, p = jax.tree.map(jnp.asarray, (draw(), draw()))
+        opt_state = jax.jit(tx.init)(initial)
+        rebuilt = jax.jit(
+            lambda w, state: optperm.apply_permutation(w, optperm.export_permutation(w, state))
+        )
         for _ in range(2):
-            g = draw()
-            g[rng.random(shape) < 0.1] = rng.choice([np.nan, np.inf, -np.inf])
-            moved = np.asarray(p) + np.where(np.isfinite(g), g, np.zeros_like(g))
-            p, opt_state = loops.compiled(tx)(p, opt_state, jnp.asarray(g))
-            support.assert_same_bits(p, jnp.asarray(reordered(initial, moved)))
+            g = draw(0.1)
+            moved = jax.tree.map(
+                lambda w, g: np.asarray(w) + np.where(np.isfinite(g), g, np.zeros_like(g)), p, g
+            )
+            p, opt_state = loops.compiled(tx)(p, opt_state, g)
+            support.assert_same_bits(p, jax.tree.map(reordered, initial, moved))
             support.assert_same_bits(optperm.permuted_params(opt_state), p)
-            permutation = jax.jit(optperm.export_permutation)(initial, opt_state)
-            rebuilt = jax.jit(optperm.apply_permutation)(initial, permutation)
-            support.assert_same_bits(rebuilt, p)
-        support.assert_permutes(p, initial)
+            support.assert_same_bits(rebuilt(initial, opt_state), p)
 
 
-@pytest.mark.parametrize("dtype", support.DTYPES)
-def test_the_compiled_sort_gives_the_bits_of_xlas(dtype, monkeypatch):
+def test_compiled_sort_of_any_numbers_gives_the_order_of_xlas(monkeypatch):
     """With ties, subnormal numbers, zeros of both signs and a row that holds a NaN."""
     support.require_kernel("ffi")
-    rng = np.random.default_rng(0)
-    initial, moved = (
-        (np.round(rng.normal(size=(40, 3, 5)) * 6) / rng.choice([6, 6e9, 6e40], (40, 3, 5))).astype(
-            support.DTYPES[dtype]
-        )
-        for _ in range(2)
-    )
-    moved[7, 1, 2] = np.nan
+    rng, trees = np.random.default_rng(0), []
+    for _ in range(2):
+        drawn = np.round(rng.normal(size=(40, 3, 5)) * 6) / rng.choice([6, 6e9, 6e40], (40, 3, 5))
+        trees.append({name: drawn.astype(dtype) for name, dtype in support.DTYPES.items()})
+    initial, moved = trees
+    for leaf in moved.values():
+        leaf[7, 1, 2] = np.nan
     results = []
-    with jax.enable_x64(dtype == "float64"):
-        initial = jnp.asarray(initial)
+    with jax.enable_x64(True):
+        zeros = jax.tree.map(jnp.zeros_like, initial)
         for kernel in ("ffi", "numpy"):
             monkeypatch.setenv("OPTPERM_KERNEL", kernel)
             tx = optperm.laperm(optax.identity(), 1, output_axes=(1, 2))
             start = jax.jit(tx.init)(initial)
-            update = jax.jit(tx.update).lower(initial, start, initial).compile()
+            update = jax.jit(tx.update).lower(zeros, start, moved).compile()
             assert ("optperm_reorder_rows" in update.as_text()) == (kernel == "ffi")
-            results.append(update(jnp.zeros_like(initial), start, jnp.asarray(moved))[1])
-    support.assert_same_bits(results[0].weights, results[1].weights)
-    support.assert_same_bits(results[0].ranks, results[1].ranks)
-    assert np.mean(np.asarray(results[0].ranks) != np.asarray(start.ranks)) > 0.5
+            _, opt_state = update(zeros, start, moved)
+            results.append((opt_state.weights, opt_state.ranks))
+    support.assert_same_bits(*results)
+    for name in initial:
+        assert np.mean(np.asarray(opt_state.ranks[name]) != np.asarray(start.ranks[name])) > 0.5
 
 
 def test_damaged_ranks_are_refused():
-    """By the compiled sort: a state whose ranks are no permutation is an error."""
+    """The compiled sort raises an error of a state whose ranks are no permutation."""
     support.require_kernel("ffi")
     tx = optperm.laperm(optax.identity(), 1)
     opt_state = jax.jit(tx.init)(support.bias(9))
@@ -157,66 +141,58 @@ def test_damaged_ranks_are_refused():
         jax.block_until_ready(jax.jit(tx.update)(support.bias(9), damaged, support.bias(9)))
 
 
-def test_synchronizing_each_step_learns_nothing_where_steps_are_small():
+def test_synchronizing_where_steps_are_small_learns_only_if_it_is_rare():
     """No weight gets past its neighbor in one step; in fifty it does, and the loss falls."""
-    x = support.normal((64, 10), 0)
-    y = x @ jnp.linspace(-1.0, 1.0, 10)
-    start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 10))
+    x, target = support.normal((64, 10), 0), np.linspace(-1.0, 1.0, 10, dtype=np.float32)
+    start = jnp.asarray(np.random.default_rng(1).permutation(target))
 
-    def loss_fn(w, _):
-        return jnp.mean((x @ w - y) ** 2)
+    def loss_fn(w, batch):
+        return jnp.mean((batch @ (w - target)) ** 2)
 
+    @jax.jit
     def end(sync_every):
         tx = optperm.laperm(optax.adam(0.02), sync_every)
         step = loops.make_step(tx, loops.gradient(loss_fn))
-        return loops.carry(step, start, tx.init(start), jnp.arange(200))[0]
+        return loops.carry(step, start, tx.init(start), jnp.broadcast_to(x, (200, *x.shape)))[0]
 
     support.assert_same_bits(end(1), start)
     learned = end(50)
     support.assert_permutes(learned, start)
-    assert loss_fn(learned, ()) < 0.05 * loss_fn(start, ())
+    assert loss_fn(learned, x) < 0.05 * loss_fn(start, x)
 
 
-@pytest.mark.parametrize("axes", [0, (1, 2), (), lambda path, leaf: leaf.ndim - 1])
-def test_export_between_two_synchronizations(axes):
-    """With the params it is of them, synchronized; without, of the last synchronization. Of either the
-    exported permutation rebuilds the weights bit for bit, along the output axes asked for."""
-    initial = {"kernel": support.normal((3, 4, 5), 0), "scale": jnp.float32(2)}
-    tx = optperm.laperm(optax.sgd(0.5), 2, output_axes=axes)
+def test_export_between_two_synchronizations_rebuilds_the_weights():
+    """With the params it is of them, synchronized; without, of the last synchronization; along any
+    output axes. Scalars and empty leaves are left alone."""
+    axes = {"a": 0, "b": (1, 2), "c": (), "d": -1, "scale": (), "none": -1}
+    options = {"output_axes": lambda path, leaf: axes[path]}
+    initial = {name: support.normal((3, 4, 5), 0) for name in "abcd"}
+    initial |= {"scale": jnp.float32(2), "none": jnp.zeros((0, 3))}
+    tx = optperm.laperm(optax.sgd(0.5), 2, **options)
     drawn = [support.random_like(initial, index) for index in range(3)]
     p, opt_state = loops.train(tx, initial, drawn, init="jit")[-1]
-    export = jax.jit(functools.partial(optperm.export_permutation, output_axes=axes))
+    export = jax.jit(functools.partial(optperm.export_permutation, **options))
     last = optperm.permuted_params(opt_state)
-    now = optperm.permuted_params(opt_state, p, output_axes=axes)
-    assert not np.array_equal(last["kernel"], now["kernel"])
+    now = optperm.permuted_params(opt_state, p, **options)
+    assert not np.array_equal(last["a"], now["a"])
+    assert p["scale"] == now["scale"] == 2.0
     for weights, given in [(last, ()), (now, (p,)), (now, (now,))]:
-        rebuilt = jax.jit(optperm.apply_permutation)(initial, export(initial, opt_state, *given))
+        rebuilt = optperm.apply_permutation(initial, export(initial, opt_state, *given))
         support.assert_same_bits(rebuilt, weights)
     # As the weights that one more synchronization would place.
     _, next_state = loops.compiled(tx)(p, opt_state, jax.tree.map(jnp.zeros_like, p))
     support.assert_same_bits(optperm.permuted_params(next_state), now)
     with pytest.raises(ValueError, match=r"params\['scale'\]"):
-        optperm.export_permutation(initial, opt_state, p | {"scale": jnp.ones(2)})
+        export(initial, opt_state, p | {"scale": jnp.ones(2)})
 
 
-def test_masked_leaves_are_those_given():
-    """Beside another optimizer: its leaves come back as they are, ours synchronized."""
-    tx = optax.partition(
-        {"permute": optperm.laperm(optax.adam(0.3), 2), "adam": optax.adam(0.1)},
-        {"kernel": "permute", "bias": "adam"},
-    )
-    p, opt_state = train(tx, params(), range(3))[-1]
-    full = optperm.permuted_params(opt_state, p)
-    assert full["bias"] is p["bias"]
-    support.assert_permutes(full["kernel"], params()["kernel"])
-    assert not np.array_equal(full["kernel"], optperm.permuted_params(opt_state)["kernel"])
-    permutation = optperm.export_permutation(params(), opt_state, p)
-    assert permutation["bias"] == optax.MaskedNode()
-    rebuilt = optperm.apply_permutation(params(), permutation)
-    support.assert_same_bits(rebuilt["kernel"], full["kernel"])
+def averaged(p, batch):
+    """The mean gradient of all replicas."""
+    del p
+    return jax.lax.pmean(batch, replicas.AXIS), {}
 
 
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
+@pytest.mark.parametrize("mapping", support.every_night(["shard_map", "pmap"], ["shard_map"]))
 def test_replicas_that_average_their_gradients_agree(mapping):
     """Four replicas hold the same bits after each step, permutations of the start when synchronized."""
     tx = optperm.laperm(optax.adam(0.3), 2)
@@ -233,13 +209,7 @@ def test_replicas_that_average_their_gradients_agree(mapping):
             support.assert_permutes(got, params())
 
 
-def averaged(p, batch):
-    """The mean gradient of all replicas."""
-    del p
-    return jax.lax.pmean(batch, replicas.AXIS), {}
-
-
-def test_a_scan_in_checked_shard_map_keeps_its_types():
+def test_scan_in_checked_shard_map_keeps_its_types():
     """Networks of their own, initialized inside: what varies does from the start, the count never."""
     tx = optperm.laperm(optax.adam(0.3), 2)
 
@@ -249,86 +219,35 @@ def test_a_scan_in_checked_shard_map_keeps_its_types():
 
     starts = [support.random_params(seed) for seed in range(2)]
     xs = [replicas.stack([grads(9 * r + index) for index in range(4)]) for r in range(2)]
-    parts = replicas.stack(starts), replicas.stack(xs)
-    counts, p = replicas.share(run, "shard_map", 2)((), parts)
+    counts, p = replicas.share(run, "shard_map", 2)(
+        (), (replicas.stack(starts), replicas.stack(xs))
+    )
     assert counts.tolist() == [4, 4]
-    _, batched = jax.jit(jax.vmap(run, in_axes=(None, 0)))((), parts)
     for index, start in enumerate(starts):
         support.assert_permutes(replicas.take(p, index), start)
-        support.assert_same_bits(replicas.take(batched, index), replicas.take(p, index))
+        assert not np.array_equal(p["kernel"][index], start["kernel"])
 
 
-def test_gradients_that_are_not_finite_do_no_harm():
-    """They count as zeros; Adam's moments stay finite."""
-    tx = optperm.laperm(optax.adam(0.3), 2)
-    bad = grads(0) | {"bias": jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, -1.0])}
-    zeros = bad | {"bias": jnp.array([1.0, 0.0, 0.0, 0.0, -1.0])}
-    support.assert_same_bits(*(loops.train(tx, params(), [g]) for g in (bad, zeros)))
-
-
-def test_a_row_with_a_nan_goes_back_to_its_last_order():
-    """The rows beside it are synchronized."""
+def test_row_with_a_nan_goes_back_to_its_last_order():
+    """The rows beside it are synchronized; of gradients what is not finite counts as zero."""
     tx = optperm.laperm(optax.sgd(1.0), 1)
     ((p, opt_state),) = train(tx, params(), [0])
     broken = p | {"kernel": p["kernel"].at[3, 1].set(jnp.nan).at[4, 2].set(jnp.inf)}
-    ((after, opt_state),) = train(tx, broken, [1], opt_state=opt_state)
+    ((after, _),) = train(tx, broken, [1], opt_state=opt_state)
     support.assert_permutes(after, params())
     support.assert_same_bits(after["kernel"][:, 1], p["kernel"][:, 1])
     assert after["kernel"][4, 2] == params()["kernel"][:, 2].max()
     wanted = reordered(np.asarray(params()["kernel"]), np.asarray(p["kernel"] - grads(1)["kernel"]))
     support.assert_same_bits(after["kernel"][:, 3:], jnp.asarray(wanted[:, 3:]))
-    support.assert_same_bits(
-        optperm.apply_permutation(params(), optperm.export_permutation(params(), opt_state)), after
-    )
+    spoiled = jnp.array([1.0, jnp.nan, jnp.inf, -jnp.inf, -1.0])
+    zeroed = jnp.array([1.0, 0.0, 0.0, 0.0, -1.0])
+    by_adam = optperm.laperm(optax.adam(0.3), 2)
+    each = (loops.train(by_adam, params(), [grads(0) | {"bias": b}]) for b in (spoiled, zeroed))
+    support.assert_same_bits(*each)
 
 
-def test_scalars_and_empty_leaves_are_left_alone():
-    """A scalar keeps its value at every step, an empty leaf does no harm."""
-    start = {"scale": jnp.float32(2.0), "none": jnp.zeros((0, 3)), "bias": support.bias(6)}
-    drawn = [support.random_like(start, index) for index in range(3)]
-    trail = loops.train(optperm.laperm(optax.adam(0.3), 2), start, drawn)
-    assert [p["scale"] for p, _ in trail] == [2.0] * 3
-    p, opt_state = trail[-1]
-    assert not np.array_equal(p["bias"], start["bias"])
-    assert optperm.permuted_params(opt_state, p)["scale"] == 2.0
-    moved = optperm.apply_updates(p, jax.tree.map(jnp.ones_like, p), opt_state)
-    assert moved["scale"] == 3.0  # by what stands beside it
-
-
-def test_the_period_may_be_traced():
-    """Under `inject_hyperparams` it is a number in the state, which may change."""
-    tx = optax.inject_hyperparams(optperm.laperm)(optax.adam(0.3), sync_every=3)
-    first = train(tx, params(), range(4))
-    p, opt_state = first[-1]
-    opt_state.hyperparams["sync_every"] = jnp.int32(5)
-    trail = first + train(tx, p, range(4, 6), opt_state=opt_state)
-    synchronized = [bool(opt_state.inner_state.synchronized) for _, opt_state in trail]
-    assert synchronized == [False, False, True, False, True, False]
-
-
-def test_in_multi_steps_it_counts_whole_steps():
-    """The weights are placed exactly at every second micro-step, and stay there in between."""
-    tx = optax.MultiSteps(optperm.laperm(optax.adam(0.3), 1), every_k_schedule=2)
-    trail = [p for p, _ in train(tx, params(), range(5))]
-    for p in trail:
-        support.assert_permutes(p, params())
-    support.assert_same_bits(trail[2], trail[1])
-    assert not np.array_equal(trail[3]["kernel"], trail[1]["kernel"])
-
-
-def test_it_may_follow_another_optimizer():
-    """After `switch_after` a multiset of trained weights is permuted, and found."""
-    tx = optperm.switch_after(2, optax.adam(0.3), optperm.laperm(optax.adam(0.3), 2))
-    steps = train(tx, params(), range(5))
-    trail, opt_state = [p for p, _ in steps], steps[-1][1]
-    support.assert_permutes(trail[3], trail[1])
-    support.assert_permutes(optperm.permuted_params(opt_state, trail[-1]), trail[1])
-    assert not np.array_equal(trail[3]["kernel"], trail[1]["kernel"])
-    assert not np.array_equal(trail[1]["kernel"], params()["kernel"])
-
-
-def test_targets_of_another_state():
-    """The weights of the other, in its order; count and moments stay."""
+def test_targets_of_another_state_bring_their_order():
+    """The weights are the other's, in its order; count and moments stay."""
     tx = optperm.laperm(optax.adam(0.3), 1)
     start, ((_, other),) = tx.init(params()), train(tx, params(), [0])
     merged = replace_targets(start, other)
@@ -336,10 +255,10 @@ def test_targets_of_another_state():
     support.assert_same_bits((merged.count, merged.inner_state), (start.count, start.inner_state))
 
 
-def test_constant_rows_are_warned_of():
-    """A zero bias goes back to zero at every synchronization: said once, with its own remedy."""
+def test_constant_rows_are_warned_of_once():
+    """A zero bias goes back to zero at every synchronization: `init` says so, with its own remedy."""
     start = params() | {"bias": jnp.zeros(5)}
     tx = optperm.laperm(optax.sgd(0.1), 10)
     with pytest.warns(UserWarning, match=r"In bias all weights.*optperm.laperm\(optax.adam"):
         opt_state = tx.init(start)
-    tx.update(grads(0), opt_state, start)  # warns no more: pytest makes an error of a warning
+    jax.eval_shape(lambda: tx.update(grads(0), opt_state, start))  # warns no more

@@ -7,43 +7,40 @@ import jax.numpy as jnp
 import loops
 import numpy as np
 import optax
-import pytest
 
 import optperm
 
 
 def record(steps, every, capacity, **options):
-    """Params 0, 1, 2, ... passed one by one; the state after all of them."""
+    """The state after steps at which the params are 0, 1, 2, ..."""
     tx = optperm.record_trajectory(every, capacity, **options)
     params = {"w": jnp.zeros((2, 3)), "b": jnp.float32(0.0)}
     ones = [jax.tree.map(jnp.ones_like, params)] * steps
     trail = loops.train(tx, params, ones)
     for number, (after, _) in enumerate(trail, start=1):  # the updates are handed on
         assert np.all(after["w"] == number)
-    return trail[-1][1]
+    return [state for _, state in trail]
 
 
-@pytest.mark.parametrize(
-    ("steps", "wanted"),
-    [
+def test_last_snapshots_come_oldest_first():
+    """Params as they were passed at steps 0, every, 2 * every, ...; the oldest give way."""
+    states = record(20, every=3, capacity=4)
+    for steps, wanted in (
         (1, [0]),
         (3, [0]),
         (4, [0, 3]),
         (12, [0, 3, 6, 9]),
         (13, [3, 6, 9, 12]),
         (20, [9, 12, 15, 18]),
-    ],
-)
-def test_the_last_ones_oldest_first(steps, wanted):
-    """Params as they were passed at steps 0, every, 2 * every, ...; the oldest give way."""
-    snapshots, count = optperm.trajectory(record(steps, every=3, capacity=4))
-    assert count == len(wanted)
-    assert snapshots["w"].shape == (4, 2, 3)
-    assert snapshots["b"][:count].tolist() == wanted
-    assert np.array_equal(snapshots["w"][: int(count), 1, 2], np.float32(wanted))
+    ):
+        snapshots, count = optperm.trajectory(states[steps - 1])
+        assert count == len(wanted)
+        assert snapshots["w"].shape == (4, 2, 3)
+        assert snapshots["b"][:count].tolist() == wanted
+        assert np.array_equal(snapshots["w"][: int(count), 1, 2], np.float32(wanted))
 
 
-def test_dtypes():
+def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():
     """Float32 for narrower params, float64 for float64, or the one asked for."""
     with jax.enable_x64(True):
         params = {name: jnp.zeros(2, name) for name in ("bfloat16", "float32", "float64")}
@@ -51,11 +48,11 @@ def test_dtypes():
         assert [str(leaf.dtype) for leaf in kept.values()] == ["float32", "float32", "float64"]
         kept = optperm.record_trajectory(1, 2, dtype=jnp.bfloat16).init(params).snapshots
         assert {str(leaf.dtype) for leaf in kept.values()} == {"bfloat16"}
-    snapshots, _ = optperm.trajectory(record(4, 1, 4, dtype=jnp.bfloat16))
+    snapshots, _ = optperm.trajectory(record(4, 1, 4, dtype=jnp.bfloat16)[-1])
     assert snapshots["b"].astype(jnp.float32).tolist() == [0, 1, 2, 3]
 
 
-def test_nothing_is_copied():
+def test_donated_ring_is_not_copied():
     """With a donated state the compiled step writes one row in place and needs no second ring."""
     tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=3, capacity=16))
     params = jnp.zeros((300, 500))
@@ -65,7 +62,7 @@ def test_nothing_is_copied():
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * params.nbytes
 
 
-def test_the_trajectory_of_a_training_spans_it():
+def test_trajectory_of_a_training_spans_it():
     """Gradient descent moves within the span of its snapshots' components."""
     tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, capacity=6))
     scales = jnp.array([1.0, 2.0, 5.0, 0.0, 0.0])

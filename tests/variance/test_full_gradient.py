@@ -3,7 +3,6 @@
 import importlib
 import sys
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,109 +70,95 @@ def assert_rounds_to(got, exact):
         np.testing.assert_allclose(g, e, rtol=0, atol=32 * np.finfo(g.dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("size", [4, 3, 10, 1])
-def test_ragged_batches_count_by_their_size(size, dtype):
+def test_batches_of_unequal_size_count_by_it():
     """It is the mean of the ten gradients, however they are cut into batches; twice the same bits."""
-    with jax.enable_x64(dtype == np.float64):
-        params, data = support.random_params(dtype=dtype), make_data()
-        exact = mean_of_single_gradients(params, data)
-        got = optperm.full_gradient(loss_fn, params, ragged(data, size))
-        chex.assert_trees_all_equal_dtypes(got, params)
-        assert_rounds_to(got, exact)
-        again = optperm.full_gradient(loss_fn, params, ragged(data, size))
-        support.assert_same_bits(again, got)
-        means = [
-            jax.grad(loss_fn)(params, batch) for batch in jax.tree.map(jnp.asarray, ragged(data))
-        ]
-        mean_of_means = np.mean([g["bias"] for g in means], axis=0)
-        assert np.abs(mean_of_means - exact["bias"]).max() > 1e-3
+    for dtype in (np.float32, np.float64):
+        with jax.enable_x64(dtype == np.float64):
+            params, data = support.random_params(dtype=dtype), make_data()
+            exact = mean_of_single_gradients(params, data)
+            for size in (4, 3, 10, 1):
+                got = optperm.full_gradient(loss_fn, params, ragged(data, size))
+                assert support.signature(got) == support.signature(params)
+                assert_rounds_to(got, exact)
+                again = optperm.full_gradient(loss_fn, params, ragged(data, size))
+                support.assert_same_bits(again, got)
+            means = [grad_of_one(params, batch)["bias"] for batch in ragged(data)]
+            assert np.abs(np.mean(means, axis=0) - exact["bias"]).max() > 1e-3
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("filling", [0.0, 7.0, np.nan])
-def test_padding_counts_for_nothing(filling):
-    """With weights 1 and 0 padded batches give the mean of the ten, whatever the padding holds."""
+def test_weights_of_zero_and_fractions_weigh_the_examples():
+    """With weights 1 and 0 padded batches give the mean of the ten, whatever the padding holds; an
+    example of weight 1/2 counts half, and only the ratios matter."""
     params, data = support.random_params(dtype=np.float64), make_data()
-    batches, weights = padded(data, filling=filling)
-    got = optperm.full_gradient(loss_fn, params, batches, weights=weights)
-    assert_rounds_to(got, mean_of_single_gradients(params, data))
-    # Two batches of nothing but padding change nothing, in front or at the end.
-    empty = {name: np.full_like(values, filling) for name, values in batches[0].items()}
-    more = optperm.full_gradient(
-        loss_fn,
-        params,
-        [empty, *batches, empty],
-        weights=[np.zeros(SIZE), *weights, np.zeros(SIZE)],
-    )
-    support.assert_same_bits(more, got)
-
-
-def test_weights_may_be_fractions():
-    """An example of weight 1/2 counts half; only their ratios matter."""
-    params, data = support.random_params(), make_data()
+    exact = mean_of_single_gradients(params, data)
+    for filling in (0.0, 7.0, np.nan):
+        batches, weights = padded(data, filling=filling)
+        got = optperm.full_gradient(loss_fn, params, batches, weights=weights)
+        assert_rounds_to(got, exact)
+        # Two batches of nothing but padding change nothing, in front or at the end.
+        empty, none = {k: np.full_like(v, filling) for k, v in batches[0].items()}, np.zeros(SIZE)
+        batches, weights = [empty, *batches, empty], [none, *weights, none]
+        more = optperm.full_gradient(loss_fn, params, batches, weights=weights)
+        support.assert_same_bits(more, got)
     weights = np.linspace(0.1, 2.0, N).astype(np.float32)
     exact = mean_of_single_gradients(params, data, weights)
     for scale in (1.0, 1024.0):
         cut = [scale * weights[i : i + SIZE] for i in range(0, N, SIZE)]
-        got = optperm.full_gradient(loss_fn, params, ragged(data), weights=cut)
-        assert_rounds_to(got, exact)
+        assert_rounds_to(optperm.full_gradient(loss_fn, params, ragged(data), weights=cut), exact)
 
 
-def test_rounding_errors_do_not_add_up():
+def test_rounding_errors_of_many_batches_do_not_add_up():
     """The sum over batches is exact where a plain float32 sum loses every term but the first."""
     batches = [np.float32([x]) for x in [2.0**30, *[1.0] * 1000, -(2.0**30)]]
     got = optperm.full_gradient(lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches)
     assert got == np.float32(1000 / 1002)
 
 
-@pytest.mark.parametrize("with_weights", [False, True])
-def test_sums_are_at_least_float32(with_weights):
+def test_sums_are_at_least_float32():
     """bfloat16 params get a float32 mean, float64 params a float64 one, in one tree."""
     with jax.enable_x64(True):
         params = {"half": jnp.zeros(2, jnp.bfloat16), "double": jnp.zeros(2, jnp.float64)}
-        x = np.random.default_rng(0).normal(size=(300, 2))
+        x = np.random.default_rng(0).normal(size=(100, 3, 2))
 
         def loss(params, batch):
             wide = params["half"].astype(np.float64) + params["double"]
             return jnp.mean(batch @ wide)
 
-        got = optperm.full_gradient(
-            loss, params, x.reshape(100, 3, 2), weights=[np.ones(3)] * 100 if with_weights else None
-        )
-        assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
-        np.testing.assert_allclose(got["double"], x.mean(axis=0), rtol=1e-13)
-        # Each gradient was rounded to bfloat16, their sum was not.
-        batch_means = x.reshape(100, 3, 2).sum(1) if with_weights else x.reshape(100, 3, 2).mean(1)
-        rounded = np.asarray(jnp.asarray(batch_means, jnp.bfloat16), np.float64)
-        expected = rounded.sum(0) / 300 if with_weights else rounded.mean(0)
-        np.testing.assert_allclose(got["half"], expected, rtol=1e-6)
+        for weights in (None, [np.ones(3)] * 100):
+            got = optperm.full_gradient(loss, params, x, weights=weights)
+            assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
+            np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
+            # Each gradient was rounded to bfloat16, their sum was not.
+            of_batch = x.sum(1) if weights else x.mean(1)
+            rounded = np.asarray(jnp.asarray(of_batch, jnp.bfloat16), np.float64)
+            expected = rounded.sum(0) / 300 if weights else rounded.mean(0)
+            np.testing.assert_allclose(got["half"], expected, rtol=1e-6)
 
 
-def test_each_batch_shape_is_compiled_once(monkeypatch):
+def test_batch_shape_that_came_before_is_not_compiled_again(monkeypatch):
     """Each call traces the loss once for each shape, and compiles what it has not compiled before."""
-    traces = []
+    traces, programs = [], {}
 
     def counted(params, batch):
         traces.append(batch["y"].shape)
         return loss_fn(params, batch)
 
-    programs = {}
     monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
     params, data = support.random_params(), make_data()
     first = optperm.full_gradient(counted, params, ragged(data))
     assert sorted(set(traces)) == [(2, 5), (4, 5)]
     assert len(programs) == 2
-    elsewhere = support.random_params(1)
-    second = optperm.full_gradient(counted, elsewhere, iter(ragged(data)))
+    second = optperm.full_gradient(counted, support.random_params(1), iter(ragged(data)))
     assert len(programs) == 2
     assert np.abs(first["bias"] - second["bias"]).max() > 1e-3
     optperm.full_gradient(lambda p, b: 2.0 * loss_fn(p, b), params, ragged(data))
     assert len(programs) == 4
 
 
-def test_what_the_loss_reads_is_what_it_is_now():
-    """An attribute, a captured variable and bound batch statistics that change change the gradient."""
+def test_state_that_the_loss_reads_is_what_it_is_now():
+    """An attribute, a captured variable and bound batch statistics that change change the gradient;
+    what the loss returns beside its value is left out."""
 
     class Ridge:
         l2 = 1.0
@@ -188,15 +173,17 @@ def test_what_the_loss_reads_is_what_it_is_now():
 
     @jax.jit
     def of_strength(strength):
-        return optperm.full_gradient(lambda w, b: strength * jnp.mean(b @ w), w, [x[:5], x[5:]])
+        def loss(w, batch):
+            return strength * jnp.mean(batch @ w), batch
+
+        return optperm.full_gradient(loss, w, [x[:5], x[5:]], has_aux=True)
 
     support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
 
 
-def test_weights_ask_for_a_mean_over_examples():
-    """A loss with BatchNorm, or a sum, is refused: of an example by itself it is another loss."""
+def test_weighted_loss_that_is_no_mean_is_refused():
+    """A loss with BatchNorm, or a sum: of an example by itself it is another loss."""
     params, data = support.random_params(), make_data(8)
-    ones = [np.ones(8)]
 
     def normalized(params, batch):
         x = batch["x"] - batch["x"].mean(axis=0, keepdims=True)
@@ -208,7 +195,7 @@ def test_weights_ask_for_a_mean_over_examples():
     for wrong in (normalized, summed):
         optperm.full_gradient(wrong, params, [data])
         with pytest.raises(ValueError, match="mean of what each example loses"):
-            optperm.full_gradient(wrong, params, [data], weights=ones)
+            optperm.full_gradient(wrong, params, [data], weights=[np.ones(8)])
 
 
 class Tensor:
@@ -231,8 +218,9 @@ class Loader:
         return ({k: Tensor(v) for k, v in batch.items()} for batch in self.batches)
 
 
-def test_any_iterable_of_batches():
-    """Generators, loaders of foreign tensors, lists of device arrays; shared leaves of rank 0."""
+def test_any_iterable_of_batches_is_taken():
+    """Generators, loaders of another library's tensors, lists of device arrays; shared leaves of
+    rank 0."""
     params, data = support.random_params(), make_data()
     expected = optperm.full_gradient(loss_fn, params, ragged(data))
     nothing = rows(data, slice(0, 0))
@@ -245,94 +233,75 @@ def test_any_iterable_of_batches():
         support.assert_same_bits(optperm.full_gradient(loss_fn, params, batches), expected)
     weights = (Tensor(w) for w in padded(data)[1])
     got = optperm.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
-    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=3e-6)
+    support.assert_close(got, expected, rtol=1e-5, atol=3e-6)
 
     def scaled(params, batch):
         keep = jax.random.bernoulli(batch["key"], 0.5, (12,)).astype(jnp.float32)
         return batch["scale"] * loss_fn(params, {"x": batch["x"] * keep[None], "y": batch["y"]})
 
     with_key = [b | {"key": jax.random.key(3), "scale": 2.0} for b in ragged(data)]
-    keep = jax.random.bernoulli(jax.random.key(3), 0.5, (12,))
-    exact = mean_of_single_gradients(params, data | {"x": data["x"] * np.asarray(keep)[None]})
+    keep = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.5, (12,)))
+    exact = mean_of_single_gradients(params, data | {"x": data["x"] * keep[None]})
     got = optperm.full_gradient(scaled, params, with_key)
     assert_rounds_to(got, jax.tree.map(lambda g: 2.0 * g, exact))
 
 
-@pytest.mark.parametrize("bound", [False, True])
-def test_each_example_draws_its_own_dropout_mask_where_there_are_weights(bound):
+def test_weighted_examples_draw_dropout_masks_of_their_own():
     """From the batch's key and its own place in the batch; a key bound to the loss is no other."""
-    params, data = support.random_params(), make_data()
+    params, data, key = support.random_params(), make_data(), jax.random.key(3)
 
-    def scaled(key, params, batch):
-        key, batch = (key, batch) if bound else (batch["key"], batch["data"])
+    def dropped(key, params, batch):
         keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(jnp.float32)
         return loss_fn(params, batch | {"x": batch["x"] * keep})
 
-    key = jax.random.key(3)
-    loss = jax.tree_util.Partial(scaled, key)
-    batches = ragged(data) if bound else [{"data": b, "key": key} for b in ragged(data)]
-    got = optperm.full_gradient(
-        loss, params, batches, weights=[np.ones(len(b["y"])) for b in ragged(data)]
-    )
-    keys = [jax.random.fold_in(key, i % SIZE) for i in range(N)]
+    def of_batch(params, batch):
+        return dropped(batch["key"], params, batch["data"])
+
+    keys = [jax.random.fold_in(key, i) for i in range(SIZE)]
     masks = np.stack([jax.random.bernoulli(k, 0.5, (1, 12))[0] for k in keys])
-    assert len(np.unique(masks[:SIZE], axis=0)) == SIZE
-    assert_rounds_to(got, mean_of_single_gradients(params, data | {"x": data["x"] * masks}))
+    assert len(np.unique(masks, axis=0)) == SIZE
+    masked = data | {"x": data["x"] * masks[np.arange(N) % SIZE]}
+    exact = mean_of_single_gradients(params, masked)
+    weights = [np.ones(len(b["y"])) for b in ragged(data)]
+    for loss, batches in (
+        (jax.tree_util.Partial(dropped, key), ragged(data)),
+        (of_batch, [{"data": b, "key": key} for b in ragged(data)]),
+    ):
+        got = optperm.full_gradient(loss, params, batches, weights=weights)
+        assert_rounds_to(got, exact)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("weighted", ["padded", "fractions"])
-def test_weights_in_half_precision(dtype, weighted):
-    """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once."""
+def test_weights_in_half_precision_are_not_rounded():
+    """No sum over examples overflows, and weights are not rounded: the sum of a batch is, once; equal
+    weights that the dtype of the loss would round give the plain mean."""
     n, rng = 4096, np.random.default_rng(0)
-    x = rng.integers(50, 128, (n, 3))
-    weights = np.float32(rng.random(n) < 0.9)
-    if weighted == "fractions":
-        weights *= np.float32(rng.uniform(0.1, 3.0, n))
-    params = {"w": jnp.zeros(3, dtype), "b": jnp.zeros((), dtype)}
+    x, is_kept, fractions = rng.integers(50, 128, (n, 3)), rng.random(n) < 0.9, rng.random(n)
 
     def loss(params, batch):
         return jnp.mean(batch @ params["w"] + params["b"])
 
-    for size in (n, 2):
-        batches, cut = jnp.asarray(x, dtype)[:n].reshape(-1, size, 3), weights.reshape(-1, size)
-        got = optperm.full_gradient(loss, params, batches[:9], weights=cut[:9])
-        used = min(9 * size, n)
-        exact = np.average(x[:used], axis=0, weights=weights[:used])
-        once = float(jnp.finfo(dtype).eps) / 2
-        np.testing.assert_allclose(got["w"], exact, rtol=1.01 * once)
-        np.testing.assert_allclose(got["b"], 1.0, rtol=1.01 * once)
+    def product(p, batch):
+        return jnp.mean(p * batch)
 
-
-@pytest.mark.parametrize(("dtype", "weight"), [("float16", 4097 / 4096), ("bfloat16", 257 / 256)])
-def test_weights_lose_no_digits_in_half_precision(dtype, weight):
-    """Equal ones that the dtype of the loss would round give the plain mean, not a part of it."""
-    params, x = jnp.zeros((), dtype), jnp.asarray([[1.0, 3.0], [2.0, 6.0]], dtype)
-    weights = np.full((2, 2), weight, np.float32)
-    got = optperm.full_gradient(lambda p, batch: jnp.mean(p * batch), params, x, weights=weights)
-    np.testing.assert_allclose(got, 3.0, rtol=1e-6)
+    for dtype, weight in (("float16", 4097 / 4096), ("bfloat16", 257 / 256)):
+        params = {"w": jnp.zeros(3, dtype), "b": jnp.zeros((), dtype)}
+        for weights in (np.float32(is_kept), np.float32(is_kept * (0.1 + 2.9 * fractions))):
+            for size in (n, 2):
+                batches, cut = jnp.asarray(x, dtype).reshape(-1, size, 3), weights.reshape(-1, size)
+                got = optperm.full_gradient(loss, params, batches[:9], weights=cut[:9])
+                used = min(9 * size, n)
+                exact = np.average(x[:used], axis=0, weights=weights[:used])
+                once = float(jnp.finfo(dtype).eps) / 2
+                np.testing.assert_allclose(got["w"], exact, rtol=1.01 * once)
+                np.testing.assert_allclose(got["b"], 1.0, rtol=1.01 * once)
+        equal, pairs = np.full((2, 2), weight, np.float32), [[1.0, 3.0], [2.0, 6.0]]
+        got = optperm.full_gradient(
+            product, jnp.zeros((), dtype), jnp.asarray(pairs, dtype), weights=equal
+        )
+        np.testing.assert_allclose(got, 3.0, rtol=1e-6)
 
 
 # Many devices.
-
-
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map", "shard_map unchecked"])
-def test_devices_with_data_of_their_own_sum_over_the_axis(mapping):
-    """Four devices, of which the last has only padding in its last batch: the mean of all, once."""
-    params, data = support.random_params(), make_data(13)
-
-    def run(params, own):
-        batches, weights = own
-        summed = optperm.full_gradient(
-            loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS
-        )
-        return summed, ()
-
-    # Two batches of 8: two examples a device, then 5 and 3.
-    got, _ = replicas.share(run, mapping, 4)(params, quarters(padded(data, size=8)))
-    exact = mean_of_single_gradients(params, data)
-    for replica in range(4):
-        assert_rounds_to(replicas.take(got, replica), exact)
 
 
 def quarters(tree):
@@ -340,18 +309,29 @@ def quarters(tree):
     return jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), tree)
 
 
-@pytest.mark.parametrize("mapping", ["shard_map", "shard_map unchecked"])
-def test_without_an_axis_name_each_device_keeps_its_own_mean(mapping):
-    """No sum over devices slips in, not even where JAX would sum gradients of replicated params."""
-    params, data = support.random_params(), make_data(16)
+@pytest.mark.parametrize(
+    "mapping", support.every_night(["pmap", "shard_map", "shard_map unchecked"], ["shard_map"])
+)
+def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
+    """Four devices, of which the last has only padding in its last batch: the mean of all, once;
+    without an axis name each keeps its own mean."""
+    params, data, more = support.random_params(), make_data(13), make_data(16)
 
-    def run(params, batch):
-        return (), optperm.full_gradient(loss_fn, params, [batch, batch])
+    def run(params, own):
+        batches, weights, batch = own
+        summed = optperm.full_gradient(
+            loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS
+        )
+        return summed, optperm.full_gradient(loss_fn, params, [batch, batch])
 
-    _, got = replicas.share(run, mapping, 4)(params, quarters(data))
+    # Two batches of 8: two examples a device, then 5 and 3.
+    parts = quarters((*padded(data, size=8), more))
+    summed, alone = replicas.share(run, mapping, 4)(params, parts)
+    exact = mean_of_single_gradients(params, data)
     for device in range(4):
-        own = mean_of_single_gradients(params, rows(data, slice(4 * device, 4 * device + 4)))
-        assert_rounds_to(replicas.take(got, device), own)
+        assert_rounds_to(replicas.take(summed, device), exact)
+        own = mean_of_single_gradients(params, rows(more, slice(4 * device, 4 * device + 4)))
+        assert_rounds_to(replicas.take(alone, device), own)
 
 
 def test_batches_that_every_device_has_are_counted_once():
@@ -365,27 +345,24 @@ def test_batches_that_every_device_has_are_counted_once():
     assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
 
 
-@pytest.mark.parametrize("with_weights", [False, True])
-def test_batches_sharded_over_a_mesh(with_weights, monkeypatch):
-    """Under jit nothing has to be said: eight devices give the mean, compiled once, in place."""
-    programs = {}
-    monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
+def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
+    """Under jit nothing has to be said: eight devices compile once, with weights and without."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     params, data = support.random_params(), make_data(32)
     exact = mean_of_single_gradients(params, data)
     replicated = jax.device_put(params, NamedSharding(mesh, P()))
-    batches, weights = padded(data, size=16)
-    placed = jax.device_put((batches, weights), NamedSharding(mesh, P("data")))
-    got = optperm.full_gradient(
-        loss_fn, replicated, placed[0], weights=placed[1] if with_weights else None
-    )
-    assert_rounds_to(got, exact)
-    assert len(programs) == 1 + with_weights
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
+    batches, weights = jax.device_put(padded(data, size=16), NamedSharding(mesh, P("data")))
+    for given in (weights, None):
+        programs = {}
+        monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
+        got = optperm.full_gradient(loss_fn, replicated, batches, weights=given)
+        assert_rounds_to(got, exact)
+        assert len(programs) == 1 + (given is not None)
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
 
 
-def test_progress_bar(capsys, monkeypatch):
-    """It goes over all batches, with or without a length; without rich the extra is named."""
+def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):
+    """With or without a length; without rich the extra is named."""
     params, data = support.random_params(), make_data()
     expected = optperm.full_gradient(loss_fn, params, ragged(data))
     for batches in (ragged(data), iter(ragged(data))):

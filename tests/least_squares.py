@@ -1,0 +1,68 @@
+"""Noisy linear least squares, on which the methods of variance reduction train."""
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+
+EXAMPLES, BATCH, RATE = 24, 4, 0.05
+
+
+def make_data(examples=EXAMPLES, features=3, noise=1.0):
+    """Draw noisy linear data in float64: no params fit all of it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(examples, features))
+    return {"x": x, "y": x @ np.arange(1.0, features + 1) + noise * rng.normal(size=examples)}
+
+
+def start(dtype=np.float32):
+    """Params under names that a method may not stumble over: the original SVRG overwrote "full"."""
+    return {"full": jnp.zeros(3, dtype), "bias_full": jnp.ones((), dtype)}
+
+
+@jax.jit
+def loss_fn(params, batch):
+    error = batch["x"] @ params["full"] + params["bias_full"] - batch["y"]
+    return jnp.mean(error**2)
+
+
+def numpy_grad(params, batch):
+    """The gradient of `loss_fn`, by hand."""
+    error = batch["x"] @ params["full"] + params["bias_full"] - batch["y"]
+    n = len(error)
+    return {"full": 2 * batch["x"].T @ error / n, "bias_full": 2 * np.sum(error) / n}
+
+
+def in_numpy():
+    return {"full": np.zeros(3), "bias_full": np.ones(())}
+
+
+def part(data, index):
+    """One of the batches, which come in turns."""
+    first = index * BATCH % len(data["y"])
+    return {name: values[first : first + BATCH] for name, values in data.items()}
+
+
+def to_dtype(tree, dtype):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+def evaluation(data=None, loss=loss_fn, axis_name=None):
+    """The gradient of a batch with everything that a method may ask for; `data` are all examples."""
+    of_batch = loops.evaluation(loss, axis_name=axis_name)
+
+    def evaluate(params, batch):
+        grads, extra_args = of_batch(params, batch)
+        full_grad_fn = lambda params: of_batch(params, data)[0]  # noqa: E731
+        return grads, {"full_grad_fn": full_grad_fn, **extra_args}
+
+    return evaluate
+
+
+def coins(probability, seed, steps=20):
+    """The steps at which a method begins again by chance: the draw is part of what a seed means."""
+    key = jax.random.key(seed, impl="threefry2x32")
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(steps))
+    drawn = jax.vmap(lambda k: jax.random.bernoulli(k, np.float32(probability)))(keys).tolist()
+    assert 3 <= sum(drawn) <= 12
+    return drawn
