@@ -121,6 +121,7 @@ def sample(
     if num_data < batch_size:
         raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
     tx = optax.with_extra_args_support(sampler(num_data, batch_size))
+    jax.eval_shape(tx.init, params)  # which refuses what cannot be sampled
 
     def loss(params: Any, batch: Any) -> jax.Array:
         value = loss_fn(params, batch)

@@ -177,6 +177,7 @@ def test_small_batches_of_langevin_dynamics_are_named():
     assert report.batch_bias < 0.05
 
 
+@pytest.mark.chains
 def test_langevin_dynamics_that_diverge_or_never_move_are_named():
     """With a preconditioner whose step is too long for one entry; with a gradient that is NaN."""
     tx = optperm.sgld(1e-1, 100, preconditioner=jnp.array([1.0, 1000.0]))

@@ -98,6 +98,7 @@ def test_params_of_another_size_are_named():
         flat(jnp.ones(3), jnp.eye(4))
 
 
+@pytest.mark.chains
 def test_the_update_adds_the_noise_of_its_kernel():
     """Without gradients the moves have the covariance W diag(h^2 b / S) W^T, to the error of so many."""
     tx = optperm.constant_sgd(N, S, momentum=0.0, temperature=T, burn_in=0, freeze_after=4)

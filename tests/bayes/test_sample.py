@@ -28,6 +28,7 @@ def sgld(n, s):
     return optperm.sgld(1e-4, n)
 
 
+@pytest.mark.chains
 def test_starts_draws_and_progress():
     """Given starts are where chains begin, N and S reach the sampler, and the draws are told as they
     come; a function of a key is drawn from for each chain."""
@@ -55,6 +56,7 @@ def test_starts_draws_and_progress():
         run(starts=jnp.ones(3))
 
 
+@pytest.mark.chains
 def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
     """In pairs, so that of two modes both are found; a prior by itself takes part."""
     begun = _spread(jnp.float32(0.5), jax.random.key(0), 4)

@@ -68,6 +68,7 @@ def learned(form):
     return run(tx, 1700)[1]
 
 
+@pytest.mark.chains
 @pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_noise_and_curvature_are_those_of_the_problem(form):
     """Lambda = W^T C W within the error of 600 estimates, a_i at least w_i^T A w_i, lambda_max(H A) at
@@ -87,6 +88,7 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     assert float(kernel.drift) == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.chains
 def test_nothing_changes_after_the_warm_up():
     tx = optperm.constant_sgd(N, S, burn_in=20, freeze_after=60)
     kernels = [run(tx, steps)[1].kernel for steps in (60, 90)]
@@ -95,6 +97,7 @@ def test_nothing_changes_after_the_warm_up():
     assert not np.array_equal(run(tx, 40)[1].kernel.noise, kernels[0].noise)
 
 
+@pytest.mark.chains
 def test_noise_that_varies_from_place_to_place_lowers_its_share():
     """Gradients whose variance swings fourfold, slowly, against ones of the same mean variance."""
 
@@ -113,6 +116,7 @@ def test_noise_that_varies_from_place_to_place_lowers_its_share():
     assert rho[1] > 1
 
 
+@pytest.mark.chains
 def test_a_rare_example_of_great_leverage_shortens_steps():
     """By the second moment of the batches' curvatures, though their mean is the same."""
 
@@ -203,6 +207,7 @@ def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
         jax.eval_shape(lambda g: inside.update(g, inside.init(w), w, **extras), w)
 
 
+@pytest.mark.chains
 def test_a_summed_loss_is_counted():
     """Its gradient is S times the mean of the examples', in each estimate."""
     x = jax.random.normal(jax.random.key(0), (S, D)) + 2.0
