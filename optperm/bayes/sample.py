@@ -115,7 +115,6 @@ def sample(
     ):
         checks.check_static_count(name, count)
     params = without_variables(params)
-    checks.check_arrays("params", params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = _num_examples(data)
     if num_data < batch_size:
