@@ -296,7 +296,8 @@ def hand_over(
         noise=noise,
         curvature=jax.tree.map(lambda a: a * excess.astype(a.dtype), curvature),
         rho=jnp.where(is_first, most, largest / (1 - largest)).astype(jnp.float32),
-        stability=effective,
+        # Of the old kernel, and of the new one after what was shortened for it.
+        stability=jnp.where(kernel.is_ready, effective * kernel.excess / excess, 0.0),
         excess=excess,
         drift=_mean(ratio, weights).astype(jnp.float32),
         correlation=seen.correlation,

@@ -29,7 +29,7 @@ _FEWEST, _LEAST_DRAWS = 4, 20
 # So many entries are judged, spread evenly, where there are more.
 _MOST_ENTRIES = 20_000
 _LARGEST_STABILITY, _LARGEST_UNEVEN, _LARGEST_SHARE = 0.5, 0.2, 0.03
-_LARGEST_BIAS, _LEAST_DRIFT, _LARGEST_CORRELATION, _LEAST_KNOWN = 0.05, 0.7, 1.3, 9
+_LARGEST_BIAS, _LEAST_DRIFT, _LARGEST_CORRELATION = 0.05, 0.7, 1.3
 # What stays within the law of its posterior does not spread so many times wider.
 _DIVERGES = 1e3
 
@@ -322,7 +322,10 @@ def _faults_of_state(state: ConstantSgdState | MandtSgdState) -> list[str]:
                 "narrow. Begin nearer to an optimum, or take a longer burn_in."
             )
         correlation = float(np.max(state.kernel.correlation))
-        if isinstance(state.kernel.basis, tuple) and correlation > _LARGEST_CORRELATION:
+        # Of few estimates the steepest direction is the one whose noise was taken for too small.
+        most = _LARGEST_CORRELATION + 4 / np.sqrt(np.min(learned))
+        is_diagonal = isinstance(state.kernel.basis, tuple)
+        if is_diagonal and correlation > most and np.all(seen <= 0):
             found.append(
                 "The noise of the gradients is correlated: along the steepest direction a step's is "
                 f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
