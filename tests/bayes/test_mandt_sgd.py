@@ -192,12 +192,14 @@ def test_steps_that_would_diverge_are_not_taken():
     a = jnp.array([40.0, 1.0, 1.0])
     batches = [batch_gradients(0)] * 30
     h = 2 * S / N / np.var(batches[0], axis=0, ddof=1)
+    # Beyond stability without momentum, and within it by momentum.
+    rate = 3 / float(np.max(h * np.asarray(a)))
     for momentum in (0.0, 0.5):
-        tx = mandt(burn_in=25, momentum=momentum, learning_rate=3.0)
+        tx = mandt(burn_in=25, momentum=momentum, learning_rate=rate)
         updates, state = run(tx, *batches, grad_fn=lambda w: a * w)[-1]
-        exact = 3 * np.max(h * np.asarray(a)) * (1 - momentum) / (1 + momentum)
+        exact = rate * np.max(h * np.asarray(a)) * (1 - momentum) / (1 + momentum)
         assert float(state.kernel.stability) == pytest.approx(exact, rel=0.05)
-        is_stable = exact < 2
+        is_stable = momentum > 0
         assert bool(np.any(np.asarray(updates))) == is_stable
         assert (int(state.unstable) == 0) == is_stable
         one = jnp.int32(1)
@@ -205,7 +207,6 @@ def test_steps_that_would_diverge_are_not_taken():
         if not is_stable:
             with pytest.raises(ValueError, match=r"they diverge: lambda_max\(H A\)"):
                 optperm.posterior_report(draws)
-    assert not is_stable or exact < 2
 
 
 def test_a_loss_without_a_forward_derivative_has_its_curvature():
