@@ -87,6 +87,7 @@ def test_bad_arguments():
             optperm.sample(**good | change)
 
 
+@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
 @pytest.mark.chains
 def test_both_modes_are_found_and_said():
     """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
@@ -107,6 +108,7 @@ def test_both_modes_are_found_and_said():
     assert not any("one point" in line for line in report.not_checked)
 
 
+@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
 @pytest.mark.chains
 @pytest.mark.parametrize("which", ["collinear", "year"])
 def test_long_and_narrow_posteriors_are_sampled(which):
