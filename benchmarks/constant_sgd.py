@@ -52,23 +52,22 @@ def cross_entropy(model: nn.Module, params: optax.Params, batch: Any) -> jax.Arr
 
 def samplers(size: int) -> dict[str, optax.GradientTransformation]:
     """What is compared, by name: SGD first, samplers that still estimate the noise or no longer."""
-    build = functools.partial(optperm.constant_sgd, 1257, size, max_step=0.1, estimate_after=0)
-    # Hessian-vector products in every tenth step, as in a burn-in of any length.
+    build = functools.partial(optperm.constant_sgd, 1257, size, preconditioner="diagonal")
     estimating = functools.partial(
-        build, burn_in=1000, burn_in_optimizer=optax.set_to_zero(), freeze_after=2**30
+        build, burn_in=0, burn_in_optimizer=optax.set_to_zero(), freeze_after=2**30
     )
-    frozen = functools.partial(build, burn_in=1, freeze_after=1)
+    frozen = functools.partial(build, burn_in=1, freeze_after=2)
+    mandt = functools.partial(optperm.mandt_sgd, 1257, size, max_step=0.1)
     return {
         "SGD": optax.sgd(1e-3),
         "diagonal, per_example": estimating(),
         "diagonal, per_example in chunks of 8": estimating(chunk_size=8),
-        "diagonal, every step": estimating(estimate_every=1),
         "diagonal, single_example": estimating(estimator="single_example"),
         "diagonal, two_batches": estimating(estimator="two_batches"),
         "diagonal, frozen": frozen(),
-        "scalar, every step": estimating(preconditioner="scalar", estimate_every=1),
-        "diagonal, per_example, without filling": estimating(fill=False),
-        "diagonal, frozen, without filling": frozen(fill=False),
+        "scalar": estimating(preconditioner="scalar"),
+        "mandt_sgd, per_example": mandt(),
+        "mandt_sgd, frozen": mandt(burn_in=1, freeze_after=1),
         "sgld": optperm.sgld(1e-6, 1257),
     }
 
@@ -244,8 +243,8 @@ def compare_posteriors() -> None:
     for name, gradients, optimum, covariance in (quadratic(), regression()):
         print(f"  {name}")
         for preconditioner in PRECONDITIONERS:
-            tx = optperm.constant_sgd(
-                N, S, preconditioner=preconditioner, fill=False, burn_in=300, freeze_after=1000
+            tx = optperm.mandt_sgd(
+                N, S, preconditioner=preconditioner, burn_in=300, freeze_after=1000
             )
 
             def step(params: Any, opt_state: Any, key: jax.Array, tx: Any = tx) -> Any:

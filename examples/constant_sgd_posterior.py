@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     data = {"x": jnp.float32(x), "y": jnp.float32(y), "ridge": 1 / n}
     found, draws = {}, {}
     for name, preconditioner in steps.items():
-        tx = optperm.constant_sgd(
-            n, BATCH, preconditioner=name, fill=False, burn_in=ESTIMATION, freeze_after=ESTIMATION
+        tx = optperm.mandt_sgd(
+            n, BATCH, preconditioner=name, burn_in=ESTIMATION, freeze_after=ESTIMATION
         )
         samples = sample(tx, mode, data, arguments.draws)
         flat = draws[name] = np.asarray(samples.params["w"]).reshape(-1, d)

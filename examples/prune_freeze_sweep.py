@@ -36,7 +36,7 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
     if legacy:  # Its estimate of the noise began with random numbers, and its steps had no limit.
         chosen = {"learning_rate": 0.01, "estimator": "single_example", "max_step": jnp.inf}
         size = (x.shape[1] + 1) * hidden + (hidden + 1) * 10
-    sampler = optperm.constant_sgd(size, BATCH, fill=False, burn_in=0, **chosen)
+    sampler = optperm.mandt_sgd(size, BATCH, burn_in=0, **chosen)
     tx = optax.chain(sampler, optperm.mask_elements())
 
     def loss_fn(params: dict, batch: tuple) -> jax.Array:

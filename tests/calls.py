@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from transformations import ABOVE_ZERO, INF, SHARE, TRANSFORMATIONS
+from transformations import INF, SHARE, TRANSFORMATIONS
 
 import optperm
 
@@ -53,6 +53,17 @@ MASKED = optperm.mask_elements().init(PARAMS)
 FUNCTIONS = {
     "apply_permutation": {"initial_params": BATCH, "permutation": jnp.array([1, 0])},
     "apply_updates": {"params": PARAMS, "updates": GRADS, "opt_state": state(optperm.sgperm())},
+    "sample": {
+        "loss_fn": loss_fn,
+        "data": BATCH,
+        "params": PARAMS,
+        "key": jax.random.key(0),
+        "batch_size": 2,
+        "num_chains": 1,
+        "num_draws": 4,
+        "thinning": 1,
+        "warmup": 4,
+    },
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "compress_quantized": {"bits": 4},
@@ -78,8 +89,9 @@ FUNCTIONS = {
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
     "low_rank_report": {"tx_or_rank": optperm.apollo(rank=1), "params": PARAMS},
+    "interval_coverage": {"draws": jnp.ones((2, 5, 3)), "targets": jnp.ones(3)},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
-    "noise_covariance": {"opt_state": state(optperm.scale_by_gradient_noise(10, 2))},
+    "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {
@@ -90,11 +102,10 @@ FUNCTIONS = {
             jnp.int32(4),
             jnp.int32(1),
         ),
-        "least_curvature": 1.0,
     },
     "posterior_predictive": {
         "predict_fn": lambda params, inputs: jnp.ones(2),
-        "samples_params": DRAWS,
+        "samples": optperm.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
         "inputs": BATCH,
     },
     "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
@@ -181,7 +192,6 @@ LIMITS = {
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "low_rank_report": {"tx_or_rank": None},
     "pca_basis": {"num_snapshots": None},
-    "posterior_report": {"least_curvature": ABOVE_ZERO},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
     "with_loss": {"seed": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}
@@ -266,7 +276,7 @@ STATES = {
     "center_params": "AgnState or DilocoState .*optperm.agn or optperm.diloco",
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
-    "noise_covariance": "GradientNoiseState .*optperm.scale_by_gradient_noise",
+    "adapted_kernel": "NoiseKernel .*optperm.constant_sgd or optperm.mandt_sgd",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
     "reset_masks": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
@@ -497,14 +507,11 @@ REFUSED = {
         type_error("dtype int32", snapshots=np.zeros((4, 7), np.int32)),
     ],
     "posterior_predictive": [
-        value_error(
-            r"shape \(2, 4\).*begins with \(2, 5\)",
-            samples_params={"a": jnp.ones((2, 5)), "b": jnp.ones((2, 4))},
-        ),
+        type_error("samples must be what draw_samples or sample returned", samples=DRAWS),
         type_error("predict_fn must be a function", predict_fn=None),
         type_error(
             "must return one array of a real floating dtype, got int32",
-            predict_fn=lambda p, x: jnp.arange(3),
+            predict_fn=lambda params, inputs: jnp.ones(2, jnp.int32),
         ),
     ],
     "mars": [
@@ -539,15 +546,7 @@ REFUSED = {
             samples_params={"a": jnp.ones((2, 5)), "b": jnp.ones(2)},
         ),
     ],
-    "scale_by_gradient_noise": [
-        value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
-    ],
-    "scale_by_gradient_noise.init": [
-        value_error(
-            "8 params .* 8 x 8.*max_full_size=7.*'diagonal'", preconditioner="full", max_full_size=7
-        )
-    ],
-    "scale_by_gradient_noise.update": [
+    "mandt_sgd.update": [
         value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),
         value_error("example_grad_fn.*example=one_example", estimator="single_example"),
         value_error("argument grad_fn.*optperm.evaluate", estimator="two_batches"),
@@ -633,7 +632,6 @@ REFUSED = {
 # What is at a limit, and works.
 ALLOWED = {
     "dldr": {"sample_every": 2**20, "num_samples": 2**11},
-    "scale_by_gradient_noise.init": {"preconditioner": "full", "max_full_size": 8},
 }
 
 

@@ -43,7 +43,7 @@ def _method(name, axis_name):
             estimator="two_batches",
             burn_in=4,
             burn_in_optimizer=optax.sgd(0.1),
-            max_step=0.1,
+            preconditioner="diagonal",
             axis_name=axis_name,
         ),
         "agn": lambda: optperm.agn(optax.sgd(0.1), 3, axis_name=axis_name),

@@ -143,8 +143,8 @@ ABOVE_ZERO = {"is_open": True}
 FROM_ZERO = {"minimum": 0}
 SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
 NOISE_LIMITS = {
-    **dict.fromkeys(("k_coef", "max_step", "stability", "rho"), ABOVE_ZERO),
-    **dict.fromkeys(("burn_in", "estimate_after", "seed"), FROM_ZERO),
+    **dict.fromkeys(("max_step", "stability", "rho"), ABOVE_ZERO),
+    **dict.fromkeys(("burn_in", "seed"), FROM_ZERO),
 }
 LOW_RANK_LIMITS = {
     "rank": None,  # an integer, or a share
@@ -469,51 +469,28 @@ TRANSFORMATIONS = (
         lenient=True,
     ),
     Transformation(
-        optperm.scale_by_gradient_noise,
-        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
-        limits=NOISE_LIMITS,
-        knows="shapes",
-        extra_args={"per_example_grad_fn": two_examples},
-        no_minimum="makes no steps downhill by itself; constant_sgd does",
-    ),
-    Transformation(
-        optperm.scale_by_gradient_noise,
-        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3, "fill": True},
-        other_name="scale_by_gradient_noise-filled",
-        knows="shapes",
-        extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
-        no_minimum="makes no steps downhill by itself; constant_sgd does",
-        sums_over_params=True,
-    ),
-    Transformation(
         optperm.constant_sgd,
         {
             "num_data": 1000,
             "batch_size": 2,
+            "preconditioner": "diagonal",
             "momentum": 0.5,
             "burn_in": 2,
+            "freeze_after": 6,
             "burn_in_optimizer": optax.sgd(2e-3),
-            "max_step": 2e-3,
         },
         limits={**NOISE_LIMITS, "momentum": SHARE},
         lenient=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples, "grad_fn": bowl},
+        no_minimum="samples",
         hands_on=True,
         sums_over_params=True,
     ),
     Transformation(
-        optperm.constant_sgd,
-        {
-            "num_data": 1000,
-            "batch_size": 2,
-            "momentum": 0.5,
-            "burn_in": 2,
-            "burn_in_optimizer": optax.sgd(2e-3),
-            "max_step": 2e-3,
-            "fill": False,
-        },
-        other_name="constant_sgd-mandt",
+        optperm.mandt_sgd,
+        {"num_data": 1000, "batch_size": 2, "burn_in": 1, "max_step": 2e-3},
+        limits={**NOISE_LIMITS, "momentum": SHARE},
         lenient=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
@@ -523,7 +500,7 @@ TRANSFORMATIONS = (
         optperm.sgld,
         {"step_size": 4e-6, "num_data": 1000},
         limits={"seed": FROM_ZERO},
-        knows="nothing",
+        knows="shapes",
         no_minimum="samples",
     ),
     Transformation(

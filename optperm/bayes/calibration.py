@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -103,6 +104,51 @@ def calibration(
         confidence=sum_by_bin(confidences) / safe_counts,
         accuracy=checked(sum_by_bin(is_right) / safe_counts),
     )
+
+
+def interval_coverage(
+    draws: jax.Array | np.ndarray,
+    targets: jax.Array | np.ndarray,
+    levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
+) -> np.ndarray:
+    r"""Return how many targets lie in the central intervals of a regression's predictions.
+
+    .. math::
+      \frac1n \sum_{i = 1}^{n} 1\left[q_{i, (1 - p) / 2} \le y_i \le q_{i, (1 + p) / 2}\right]
+
+    with q the quantiles of an example's predictions. Of well calibrated ones it is about p, if the draws
+    are of the target itself, with the noise of an observation added to what the model predicts.
+
+    Args:
+      draws: (chain, draw, n), for instance the `draws` of `optperm.posterior_predictive` plus noise.
+      targets: y, (n,).
+      levels: p, numbers in (0, 1).
+
+    Returns:
+      The share for each level, (levels,).
+
+    Raises:
+      ValueError: If shapes do not match, or a level is out of range.
+
+    Example:
+      >>> import numpy as np, optperm
+      >>> draws = np.linspace(0.0, 1.0, 101).reshape(1, 101, 1) * np.ones(4)
+      >>> optperm.interval_coverage(draws, np.array([0.5, 0.3, 0.8, 0.99]), [0.5, 0.9]).tolist()
+      [0.5, 0.75]
+    """
+    values, y = np.asarray(draws, np.float64), np.asarray(targets, np.float64)
+    if values.ndim != 3 or values.shape[2:] != y.shape or 0 in values.shape:
+        raise ValueError(
+            "draws must have shape (chain, draw, n) and targets (n,), got "
+            f"{values.shape} and {y.shape}."
+        )
+    p = np.asarray(levels, np.float64)
+    if p.ndim != 1 or not np.all((p > 0) & (p < 1)):
+        raise ValueError(f"levels must be numbers in (0, 1), got {levels}.")
+    flat = values.reshape(-1, y.size)
+    low, high = (np.quantile(flat, q, axis=0) for q in ((1 - p) / 2, (1 + p) / 2))
+    inside: np.ndarray = ((low <= y) & (y <= high)).mean(axis=1)
+    return inside
 
 
 def _check_probabilities(

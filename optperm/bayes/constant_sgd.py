@@ -1,145 +1,170 @@
 """Constant SGD: steps of a constant size whose iterates are samples from a posterior.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
-JMLR 18(134), 2017.
+JMLR 18(134), 2017, with noise injected in the shape of the problem.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.gradient_noise import scaled_by_noise
+from optperm.bayes.adaptation import Adaptation, begin, hand_over, learn, probing_steps
+from optperm.bayes.covariance import (
+    NEEDS,
+    Estimator,
+    Preconditioner,
+    batch_gradients,
+    check_noise_arguments,
+)
+from optperm.bayes.kernel import NoiseKernel, flat, times
 from optperm.bayes.masters import with_masters
-from optperm.bayes.noise_estimates import Estimator, Preconditioner
-from optperm.bayes.noise_plan import examples_of_an_estimate, plan
-from optperm.bayes.noise_state import GradientNoiseState, warn_if_unstable
+from optperm.bayes.normal_noise import fold, three_point_like
+from optperm.bayes.warmup import diagonal_newton, warmup
 from optperm.contract import checks
-from optperm.contract.dtypes import zero_if_not_finite
-from optperm.contract.mapped_axes import AxisName
+from optperm.contract.dtypes import all_finite, cast_like
+from optperm.contract.keys import key_data
+from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
 from optperm.switching import switch_after
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32, Int32, UInt32
+
+_LARGEST_FULL = 4096
+UNSTABLE = 2.0
+_NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
+
+
+class ConstantSgdState(NamedTuple):
+    """State of `constant_sgd`, inside of what moves params in the burn-in.
+
+    Attributes:
+      count: Steps taken.
+      steps: Those of them that sampled.
+      uneven: Estimates that met a batch's gradient which is not the mean of those of its examples.
+      left_out: Steps in which entries whose gradient is not finite stayed where they are.
+      freeze_after: The step from which on nothing is learned.
+      key: The raw random key of the injected noise.
+      scale: 2 S T / N, of the last step.
+      limit: c, of the last step.
+      kernel: What is sampled with.
+      adaptation: What the current window of the warm-up has seen.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    steps: Int32[Array, ""]
+    uneven: Int32[Array, ""]
+    left_out: Int32[Array, ""]
+    freeze_after: Int32[Array, ""]
+    key: UInt32[Array, "2"]
+    scale: Float32[Array, ""]
+    limit: Float32[Array, ""]
+    kernel: NoiseKernel
+    adaptation: Adaptation
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """Return H g with the steps of the last update.
+
+        Args:
+          grads: g, a tree like the params.
+        """
+        return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
 
 
 def constant_sgd(
     num_data: int | jax.Array,
     batch_size: int | jax.Array,
     *,
-    learning_rate: optax.ScalarOrSchedule = 1.0,
-    preconditioner: Preconditioner = "diagonal",
+    preconditioner: Preconditioner | None = None,
     estimator: Estimator = "per_example",
+    learning_rate: optax.ScalarOrSchedule = 1.0,
     momentum: float | jax.Array | None = None,
     temperature: optax.ScalarOrSchedule = 1.0,
-    k_coef: float | jax.Array = 1.0,
-    t0: float | jax.Array = 10.0,
-    burn_in: int | jax.Array | None = None,
-    burn_in_optimizer: optax.GradientTransformation | None = None,
-    freeze_after: int | jax.Array | None = None,
-    estimate_after: int | jax.Array | None = None,
-    estimate_every: int | jax.Array | None = None,
-    max_step: float | jax.Array | None = None,
-    damping: float | jax.Array = 0.0,
-    fill: bool = True,
     stability: float | jax.Array = 0.2,
-    rho: float | jax.Array = 1.0,
+    rho: float | jax.Array = 10.0,
+    burn_in: int | jax.Array = 4000,
+    freeze_after: int | jax.Array | None = None,
+    burn_in_optimizer: optax.GradientTransformation | None = None,
     seed: int | jax.Array = 0,
     chunk_size: int | None = None,
-    max_full_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
 
     .. math::
-      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
 
-    with the :math:`H` and the filled noise :math:`\xi_t` of `optperm.scale_by_gradient_noise`,
-    which says what it needs of the loss and of the data; the prior is in the loss
-    (`optperm.normal_prior`). By default noise is filled in until the steps are short enough, and nothing
-    has to be chosen for an optimum less than some 25 units from the start in each parameter: the burn-in
-    moves them by about .01 a step. With `fill=False` it is Mandt, Hoffman and Blei's method,
-    :math:`\xi_t = 0`, right only where :math:`\lambda_{\max}(H A)` is well below 2. The factor
-    :math:`1 - \mu` keeps the stationary distribution, to first order in the length of the steps, where
-    it is without momentum.
+    With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
+    :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.normal_prior`), batches of
+    :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
+    :math:`L`, noise :math:`\xi` is injected until each direction's step is as short as it has to be:
 
-    Draw batches with replacement. Within a shuffled epoch what one batch misses another one has, and
-    their noise cancels: draws are then too narrow by a fifth and more, however many examples there are;
-    a batch of all examples has no noise at all. From arrays `optperm.training.fit` draws them so.
-    Nothing that scales the updates belongs behind the sampler, which would not see it: use
-    `learning_rate`, whose shorter steps keep the law. Nothing that changes the noise of gradients, as
-    `optperm.svrg` and clipping do, belongs in front:
-    :math:`C` is that of the plain ones, and the state's `foreign` counts the others, of which there is
-    a warning where the state is looked at. A loss has to be the mean of what each example loses, with
-    weights as factors in it: one that sums, divides by the sum of weights or mixes examples, as
-    BatchNorm does, has other noise, and the state's `uneven` counts it.
+    .. math::
+      W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
+      h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
 
-    The diagonal and the scalar preconditioner do not know how gradients are correlated: there variances
-    are between about half and twice the right ones (features with a mean that is not zero are enough).
-    The full one knows.
+    and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise is
+    :math:`(2 T / N) H`, whatever b is, and near an optimum the draws follow
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A)`, which is at most c.
+    Every direction moves as fast as c and the noise of the batches allow, however long and narrow the
+    posterior is. Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
+    without noise of the batches it is Langevin dynamics.
 
-    Sampling begins near an optimum. Let an optimizer find one first, while :math:`C` is estimated along
-    the way (`burn_in_optimizer`), or begin at params that are trained. On the way noise is larger than
-    where the chain samples, and draws by that :math:`C` are too narrow: `optperm.posterior_report` warns
-    of noise that was still falling when :math:`C` became constant. `optperm.draw_samples` collects
-    the iterates of many chains, and `optperm.posterior_report` says whether they are to be trusted. An
-    update outside of `jax.jit` raises if steps would diverge; in a compiled loop the state's `unstable`
-    counts them. Params of 16 bits, which cannot hold such small steps, have a copy in float32 in the
-    state.
+    In the burn-in another optimizer moves the params to an optimum. From its second half on to
+    `freeze_after` five windows learn :math:`C`, :math:`a_i`, by Hutchinson's rule in the coordinates of
+    :math:`H^{1/2}`, how far the curvatures of batches differ, and how far the noise varies from
+    place to place, which lowers :math:`\rho`. What a window learned is the next one's kernel
+    (`optperm.NoiseKernel`); after the last nothing changes any more.
 
     Args:
       num_data: N, the number of training examples.
       batch_size: S, the number of examples in a batch, of all replicas together.
-      learning_rate: :math:`\eta`, a factor on all steps, a number or a schedule; 1 for sampling. With
-        filled noise it multiplies `stability` and `rho` instead, which keeps the law.
-      preconditioner: "scalar", "diagonal" or "full".
-      estimator: "per_example", "single_example" or "two_batches".
-      momentum: :math:`\mu`, in [0, 1). None for none; with filled noise for
-        :math:`\min(.9, (S - 1) / (S + 1))`, by which steps are S times as long at the same `stability`.
-      temperature: Factor on the posterior's covariance, a number or a schedule of the step.
-      k_coef: Weight of new estimates of the noise.
-      t0: Steps before that weight falls.
-      burn_in: Steps before the first one that samples. None for 4,000 with filled noise, else 10.
-      burn_in_optimizer: What moves the params meanwhile. None for `optax.adam(1e-2)` with filled noise,
-        to which entries of a gradient that are not finite are zero; else they stay where they are, as
-        they do with `optax.set_to_zero()`.
-      freeze_after: Steps after which the noise is taken to be constant. None with filled noise for
-        twice `burn_in`, at least 1,000 steps after it, else for never.
-      estimate_after: Steps before the first estimate of the noise. None for half of `burn_in` with
-        filled noise, when its optimizer should have settled, else for none.
-      estimate_every: Steps from one estimate to the next. None for 1, but with filled noise,
-        "per_example" and not the full preconditioner for half of S and a thousandth of the steps from
-        the burn-in to `freeze_after`, whichever is less, at most 4.
-      max_step: The largest step size, None for no limit.
-      damping: The least noise, in the units of :math:`C`.
-      fill: Whether noise is filled in; False for Mandt's method.
-      stability: c, how long steps may be: with filled noise :math:`\lambda_{\max}(H A)` is c, times
-        (1 + :math:`\mu`) / (1 - :math:`\mu`).
-      rho: With filled noise, but for the full preconditioner, at least :math:`1 / \rho` of what there is
-        is filled in.
-      seed: Seed of the filled noise. `optperm.draw_samples` gives each chain noise of its own; chains of
-        your own take states that were initialized with different seeds.
-      chunk_size: How many gradients of examples to hold at once; None for all.
-      max_full_size: The largest number of params for which the full preconditioner is built; None
-        for 4096.
-      axis_name: The mapped axis, or several, over which each batch is spread.
+      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h); None for the full one up to
+        4,096 params, else the diagonal one.
+      estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
+        "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses whose
+        examples cannot be told apart.
+      learning_rate: Factor on `stability` and `rho`, a number or a schedule: it keeps the law.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(.9, (S - 1) / (S + 1))`. Steps are
+        :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
+      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
+      stability: c, the largest eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
+        too large by up to half of it.
+      rho: The largest :math:`\rho`, the ratio of the batches' noise to what is injected; the warm-up
+        lowers it where the noise varies from place to place.
+      burn_in: Steps before the first one that samples.
+      freeze_after: Steps after which nothing is learned any more. None for twice `burn_in`, at least
+        1,000 steps after it.
+      burn_in_optimizer: What moves the params meanwhile. None for steps by each parameter's own
+        curvature, which reach optima far away and do not depend on the units of features.
+      seed: Seed of the injected noise. `optperm.draw_samples` gives each chain noise of its own; chains
+        of your own take states that were initialized with different seeds.
+      chunk_size: How many gradients of examples to hold at once; None for as many as have a million
+        entries, at least 8.
+      axis_name: The mapped axis, or several, over which each batch is spread. The gradients must be
+        averaged already.
 
     Returns:
-      A transformation. It needs `params`, the estimator's extra argument, and with filled noise
-      `grad_fn`.
+      A transformation. It needs `params`, `grad_fn` and the estimator's extra argument, all made by
+      `optperm.evaluate`.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or steps would diverge; else as
-        `optperm.scale_by_gradient_noise`.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
       >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
       >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
-      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000, burn_in_optimizer=optax.sgd(0.1))
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000)
       >>> def step(carry, key):
       ...     w, opt_state = carry
       ...     chosen = jax.random.choice(key, 1000, (10,))
@@ -156,97 +181,130 @@ def constant_sgd(
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+
+    Notes:
+      Draw batches with replacement: within a shuffled epoch what one batch misses another one has, and
+      draws are too narrow by a fifth and more. The loss has to be the mean of what each example loses:
+      one that sums, or mixes examples as BatchNorm does, has other noise, which the state's `uneven`
+      counts. Nothing that changes gradients belongs in front (clipping, `optperm.svrg`, weight decay)
+      and nothing that scales updates behind. The diagonal and the scalar preconditioner do not know how
+      gradients are correlated: there variances are between half and twice the right ones.
+
+      The full preconditioner keeps three matrices of D x D, decomposes one of them at the end of each
+      window, and multiplies by two of them in a step. Params of 16 bits have a copy in float32.
+      `optperm.sample` owns the loop, and `optperm.posterior_report` says whether draws can be trusted.
     """
-    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    examples = examples_of_an_estimate(estimator, preconditioner, batch_size)
-    due = plan(burn_in, freeze_after, estimate_after, estimate_every, fill, examples)
-    momentum_factor: Any = 1.0
-    mean_factor: Any = 1.0
-    if momentum is None and fill:
-        momentum = _filled_momentum(batch_size)
-    if momentum is not None:
-        checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
-        momentum = _as_float(momentum)
-        momentum_factor = 1.0 - momentum
-        # With momentum steps diverge from lambda_max(H A) = 2 (1 + mu) on.
-        mean_factor = momentum_factor / (1.0 + momentum)
-    step_factor = _times(learning_rate, mean_factor)
     checks.check_positive("stability", stability)
     checks.check_positive("rho", rho)
-    size, limits = _times(learning_rate, momentum_factor), (stability, rho)
-    if fill:
-        # Shorter steps are those of more noise that is filled in, whose law is the same.
-        limits = tuple(_times(learning_rate, _as_float(number)) for number in limits)
-        size = momentum_factor
-    sampling = [
-        scaled_by_noise(
-            num_data,
-            batch_size,
-            due,
-            preconditioner=preconditioner,
-            estimator=estimator,
-            temperature=temperature,
-            k_coef=k_coef,
-            t0=t0,
-            max_step=max_step,
-            damping=damping,
-            stability=limits[0],
-            rho=limits[1],
-            seed=seed,
-            chunk_size=chunk_size,
-            max_full_size=max_full_size,
-            axis_name=axis_name,
-            step_factor=mean_factor if fill else step_factor,
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
+    check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
+    checks.check_seed("seed", seed)
+    numbers = stability, 1.0 if callable(learning_rate) else learning_rate
+    if all(map(checks.is_concrete_number, numbers)):
+        product = float(stability) * float(numbers[1])
+        if product >= UNSTABLE:
+            raise ValueError(
+                "stability times learning_rate must be below 2, from where on steps diverge, got "
+                f"{product:g}. Lower them: the defaults are 0.2 and 1."
+            )
+    mu = _momentum(batch_size) if momentum is None else momentum
+    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)
+    momentum_factor = (1 - mu) / (1 + mu)
+
+    def init(params: optax.Params) -> ConstantSgdState:
+        kernel, adaptation = begin(params, _form(preconditioner, params), rho)
+        zero = jnp.zeros_like(kernel.stability)
+        return ConstantSgdState(
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            freeze_after=jnp.asarray(schedule.freeze_after, jnp.int32),
+            key=key_data(seed),
+            scale=zero,
+            limit=zero + 1,
+            kernel=kernel,
+            adaptation=adaptation,
         )
-    ]
-    if momentum is not None:
-        sampling.append(optax.trace(momentum))
-    sampler = optax.chain(*sampling, optax.scale_by_learning_rate(size))
-    if burn_in_optimizer is None and fill:
-        # A gradient that is not finite, which a sampling step leaves out, would stay in Adam's moments.
-        finite = optax.stateless(lambda updates, _: zero_if_not_finite(updates))
-        burn_in_optimizer = optax.chain(finite, optax.adam(1e-2))
+
+    def update(
+        g: optax.Updates, state: ConstantSgdState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, ConstantSgdState]:
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+        kernel, count = state.kernel, state.count
+        batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
+        s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
+        rate = resolve_schedule("learning_rate", learning_rate, count)
+        scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
+
+        # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
+        h = kernel.step_sizes(scale, c, rate)
+        b = kernel.injected(h, scale)
+
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z)
+        z = three_point_like(fold(state.key, count), params)
+        z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
+        xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
+        noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
+        moves = kernel.params_of(times(h, noisy), params)
+        is_moving, is_finite = (count >= schedule.burn_in) & kernel.is_ready, all_finite(moves)
+        moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
+
+        # While the warm-up is open it learns; what a window learned is the next one's kernel
+        probing = probing_steps(kernel, h)
+        adaptation, is_uneven = cond(
+            schedule.is_open(count) & (scale > 0),
+            lambda: learn(
+                state.adaptation, kernel, batch, estimator, probing, scale, fold(state.key, ~count)
+            ),
+            lambda: (state.adaptation, jnp.zeros([], jnp.bool_)),
+        )
+        next_kernel, adaptation = cond(
+            schedule.ends_window(count + 1),
+            lambda: hand_over(
+                adaptation, kernel, probing, scale,
+                limit=c * rate, momentum_factor=momentum_factor, rho=rho,
+            ),
+            lambda: (kernel, adaptation),
+        )  # fmt: skip
+        return cast_like(moves, params), state._replace(
+            count=optax.safe_increment(count),
+            steps=state.steps + is_moving.astype(jnp.int32),
+            uneven=state.uneven + is_uneven.astype(jnp.int32),
+            left_out=state.left_out + (is_moving & ~is_finite).astype(jnp.int32),
+            scale=scale,
+            limit=c * rate,
+            kernel=next_kernel,
+            adaptation=adaptation,
+        )
+
+    sampler = transformation(
+        init,
+        update,
+        method="constant_sgd",
+        like=lambda state: state.adaptation.direction,
+        dtypes=False,
+        needs=NEEDS[estimator] | _NEEDS_CURVATURE,
+        axis_name=axis_name,
+    )
+    steps = [sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)]
     if burn_in_optimizer is None:
-        return with_masters(optax.with_extra_args_support(sampler))
+        burn_in_optimizer = diagonal_newton(axis_name)
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    switched = switch_after(due.burn_in, burn_in_optimizer, sampler, track=True)
-    return _watched(with_masters(switched))
+    return with_masters(switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True))
 
 
-def _watched(
-    inner: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """A sampler that says when it does not sample, though `switch_after` traces its steps."""
-
-    def update(g: optax.Updates, state: Any, params: Any, **extra_args: Any) -> Any:
-        updates, state = inner.update(g, state, params, **extra_args)
-        for found in find_states(state, GradientNoiseState):
-            warn_if_unstable(found)
-        return updates, state
-
-    return transformation(inner.init, update, method="constant_sgd", is_wrapper=True)
-
-
-def _filled_momentum(batch_size: int | jax.Array) -> float | jax.Array:
-    """By which c allows steps S times as long, as the batches' own curvatures vary S times less."""
-    checks.check_count("batch_size", batch_size)
+def _momentum(batch_size: int | jax.Array) -> Any:
+    """Return the default: steps are then S times as long, as batches' curvatures vary S times less."""
     if checks.is_concrete_number(batch_size):
         return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
     size = jnp.asarray(batch_size, jnp.float32)
     return jnp.minimum(0.9, (size - 1) / (size + 1))
 
 
-def _times(
-    learning_rate: optax.ScalarOrSchedule, factor: float | jax.Array
-) -> optax.ScalarOrSchedule:
-    if callable(learning_rate):
-        return lambda count: (
-            resolve_schedule("learning_rate", learning_rate, count)
-            * jnp.asarray(factor, jnp.float32)
-        )
-    return _as_float(learning_rate) * factor
-
-
-def _as_float(number: Any) -> Any:
-    """A concrete number as one of Python, which takes on any dtype."""
-    return float(number) if checks.is_concrete_number(number) else number
+def _form(preconditioner: Preconditioner | None, params: optax.Params) -> Preconditioner:
+    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+    return preconditioner or ("full" if size <= _LARGEST_FULL else "diagonal")

@@ -6,9 +6,6 @@ T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,23 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes.covariance import BatchGradients, diagonal, per_example
 from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, all_finite, zero_if_not_finite
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import can_be_seen, shard_like
-from optperm.contract.states import find_states, mask_like
+from optperm.contract.shardings import shard_like
+from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
-# The share of steps that may meet a scaled or clipped gradient, how fast older ones are forgotten, and
-# how often one is looked at.
-_LARGEST_ALTERED, _SHARE_RATE, _LOOK_EVERY = 0.05, 0.02, 10
+# How often the batches' noise is looked at, and of how many examples it takes.
+_LOOK_EVERY, _FEWEST = 200, 2
 
 
 class SgldState(NamedTuple):
@@ -44,14 +41,17 @@ class SgldState(NamedTuple):
       reach: :math:`\epsilon T / 2` of the last step: over the posterior's variance in a direction it is
         the :math:`h \lambda` of that direction, by whose half variances are too large; 0 where a
         preconditioner makes it different everywhere.
-      altered: Of late, the share of the steps whose gradient was the one of the extra arguments scaled
-        or clipped; every tenth is looked at.
+      left_out: Steps in which entries whose gradient is not finite stayed where they are.
+      looks: How often the batches' noise was looked at, in every 200th step.
+      share: By which share of each variance it widens the draws, a tree like params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     key: UInt32[Array, "2"]
     reach: Float32[Array, ""]
-    altered: Float32[Array, ""]
+    left_out: Int32[Array, ""]
+    looks: Int32[Array, ""]
+    share: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 class SghmcState(NamedTuple):
@@ -62,14 +62,18 @@ class SghmcState(NamedTuple):
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
       reach: :math:`\eta T / (2 - \alpha)` of the last step, for what `SgldState` has it for.
-      altered: As in `SgldState`.
+      left_out: As in `SgldState`.
+      looks: As in `SgldState`.
+      share: As in `SgldState`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     velocity: PyTree[Float[Array, "?*shape"], "Params"]
     key: UInt32[Array, "2"]
     reach: Float32[Array, ""]
-    altered: Float32[Array, ""]
+    left_out: Int32[Array, ""]
+    looks: Int32[Array, ""]
+    share: PyTree[Float[Array, "?*shape"], "Params"]
 
 
 def sgld(
@@ -89,9 +93,9 @@ def sgld(
     (`optperm.normal_prior`). The smaller :math:`\epsilon`, the nearer the iterates' distribution to the
     posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
     :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
-    control variates of Baker et al.). Clipping does not belong there: it changes the mean of the
-    gradients too, and is warned of where the state is looked at. Nothing that scales the updates belongs
-    behind it, which would be another temperature's: choose `step_size`. A schedule makes the steps fall,
+    control variates of Baker et al.). Clipping, momentum and Adam's moments do not belong there: they
+    change the mean of the gradients too. Nothing that scales the updates belongs behind it, which would
+    be another temperature's: choose `step_size`. A schedule makes the steps fall,
     or fall again and again (cyclical SGLD).
 
     Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
@@ -142,7 +146,14 @@ def sgld(
             checks.check_same_tree(
                 "preconditioner", preconditioner, params, source="params", dtypes=False
             )
-        return SgldState(jnp.zeros([], jnp.int32), key_data(seed), *_zeros())
+        return SgldState(
+            count=jnp.zeros([], jnp.int32),
+            key=key_data(seed),
+            reach=jnp.zeros([], jnp.float32),
+            left_out=jnp.zeros([], jnp.int32),
+            looks=jnp.zeros([], jnp.int32),
+            share=_zeros(params),
+        )
 
     def update(
         g: optax.Updates, state: SgldState, params: optax.Params, **extra_args: Any
@@ -152,24 +163,31 @@ def sgld(
         t = resolve_schedule("temperature", temperature, state.count, dtype)
         n = jnp.asarray(num_data, dtype)
         xi = normal_like(fold(state.key, state.count), params)
+        # Without a barrier XLA fuses the noise with the product that makes g: a minute of compilation.
+        noisy = jax.lax.optimization_barrier(g)
         m = jax.tree.map(jnp.ones_like, xi) if preconditioner is None else preconditioner
 
         # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
         def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:
             m = shard_like(jnp.asarray(m, xi.dtype), xi)
             drift = (epsilon / 2 * n).astype(xi.dtype) * m * g.astype(xi.dtype)
-            u = jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
-            return jnp.where(jnp.isfinite(u), u, jnp.zeros_like(u))
+            return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
 
-        following = state._replace(
+        moves = jax.tree.map(move, noisy, xi, m)
+        # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a share of it
+        factor = jax.tree.map(lambda m: epsilon * n**2 / (4 * t) * jnp.asarray(m, dtype), m)
+        looks, share = _noise_share(state, g, params, extra_args, factor)
+        return zero_if_not_finite(moves), state._replace(
             count=optax.safe_increment(state.count),
             reach=(epsilon * t / 2 if preconditioner is None else 0 * epsilon).astype(jnp.float32),
-            altered=_altered(state, g, extra_args.get("grad"), params),
+            left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
+            looks=looks,
+            share=share,
         )
-        warn_if_altered(following)
-        return jax.tree.map(move, g, xi, m), following
 
-    return with_masters(transformation(init, update, method="sgld"))
+    return with_masters(
+        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False)
+    )
 
 
 def sghmc(
@@ -242,10 +260,15 @@ def sghmc(
     numbers = friction, noise_estimate
 
     def init(params: optax.Params) -> SghmcState:
-        velocity = jax.tree.map(
-            lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params
+        return SghmcState(
+            count=jnp.zeros([], jnp.int32),
+            velocity=_zeros(params),
+            key=key_data(seed),
+            reach=jnp.zeros([], jnp.float32),
+            left_out=jnp.zeros([], jnp.int32),
+            looks=jnp.zeros([], jnp.int32),
+            share=_zeros(params),
         )
-        return SghmcState(jnp.zeros([], jnp.int32), velocity, key_data(seed), *_zeros())
 
     def update(
         g: optax.Updates, state: SghmcState, params: optax.Params, **extra_args: Any
@@ -263,20 +286,27 @@ def sghmc(
             kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
             return kept - drift.astype(v.dtype) * g.astype(v.dtype)
 
-        velocity = jax.tree.map(next_velocity, state.velocity, g, xi)
+        # As in sgld, a barrier keeps the noise out of the product that makes g
+        noisy = jax.lax.optimization_barrier(g)
+        velocity = jax.tree.map(next_velocity, state.velocity, noisy, xi)
+        is_left_out = jnp.logical_not(all_finite(velocity))
         u = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.zeros_like(v)), velocity)
         velocity = jax.tree.map(
             lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
         )
-        following = SghmcState(
+        # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a share of it
+        share = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
+        factor = jax.tree.map(lambda v: jnp.full(v.shape, share, dtype), velocity)
+        looks, share = _noise_share(state, g, params, extra_args, factor)
+        return u, SghmcState(
             count=optax.safe_increment(state.count),
             velocity=velocity,
             key=state.key,
             reach=(eta * t / (2 - alpha)).astype(jnp.float32),
-            altered=_altered(state, g, extra_args.get("grad"), params),
+            left_out=state.left_out + is_left_out.astype(jnp.int32),
+            looks=looks,
+            share=share,
         )
-        warn_if_altered(following)
-        return u, following
 
     return with_masters(
         transformation(
@@ -285,103 +315,52 @@ def sghmc(
     )
 
 
-def warn_if_altered(state: SgldState | SghmcState) -> None:
-    """Gives the warnings of `faults_of`."""
-    for fault in faults_of(state):
-        warnings.warn(fault, stacklevel=3)
+def _noise_share(
+    state: SgldState | SghmcState,
+    g: optax.Updates,
+    params: optax.Params,
+    extra_args: dict[str, Any],
+    factor: Any,
+) -> tuple[jax.Array, Any]:
+    """Return the looks at the batches' noise so far, and the mean of the share that it adds.
 
-
-def faults_of(state: SgldState | SghmcState) -> list[str]:
-    """What a state tells of gradients that something has scaled or clipped, a sentence each.
+    The gradient of control variates has less noise than those of the examples, and is not looked at.
 
     Args:
-      state: Of one chain or of several; nothing is said of a traced one.
+      state: The state before.
+      g: The gradient.
+      params: The params.
+      extra_args: The extra arguments.
+      factor: What makes a share of the variance of the batches' mean gradient, a tree like params.
     """
-    if not can_be_seen(state.altered) or np.max(np.asarray(state.altered)) <= _LARGEST_ALTERED:
-        return []
-    return [
-        "The gradients are scaled or clipped on their way to the sampler, which changes what it "
-        "samples: leave out what stands in front of it. Control variates (svrg) may stand there."
-    ]
+    grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
+    known = state.looks, state.share
+    if grad_fn is None or grad is None or not jax.tree.leaves(params):
+        return known
+    pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
+    rows = jax.tree.leaves(jax.eval_shape(grad_fn, params))
+    if any(one is not other for one, other in pairs) or rows[0].shape[0] < _FEWEST:
+        return known
+    batch = BatchGradients(params, g, extra_args, rows[0].shape[0], None, None)
+
+    def look() -> tuple[jax.Array, Any]:
+        c_hat, _ = per_example(batch, diagonal)
+        looks = state.looks + 1
+
+        # share <- share + (factor C^ / S - share) / looks
+        def towards(share: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
+            new = factor.astype(share.dtype) * (c / rows[0].shape[0]).astype(share.dtype)
+            return share + jnp.where(jnp.isfinite(new), new - share, 0.0) / looks.astype(
+                share.dtype
+            )
+
+        return looks, jax.tree.map(towards, state.share, c_hat, factor)
+
+    return cond(state.count % _LOOK_EVERY == 0, look, lambda: known)
 
 
-# States of what makes other gradients of those before, but for those of svrg and its kin.
-_MOMENTS = (
-    optax.EmaState,
-    optax.ScaleByAdamState,
-    optax.ScaleByRmsState,
-    optax.ScaleByRStdDevState,
-    optax.TraceState,
-)
-
-
-def faults_in_front(opt_state: Any) -> list[str]:
-    """What does not belong in front of a sampler in an `optax.chain`, a sentence each."""
-    if not isinstance(opt_state, tuple | list | dict):
-        return []
-    children = list(opt_state.values() if isinstance(opt_state, dict) else opt_state)
-    found = []
-    if type(opt_state) is tuple:
-        places = [
-            i for i, each in enumerate(children) if find_states(each, (SgldState, SghmcState))
-        ]
-        before = children[: places[0]] if places else []
-        found = [
-            f"{type(state).__name__} stands in front of the sampler: of momentum, or of gradients that "
-            "are scaled by their own past, it samples another law. Leave it out; sghmc has momentum, "
-            "and sgld takes preconditioner=."
-            for state in find_states(before, _MOMENTS)
-        ]
-    return found + [fault for child in children for fault in faults_in_front(child)]
-
-
-def _zeros() -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
-
-
-def _altered(
-    state: SgldState | SghmcState, g: optax.Updates, grad: optax.Updates | None, params: Any
-) -> jax.Array:
-    """The running share of steps with a gradient that is the batch's own, but scaled or clipped.
-
-    The very same arrays are not compared. Of a single number nothing can be told.
-    """
-    leaves = jax.tree.leaves(g)
-    if grad is None or sum(map(jnp.size, leaves)) < 2:
-        return state.altered
-    others = jax.tree.leaves(mask_like(grad, params))
-    if len(others) != len(leaves) or all(a is b for a, b in zip(leaves, others, strict=True)):
-        return state.altered
-
-    def look() -> jax.Array:
-        found = _is_altered(leaves, others).astype(jnp.float32)
-        return state.altered + _SHARE_RATE * (found - state.altered)
-
-    return cond(state.count % _LOOK_EVERY == 0, look, lambda: state.altered)
-
-
-def _is_altered(leaves: list[jax.Array], others: list[jax.Array]) -> jax.Array:
-    """Whether some entries are the others' times one number, or all those that differ have one size."""
-    dtype = accumulation_dtype(leaves)
-    rounding = 8 * max(float(jnp.finfo(x.dtype).eps) for x in leaves)
-    g = [x.astype(dtype) for x in leaves]
-    grad = [shard_like(x, like).astype(dtype) for x, like in zip(others, leaves, strict=True)]
-
-    def total(function: Callable[..., jax.Array]) -> jax.Array:
-        parts = (jnp.sum(function(*pair), dtype=dtype) for pair in zip(g, grad, strict=True))
-        return sum(parts, start=jnp.zeros([], dtype))
-
-    # g = c grad
-    size = total(lambda a, b: b * b)
-    c = total(lambda a, b: a * b) / jnp.where(size > 0, size, 1.0)
-    is_scaled = total(lambda a, b: (a - c * b) ** 2) <= rounding**2 * c**2 * size
-    is_scaled &= jnp.abs(c - 1) > 0.01
-
-    # |g_k| = max |g| wherever g_k is not grad_k
-    most = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(a), initial=0.0) for a in g])
-    strays = total(lambda a, b: (a != b) & ((jnp.abs(a) < most) | (jnp.abs(b) < most)))
-    is_clipped = (strays == 0) & (total(lambda a, b: a != b) > 0)
-    return (is_scaled | is_clipped) & (total(lambda a, b: (a != 0) | (b != 0)) > 1)
+def _zeros(params: optax.Params) -> Any:
+    return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params)
 
 
 def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optperm.bayes.constant_sgd import ConstantSgdState
+from optperm.bayes.diagnostics import NOISY, SAMPLERS, warn_of_draws
 from optperm.bayes.masters import wide_params
 from optperm.bayes.normal_noise import fold
-from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
-from optperm.contract.shardings import take
+from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_states, without_variables
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Samples(NamedTuple):
       last_opt_state: The optimizer states at the end, with the same axis.
       next_step: Steps that each chain has taken; `first_step` to go on from.
       thinning: Steps from one draw to the next.
+      starts: Where the chains began, on a leading axis of chains.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -43,6 +45,7 @@ class Samples(NamedTuple):
     last_opt_state: PyTree[Shaped[Array, "chain ..."]]
     next_step: Int32[Array, ""]
     thinning: Int32[Array, ""]
+    starts: PyTree[Shaped[Array, "chain ..."]] = None
 
 
 def draw_samples(
@@ -54,22 +57,14 @@ def draw_samples(
     num_chains: int,
     num_draws: int,
     thinning: int = 1,
-    warmup: int = 0,
-    average: bool = False,
+    warmup: int | None = None,
     stacked: bool = False,
     first_step: int | jax.Array = 0,
 ) -> Samples:
-    r"""Runs several chains of a stochastic optimizer and keeps an iterate of each every so often.
+    r"""Run several chains of a stochastic optimizer and keep an iterate of each every so often.
 
-    After `warmup` steps draw i, from 0, of a chain is
-
-    .. math::
-      \theta_{w + (i + 1) k} \quad \text{or, averaged,} \quad
-      \frac{1}{k} \sum_{t = w + i k + 1}^{w + (i + 1) k} \theta_t
-
-    with k the `thinning` and w the `warmup`. The paper averages over windows of N / S steps, one pass
-    over N examples in batches of S: its draws are then nearly independent, and close to the posterior
-    for an ill-fitting preconditioner too.
+    After `warmup` steps draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the
+    `thinning` and w the `warmup`. `optperm.sample` owns the loop, and draws the batches too.
 
     Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, whatever the number of chains
     and draws. So a run in two parts, the second from where the first ended, is the run in one::
@@ -93,9 +88,8 @@ def draw_samples(
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
-      warmup: Steps of each chain ahead of its first draw's.
-      average: Whether a draw is the mean of its `thinning` iterates, summed in float32 or the leaf's
-        dtype if wider, instead of the last of them.
+      warmup: Steps of each chain ahead of its first draw's. None for as many as `optperm.constant_sgd`
+        still learns, and 0 of other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
       first_step: The t of the first step: 0 to start, `next_step` of the earlier `Samples` to go on.
 
@@ -118,21 +112,15 @@ def draw_samples(
       (4, 2000)
       >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # where it settles
       True
-
-    References:
-      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
-      <https://arxiv.org/abs/1704.04289>`_, 2017, on iterate averaging: section 5
     """
     checks.check_function("step", step, "(params, opt_state, key)")
     checks.check_static_count("num_chains", num_chains)
     checks.check_static_count("num_draws", num_draws)
     checks.check_count("thinning", thinning)
-    checks.check_count("warmup", warmup, minimum=0)
+    if warmup is not None:
+        checks.check_count("warmup", warmup, minimum=0)
     checks.check_count("first_step", first_step, minimum=0)
-    checks.check_flag("average", average)
     checks.check_flag("stacked", stacked)
-    if average:
-        checks.check_real_floating("params", params, advice="Others have no mean: average=False.")
     params, opt_state = without_variables(params), without_variables(opt_state)
     checks.check_arrays("params", params)
     checks.check_arrays("opt_state", opt_state)
@@ -146,6 +134,40 @@ def draw_samples(
     if stacked:
         _check_stacked("params", params, num_chains)
         _check_stacked("opt_state", opt_state, num_chains)
+    if warmup is None:
+        warmup = steps_to_learn(opt_state)
+    samples = run_chains(
+        step, params, opt_state, key, num_chains=num_chains, num_draws=num_draws, thinning=thinning,
+        warmup=warmup, stacked=stacked, first_step=first_step,
+    )  # fmt: skip
+    warn_of_draws(samples)
+    return samples
+
+
+def steps_to_learn(opt_state: Any) -> int:
+    """Return for how many steps a sampler still learns, where that can be seen."""
+    left = [
+        int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
+        for state in find_states(opt_state, ConstantSgdState)
+        if can_be_seen(state.freeze_after) and can_be_seen(state.count)
+    ]
+    return max(0, *left) if left else 0
+
+
+def run_chains(
+    step: StepFn,
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    *,
+    num_chains: int,
+    num_draws: int,
+    thinning: int | jax.Array,
+    warmup: int | jax.Array,
+    stacked: bool,
+    first_step: int | jax.Array,
+) -> Samples:
+    """Return what `draw_samples` does, of arguments that have been checked, without a warning."""
     # What is the same in all chains, such as counts, stays one number: what a state does on a count
     # alone, `jax.vmap` would do in every step if each chain had one of its own.
     is_shared = [not stacked or _is_shared(leaf, num_chains) for leaf in jax.tree.leaves(opt_state)]
@@ -155,27 +177,22 @@ def draw_samples(
             leaf[0] if shared else leaf for leaf, shared in zip(leaves, is_shared, strict=True)
         ]
         opt_state = jax.tree.unflatten(form, leaves)
-    samples = _run_chains(
+    return _run_chains(
         step,
         params,
         opt_state,
         key,
-        jnp.asarray(thinning, jnp.int32),
-        jnp.asarray(warmup, jnp.int32),
-        jnp.asarray(first_step, jnp.int32),
+        *(jnp.asarray(count, jnp.int32) for count in (thinning, warmup, first_step)),
         num_chains=num_chains,
         num_draws=num_draws,
-        average=average,
         stacked=stacked,
         is_shared=tuple(is_shared),
     )
-    warn_of_draws(samples)
-    return samples
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("step", "num_chains", "num_draws", "average", "stacked", "is_shared"),
+    static_argnames=("step", "num_chains", "num_draws", "stacked", "is_shared"),
 )
 def _run_chains(
     step: StepFn,
@@ -188,7 +205,6 @@ def _run_chains(
     *,
     num_chains: int,
     num_draws: int,
-    average: bool,
     stacked: bool,
     is_shared: tuple[bool, ...],
 ) -> Samples:
@@ -211,26 +227,9 @@ def _run_chains(
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
             # The first draw's loop takes the steps of the warmup too: one loop compiles one step.
             end = warmup + (index + 1) * thinning
-            first_kept = end - thinning
-            start = jnp.where(index == 0, 0, first_kept)
-            if not average:
-                carry = jax.lax.fori_loop(start, end, take_step, carry)
-                return carry, wide_params(*carry)
-
-            def step_and_sum(t: jax.Array, carry_and_total: Any) -> Any:
-                carry, total = carry_and_total
-                carry = take_step(t, carry)
-                total = jax.tree.map(
-                    lambda s, p: s + jnp.where(t >= first_kept, p, 0).astype(s.dtype),
-                    total,
-                    wide_params(*carry),
-                )
-                return carry, total
-
-            zeros = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), carry[0])
-            carry, total = jax.lax.fori_loop(start, end, step_and_sum, (carry, zeros))
-            mean = jax.tree.map(lambda s: s / thinning.astype(s.dtype), total)
-            return carry, cast_like(mean, wide_params(*carry))
+            start = jnp.where(index == 0, 0, end - thinning)
+            carry = jax.lax.fori_loop(start, end, take_step, carry)
+            return carry, wide_params(*carry)
 
         carry = (_strongly_typed(params), _strongly_typed(opt_state))
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
@@ -240,14 +239,17 @@ def _run_chains(
         run_chain, in_axes=(0, 0 if stacked else None, axes)
     )(chain_keys, params, opt_state)
     next_step = first_step + warmup + num_draws * thinning
-    return Samples(draws, last_params, last_opt_state, next_step, thinning)
+    starts = params
+    if not stacked:
+        starts = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_chains, *jnp.shape(p))), params)
+    return Samples(draws, last_params, last_opt_state, next_step, thinning, starts)
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:
     """Whether a number of each chain is seen to be the same in all of them."""
     if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
         return False
-    if is_key(leaf):
+    if is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
         return False
     values = np.asarray(leaf)
     return bool(np.all(values == values[0]))
@@ -260,7 +262,7 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
     """
 
     def separate(node: Any, axis: Any) -> tuple[Any, Any]:
-        if not isinstance(node, SAMPLERS):
+        if not isinstance(node, NOISY):
             return node, axis
         numbers = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(chain_keys)
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
@@ -273,7 +275,7 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
         return node._replace(key=own), axis._replace(key=0)
 
     def is_noisy(node: Any) -> bool:
-        return isinstance(node, SAMPLERS)
+        return isinstance(node, NOISY)
 
     nodes, form = jax.tree.flatten(opt_state, is_leaf=is_noisy)
     axes = jax.tree.leaves(axes, is_leaf=lambda node: is_noisy(node) or node is None)
@@ -310,7 +312,7 @@ def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> di
     if not isinstance(separator, str):
         raise TypeError(f"separator must be a string, got {separator!r}.")
     samples_params = without_variables(samples_params)
-    _check_draws(samples_params)
+    check_draws(samples_params)
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
         name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
@@ -322,69 +324,6 @@ def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> di
         is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
     return arrays
-
-
-def posterior_predictive(
-    predict_fn: Callable[[optax.Params, Any], jax.Array],
-    samples_params: optax.Params,
-    inputs: Any,
-) -> jax.Array:
-    r"""The mean of a model's predictions over all draws of its params.
-
-    .. math::
-      p(y \mid x) \approx \frac{1}{M} \sum_{m = 1}^{M} p(y \mid x, \theta_m)
-
-    One draw is evaluated at a time. The mean of class probabilities is the posterior predictive
-    probability; the mean of logits is not.
-
-    Args:
-      predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
-        `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
-      samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
-      inputs: What to predict for, a tree of arrays.
-
-    Returns:
-      The mean, of the shape that `predict_fn` returns, in float32 or its dtype if wider.
-
-    Raises:
-      TypeError: If `predict_fn` is not a function, or does not return one array of real floating dtype.
-      ValueError: If a leaf of `samples_params` has no axes of chains and draws, or they are of another
-        length than those of the first leaf.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optperm
-      >>> draws = jnp.array([[1.0, 3.0], [5.0, 7.0]])  # of one parameter, two chains of two
-      >>> optperm.posterior_predictive(lambda w, x: w * x, draws, jnp.array([1.0, 10.0])).tolist()
-      [4.0, 40.0]
-    """
-    checks.check_function("predict_fn", predict_fn, "(params, inputs)")
-    samples_params = without_variables(samples_params)
-    _check_draws(samples_params)
-    checks.check_arrays("inputs", inputs)
-    return _mean_prediction(predict_fn, samples_params, inputs)
-
-
-@functools.partial(jax.jit, static_argnames="predict_fn")
-def _mean_prediction(
-    predict_fn: Callable[[optax.Params, Any], jax.Array], samples_params: optax.Params, inputs: Any
-) -> jax.Array:
-    num_chains, num_draws = jax.tree.leaves(samples_params)[0].shape[:2]
-
-    def predict(index: jax.Array) -> jax.Array:
-        place = (index // num_draws, index % num_draws)
-        return predict_fn(jax.tree.map(lambda leaf: take(leaf, *place), samples_params), inputs)
-
-    indices = jnp.arange(num_chains * num_draws, dtype=jnp.int32)
-    out = jax.eval_shape(predict, indices[0])
-    if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
-        what = getattr(out, "dtype", type(out).__name__)
-        raise TypeError(f"predict_fn must return one array of a real floating dtype, got {what}.")
-
-    def add(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
-        return total + predict(index).astype(total.dtype), None
-
-    total, _ = jax.lax.scan(add, jnp.zeros_like(out, accumulation_dtype(out)), indices)
-    return total / len(indices)
 
 
 def _strongly_typed(tree: Any) -> Any:
@@ -415,7 +354,8 @@ def _check_stacked(name: str, tree: Any, num_chains: int) -> None:
             )
 
 
-def _check_draws(samples_params: Any) -> None:
+def check_draws(samples_params: Any) -> None:
+    """Raise unless every leaf has the same two leading axes, of chains and of draws."""
     checks.check_arrays("samples_params", samples_params)
     leaves = jax.tree_util.tree_leaves_with_path(samples_params)
     if not leaves:

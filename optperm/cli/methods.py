@@ -225,7 +225,7 @@ def _constant_sgd(
         )
     del prior_precision  # it is in the loss
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
-    return optperm.constant_sgd(num_data, batch_size, **options)
+    return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
 _ENTRIES = (
@@ -328,7 +328,7 @@ _ENTRIES = (
         "constant-sgd",
         _constant_sgd,
         "--burn-in 300 --max-step 0.1 --epochs 30",
-        (optperm.constant_sgd,),
+        (optperm.mandt_sgd,),
         {
             "burn_in": 150,
             "burn_in_learning_rate": (0.1, "The step size before, of SGD with momentum .9."),

@@ -100,8 +100,8 @@ def transformation(
             # Gradients may lie elsewhere than the params, which operations on an explicit mesh refuse.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
-        wanted = params if updates_like == "params" and params is not None else updates
-        return cast_like(new_updates, wanted), cast_like(new_state, state)
+        other = params if updates_like == "params" and params is not None else updates
+        return cast_like(new_updates, other), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -267,7 +267,7 @@ def freeze(
     r"""Mask a fraction of the weights, so that they stay at the value they have.
 
     Chosen are those with the smallest :math:`|g_i|`, :math:`|(H g)_i|` or at random, with g the gradient
-    over all examples and H the preconditioner that `optperm.scale_by_gradient_noise` has estimated.
+    over all examples and H the preconditioner that `optperm.constant_sgd` has learned.
     How many they are, and which of equal ones, is as in `optperm.prune`; masks accumulate as there.
 
     Args:
@@ -276,7 +276,7 @@ def freeze(
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.prune`.
       scores: g, a tree like params, from `optperm.full_gradient` for instance.
       criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
-        `optperm.scale_by_gradient_noise` or `optperm.constant_sgd` in it; or `"random"`, which takes no
+        `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which takes no
         scores, and with the same key and a larger fraction all that it takes with a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
       key: A key of `jax.random`, used by `"random"` alone. All replicas need the same.
@@ -323,7 +323,7 @@ def freeze(
             preconditioner = find_state(
                 opt_state,
                 PreconditioningState,
-                method="scale_by_gradient_noise or optperm.constant_sgd",
+                method="constant_sgd or optperm.mandt_sgd",
             )
             grads = preconditioner.preconditioned(without_variables(scores))
             name = "the preconditioned scores"

@@ -79,3 +79,21 @@ def test_a_label_of_no_class_is_not_a_wrong_prediction(label):
     assert np.isnan(found.expected_calibration_error)
     assert np.all(np.isnan(found.accuracy))
     assert float(compute(probabilities, jnp.array([0, 0, 0, 1])).expected_calibration_error) == 0
+
+
+def test_intervals_cover_what_they_say():
+    """Of normal draws about a normal target by the level; of draws half as wide by less."""
+    rng = np.random.default_rng(0)
+    targets, draws = rng.normal(size=4000), rng.normal(size=(2, 500, 1)) * np.ones(4000)
+    found = optperm.interval_coverage(draws, targets)
+    np.testing.assert_allclose(found, [0.5, 0.8, 0.9, 0.95], atol=0.03)
+    narrow = optperm.interval_coverage(draws / 2, targets, [0.9])
+    np.testing.assert_allclose(narrow, 0.589, atol=0.03)
+    for change in (
+        {"draws": draws[0]},
+        {"targets": targets[1:]},
+        {"levels": [1.0]},
+        {"levels": 0.5},
+    ):
+        with pytest.raises(ValueError, match="must"):
+            optperm.interval_coverage(**{"draws": draws, "targets": targets} | change)

@@ -49,7 +49,7 @@ def divergence(mean, covariance, optimum, hessian):
         return float(optperm.gaussian_kl(mean, covariance, optimum, np.linalg.inv(N * hessian)))
 
 
-def on_a_quadratic(preconditioner, seed, momentum=None):
+def on_a_quadratic(preconditioner, seed, momentum=0.0):
     """Mean and covariance of the chains, and the covariance that they must have."""
     root = np.linalg.cholesky(NOISE)
 
@@ -57,14 +57,8 @@ def on_a_quadratic(preconditioner, seed, momentum=None):
         noise = jax.random.normal(key, (S, 3)) @ jnp.asarray(root.T, jnp.float32)
         return (jnp.asarray(HESSIAN, jnp.float32) @ params)[None] + noise
 
-    tx = optperm.constant_sgd(
-        N,
-        S,
-        preconditioner=preconditioner,
-        momentum=momentum,
-        fill=False,
-        burn_in=200,
-        freeze_after=500,
+    tx = optperm.mandt_sgd(
+        N, S, preconditioner=preconditioner, momentum=momentum, burn_in=200, freeze_after=500
     )
     mean, covariance = chains(tx, gradients, jnp.zeros(3), seed, warmup=1000, thinning=90)
     diagonal = np.diag(NOISE)
@@ -73,7 +67,7 @@ def on_a_quadratic(preconditioner, seed, momentum=None):
         "diagonal": np.diag(2 * S / (N * diagonal)),
         "full": 2 * S / N * np.linalg.inv(NOISE),
     }[preconditioner]
-    mu = momentum or 0.0
+    mu = momentum
     with jax.enable_x64(True):
         exact = optperm.stationary_covariance(h * (1 - mu), HESSIAN, NOISE / S, momentum=mu)
     return mean, covariance, np.asarray(exact)
@@ -123,9 +117,7 @@ def test_regression_with_heteroscedastic_noise():
     found, start = {}, jnp.asarray(optimum, jnp.float32)
     # The first two are fifty times as far off as they must be: a few draws tell.
     for preconditioner, number in [("scalar", 32), ("diagonal", 32), ("full", 256)]:
-        tx = optperm.constant_sgd(
-            N, S, preconditioner=preconditioner, fill=False, burn_in=300, freeze_after=800
-        )
+        tx = optperm.mandt_sgd(N, S, preconditioner=preconditioner, burn_in=300, freeze_after=800)
         drawn = chains(tx, gradients, start, 0, warmup=1200, thinning=100, number=number)
         found[preconditioner] = divergence(*drawn, optimum, hessian)
     assert found["full"] < 0.01

@@ -148,3 +148,36 @@ def test_a_seed_decides_the_noise():
     )
     support.assert_same_bits(one, two)
     assert not np.any(np.asarray(one) == np.asarray(other))
+
+
+@pytest.mark.parametrize("friction", [None, 0.5])
+def test_the_noise_of_the_batches_is_reported(friction):
+    """The share epsilon N^2 M R / (4 T) of each variance, or eta N^2 R / (2 alpha T), seen from the
+    gradients of examples; behind control variates it is not known."""
+    rows, m = (
+        jax.random.normal(jax.random.key(0), (8, 2)) * jnp.array([[1.0, 3.0]]),
+        jnp.array([1.0, 2.0]),
+    )
+    tx = (
+        optperm.sgld(1e-4, N, 1.5, m) if friction is None else optperm.sghmc(1e-4, N, friction, 1.5)
+    )
+    w, grad = jnp.zeros(2), rows.mean(0)
+    extras = {"per_example_grad_fn": lambda w: rows, "grad": grad}
+    _, state = tx.update(grad, tx.init(w), w, **extras)
+    r = np.var(rows, axis=0, ddof=1) / 8
+    exact = (
+        1e-4
+        * N**2
+        * r
+        * (np.array(m) / (4 * 1.5) if friction is None else 1 / (2 * friction * 1.5))
+    )
+    np.testing.assert_allclose(state.share, exact, rtol=1e-5)
+    assert int(state.looks) == 1
+    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one look in 200 steps
+    assert int(tx.update(0.5 * grad, tx.init(w), w, **extras)[1].looks) == 0
+
+
+def test_entries_without_a_finite_gradient_are_counted():
+    w, g = jnp.zeros(2), jnp.array([1.0, jnp.nan])
+    for tx in (optperm.sgld(1e-4, N), optperm.sghmc(1e-4, N, 0.5)):
+        assert int(tx.update(g, tx.init(w), w)[1].left_out) == 1

@@ -106,6 +106,7 @@ def assert_form_stays(tx, params, evaluate=loops.linear):
     assert support.signature(after) == support.signature((params, *start))
 
 
+@pytest.mark.filterwarnings("ignore:The gradient is not the one of the extra arguments")
 def test_form_stays_in_any_container_dtype_and_wrapper(ours, lenient):
     """Nothing that a method can stand in or be given changes the type of a leaf of params or state."""
     params, tx = support.random_params(), ours.make()

@@ -49,12 +49,12 @@ def snapshot(params, opt_state):
 BETWEEN = {"mask_elements": prune_and_freeze, "svrg": snapshot, "svrg_and_sgd": snapshot}
 READ = {
     "agn": lambda opt_state, params: optperm.center_params(opt_state),
-    "constant_sgd": lambda opt_state, params: optperm.noise_covariance(opt_state),
+    "constant_sgd": lambda opt_state, params: optperm.adapted_kernel(opt_state).noise,
     "diloco": lambda opt_state, params: optperm.center_params(opt_state),
     "laperm": optperm.permuted_params,
     "permute_by_cycles": lambda opt_state, params: optperm.permuted_params(opt_state),
     "record_trajectory": lambda opt_state, params: optperm.trajectory(opt_state),
-    "scale_by_gradient_noise": lambda opt_state, params: optperm.noise_covariance(opt_state),
+    "mandt_sgd": lambda opt_state, params: optperm.adapted_kernel(opt_state).noise,
     "sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
     "switch to sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
 }

@@ -43,13 +43,12 @@ def dense_loss(params, batch):
 
 def sampler(axis_name=None):
     """Constant SGD that looks at each example, as batch statistics do not allow."""
-    return optperm.constant_sgd(
+    return optperm.mandt_sgd(
         EXAMPLES,
         BATCH,
         burn_in=4,
         burn_in_optimizer=optax.sgd(0.1),
         max_step=0.03,
-        fill=False,
         axis_name=axis_name,
     )
 
@@ -173,9 +172,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
     close(both, dense_fit(tx, replicas=2))
     # Simulated ones that take all steps together do so by the mean of their gradients.
-    tx = optperm.constant_sgd(
-        64, BATCH, fill=False, burn_in_optimizer=optax.sgd(0.1), axis_name="replica"
-    )
+    tx = optperm.mandt_sgd(64, BATCH, burn_in_optimizer=optax.sgd(0.1), axis_name="replica")
     close(dense_fit(tx, replicas=2), dense_fit(tx, devices=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
     with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):

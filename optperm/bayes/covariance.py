@@ -1,6 +1,7 @@
 """Estimates of the covariance of one example's gradient, from the gradients of one step."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import AxisName
-from optperm.contract.shardings import shard_like, unshard
+from optperm.contract.shardings import unshard
 from optperm.contract.states import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
@@ -19,6 +20,8 @@ Preconditioner = Literal["scalar", "diagonal", "full"]
 
 # Of deviations from a mean, a tree with a leading axis, what is kept of the sum of d d^T.
 Outer = Callable[[optax.Updates], Any]
+# Gradients of examples are held a million numbers at a time, but of at least so many examples.
+_CHUNK, _LEAST_CHUNK = 2**20, 8
 
 
 class BatchGradients(NamedTuple):
@@ -29,7 +32,7 @@ class BatchGradients(NamedTuple):
       grad: The gradient of the batch.
       extras: The extra arguments of `update`.
       batch_size: S, of all replicas together.
-      chunk_size: How many gradients of examples to hold at once; None for all.
+      chunk_size: How many gradients of examples to hold at once; None for a million numbers.
       axis_name: The mapped axes over which the batch is spread, if any.
     """
 
@@ -45,59 +48,22 @@ class BatchGradients(NamedTuple):
         """Over how many the batch is spread."""
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
-    def differs_from(self, updates: optax.Updates) -> jax.Array:
-        """Whether the batch's gradient is another one than what there is to precondition, by 1 %.
-
-        Of the very same arrays nothing has to be computed.
-        """
-        pairs = list(zip(*map(jax.tree.leaves, (updates, self.grad)), strict=True))
-        if all(one is other for one, other in pairs):
-            return jnp.zeros([], jnp.bool_)
-        grad = self.grad
-        if self.axis_name is not None:
-            # Averaged already or not: the mean of what is the same everywhere is itself.
-            grad = jax.lax.pmean(grad, self.axis_name)
-        grad = jax.tree.map(shard_like, grad, updates)
-        return _size(_difference(updates, grad)) > 1e-4 * _size(grad)
-
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
-        """A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
+        """Return A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
 
-        Where a loss has no forward derivative, as with a `jax.custom_vjp` in it, by a difference.
+        As A is symmetric, by a reverse derivative: a loss with a `jax.custom_vjp` in it has no other.
         """
 
         def gradient(params: optax.Params) -> optax.Updates:
             grads = self.extras["grad_fn"](params)
             return _checked_gradients(grads, self, "grad_fn(params)", axes=0)
 
-        def derivative(params: optax.Params, tangents: optax.Params) -> optax.Updates:
-            return jax.jvp(gradient, (params,), (tangents,))[1]
-
-        tangents = cast_like(direction, self.params)
-        # Traced, as the derivative that is missing is an error only where it is compiled.
-        if "custom_lin" in str(jax.make_jaxpr(derivative)(self.params, tangents)):
-            product = self._difference(gradient, tangents)
-        else:
-            product = derivative(self.params, tangents)
+        grads, transposed = jax.vjp(gradient, self.params)
+        (product,) = transposed(cast_like(direction, grads))
+        if self.axis_name is not None:
+            # Averaged already or not: the mean of what is the same everywhere is itself.
+            product = jax.lax.pmean(product, self.axis_name)
         return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
-
-    def _difference(
-        self, gradient: Callable[[optax.Params], optax.Updates], v: optax.Updates
-    ) -> optax.Updates:
-        """(g(theta + h v) - g(theta - h v)) / 2 h, h where rounding costs least."""
-        dtype = accumulation_dtype(self.params)
-        epsilon = max(float(jnp.finfo(x.dtype).eps) for x in jax.tree.leaves(self.params))
-        size = optax.tree.norm(self.params).astype(dtype)
-        length = optax.tree.norm(v).astype(dtype)
-        h = epsilon ** (1 / 3) * jnp.maximum(size, 1.0) / jnp.where(length > 0, length, 1.0)
-
-        def at(sign: float) -> optax.Updates:
-            moved = jax.tree.map(lambda p, d: p + (sign * h).astype(p.dtype) * d, self.params, v)
-            return gradient(moved)
-
-        return jax.tree.map(
-            lambda up, down: (up - down) / (2 * h).astype(up.dtype), at(1.0), at(-1.0)
-        )
 
 
 # An unbiased estimate of C, the covariance of one example's gradient, as much of it as `Outer` keeps;
@@ -120,12 +86,12 @@ def diagonal(deviations: optax.Updates) -> optax.Updates:
 
 def matrix(deviations: optax.Updates) -> jax.Array:
     """The sum of outer products of the flattened deviations, (D, D)."""
-    rows = _as_matrix(deviations)
+    rows = rows_of(deviations)
     return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
 
 
-def _as_matrix(tree: Any) -> jax.Array:
-    """A tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
+def rows_of(tree: Any) -> jax.Array:
+    """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
     dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
     flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
     return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
@@ -136,26 +102,6 @@ OUTER: dict[Preconditioner, Outer] = {
     "diagonal": diagonal,
     "full": matrix,
 }
-
-
-def product_with(direction: optax.Updates) -> Outer:
-    """Of a sum of outer products, its product with a direction."""
-
-    def product(deviations: optax.Updates) -> optax.Updates:
-        dtype, zero = accumulation_dtype(deviations), jnp.zeros([], accumulation_dtype(deviations))
-        parts = jax.tree.map(
-            lambda d, v: jnp.sum(d * v[None].astype(d.dtype), axis=tuple(range(1, d.ndim))),
-            deviations,
-            direction,
-        )
-        along = sum((part.astype(dtype) for part in jax.tree.leaves(parts)), start=zero)
-        # Without a barrier XLA makes a matrix product of the sum: three times as long on the CPU.
-        rows = jax.lax.optimization_barrier(
-            jax.tree.map(lambda d: d * _along(along.astype(d.dtype), d), deviations)
-        )
-        return jax.tree.map(lambda d: jnp.sum(d, axis=0), rows)
-
-    return product
 
 
 class _Sums(NamedTuple):
@@ -205,15 +151,17 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     def chunk(start: Any, size: int) -> _Sums:
         return sums(gradients(start=start, size=size))
 
-    if batch.chunk_size is None:
-        rows = gradients()
-        _check_batch(_length(rows), batch)
-        found = sums(rows)
-    else:
+    if batch.chunk_size is not None:
         _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
-        here = _length(jax.eval_shape(gradients))
-        _check_batch(here, batch)
-        chunk_size = min(batch.chunk_size, here)
+    here = _length(jax.eval_shape(gradients))
+    _check_batch(here, batch)
+    chunk_size = here
+    if _takes_part(grad_fn):
+        size = sum(leaf.size for leaf in jax.tree.leaves(batch.params))
+        chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // max(size, 1)))
+    if chunk_size == here:
+        found = sums(gradients())
+    else:
         whole, rest = divmod(here, chunk_size)
         found = jax.lax.fori_loop(
             1,
@@ -319,6 +267,64 @@ NEEDS: dict[Estimator, dict[str, str]] = {
 }
 
 
+def batch_gradients(
+    updates: optax.Updates,
+    params: optax.Params,
+    extras: dict[str, Any],
+    batch_size: int | jax.Array,
+    chunk_size: int | None,
+    axis_name: AxisName | None,
+) -> BatchGradients:
+    """Return the gradients of a step's batch; warn where they are not what a sampler is given."""
+    grad = extras.get("grad")
+    grad = updates if grad is None else mask_like(grad, params)
+    pairs = zip(*map(jax.tree.leaves, (updates, grad)), strict=False)
+    # What replicas average is another array, and need not be another gradient.
+    if axis_name is None and any(one is not other for one, other in pairs):
+        warnings.warn(
+            "The gradient is not the one of the extra arguments: the noise of those is what steps are "
+            "made for, and the draws do not follow the posterior. Nothing that changes gradients "
+            "belongs in front of constant_sgd or around it: no clipping (even of none), no svrg (sgld "
+            "and sghmc take it), no weight decay (normal_prior goes into the loss), no MultiSteps "
+            "(chunk_size= saves memory).",
+            stacklevel=2,
+        )
+    return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)
+
+
+def check_noise_arguments(
+    num_data: Any,
+    batch_size: Any,
+    preconditioner: Any,
+    estimator: Any,
+    chunk_size: Any,
+    axis_name: Any,
+) -> None:
+    """Raise what `constant_sgd` and `mandt_sgd` say about their common arguments."""
+    checks.check_count("num_data", num_data)
+    checks.check_count("batch_size", batch_size)
+    if preconditioner is not None:
+        checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
+    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
+    if chunk_size is not None:
+        checks.check_static_count("chunk_size", chunk_size)
+    checks.check_axis_name("axis_name", axis_name)
+    if not (checks.is_concrete_number(num_data) and checks.is_concrete_number(batch_size)):
+        return
+    if int(num_data) < int(batch_size):
+        raise ValueError(
+            f"num_data must be at least batch_size, got {num_data} examples in all and "
+            f"{batch_size} in a batch. num_data comes first."
+        )
+    if int(num_data) == int(batch_size) > 1:
+        warnings.warn(
+            f"batch_size is num_data, {num_data}: the gradient of all examples has no noise, whatever "
+            "their own gradients tell, and then the draws are too narrow. Draw small batches with "
+            "replacement, or sample with sgld or sghmc, whose noise is their own.",
+            stacklevel=3,
+        )
+
+
 def _length(rows: optax.Updates) -> int:
     return int(jax.tree.leaves(rows)[0].shape[0])
 
@@ -378,10 +384,14 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
         )
 
 
-def _check_takes_part(function: Callable[..., Any], name: str, reason: str) -> None:
+def _takes_part(function: Callable[..., Any]) -> bool:
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    if not takes_any and not {"start", "size"} <= {p.name for p in parameters}:
+    return takes_any or {"start", "size"} <= {p.name for p in parameters}
+
+
+def _check_takes_part(function: Callable[..., Any], name: str, reason: str) -> None:
+    if not _takes_part(function):
         raise ValueError(
             f"With {reason}, {name} must take the first example of a part of the batch and its size, "
             f"{name}(params, start=, size=), as optperm.evaluate makes it."

@@ -12,6 +12,7 @@ import support
 from jax.flatten_util import ravel_pytree
 
 import optperm
+from optperm.contract.states import find_state
 
 PRECONDITIONERS = ("scalar", "diagonal", "full")
 ESTIMATORS = ("per_example", "single_example", "two_batches")
@@ -47,6 +48,11 @@ def example_gradients(params, batch):
     return np.stack([ravel_pytree(jax.grad(loss_fn)(params, one))[0] for one in single])
 
 
+def noise_of(opt_state):
+    """What has been estimated of C."""
+    return find_state(opt_state, optperm.MandtSgdState, method="mandt_sgd").covariance
+
+
 def kept(matrix, preconditioner):
     """What is kept of a covariance, as one vector or matrix in the order of the flattened params."""
     forms = {"scalar": np.trace(matrix) / len(matrix), "diagonal": np.diag(matrix), "full": matrix}
@@ -56,7 +62,7 @@ def kept(matrix, preconditioner):
 def estimate(params, batch, preconditioner, estimator, **options):
     """One estimate, from a first step."""
     example = options.pop("example", None)
-    tx = optperm.scale_by_gradient_noise(
+    tx = optperm.mandt_sgd(
         1000, len(batch["x"]), preconditioner=preconditioner, estimator=estimator, **options
     )
 
@@ -65,7 +71,7 @@ def estimate(params, batch, preconditioner, estimator, **options):
         e = optperm.evaluate(loss_fn, params, batch, example=example)
         return tx.update(e.grad, tx.init(params), params, **e.extra_args)[1]
 
-    found = optperm.noise_covariance(first(params, batch, example))
+    found = noise_of(first(params, batch, example))
     return ravel_pytree(found)[0] if preconditioner == "diagonal" else found
 
 
@@ -121,7 +127,7 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, made):
     preconditioner, estimator = made
     data, params = problem()
     batch, examples = some(data, 12), some(data, 20, 24)
-    tx = optperm.scale_by_gradient_noise(
+    tx = optperm.mandt_sgd(
         1000,
         12,
         preconditioner=preconditioner,
@@ -134,7 +140,7 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, made):
     def step(part, example):
         e = optperm.evaluate(loss_fn, params, part, axis_name=replicas.AXIS, example=example)
         _, new = tx.update(e.grad, state, params, **e.extra_args)
-        return optperm.noise_covariance(new)
+        return noise_of(new)
 
     found = replicas.MAPPINGS[mapping](step, 4)(in_parts(batch, 3), in_parts(examples, 1))
     rows = example_gradients(params, batch)
@@ -161,9 +167,7 @@ def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
     data, params = problem()
     batch, example = some(data, 12), some(data, 20, 21)
     e = optperm.evaluate(loss_fn, params, batch, example=example)
-    tx = optperm.scale_by_gradient_noise(
-        1000, 12, preconditioner=preconditioner, estimator=estimator
-    )
+    tx = optperm.mandt_sgd(1000, 12, preconditioner=preconditioner, estimator=estimator)
     masked = optax.masked(tx, {"w": True, "b": False})
     _, state = masked.update(e.grad, masked.init(params), params, **e.extra_args)
 
@@ -179,17 +183,3 @@ def test_under_a_mask_it_estimates_what_it_sees(preconditioner, estimator):
     nothing = optax.masked(tx, {"w": False, "b": False})
     updates, _ = nothing.update(e.grad, nothing.init(params), params, **e.extra_args)
     support.assert_same_bits(updates, e.grad)
-
-
-@pytest.mark.usefixtures("x64")
-def test_leaves_of_several_dtypes_are_compared():
-    """With those of another gradient, which is told, under strict promotion."""
-    params = {name: jnp.ones(3, name) for name in ("bfloat16", "float32", "float64")}
-    rows = jax.tree.map(lambda p: jnp.stack([p, 3 * p]), params)
-    grads = jax.tree.map(lambda row: jnp.mean(row, axis=0), rows)
-    tx = optperm.scale_by_gradient_noise(100, 2)
-    extras = {"per_example_grad_fn": lambda _: rows, "grad": grads}
-    update = jax.jit(lambda g: tx.update(g, tx.init(params), params, **extras)[1])
-    for factor in (1, 3):
-        state = update(jax.tree.map(lambda g, by=factor: g / jnp.asarray(by, g.dtype), grads))
-        assert (int(state.foreign), int(state.uneven)) == (factor == 3, 0)

@@ -1,0 +1,371 @@
+"""What the warm-up of constant SGD learns: the gradients' noise, the curvature, and how they vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes.covariance import ESTIMATES, OUTER, BatchGradients, matrix, rows_of
+from optperm.bayes.kernel import NoiseKernel, flat, inner, is_number, times
+from optperm.bayes.normal_noise import normal_like
+from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.keys import key_data
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree
+
+# By how much of itself the noise of a step may differ from place to place.
+
+_VARIATION = 0.1
+# A mean this many of its standard errors above the one that was seen is safe.
+_ERRORS = 2.0
+# The weight of the spread of the batches' curvatures, of whose noise C holds the mean already.
+_SPREAD = 0.5
+# The largest eigenvalue is looked for in the first ten estimates and every tenth, with five in memory.
+_POWER_EVERY, _FORGETTING = 10, 5.0
+# In units of its largest, what is no eigenvalue of C but rounding.
+_NOTHING = 1e-7
+
+
+class Adaptation(NamedTuple):
+    r"""What a window of the warm-up has seen so far.
+
+    Attributes:
+      estimates: Estimates in this window.
+      covariance: The mean of :math:`\hat C`: (D, D), a tree like params, or the mean of its diagonal.
+      noise: The last :math:`w_i^\top \hat C w_i`, of the form of the kernel's noise.
+      repeated: The mean over entries of the product of two :math:`w_i^\top \hat C w_i h_i / s` in a row.
+      curvature: The mean of :math:`q_i = z_i (H^{1/2} A H^{1/2} z)_i`.
+      square: That of :math:`q_i^2`.
+      direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
+      stability: Its eigenvalue.
+      correlation: As the kernel's.
+    """
+
+    estimates: Int32[Array, ""]
+    covariance: PyTree[Float[Array, "..."]]
+    noise: PyTree[Float[Array, "..."]]
+    repeated: Float32[Array, ""]
+    curvature: PyTree[Float[Array, "..."]]
+    square: PyTree[Float[Array, "..."]]
+    direction: PyTree[Float[Array, "?*shape"], "Params"]
+    stability: Float32[Array, ""]
+    correlation: Float32[Array, ""]
+
+
+def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKernel, Adaptation]:
+    """Return the kernel that takes no steps, and the start of the first window.
+
+    Args:
+      params: The params.
+      preconditioner: "scalar", "diagonal" or "full".
+      rho: The largest rho.
+    """
+    covariance = OUTER[preconditioner](
+        jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p))[None], params)
+    )
+    is_full = preconditioner == "full"
+    noise = jnp.diagonal(covariance) if is_full else covariance
+    basis = jnp.identity(len(covariance), covariance.dtype) if is_full else ()
+
+    # Each is an array of its own: states may be donated.
+    def zero() -> jax.Array:
+        return mark_varying(jnp.zeros([], jnp.float32), varying_axes(params))
+
+    def zeros() -> Any:
+        return jax.tree.map(jnp.copy, noise)
+
+    kernel = NoiseKernel(
+        basis, zeros(), zeros(), jnp.asarray(rho, jnp.float32) + zero(), zero(), zero() + 1,
+        zero() + 1, zero() + 1, jnp.zeros([], jnp.int32), zero() > 0,
+    )  # fmt: skip
+    return kernel, Adaptation(
+        jnp.zeros([], jnp.int32), covariance, zeros(), zero(), zeros(), zeros(),
+        normal_like(key_data(0), params), zero(), zero(),
+    )  # fmt: skip
+
+
+def learn(
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    batch: BatchGradients,
+    estimator: Any,
+    h: Any,
+    scale: jax.Array,
+    key: jax.Array,
+) -> tuple[Adaptation, jax.Array]:
+    r"""Return what a window has seen with one more batch, and whether its gradient is not the mean.
+
+    Args:
+      seen: What it had seen before.
+      kernel: The kernel of this window.
+      batch: The gradients.
+      estimator: Which estimator of C.
+      h: The steps by this kernel.
+      scale: s.
+      key: The raw key of z.
+    """
+    n = seen.estimates.astype(jnp.float32) + 1
+
+    # C <- C + (C^ - C) / n, and of C^ what the directions of the kernel see
+    is_full = not isinstance(kernel.basis, tuple)
+    form: Any = "full" if is_full else "scalar" if is_number(kernel.noise) else "diagonal"
+
+    v = kernel.precondition(seen.direction, h)
+
+    def outer(deviations: optax.Updates) -> Any:
+        if not is_full:
+            return OUTER[form](deviations), jnp.sum(_along(deviations, v) ** 2)
+        rows = jnp.matmul(rows_of(deviations), kernel.basis, precision="highest")
+        return matrix(deviations), jnp.sum(rows**2, axis=0)
+
+    (c_hat, noise), is_uneven = ESTIMATES[estimator](batch, outer)
+    correlation = seen.correlation
+    if not is_full:
+        # v^T (C + b) v over v^T diag(C + b) v, v = H s
+        assumed, b = (
+            inner(v, times(x, v)).astype(jnp.float32)
+            for x in (kernel.noise, kernel.injected(h, scale))
+        )
+        ratio = (noise + b) / jnp.where(assumed + b > 0, assumed + b, 1.0)
+        correlation, noise = correlation + (ratio - correlation) / n, c_hat
+    covariance = _towards(seen.covariance, c_hat, n)
+
+    # Two looks in a row share the place of the chain, and nothing else
+    share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
+    product = jax.tree.map(lambda one, two, r: one * two * r**2, noise, seen.noise, share)
+    n_pairs = jnp.maximum(n - 1, 1)
+    repeated = _mean(product, jax.tree.map(jnp.multiply, kernel.noise, share))
+    repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
+
+    # q_i = z_i (H^(1/2) A H^(1/2) z)_i, by Hutchinson's rule in coordinates where A is about c
+    z = jax.tree.map(jnp.sign, normal_like(key, seen.direction))
+    z = flat(z, kernel.basis) if is_full else z
+    root = jax.tree.map(jnp.sqrt, h)
+    product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
+    q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
+    if is_number(kernel.noise):
+        q = inner(q, jax.tree.map(jnp.ones_like, q)) / sum(x.size for x in jax.tree.leaves(q))
+    new = seen._replace(
+        estimates=seen.estimates + 1,
+        covariance=covariance,
+        noise=noise,
+        repeated=repeated.astype(jnp.float32),
+        correlation=correlation.astype(jnp.float32),
+        curvature=_towards(seen.curvature, q, n),
+        square=_towards(seen.square, jax.tree.map(jnp.square, q), n),
+    )
+    new = optax.tree.where(all_finite((c_hat, q)), new, seen)
+    return cond(
+        (seen.estimates % _POWER_EVERY == 0) | (seen.estimates < _POWER_EVERY),
+        lambda: _iterate(new, kernel, batch.curvature_product, h),
+        lambda: new,
+    ), is_uneven
+
+
+def _iterate(
+    seen: Adaptation, kernel: NoiseKernel, product_fn: Callable[[Any], Any], h: Any
+) -> Adaptation:
+    """Take a step of the power iteration for the largest eigenvalue of H A."""
+    n = seen.estimates
+    taken = jnp.where(n < _POWER_EVERY, n, _POWER_EVERY - 1 + n // _POWER_EVERY)
+    stability, direction = power_iteration(
+        seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken
+    )
+    return seen._replace(stability=stability, direction=direction)
+
+
+def power_iteration(
+    value: jax.Array,
+    vector: Any,
+    precondition_fn: Callable[[Any], Any],
+    product_fn: Callable[[Any], Any],
+    taken: jax.Array,
+) -> tuple[jax.Array, Any]:
+    r"""Return better estimates of :math:`\lambda_{\max}(H A)` and of its left eigenvector.
+
+    Args:
+      value: The running mean of Rayleigh quotients, in which older ones fade.
+      vector: That of normalized products.
+      precondition_fn: The product with H.
+      product_fn: The product with a batch's A.
+      taken: Steps of the iteration so far.
+    """
+    # lambda = mean of v^T A v / s^T v, v = H s
+    v = precondition_fn(vector)
+    product = product_fn(v)
+    quotient = (inner(v, product) / inner(vector, v)).astype(value.dtype)
+    taken = taken.astype(value.dtype)
+    rate = jnp.minimum(_FORGETTING / (taken + _FORGETTING), 0.5)
+    rate = jnp.where(value == 0, 1.0, rate).astype(value.dtype)
+    mean = value + rate * (quotient - value)
+    # Divided by its size where the mean is not one to divide by.
+    divisor = jnp.where(mean > 0, mean, jnp.sqrt(inner(product, product)).astype(value.dtype))
+    mixed = jax.tree.map(
+        lambda s, a: (1 - rate).astype(s.dtype) * s + (rate / divisor).astype(s.dtype) * a,
+        vector,
+        product,
+    )
+    norm = jnp.sqrt(inner(mixed, mixed))
+    is_sound = jnp.isfinite(quotient) & jnp.isfinite(norm) & (norm > 0)
+    moved = jax.tree.map(
+        lambda m, s: jnp.where(is_sound, m / norm.astype(m.dtype), s), mixed, vector
+    )
+    return jnp.where(jnp.isfinite(quotient), mean, value), moved
+
+
+def hand_over(
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    h: Any,
+    scale: jax.Array,
+    *,
+    limit: jax.Array,
+    momentum_factor: Any,
+    rho: Any,
+) -> tuple[NoiseKernel, Adaptation]:
+    r"""Return the kernel of the next window, and that window's start.
+
+    A direction's limit of stability counts the batches' own curvatures too, whose second moment
+    decides whether iterates have a variance (a rare example of great leverage). With
+    :math:`\bar q = |E q_i| + 2 \,\mathrm{se}` in the coordinates of H,
+
+    .. math::
+      h_i a_i = \bar q \, \frac{1 - \mu}{1 + \mu} + \frac{\operatorname{Var} q_i}{2 \bar q}
+
+    The batches' noise may have the share of a step's noise at which that varies by a tenth from place
+    to place, as the law of the draws is that of constant noise.
+
+    Args:
+      seen: What the window has seen.
+      kernel: Its kernel.
+      h: The steps by it.
+      scale: s.
+      limit: c.
+      momentum_factor: (1 - mu) / (1 + mu).
+      rho: The largest rho.
+    """
+    n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
+    noise, basis = seen.covariance, kernel.basis
+    if not isinstance(basis, tuple):
+        noise, basis = decompose(seen.covariance)
+
+    # What was seen of the curvature is in the coordinates of the old kernel's steps
+    def curvature_of(mean: jax.Array, square: jax.Array, h: jax.Array) -> jax.Array:
+        variance = jnp.maximum(square - mean**2, 0.0)
+        size = jnp.abs(mean) + _ERRORS * jnp.sqrt(variance / n.astype(mean.dtype))
+        divisor = jnp.maximum(size, 0.1 * jnp.sqrt(variance))
+        spread = jnp.where(divisor > 0, _SPREAD * variance / divisor, 0.0)
+        factor = jnp.asarray(momentum_factor, mean.dtype)
+        return jnp.where(h > 0, (size * factor + spread) / jnp.where(h > 0, h, 1.0), 0.0)
+
+    curvature = jax.tree.map(curvature_of, seen.curvature, seen.square, h)
+    if not isinstance(basis, tuple):
+        # W_new = W_old R, and W_old^-1 = W_old^T diag(C_old)
+        diagonal = 1 / jnp.sum(kernel.basis**2, axis=1)
+        rotation = jnp.matmul(kernel.basis.T * diagonal[None], basis, precision="highest")
+        curvature = jnp.matmul((rotation**2).T, curvature, precision="highest")
+
+    # Var(share of the batches in a step's noise), over places
+    share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
+    weights = jax.tree.map(jnp.multiply, kernel.noise, share)
+    found = _noise_in(kernel, seen.covariance)
+    level = jax.tree.map(lambda c, r: (c * r) ** 2, found, share)
+    variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
+    old = kernel.rho / (1 + kernel.rho)
+    most = jnp.asarray(rho, jnp.float32)
+    largest = jnp.minimum(most / (1 + most), old * _VARIATION / jnp.sqrt(variance + 1e-12))
+    ratio = jax.tree.map(
+        lambda c, noise: jnp.where(noise > 0, c / jnp.where(noise > 0, noise, 1.0), 1.0),
+        found,
+        kernel.noise,
+    )
+    # Steps are shorter by what lambda_max(H A) exceeds c
+    effective = seen.stability * jnp.asarray(momentum_factor, jnp.float32)
+    excess = jnp.where(effective > 0, kernel.excess * effective / limit, kernel.excess)
+    excess = jnp.where(kernel.is_ready, excess, 1.0)
+    excess = jnp.maximum(excess, 1.0).astype(jnp.float32)
+    is_first = jnp.logical_not(_any(kernel.noise))
+    new = NoiseKernel(
+        basis=basis,
+        noise=noise,
+        curvature=jax.tree.map(lambda a: a * excess.astype(a.dtype), curvature),
+        rho=jnp.where(is_first, most, largest / (1 - largest)).astype(jnp.float32),
+        # Of the old kernel, and of the new one after what was shortened for it.
+        stability=jnp.where(kernel.is_ready, effective * kernel.excess / excess, 0.0),
+        excess=excess,
+        drift=_mean(ratio, weights).astype(jnp.float32),
+        correlation=seen.correlation,
+        estimates=seen.estimates,
+        is_ready=_any(curvature),
+    )
+    is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
+    fresh = jax.tree.map(jnp.zeros_like, seen)._replace(direction=seen.direction)
+    return optax.tree.where(is_sound, new, kernel), fresh
+
+
+def decompose(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return Lambda and W with W^T C W = Lambda, by the eigenvectors of the correlations of C.
+
+    So a feature's units do not decide what of C is lost in rounding.
+    """
+    diagonal = jnp.diagonal(covariance)
+    logarithms = jnp.where(diagonal > 0, jnp.log(jnp.where(diagonal > 0, diagonal, 1.0)), 0.0)
+    typical = jnp.exp(
+        jnp.sum(logarithms) / jnp.maximum(jnp.sum(diagonal > 0), 1).astype(logarithms.dtype)
+    )
+    root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, typical))
+    noise, vectors = jnp.linalg.eigh(covariance / (root[:, None] * root[None]))
+    noise = jnp.where(noise > _NOTHING * len(noise), noise, 0.0)
+    return noise, vectors / root[:, None]
+
+
+def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
+    """Return the steps in whose coordinates curvature is looked at: none of them is zero.
+
+    An entry without noise, as of a prior on what no example sees, has curvature all the same.
+    """
+    total = inner(h, jax.tree.map(jnp.ones_like, h))
+    count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
+    typical = total / jnp.maximum(count, 1).astype(total.dtype)
+    return jax.tree.map(lambda h: jnp.where(h > 0, h, typical.astype(h.dtype)), h)
+
+
+def _noise_in(kernel: NoiseKernel, covariance: Any) -> Any:
+    """Return w_i^T C w_i."""
+    if isinstance(kernel.basis, tuple):
+        return covariance
+    product = jnp.matmul(covariance, kernel.basis, precision="highest")
+    return jnp.sum(kernel.basis * product, axis=0)
+
+
+def _along(rows: Any, v: Any) -> jax.Array:
+    """Return the product of each row of a tree with a tree like one of them."""
+    parts = jax.tree.map(
+        lambda r, v: jnp.sum(r * v[None].astype(r.dtype), axis=tuple(range(1, r.ndim))), rows, v
+    )
+    return sum(jax.tree.leaves(parts), start=jnp.zeros([], accumulation_dtype(parts)))
+
+
+def _towards(mean: Any, new: Any, n: jax.Array) -> Any:
+    # In this form the first one is kept bit for bit.
+    rate = 1 / n
+    return jax.tree.map(
+        lambda m, x: (1 - rate).astype(m.dtype) * m + rate.astype(m.dtype) * x, mean, new
+    )
+
+
+def _mean(values: Any, weights: Any) -> jax.Array:
+    """Return the mean of all entries by weights; 0 without any."""
+    total = inner(weights, jax.tree.map(jnp.ones_like, weights))
+    return inner(values, weights) / jnp.where(total > 0, total, 1.0)
+
+
+def _any(tree: Any) -> jax.Array:
+    flags = [jnp.any(leaf > 0) for leaf in jax.tree.leaves(tree)]
+    return jnp.any(jnp.stack(flags)) if flags else jnp.zeros([], jnp.bool_)

@@ -1,0 +1,326 @@
+"""Constant SGD as its authors have it: preconditioned by the gradients' noise alone.
+
+S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
+JMLR 18(134), 2017, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes.adaptation import begin, power_iteration
+from optperm.bayes.covariance import (
+    ESTIMATES,
+    NEEDS,
+    OUTER,
+    Estimator,
+    Preconditioner,
+    batch_gradients,
+    check_noise_arguments,
+)
+from optperm.bayes.kernel import NoiseKernel, times
+from optperm.bayes.masters import with_masters
+from optperm.contract import checks
+from optperm.contract.dtypes import all_finite, cast_like
+from optperm.contract.mapped_axes import AxisName, cond
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.transformation import transformation
+from optperm.switching import switch_after
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+_UNSTABLE = 2.0
+# lambda_max(H A) is looked for in every tenth step of a burn-in, or of the first hundred.
+_PROBE_EVERY, _PROBES = 10, 100
+
+
+class MandtSgdState(NamedTuple):
+    r"""State of `mandt_sgd`.
+
+    Attributes:
+      count: Steps taken.
+      steps: Those of them that sampled.
+      unstable: Steps not taken because they would diverge.
+      uneven: Estimates that met a batch's gradient which is not the mean of those of its examples.
+      left_out: Steps in which entries whose gradient is not finite stayed where they are.
+      estimates: Estimates of C.
+      covariance: Their mean: (D, D), a tree like params, or the mean of its diagonal.
+      kernel: What is sampled with; its basis is orthonormal.
+      sizes: h, of the last step, of the form of the kernel's noise.
+      direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    steps: Int32[Array, ""]
+    unstable: Int32[Array, ""]
+    uneven: Int32[Array, ""]
+    left_out: Int32[Array, ""]
+    estimates: Int32[Array, ""]
+    covariance: PyTree[Float[Array, "..."]]
+    kernel: NoiseKernel
+    sizes: PyTree[Float[Array, "..."]]
+    direction: PyTree[Float[Array, "?*shape"], "Params"]
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """Return H g with the steps of the last update.
+
+        Args:
+          grads: g, a tree like the params.
+        """
+        return self.kernel.precondition(grads, self.sizes)
+
+
+def mandt_sgd(
+    num_data: int | jax.Array,
+    batch_size: int | jax.Array,
+    *,
+    preconditioner: Preconditioner = "diagonal",
+    estimator: Estimator = "per_example",
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    momentum: float | jax.Array | None = None,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    max_step: float | jax.Array | None = None,
+    damping: float | jax.Array = 0.0,
+    burn_in: int | jax.Array = 10,
+    freeze_after: int | jax.Array | None = None,
+    burn_in_optimizer: optax.GradientTransformation | None = None,
+    chunk_size: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SGD preconditioned by the noise of its gradients, Mandt, Hoffman and Blei's method.
+
+    .. math::
+      v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+
+    With :math:`C` the covariance of one example's gradient and batches of :math:`S` examples
+
+    .. math::
+      H = \frac{2 S T}{N} \frac{D}{\operatorname{tr} C} I \quad (\text{scalar}), \qquad
+      H_{kk} = \frac{2 S T}{N C_{kk}} \quad (\text{diagonal}), \qquad
+      H = \frac{2 S T}{N} C^{-1} \quad (\text{full})
+
+    Of all matrices of its kind each brings the stationary distribution closest to the posterior near an
+    optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full one
+    makes them equal, to first order in :math:`\lambda_{\max}(H A)`. That has to be well below 2, which
+    nothing here sees to: `optperm.constant_sgd` does. A diagonal H is not always better than a scalar
+    one.
+
+    C is the plain mean of all estimates so far. A step uses the C of the step before it; the full
+    preconditioner decomposes it when the number of estimates is a power of two or three halves of one.
+
+    Args:
+      num_data: N, the number of training examples.
+      batch_size: S, the number of examples in a batch, of all replicas together.
+      preconditioner: "scalar", "diagonal" or "full".
+      estimator: "per_example", "single_example" or "two_batches", as for `optperm.constant_sgd`.
+      learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
+      momentum: :math:`\mu`, in [0, 1); None for none.
+      temperature: T, a number or a schedule of the step.
+      max_step: The largest eigenvalue of H; None for no limit. It is a cut of the law, too.
+      damping: The least eigenvalue of C, in its units.
+      burn_in: Steps that only estimate C; the very first one does in any case.
+      freeze_after: Steps after which C is constant; None for never.
+      burn_in_optimizer: What moves the params in the burn-in. None for nothing.
+      chunk_size: How many gradients of examples to hold at once; None for as many as have a million
+        entries, at least 8.
+      axis_name: The mapped axis, or several, over which each batch is spread. The gradients must be
+        averaged already.
+
+    Returns:
+      A transformation. It needs `params` and the estimator's extra argument, and with `grad_fn` sees
+      whether steps would diverge: then it takes none, and the state's `unstable` counts them.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> data = 3.0 + jax.random.normal(jax.random.key(0), (1000,))
+      >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2  # the posterior: N(3, 1/1000)
+      >>> tx = optperm.mandt_sgd(1000, 10)
+      >>> def step(carry, key):
+      ...     mean, opt_state = carry
+      ...     e = optperm.evaluate(loss_fn, mean, jax.random.choice(key, data, (10,)))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, mean, **e.extra_args)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, jax.random.split(jax.random.key(1), 50_000))
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, JMLR 2017, section 4
+
+    Notes:
+      Estimates that are not finite are left out, and so are the steps of entries whose gradient is not.
+      An entry without noise takes a step of `max_step`; without that limit, none. Where the noise goes
+      to zero, as in a network that fits its data, step sizes go to infinity: set `max_step`. The full
+      preconditioner waits until 2 D examples have told C. Draw batches with replacement.
+    """
+    check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
+    for name, number in (("learning_rate", learning_rate), ("temperature", temperature)):
+        checks.check_in_range(name, number, 0.0, float("inf"))
+    mu: Any = 0.0 if momentum is None else momentum
+    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
+    if max_step is not None:
+        checks.check_positive("max_step", max_step)
+    checks.check_count("burn_in", burn_in, minimum=0)
+    if freeze_after is not None:
+        checks.check_count("freeze_after", freeze_after)
+        numbers = burn_in, freeze_after
+        if all(map(checks.is_concrete_number, numbers)) and int(freeze_after) < int(burn_in):
+            raise ValueError(
+                f"freeze_after must be at least burn_in, got freeze_after={freeze_after} and "
+                f"burn_in={burn_in}: the noise would be constant before it is used."
+            )
+    is_full = preconditioner == "full"
+
+    def init(params: optax.Params) -> MandtSgdState:
+        kernel, adaptation = begin(params, preconditioner, 1.0)
+        return MandtSgdState(
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            unstable=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            estimates=jnp.zeros([], jnp.int32),
+            covariance=adaptation.covariance,
+            kernel=kernel._replace(curvature=()),
+            sizes=adaptation.curvature,
+            direction=adaptation.direction,
+        )
+
+    def sizes(noise: jax.Array, count: jax.Array) -> jax.Array:
+        # h = min(2 S T / (N max(Lambda, damping)), max_step)
+        t = resolve_schedule("temperature", temperature, count, noise.dtype)
+        s, n, least = (jnp.asarray(x, noise.dtype) for x in (batch_size, num_data, damping))
+        most = jnp.asarray(jnp.inf if max_step is None else max_step, noise.dtype)
+        h = jnp.minimum(2 * s / n * t / jnp.maximum(noise, least), most)
+        return jnp.where(jnp.isfinite(h), h, 0.0)
+
+    def update(
+        g: optax.Updates, state: MandtSgdState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, MandtSgdState]:
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+        kernel, count = state.kernel, state.count
+        batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
+
+        # H g = V diag(h) V^T g
+        h = jax.tree.map(lambda noise: sizes(noise, count), kernel.noise)
+        h_g = kernel.params_of(times(h, kernel.coordinates(g)), params)
+        is_due = (count >= burn_in) & kernel.is_ready
+        is_moving = is_due & (kernel.stability < _UNSTABLE)
+        moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
+
+        # C <- C + (C^ - C) / n, and lambda_max(H A) of the H of this step
+        is_open = True if freeze_after is None else count < freeze_after
+        following = cond(
+            is_open, lambda: _estimate(state, batch, estimator, preconditioner), lambda: state
+        )
+        if extra_args.get("grad_fn") is not None:
+            period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
+            rate = resolve_schedule("learning_rate", learning_rate, count)
+            factor = rate * (1 - mu) / (1 + mu)
+            following = cond(
+                (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES)) & kernel.is_ready,
+                lambda: _probe(following, batch, kernel, h, factor, count // period),
+                lambda: following,
+            )
+        is_known = (
+            following.estimates * (batch_size - 1) >= 2 * len(kernel.basis) if is_full else True
+        )
+        following = following._replace(
+            kernel=following.kernel._replace(
+                is_ready=(following.estimates > 0) & (is_known | (damping > 0))
+            ),
+            count=optax.safe_increment(count),
+            steps=state.steps + is_moving.astype(jnp.int32),
+            left_out=state.left_out + (is_moving & ~all_finite(h_g)).astype(jnp.int32),
+            unstable=state.unstable + (is_due & ~is_moving).astype(jnp.int32),
+            sizes=h,
+        )
+        return cast_like(moves, params), following
+
+    sampler = transformation(
+        init,
+        update,
+        method="mandt_sgd",
+        like=lambda state: state.direction,
+        dtypes=False,
+        needs=NEEDS[estimator],
+        axis_name=axis_name,
+    )
+
+    def rate(count: jax.Array) -> jax.Array:
+        return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
+
+    steps = [sampler, optax.scale_by_learning_rate(rate)]
+    if momentum is not None:
+        steps.insert(1, optax.trace(momentum))
+    if burn_in_optimizer is None:
+        return with_masters(optax.with_extra_args_support(optax.chain(*steps)))
+    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
+    return with_masters(switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True))
+
+
+def _estimate(
+    state: MandtSgdState, batch: Any, estimator: Estimator, preconditioner: Preconditioner
+) -> MandtSgdState:
+    """Return the state with one more estimate of C, if it is finite, and its kernel."""
+    c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
+    n = state.estimates + 1
+    rate = 1 / n.astype(jnp.float32)
+    covariance = jax.tree.map(
+        lambda c, new: (1 - rate).astype(c.dtype) * c + rate.astype(c.dtype) * new,
+        state.covariance,
+        c_hat,
+    )
+    kernel = state.kernel
+    if preconditioner == "full":
+        # n is 2^k or 3 2^k
+        third = n // 3
+        is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))
+        noise, basis = cond(
+            is_due, lambda: tuple(jnp.linalg.eigh(covariance)), lambda: (kernel.noise, kernel.basis)
+        )
+        kernel = kernel._replace(basis=basis, noise=jnp.maximum(noise, 0.0))
+    else:
+        kernel = kernel._replace(noise=covariance)
+    new = state._replace(
+        estimates=n,
+        covariance=covariance,
+        kernel=kernel,
+        uneven=state.uneven + is_uneven.astype(jnp.int32),
+    )
+    return optax.tree.where(all_finite(c_hat), new, state)
+
+
+def _probe(
+    state: MandtSgdState,
+    batch: Any,
+    kernel: NoiseKernel,
+    h: Any,
+    factor: jax.Array,
+    taken: jax.Array,
+) -> MandtSgdState:
+    """Return the state after a step of the power iteration for the largest eigenvalue of H A."""
+    scaled = jax.tree.map(lambda h: h * factor.astype(h.dtype), h)
+    stability, direction = power_iteration(
+        kernel.stability,
+        state.direction,
+        lambda s: kernel.precondition(s, scaled),
+        batch.curvature_product,
+        taken,
+    )
+    return state._replace(kernel=state.kernel._replace(stability=stability), direction=direction)

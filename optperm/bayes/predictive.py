@@ -1,0 +1,113 @@
+"""Predictions from draws of a posterior."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.bayes.sampling import Samples, check_draws
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.shardings import take
+from optperm.contract.states import without_variables
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Shaped
+
+
+class Predictions(NamedTuple):
+    """What `posterior_predictive` predicted.
+
+    Attributes:
+      draws: The prediction of each draw, (chain, draw, ...).
+      mean: Their mean, in float32 or wider.
+      deviation: Their standard deviation.
+    """
+
+    draws: Shaped[Array, "chain draw ..."]
+    mean: Float[Array, "..."]
+    deviation: Float[Array, "..."]
+
+    def quantile(self, levels: Any) -> np.ndarray:
+        """Return quantiles over all draws, on a leading axis if several are asked for.
+
+        Args:
+          levels: A number in [0, 1], or several.
+        """
+        values = np.asarray(self.draws, np.float64)
+        return np.quantile(values.reshape(-1, *values.shape[2:]), levels, axis=0)
+
+
+def posterior_predictive(
+    predict_fn: Callable[[Any, Any], jax.Array], samples: Samples, inputs: Any
+) -> Predictions:
+    r"""Return a model's predictions by each draw of its params, their mean and their spread.
+
+    .. math::
+      p(y \mid x) \approx \frac{1}{M} \sum_{m = 1}^{M} p(y \mid x, \theta_m)
+
+    One draw is evaluated at a time. The mean of class probabilities is the posterior predictive
+    probability; the mean of logits is not. With a `predict_fn` that gives the log likelihood of each
+    example, `draws` is what ArviZ takes as its group `log_likelihood`, for PSIS-LOO.
+
+    Args:
+      predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
+        `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
+      samples: What `optperm.draw_samples` or `optperm.sample` returned.
+      inputs: What to predict for, a tree of arrays.
+
+    Returns:
+      `Predictions`. Those of all draws are held in memory.
+
+    Raises:
+      TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
+        `samples` is not what those functions returned: of bare arrays it is not known which axes are
+        chains and draws.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> step = lambda w, s, key: (w + 1.0, s)  # no sampler: draws 1 and 2 of one parameter
+      >>> samples = optperm.draw_samples(
+      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=1, num_draws=2
+      ... )
+      >>> found = optperm.posterior_predictive(lambda w, x: w * x, samples, jnp.array([1.0, 10.0]))
+      >>> found.mean.tolist(), found.deviation.tolist(), found.draws.shape
+      ([1.5, 15.0], [0.5, 5.0], (1, 2, 2))
+    """
+    checks.check_function("predict_fn", predict_fn, "(params, inputs)")
+    if not isinstance(samples, Samples):
+        raise TypeError(
+            "samples must be what draw_samples or sample returned, whose params have axes of chains and "
+            f"draws; got {type(samples).__name__}."
+        )
+    params = without_variables(samples.params)
+    check_draws(params)
+    checks.check_arrays("inputs", inputs)
+    draws = _predict(predict_fn, params, inputs)
+    dtype = accumulation_dtype(draws)
+    mean, deviation = (
+        function(draws.astype(dtype), axis=(0, 1)) for function in (jnp.mean, jnp.std)
+    )
+    return Predictions(draws, mean, deviation)
+
+
+@functools.partial(jax.jit, static_argnames="predict_fn")
+def _predict(predict_fn: Callable[[Any, Any], jax.Array], params: Any, inputs: Any) -> jax.Array:
+    num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
+
+    def predict(index: jax.Array) -> jax.Array:
+        place = (index // num_draws, index % num_draws)
+        return predict_fn(jax.tree.map(lambda leaf: take(leaf, *place), params), inputs)
+
+    indices = jnp.arange(num_chains * num_draws, dtype=jnp.int32)
+    out = jax.eval_shape(predict, indices[0])
+    if not hasattr(out, "dtype") or not jnp.issubdtype(out.dtype, jnp.floating):
+        what = getattr(out, "dtype", type(out).__name__)
+        raise TypeError(f"predict_fn must return one array of a real floating dtype, got {what}.")
+    draws = jax.lax.map(predict, indices)
+    return draws.reshape(num_chains, num_draws, *draws.shape[1:])

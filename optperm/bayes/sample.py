@@ -1,0 +1,239 @@
+"""Sampling a posterior by one call, which owns the batches, the starts and the warm-up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes.constant_sgd import constant_sgd
+from optperm.bayes.diagnostics import warn_of_draws
+from optperm.bayes.normal_noise import normal_like
+from optperm.bayes.sampling import Samples, run_chains, steps_to_learn
+from optperm.contract import checks
+from optperm.contract.dtypes import all_finite, cast_like
+from optperm.contract.keys import is_key
+from optperm.contract.states import without_variables
+from optperm.evaluation import evaluate
+from optperm.placement import apply_updates
+
+# Draws are made in so many parts, after each of which progress is told.
+_PARTS = 10
+# As many params are taken to an optimum by L-BFGS on all examples, from starts of their own.
+_MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
+_WARMUP = 1000
+
+Sampler = Callable[[int, int], optax.GradientTransformation]
+
+
+def sample(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    data: Any,
+    params: optax.Params,
+    key: jax.Array,
+    *,
+    log_prior: Callable[[Any], jax.Array] | None = None,
+    batch_size: int = 32,
+    sampler: Sampler = constant_sgd,
+    num_chains: int = 4,
+    num_draws: int = 1000,
+    thinning: int = 20,
+    warmup: int | None = None,
+    starts: Any = None,
+    on_draws: Callable[[int, Any], None] | None = None,
+) -> Samples:
+    r"""Draw from the posterior of a model whose loss is a mean over examples.
+
+    .. math::
+      p(\theta | x) \propto p(\theta) \prod_{n = 1}^{N} p(x_n | \theta), \qquad
+      L(\theta) = -\frac{1}{N} \sum_n \log p(x_n | \theta) - \frac{1}{N} \log p(\theta)
+
+    Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin at points
+    of their own, in pairs on either side of `params` at a distance of some 2 in each entry, from where
+    L-BFGS on all examples takes each of them to an optimum. After the warm-up each is displaced by twice
+    the standard deviation of its own first draws, and as many steps as those took are discarded: so
+    R-hat judges chains that began too far apart, not too near.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`, the mean over the examples of a batch of what each loses,
+        :math:`-\log p(x_n | \theta)`, with the prior in it or without.
+      data: A tree of arrays with a leading axis of N examples.
+      params: A point near the posterior, a tree.
+      key: A random key, typed or the raw data of one.
+      log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None where
+        `loss_fn` has it.
+      batch_size: S.
+      sampler: Called as `sampler(N, S)`, the transformation that samples: `optperm.constant_sgd`,
+        `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
+        `lambda n, s: optperm.sgld(1e-5, n)`.
+      num_chains: Chains.
+      num_draws: Draws of each chain.
+      thinning: Steps from one draw to the next.
+      warmup: Steps before the draws; None for as many as the sampler learns, or 1,000.
+      starts: Where the chains begin instead: params with a leading axis of chains, or a function of a
+        key to params. Chains then begin exactly there, without a search and a displacement.
+      on_draws: Called ten times, with the number of draws so far and the new ones as a tree of NumPy
+        arrays `(chain, draw, ...)`: to show progress, or to write them to disk.
+
+    Returns:
+      `Samples`, whose `params` have leaves `(chain, draw, ...)`, for `optperm.posterior_report` and
+      `optperm.posterior_predictive`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, leaves of the data differ in length, there are fewer examples
+        than in a batch, or starts do not match the params.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = 3.0 + jax.random.normal(jax.random.key(0), (500,))  # the posterior: N(mean of x, 1/500)
+      >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2
+      >>> samples = optperm.sample(
+      ...     loss_fn, x, jnp.zeros(()), jax.random.key(1), batch_size=16, num_draws=500
+      ... )
+      >>> bool(abs(samples.params.mean() - x.mean()) < 0.01), samples.params.shape
+      (True, (4, 500))
+      >>> bool(abs(500 * samples.params.var() - 1) < 0.15)
+      True
+
+    Notes:
+      Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
+      is faster. A leaf of `data` is indexed on the device in each step.
+    """
+    checks.check_function("loss_fn", loss_fn, "(params, batch)")
+    checks.check_key("key", key)
+    for name, count in (
+        ("batch_size", batch_size),
+        ("num_chains", num_chains),
+        ("num_draws", num_draws),
+        ("thinning", thinning),
+    ):
+        checks.check_static_count(name, count)
+    params = without_variables(params)
+    data = jax.tree.map(jnp.asarray, data)
+    num_data = _num_examples(data)
+    if num_data < batch_size:
+        raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
+    tx = optax.with_extra_args_support(sampler(num_data, batch_size))
+    jax.eval_shape(tx.init, params)  # which refuses what cannot be sampled
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        value = loss_fn(params, batch)
+        return value if log_prior is None else value - log_prior(params) / num_data
+
+    def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
+        rows = jax.random.randint(key, (batch_size,), 0, num_data)
+        e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        return apply_updates(params, updates, opt_state), opt_state
+
+    keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
+    if starts is None:
+        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
+        begun = jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
+        if size <= _MOST_TO_SEARCH:
+            begun = _spread(params, keys[0], num_chains)
+            begun = jax.jit(jax.vmap(functools.partial(_search, lambda p: loss(p, data))))(begun)
+    else:
+        begun = _given(starts, params, keys[0], num_chains)
+    part = -(-num_draws // _PARTS)
+
+    counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
+
+    def draw(params: Any, opt_state: Any, first_step: Any, warmup: int) -> Samples:
+        return run_chains(
+            step,
+            params,
+            opt_state,
+            keys[1],
+            **counts,
+            warmup=warmup,
+            stacked=True,
+            first_step=first_step,
+        )
+
+    opt_state = jax.jit(jax.vmap(tx.init))(begun)
+    if warmup is None:
+        warmup = steps_to_learn(opt_state) or _WARMUP
+    drawn = draw(begun, opt_state, 0, warmup)
+    if starts is None:
+        # theta + 2 sd z, and as many steps again to forget it
+        z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(
+            jax.random.split(keys[2], num_chains)
+        )
+        begun = jax.tree.map(
+            lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
+            drawn.last_params,
+            drawn.params,
+            z,
+        )
+        drawn = draw(begun, drawn.last_opt_state, drawn.next_step, 0)
+        drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step, 0)
+    parts = []
+    for index in range(_PARTS):
+        if index:
+            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step, 0)
+        here = min(part, num_draws - index * part)
+        if here <= 0:
+            break
+        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
+        if on_draws is not None:
+            on_draws(index * part + here, parts[-1])
+    draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
+    samples = drawn._replace(params=draws, starts=begun)
+    warn_of_draws(samples)
+    return samples
+
+
+def _num_examples(data: Any) -> int:
+    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ValueError(
+            f"data must have leaves with one leading axis of examples, got lengths {sorted(lengths)}."
+        )
+    ((length,),) = lengths
+    return int(length)
+
+
+def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return points in pairs on either side of params: of two modes both are tried."""
+    keys = jax.random.split(key, -(-num_chains // 2))
+    z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
+
+    def pairs(p: Any, z: jax.Array) -> jax.Array:
+        both = jnp.stack([p + _SPREAD * z, p - _SPREAD * z], axis=1)
+        return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
+
+    return jax.tree.map(pairs, params, z)
+
+
+def _given(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return a user's starts, of the types of the params."""
+    if callable(starts):
+        starts = jax.vmap(starts)(jax.random.split(key, num_chains))
+    wanted = jax.eval_shape(
+        jax.vmap(lambda _: jax.tree.map(jnp.asarray, params)), jnp.zeros(num_chains)
+    )
+    checks.check_same_tree("starts", starts, wanted, source="params", dtypes=False)
+    return cast_like(starts, wanted)
+
+
+def _search(loss: Callable[[Any], jax.Array], params: optax.Params) -> Any:
+    """Return an optimum by L-BFGS; where its loss is not finite or no lower, the start."""
+    tx = optax.lbfgs()
+
+    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        at, state = carry
+        value, grad = optax.value_and_grad_from_state(loss)(at, state=state)
+        updates, state = tx.update(grad, state, at, value=value, grad=grad, value_fn=loss)
+        new = optax.apply_updates(at, updates)
+        return optax.tree.where(all_finite(new), (new, state), carry), None
+
+    (found, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=_SEARCHES)
+    is_lower = loss(found) < loss(params)
+    return optax.tree.where(is_lower, found, params)

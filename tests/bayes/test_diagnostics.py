@@ -1,0 +1,213 @@
+"""What a report says, of draws whose law is known and of samplers in the states that it warns of."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.special
+import scipy.stats
+
+import optperm
+from optperm.bayes.diagnostics import effective_sizes, r_hats
+from optperm.contract.states import find_state
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+
+def samples_of(draws, state=(), starts=None):
+    numbers = jnp.int32(draws.shape[1]), jnp.int32(1)
+    return optperm.Samples(jnp.float32(draws), jnp.float32(draws[:, -1]), state, *numbers, starts)
+
+
+def report_of(samples):
+    """The warnings of a report as one text, and the report."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = optperm.posterior_report(samples)
+    text = " ".join(str(w.message) for w in caught)
+    assert text == " ".join(report.warnings)
+    return text, report
+
+
+def autoregressive(decay, shape, seed=0):
+    """Draws that correlate by a power of the decay."""
+    noise = np.random.default_rng(seed).normal(size=shape)
+    draws = np.zeros(shape)
+    draws[:, 0] = noise[:, 0]
+    for t in range(1, shape[1]):
+        draws[:, t] = decay * draws[:, t - 1] + np.sqrt(1 - decay**2) * noise[:, t]
+    return draws
+
+
+def test_r_hat_is_that_of_ranks():
+    """Against its definition by hand, for location and for scale; and infinite moments do not matter."""
+    rng = np.random.default_rng(0)
+    draws = rng.standard_cauchy(size=(4, 200, 2)) + np.array([0.0, 2.0]) * np.arange(4).reshape(
+        4, 1, 1
+    )
+    halves = draws.reshape(8, 100, 2)
+
+    def by_hand(values):
+        scores = np.stack(
+            [
+                scipy.special.ndtri((scipy.stats.rankdata(values[..., k]) - 0.375) / 800.25)
+                for k in range(2)
+            ],
+            axis=-1,
+        ).reshape(8, 100, 2)
+        within = scores.var(axis=1, ddof=1).mean(axis=0)
+        return np.sqrt(0.99 + scores.mean(axis=1).var(axis=0, ddof=1) / within)
+
+    folded = np.abs(halves - np.median(halves.reshape(-1, 2), axis=0))
+    np.testing.assert_allclose(
+        r_hats(draws), np.maximum(by_hand(halves), by_hand(folded)), rtol=1e-6
+    )
+    assert r_hats(draws)[1] > 1.1 > r_hats(draws)[0]
+    scales = rng.normal(size=(4, 200, 1)) * np.array([1.0, 1.0, 1.0, 3.0]).reshape(4, 1, 1)
+    assert r_hats(scales)[0] > 1.1
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.8, -0.5])
+def test_effective_sizes_are_those_of_autoregressions(decay):
+    """n (1 - decay) / (1 + decay), which for decay below zero is more than n."""
+    found = effective_sizes(autoregressive(decay, (8, 2000, 20)))
+    exact = 16_000 * (1 - decay) / (1 + decay)
+    assert found.mean() == pytest.approx(exact, rel=0.1)
+
+
+def test_figures_and_limits(capsys):
+    """Good draws pass; too few, drifting or diverging ones are named as that, and nothing else is."""
+    text, report = report_of(samples_of(autoregressive(0.3, (4, 1000, 3))))
+    assert text == ""
+    out = capsys.readouterr().out
+    assert f"{report.r_hat:.3f}" in out
+    assert "not checked: That batches are drawn with replacement." in out
+    assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
+    assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
+    drifting = (
+        np.random.default_rng(0).normal(size=(1, 200, 1)) + np.linspace(0, 5, 200)[None, :, None]
+    )
+    assert "have not mixed" in report_of(samples_of(drifting))[0]
+    wild = np.exp(np.linspace(0, 30, 100))[None, :, None] * np.ones((2, 1, 1))
+    assert report_of(samples_of(wild))[0].startswith("The chains diverge")
+    assert "R-hat" not in report_of(samples_of(wild))[0]
+    assert "There are 3 draws a chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
+
+
+def test_starts_are_told():
+    """At one point R-hat certifies one mode alone, which is said; from several nothing is."""
+    draws = autoregressive(0.3, (4, 1000, 3))
+    for starts, is_one in ((np.zeros((4, 3)), True), (draws[:, 0], False)):
+        report = report_of(samples_of(draws, starts=jnp.float32(starts)))[1]
+        assert any("began at one point" in line for line in report.not_checked) == is_one
+
+
+def kernel_state(**changes):
+    """A state of constant SGD after its warm-up, with a kernel in which something is amiss."""
+    tx = optperm.constant_sgd(1000, 10, preconditioner="diagonal")
+    state = find_state(tx.init(jnp.zeros(3)), optperm.ConstantSgdState, method="constant_sgd")
+    kernel = state.kernel._replace(
+        is_ready=jnp.bool_(True), estimates=jnp.int32(500), stability=jnp.float32(0.1)
+    )
+    fields = set(state._fields)
+    inside = {name: jnp.asarray(x) for name, x in changes.items() if name not in fields}
+    state = state._replace(
+        count=jnp.int32(20_000), steps=jnp.int32(16_000), scale=jnp.float32(0.01),
+        kernel=kernel._replace(**inside),
+    )  # fmt: skip
+    return state._replace(**{name: jnp.asarray(x) for name, x in changes.items() if name in fields})
+
+
+def test_what_a_state_of_constant_sgd_tells():
+    """One fault each, by its words; the sound state has none."""
+    draws = autoregressive(0.3, (4, 1000, 3))
+    assert report_of(samples_of(draws, kernel_state()))[0] == ""
+    for changes, says in (
+        ({"count": 5000, "steps": 1000}, "first 4000 steps of the draws were taken while"),
+        ({"steps": 0}, "No step has sampled"),
+        ({"drift": 0.5}, "The warm-up has not arrived"),
+        ({"stability": 0.8}, "about 1.7 times what it should be"),
+        ({"correlation": 1.7}, "noise of the gradients is correlated"),
+        ({"uneven": 900}, "not the mean of those of its examples"),
+        ({"left_out": 3}, "In 3 steps some gradients were not finite"),
+        ({"scale": 0.0}, "The temperature is 0"),
+    ):
+        text, report = report_of(samples_of(draws, kernel_state(**changes)))
+        assert says in text
+        assert len(report.warnings) == 1
+    text, report = report_of(samples_of(draws * np.array([1.0, 0.0, 1.0]), kernel_state()))
+    assert report.unmoved == 1
+    assert "1 of 3 entries have not moved" in text
+    two = (kernel_state(), kernel_state())
+    assert "There are 2 samplers, each of a part" in report_of(samples_of(draws, two))[0]
+
+
+def langevin_samples(tx, *, rows=None, hessian=1.0, scale=1.0, **options):
+    """Draws of a parabola in two entries, whose batches' gradients are those of rows."""
+
+    def step(w, opt_state, key):
+        noise = jnp.zeros((8, 2)) if rows is None else rows * jax.random.normal(key, (8, 2))
+        each = noise + (jnp.float32(hessian) * w * jnp.array(scale))[None]
+        grad = each.mean(0)
+        extras = {} if rows is None else {"per_example_grad_fn": lambda w: each, "grad": grad}
+        updates, opt_state = tx.update(grad, opt_state, w, **extras)
+        return optax.apply_updates(w, updates), opt_state
+
+    w = jnp.zeros(2)
+    options = {"num_chains": 4, "num_draws": 400, "thinning": 40, "warmup": 500} | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return optperm.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
+
+
+@pytest.mark.chains
+def test_small_batches_of_langevin_dynamics_are_named():
+    """Sd three times too large: the share that the batches add is known and warned of, and right."""
+    tx = optperm.sgld(1e-3, 100)
+    samples = langevin_samples(tx, rows=8.0)
+    text, report = report_of(samples)
+    assert "The noise of the batches makes the variance" in text
+    ratio = np.asarray(samples.params, np.float64).var(axis=(0, 1)) * 100
+    np.testing.assert_allclose(ratio, 1 + report.batch_bias, rtol=0.2)
+    text, report = report_of(langevin_samples(tx, rows=0.3))
+    assert "batches" not in text
+    assert report.batch_bias < 0.05
+
+
+@pytest.mark.chains
+def test_langevin_dynamics_that_diverge_or_never_move_are_named():
+    """With a preconditioner whose step is too long for one entry; with a gradient that is NaN."""
+    tx = optperm.sgld(1e-1, 100, preconditioner=jnp.array([1.0, 1000.0]))
+    samples = langevin_samples(tx, num_draws=60, thinning=1, warmup=0)
+    text, report = report_of(samples)
+    assert text.startswith("The chains diverge")
+    assert "R-hat" not in text
+    tx = optperm.sgld(1e-3, 100)
+    text, report = report_of(langevin_samples(tx, scale=(1.0, np.nan), num_draws=60))
+    assert "1 of 2 entries have not moved" in text
+    assert report.unmoved == 1
+    assert any("no gradients of examples" in line for line in report.not_checked)
+
+
+def test_infinite_draws_of_any_optimizer_are_named():
+    step = lambda w, opt_state, key: (w * -3.0, opt_state)  # noqa: E731
+    with pytest.warns(UserWarning, match="The chains diverge"):
+        optperm.draw_samples(
+            step, jnp.ones(1), (), jax.random.key(0), num_chains=2, num_draws=9, thinning=50
+        )
+
+
+def test_params_of_16_bits_that_are_too_coarse_are_named():
+    draws = 100 + 0.1 * autoregressive(0.3, (4, 600, 1))
+    samples = samples_of(draws)._replace(last_params=jnp.full((4, 1), 100, jnp.bfloat16))
+    assert "neighboring numbers of bfloat16 differ" in report_of(samples)[0]
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="must be what draw_samples returned, got ndarray"):
+        optperm.posterior_report(np.ones((2, 5)))
+    with pytest.raises(ValueError, match="holds no draws"):
+        optperm.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))

@@ -1,0 +1,124 @@
+"""The kernel: its steps have the noise that samples, in any basis and whatever limits them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import support
+
+import optperm
+from optperm.bayes.adaptation import decompose
+from optperm.bayes.kernel import flat
+
+N, S, D, T = 1000, 8, 4, 1.7
+SCALE = jnp.float32(2 * S * T / N)
+
+
+def covariance(seed=0):
+    root = np.random.default_rng(seed).normal(size=(D, D)) + 2 * np.eye(D)
+    return root @ root.T
+
+
+def kernel_of(form, c, curvature, rho=2.0):
+    """A kernel of a covariance, with a curvature for each direction."""
+    noise, basis = {
+        "scalar": lambda: (jnp.float32(np.trace(c) / D), ()),
+        "diagonal": lambda: (jnp.float32(np.diag(c)), ()),
+        "full": lambda: decompose(jnp.float32(c)),
+    }[form]()
+    one = jnp.float32(1)
+    a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
+    return optperm.NoiseKernel(
+        basis, noise, a, jnp.float32(rho), one, one, one, one, jnp.int32(9), jnp.bool_(True)
+    )
+
+
+def matrix(kernel, h):
+    return np.stack([kernel.precondition(row, h) for row in np.eye(D, dtype=np.float32)])
+
+
+@pytest.mark.parametrize("form", ["scalar", "diagonal", "full"])
+def test_the_noise_of_a_step_is_what_its_size_asks_for(form):
+    """H (C + W^-T diag(b) W^-1) H / S = (2 T / N) H for the C that the kernel has, whatever limits h:
+    the share of the batches in some directions, the curvature in others."""
+    c, curvature = covariance(), np.array([0.01, 5.0, 50.0, 0.3])
+    kernel = kernel_of(form, c, curvature)
+    h = kernel.step_sizes(SCALE, jnp.float32(0.2))
+    b = kernel.injected(h, SCALE)
+    w = np.eye(D) if form != "full" else np.asarray(kernel.basis, np.float64)
+    lam, size, extra = (np.broadcast_to(np.asarray(x, np.float64), D) for x in (kernel.noise, h, b))
+    by_hand = np.minimum(SCALE / (lam * 1.5), 0.2 / (curvature if form != "scalar" else 50.0))
+    np.testing.assert_allclose(size, by_hand, rtol=1e-5)
+    held = np.linalg.inv(w).T @ np.diag(lam) @ np.linalg.inv(w)
+    if form == "full":
+        np.testing.assert_allclose(held, c, rtol=1e-4, atol=1e-4)
+    big_h = w @ np.diag(size) @ w.T
+    np.testing.assert_allclose(matrix(kernel, h), big_h, rtol=1e-4, atol=1e-6)
+    # Of the injected noise: W diag(h sqrt(b / S)) z, as the update makes it.
+    noise = big_h @ held @ big_h / S + w @ np.diag(size**2 * extra / S) @ w.T
+    np.testing.assert_allclose(noise, 2 * T / N * big_h, rtol=1e-3, atol=1e-8)
+    assert np.all(extra >= 0)
+    assert (np.ptp(size * lam) > 1e-6) == (form != "scalar")
+
+
+def test_shorter_steps_keep_the_law():
+    """A learning rate divides c and rho, and b makes up for it; both limits halve."""
+    kernel = kernel_of("full", covariance(), np.array([0.01, 5.0, 50.0, 0.3]), rho=1e-3)
+    whole, half = (kernel.step_sizes(SCALE, jnp.float32(0.2), rate) for rate in (1.0, 0.5))
+    np.testing.assert_allclose(half, whole / 2, rtol=2e-3)
+    lacking = SCALE / half - kernel.injected(half, SCALE)
+    np.testing.assert_allclose(lacking, kernel.noise, rtol=0.05)
+
+
+def test_the_decomposition_does_not_depend_on_units():
+    """Features from e^-8 to e^8, in float32; entries without noise get a direction of their own."""
+    c, units = covariance(), np.exp([-8.0, -2.0, 3.0, 8.0])
+    noise, basis = decompose(jnp.float32(c))
+    scaled, other = decompose(jnp.float32(c * np.outer(units, units)))
+    np.testing.assert_allclose(scaled, noise, rtol=1e-4)
+    np.testing.assert_allclose(
+        np.abs(other * jnp.float32(units)[:, None]), np.abs(basis), rtol=1e-3, atol=1e-5
+    )
+    c[1] = c[:, 1] = 0.0
+    noise, basis = decompose(jnp.float32(c))
+    assert np.sum(np.asarray(noise) == 0) == 1
+    np.testing.assert_allclose(basis.T @ jnp.float32(c) @ basis, np.diag(noise), atol=2e-5)
+
+
+def test_what_has_neither_noise_nor_curvature_takes_no_step():
+    kernel = kernel_of("diagonal", np.diag([1.0, 0.0, 2.0, 0.0]), np.array([1.0, 0.0, 1.0, 4.0]))
+    h = np.asarray(kernel.step_sizes(SCALE, jnp.float32(0.2)))
+    assert h[1] == 0
+    assert h[3] == pytest.approx(0.05)
+    assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
+
+
+def test_params_of_another_size_are_named():
+    with pytest.raises(ValueError, match="made for 4 params, but there are 3 here"):
+        flat(jnp.ones(3), jnp.eye(4))
+
+
+@pytest.mark.chains
+def test_the_update_adds_the_noise_of_its_kernel():
+    """Without gradients the moves have the covariance W diag(h^2 b / S) W^T, to the error of so many."""
+    tx = optperm.constant_sgd(N, S, momentum=0.0, temperature=T, burn_in=0, freeze_after=4)
+    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, D))), jnp.zeros(D)
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
+    state = tx.init(w)
+    for _ in range(5):
+        _, state = jax.jit(lambda state: tx.update(rows.mean(0), state, w, **extras))(state)
+    inner = state.then[0]
+
+    def move(number):
+        at = state._replace(then=(inner._replace(count=100 + number), *state.then[1:]))
+        return tx.update(jnp.zeros(D), at, w, **extras, grad=None)[0]
+
+    moves = np.asarray(jax.jit(jax.vmap(move))(jnp.arange(20_000)), np.float64)
+    kernel = inner.kernel
+    h = kernel.step_sizes(inner.scale, inner.limit)
+    b, basis = np.asarray(kernel.injected(h, inner.scale)), np.asarray(kernel.basis)
+    wanted = basis @ np.diag(np.asarray(h) ** 2 * b / S) @ basis.T
+    sizes = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
+    assert np.abs((np.cov(moves.T) - wanted) / sizes).max() < 5 * np.sqrt(2 / 20_000)
+    assert bool(kernel.is_ready)
+    support.assert_same_bits(optperm.adapted_kernel(state), kernel)

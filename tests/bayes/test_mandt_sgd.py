@@ -1,0 +1,264 @@
+"""Mandt's method: step sizes against their formulas, and the life of the estimate; the chains are in
+test_chains.py."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+from optperm.contract.states import find_state
+
+N, S, D = 1000, 10, 3
+FORMS = ("scalar", "diagonal", "full")
+
+
+def batch_gradients(seed, scale=1.0):
+    """The gradients of a batch's examples, (S, D), correlated."""
+    mix = np.array([[1.0, 0.5, 0.0], [0.0, 0.7, 0.2], [0.0, 0.0, 0.3]])
+    rows = np.random.default_rng(seed).normal(size=(S, D)) @ mix * scale + [0.3, -0.2, 0.1]
+    return rows.astype(np.float32)
+
+
+def run(tx, *batches, grad=None, grad_fn=None):
+    """The updates and the states of steps on batches, from the start."""
+    zeros = jnp.zeros(D)
+
+    @jax.jit
+    def update(g, state, rows):
+        extras = {"per_example_grad_fn": lambda params: rows}
+        return tx.update(g, state, zeros, **extras, grad_fn=grad_fn)
+
+    state, trail = tx.init(zeros), []
+    for rows in batches:
+        updates, state = update(rows.mean(axis=0) if grad is None else grad, state, rows)
+        trail.append((updates, find_state(state, optperm.MandtSgdState, method="mandt_sgd")))
+    return trail
+
+
+def mandt(form="diagonal", **options):
+    return optperm.mandt_sgd(N, S, preconditioner=form, **{"burn_in": 1} | options)
+
+
+def expected_matrix(covariance, form):
+    """H, from the formulas of the paper."""
+    return {
+        "scalar": 2 * S * D / (N * np.trace(covariance)) * np.eye(D),
+        "diagonal": np.diag(2 * S / (N * np.diag(covariance))),
+        "full": 2 * S / N * np.linalg.inv(covariance),
+    }[form]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_updates_are_the_preconditioned_gradient(form):
+    """By the plain mean of the estimates of the steps before, zero in the burn-in; after `freeze_after`
+    by what was known then."""
+    batches = [batch_gradients(step) for step in range(6)]
+    trail = run(mandt(form, burn_in=2, freeze_after=4), *batches)
+    covariances = [np.cov(rows.T) for rows in batches]
+    for step, (rows, (updates, state)) in enumerate(zip(batches, trail, strict=True)):
+        if step < 2:
+            assert not np.any(updates)
+        else:
+            h = expected_matrix(np.mean(covariances[: min(step, 4)], axis=0), form)
+            np.testing.assert_allclose(updates, -h @ rows.mean(axis=0), rtol=2e-4)
+        assert int(state.steps) == max(0, step - 1)
+    support.assert_same_bits(trail[4][1].kernel, trail[5][1].kernel)
+
+
+def test_the_full_one_is_decomposed_at_powers_of_two_and_their_halves_threefold():
+    trail = run(mandt("full"), *(batch_gradients(step) for step in range(13)))
+    noise = [np.asarray(state.kernel.noise) for _, state in trail]
+    changed = [n + 1 for n in range(1, 13) if not np.array_equal(noise[n], noise[n - 1])]
+    assert changed == [2, 3, 4, 6, 8, 12]
+
+
+def test_a_frozen_estimate_is_not_computed():
+    calls = []
+
+    def count(rows):
+        calls.append(1)
+        return rows
+
+    def gradients(params):
+        rows = jnp.asarray(batch_gradients(0))
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(rows.shape, rows.dtype), rows)
+
+    tx = optperm.mandt_sgd(N, S, burn_in=1, freeze_after=2)
+    step = jax.jit(lambda s: tx.update(jnp.ones(D), s, jnp.ones(D), per_example_grad_fn=gradients))
+    state = tx.init(jnp.ones(D))
+    for _ in range(5):
+        _, state = step(state)
+    jax.block_until_ready(state)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_limits_cut_eigenvalues_and_nothing_else(form):
+    """Of H by `max_step`, of C by `damping`."""
+    rows = batch_gradients(0)
+    covariance = np.cov(rows.T)
+    free = expected_matrix(covariance, form)
+    values, vectors = np.linalg.eigh(free)
+    most = float(values[-1]) * 0.6
+    least = 2 * S / N / most
+    wanted = vectors @ np.diag(np.minimum(values, most)) @ vectors.T
+    for options in ({"max_step": most}, {"damping": least}):
+        state = run(mandt(form, **options), rows, rows)[-1][1]
+        h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+        np.testing.assert_allclose(h, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_what_is_not_finite_or_has_no_noise():
+    """Estimates that are not finite are left out, also as the first; an entry's step that is not finite
+    is none and counted; an entry without noise takes the largest step, or none."""
+    bad = batch_gradients(7)
+    bad[3, 1] = np.nan
+    for form in FORMS:
+        trail = run(mandt(form), bad, batch_gradients(0), bad)
+        assert not np.any(trail[1][0])
+        support.assert_same_bits(trail[2][1].kernel, trail[1][1].kernel)
+        updates = np.asarray(trail[2][0])
+        assert np.all(np.isfinite(updates))
+        assert np.all((updates[[0, 2]] != 0) == (form != "full"))
+        assert int(trail[2][1].left_out) == 1
+    rows = batch_gradients(0)
+    rows[:, 1] = 0.5
+    for limit, expected in ((None, 0.0), (0.25, -0.25)):
+        found = run(mandt(max_step=limit), rows, rows, grad=np.ones(D, np.float32))[-1][0]
+        assert float(found[1]) == expected
+        assert float(found[0]) < 0
+
+
+def test_momentum_temperature_and_rate_are_factors():
+    """Momentum is Optax's with steps shorter by 1 - mu; a schedule of T is that of the step."""
+    rows = [batch_gradients(seed) for seed in range(5)]
+    plain = [updates for updates, _ in run(mandt(), *rows)]
+    velocity = np.zeros(D)
+    for (updates, _), u in zip(
+        run(mandt(momentum=0.8, learning_rate=0.5), *rows), plain, strict=True
+    ):
+        velocity = 0.8 * velocity + np.asarray(u)
+        np.testing.assert_allclose(updates, 0.5 * (1 - 0.8) * velocity, rtol=1e-5)
+    later = run(mandt(temperature=lambda t: jnp.where(t >= 4, 4.0, 1.0)), *rows)
+    np.testing.assert_allclose(later[4][0], 4 * plain[4], rtol=1e-6)
+    np.testing.assert_allclose(later[3][0], plain[3], rtol=1e-6)
+    burnt = run(mandt(burn_in=3, burn_in_optimizer=optax.sgd(0.1)), *rows)
+    np.testing.assert_allclose(burnt[2][0], -0.1 * rows[2].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(burnt[3][0], plain[3], rtol=1e-5)
+
+
+def test_full_waits_for_enough_estimates():
+    """Forty params and batches of ten: 2 D examples, less one a batch."""
+    d, tx = 40, optperm.mandt_sgd(N, S, preconditioner="full", burn_in=1)
+
+    @jax.jit
+    def step(state, key):
+        rows = jax.random.normal(key, (S, d))
+        extras = {"per_example_grad_fn": lambda w: rows}
+        return tx.update(jnp.mean(rows, axis=0), state, jnp.zeros(d), **extras)
+
+    state = tx.init(jnp.zeros(d))
+    for index in range(12):
+        updates, state = step(state, jax.random.fold_in(jax.random.key(0), index))
+        assert bool(jnp.any(updates != 0)) == (index * (S - 1) >= 2 * d)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_rows_of_weight_zero_are_no_examples(chunk_size):
+    """A mean by weights makes 0 / 0 of a lone one: the estimate is that of the others."""
+    x, weights = jnp.float32(batch_gradients(0)), jnp.ones(S).at[-3:].set(0.0)
+
+    def loss_fn(w, batch):
+        rows, weights = batch
+        return jnp.sum(weights * (rows @ w)) / jnp.sum(weights)
+
+    w = jnp.zeros(D)
+    e = optperm.evaluate(loss_fn, w, (x, weights))
+    tx = mandt("full", chunk_size=chunk_size)
+    state = jax.jit(lambda w: tx.update(e.grad, tx.init(w), w, **e.extra_args)[1])(w)
+    np.testing.assert_allclose(
+        state[0].covariance, np.cov(np.asarray(x)[:-3].T), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_steps_that_would_diverge_are_not_taken():
+    """lambda_max(H A) is found in the burn-in, of the steps as they are with momentum; at 2 no step is
+    taken, and a report is an error."""
+    a = jnp.array([40.0, 1.0, 1.0])
+    batches = [batch_gradients(0)] * 30
+    h = 2 * S / N / np.var(batches[0], axis=0, ddof=1)
+    # Beyond stability without momentum, and within it by momentum.
+    rate = 3 / float(np.max(h * np.asarray(a)))
+    for momentum in (0.0, 0.5):
+        tx = mandt(burn_in=25, momentum=momentum, learning_rate=rate)
+        updates, state = run(tx, *batches, grad_fn=lambda w: a * w)[-1]
+        exact = rate * np.max(h * np.asarray(a)) * (1 - momentum) / (1 + momentum)
+        assert float(state.kernel.stability) == pytest.approx(exact, rel=0.05)
+        is_stable = momentum > 0
+        assert bool(np.any(np.asarray(updates))) == is_stable
+        assert (int(state.unstable) == 0) == is_stable
+        one = jnp.int32(1)
+        draws = optperm.Samples(jnp.ones((2, 5)), jnp.ones(2), state, one, one)
+        if not is_stable:
+            with pytest.raises(ValueError, match=r"they diverge: lambda_max\(H A\)"):
+                optperm.posterior_report(draws)
+
+
+def test_a_loss_without_a_forward_derivative_has_its_curvature():
+    """A `jax.custom_vjp` rule that is itself one has none."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    @jax.custom_vjp
+    def halved_square(x):
+        return 0.5 * x**2
+
+    same.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    halved_square.defvjp(lambda x: (halved_square(x), x), lambda x, g: (g * same(x),))
+    x, found = jnp.float32(batch_gradients(0)), []
+    for square in (lambda r: 0.5 * r**2, halved_square):
+
+        def loss_fn(w, x, square=square):
+            return jnp.mean(square(x @ w - 1.0))
+
+        e = optperm.evaluate(loss_fn, jnp.ones(D), x)
+        batch = optperm.bayes.covariance.BatchGradients(
+            jnp.ones(D), e.grad, e.extra_args, S, None, None
+        )
+        found.append(batch.curvature_product(jnp.array([1.0, -1.0, 2.0])))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_bad_arguments():
+    for options, message in (
+        ({"burn_in": 6, "freeze_after": 5}, "freeze_after must be at least burn_in"),
+        ({"max_step": 0.0}, "max_step must be above 0"),
+        ({"damping": -1.0}, "damping must be at least 0"),
+        ({"momentum": 2.0}, "momentum must be in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optperm.mandt_sgd(N, S, **options)
+    w = jnp.ones(D)
+    for options, message in (
+        ({"estimator": "single_example"}, r"example_grad_fn.*batch, example=one_example\), then"),
+        ({}, r"per_example_grad_fn.*params, batch\), then"),
+    ):
+        tx = optperm.mandt_sgd(N, S, **options)
+        state = tx.init(w)
+        with pytest.raises(ValueError, match=message):
+            tx.update(w, state, w)
+    for estimator in ("single_example", "two_batches"):
+        tx = optperm.mandt_sgd(N, S, estimator=estimator)
+        e = optperm.evaluate(
+            lambda w, x: jnp.mean(x @ w), w, jnp.ones((3, D)), example=jnp.ones((1, D))
+        )
+        update = functools.partial(tx.update, e.grad, tx.init(w), w, **e.extra_args)
+        with pytest.raises(ValueError, match=r"batch_size is 10, but grad_fn is that .* 3 "):
+            update()

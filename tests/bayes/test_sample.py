@@ -1,0 +1,143 @@
+"""`sample` on posteriors that are known, and what it owns: batches, starts, warm-up, draws."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optperm
+from optperm.bayes.sample import _search, _spread
+
+pytestmark = pytest.mark.usefixtures("lenient")
+N = 300
+QUICK = {"num_chains": 2, "num_draws": 20, "thinning": 2}
+
+
+def data():
+    return 3.0 + jax.random.normal(jax.random.key(0), (N,))
+
+
+def loss_fn(mean, batch):
+    return jnp.mean((batch - mean) ** 2) / 2
+
+
+def sgld(n, s):
+    del s
+    return optperm.sgld(1e-4, n)
+
+
+@pytest.mark.chains
+def test_starts_draws_and_progress():
+    """Given starts are where chains begin, N and S reach the sampler, and the draws are told as they
+    come; a function of a key is drawn from for each chain."""
+    told, sizes = [], []
+
+    def sampler(n, s):
+        sizes.append((n, s))
+        return sgld(n, s)
+
+    starts = jnp.array([2.5, 3.5])
+    run = functools.partial(
+        optperm.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
+        sampler=sampler, warmup=0, **QUICK,
+    )  # fmt: skip
+    samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
+    assert sizes == [(N, 8)]
+    np.testing.assert_array_equal(samples.starts, starts)
+    assert told == [(2 * i, (2, 2)) for i in range(1, 11)]
+    assert samples.params.shape == (2, 20)
+    assert int(samples.next_step) == 40
+    assert abs(float(samples.params[0, 0]) - 2.5) < 0.2
+    drawn = run(starts=lambda key: 3.0 + jax.random.normal(key)).starts
+    assert np.ptp(np.asarray(drawn)) > 0.01
+    with pytest.raises(ValueError, match="starts"):
+        run(starts=jnp.ones(3))
+
+
+@pytest.mark.chains
+def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
+    """In pairs, so that of two modes both are found; a prior by itself takes part."""
+    begun = _spread(jnp.float32(0.5), jax.random.key(0), 4)
+    np.testing.assert_allclose(begun[0] + begun[1], 1.0, rtol=1e-5)
+    found = jax.vmap(functools.partial(_search, lambda w: (w**2 - 1) ** 2))(begun)
+    np.testing.assert_allclose(np.abs(found), 1, atol=1e-3)
+    assert set(np.sign(np.asarray(found))) == {-1, 1}
+    scales = jnp.exp(jnp.array([-4.0, 0.0, 4.0]))
+    optimum = 3 / scales
+    found = _search(lambda w: jnp.mean(((w - optimum) * scales) ** 2), jnp.zeros(3))
+    np.testing.assert_allclose(found, optimum, rtol=0.05)
+
+
+def test_bad_arguments():
+    good = {"loss_fn": loss_fn, "data": data(), "params": jnp.zeros(()), "key": jax.random.key(0)}
+    for change, error, message in (
+        ({"batch_size": N + 1}, ValueError, "batch_size is 301, but there are 300 examples"),
+        (
+            {"data": {"x": jnp.ones(3), "y": jnp.ones(4)}},
+            ValueError,
+            "one leading axis of examples",
+        ),
+        ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
+        ({"params": jnp.int32(1)}, TypeError, "params"),
+        ({"num_draws": 0}, ValueError, "num_draws"),
+    ):
+        with pytest.raises(error, match=message):
+            optperm.sample(**good | change)
+
+
+@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
+@pytest.mark.chains
+def test_both_modes_are_found_and_said():
+    """y ~ N(w^2, 1) from one side: the chains are in both, and the report says that they disagree."""
+    y = 1 + jax.random.normal(jax.random.key(0), (200,))
+
+    def loss(w, batch):
+        return jnp.mean((batch - w**2) ** 2) / 2
+
+    samples = optperm.sample(
+        loss, y, jnp.float32(0.5), jax.random.key(1), batch_size=16, num_draws=100,
+        log_prior=lambda w: -(w**2) / 2, sampler=functools.partial(optperm.constant_sgd, burn_in=500),
+    )  # fmt: skip
+    means = np.asarray(samples.params).mean(axis=1)
+    assert set(np.sign(means)) == {-1, 1}
+    np.testing.assert_allclose(np.abs(means), 1, atol=0.1)
+    with pytest.warns(UserWarning, match="or are in several modes"):
+        report = optperm.posterior_report(samples)
+    assert not any("one point" in line for line in report.not_checked)
+
+
+@pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
+@pytest.mark.chains
+@pytest.mark.parametrize("which", ["collinear", "year"])
+def test_long_and_narrow_posteriors_are_sampled(which):
+    """By defaults, from zero: conditions of 3.8e3 and 4e6, in whose narrow directions isotropic noise
+    made some 15 effective draws."""
+    rng = np.random.default_rng(0)
+    if which == "collinear":
+        z = rng.normal(size=(600, 2))
+        x = np.c_[z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
+    else:
+        x = np.c_[rng.uniform(19.6, 20.2, 500), rng.normal(size=(500, 2))]
+    x = np.c_[np.ones(len(x)), x]
+    y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))
+    precision = 0.01
+    covariance = np.linalg.inv(x.T @ x + precision * np.eye(x.shape[1]))
+    assert np.linalg.cond(covariance) > 1e3
+
+    def loss(w, batch):
+        residuals = batch[0] @ w - batch[1]
+        return jnp.mean(residuals**2) / 2 + optperm.normal_prior(w, precision, len(x))
+
+    samples = optperm.sample(
+        loss, (jnp.float32(x), jnp.float32(y)), jnp.zeros(x.shape[1]), jax.random.key(0),
+        batch_size=8, num_draws=600,
+    )  # fmt: skip
+    flat, sd = (
+        np.asarray(samples.params, np.float64).reshape(2400, -1),
+        np.sqrt(np.diag(covariance)),
+    )
+    np.testing.assert_allclose(flat.std(axis=0) / sd, 1, atol=0.15)
+    assert np.max(np.abs(flat.mean(axis=0) - covariance @ x.T @ y) / sd) < 0.25
+    assert optperm.posterior_report(samples).ess_bulk > 150

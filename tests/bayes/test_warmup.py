@@ -1,0 +1,222 @@
+"""The warm-up: when it learns, what it learns against exact figures, and that it arrives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+from optperm.bayes.warmup import diagonal_newton, warmup
+from optperm.contract.states import find_state
+
+pytestmark = pytest.mark.usefixtures("lenient")
+N, S, D = 500, 8, 3
+HESSIAN = np.array([[4.0, 1.0, 0.0], [1.0, 2.0, 0.3], [0.0, 0.3, 0.5]])
+NOISE = np.array([[1.0, 0.6, 0.0], [0.6, 2.0, 0.0], [0.0, 0.0, 0.1]])
+
+
+def run(tx, steps, rows_fn=None, start=None):
+    """States of steps on a quadratic whose batches' gradients have the covariance NOISE."""
+    root, hessian = jnp.float32(np.linalg.cholesky(NOISE)), jnp.float32(HESSIAN)
+
+    def gradients(key, count):
+        del count
+        return jax.random.normal(key, (S, D)) @ root.T
+
+    rows_fn = rows_fn or gradients
+
+    def step(carry, key):
+        w, state, count = carry
+        rows = rows_fn(key, count) + (hessian @ w)[None]
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: hessian @ w}
+        updates, state = tx.update(rows.mean(0), state, w, **extras)
+        return (w + updates, state, count + 1), None
+
+    w = jnp.zeros(D) if start is None else start
+    carry = w, tx.init(w), jnp.int32(0)
+    keys = jax.random.split(jax.random.key(0), steps)
+    w, state, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, keys)[0])(carry)
+    return w, find_state(state, optperm.ConstantSgdState, method="constant_sgd")
+
+
+def test_windows_of_the_schedule():
+    """Five, from the middle of the burn-in; defaults leave a thousand steps, and end at 8,000."""
+    due = warmup(100, 180, 8, "per_example", "diagonal")
+    assert [int(end) for end in due.ends()] == [50, 75, 100, 120, 140, 180]
+    counts = jnp.arange(300)
+    np.testing.assert_array_equal(np.flatnonzero(jax.vmap(due.is_open)(counts)), np.arange(50, 180))
+    ends = np.flatnonzero(jax.vmap(due.ends_window)(counts))
+    np.testing.assert_array_equal(ends, [75, 100, 120, 140, 180])
+    last = [warmup(b, None, 8, "per_example", None).freeze_after for b in (0, 500, 1000, 4000)]
+    assert last == [1000, 1500, 2000, 8000]
+    every = [warmup(4000, None, size, "per_example", "diagonal").every for size in (2, 4, 16)]
+    assert every == [1, 2, 4]
+    for freeze_after in (100, 99):
+        with pytest.raises(ValueError, match="freeze_after must be above burn_in"):
+            optperm.constant_sgd(N, S, burn_in=100, freeze_after=freeze_after)
+
+
+@functools.cache
+def learned(form):
+    tx = optperm.constant_sgd(
+        N, S, preconditioner=form, burn_in=400, freeze_after=1600, momentum=0.0
+    )
+    return run(tx, 1700)[1]
+
+
+@pytest.mark.chains
+@pytest.mark.parametrize("form", ["diagonal", "full"])
+def test_noise_and_curvature_are_those_of_the_problem(form):
+    """Lambda = W^T C W within the error of 600 estimates, a_i at least w_i^T A w_i, lambda_max(H A) at
+    most c, and the product of noise and its steps never more than the batches' share."""
+    state = learned(form)
+    kernel = state.kernel
+    basis = np.eye(D) if form == "diagonal" else np.asarray(kernel.basis, np.float64)
+    np.testing.assert_allclose(kernel.noise, np.diag(basis.T @ NOISE @ basis), rtol=0.15)
+    exact = np.diag(basis.T @ HESSIAN @ basis)
+    a = np.asarray(kernel.curvature) / float(kernel.excess)
+    assert np.all(a > 0.95 * exact)
+    assert np.all(a < 2.5 * exact)
+    h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
+    largest = np.linalg.eigvals(h @ HESSIAN).real.max()
+    assert 0.02 < largest <= 0.2 * 1.05
+    assert float(kernel.estimates) == 600
+    assert float(kernel.drift) == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.chains
+def test_nothing_changes_after_the_warm_up():
+    tx = optperm.constant_sgd(N, S, burn_in=20, freeze_after=60)
+    kernels = [run(tx, steps)[1].kernel for steps in (60, 90)]
+    support.assert_same_bits(*kernels)
+    assert bool(kernels[0].is_ready)
+    assert not np.array_equal(run(tx, 40)[1].kernel.noise, kernels[0].noise)
+
+
+@pytest.mark.chains
+def test_noise_that_varies_from_place_to_place_lowers_its_share():
+    """Gradients whose variance swings fourfold, slowly, against ones of the same mean variance."""
+
+    def swinging(key, count):
+        size = jnp.where((count // 50) % 2 == 0, 1.6, 0.4)
+        return jnp.sqrt(size) * jax.random.normal(key, (S, D))
+
+    def steady(key, count):
+        del count
+        return jax.random.normal(key, (S, D))
+
+    tx = optperm.constant_sgd(N, S, burn_in=400, freeze_after=1200, momentum=0.0)
+    rho = [float(run(tx, 1250, rows)[1].kernel.rho) for rows in (swinging, steady)]
+    # Var = .36, and .6 / (1 + 1 / rho) = .1.
+    assert rho[0] == pytest.approx(0.2, rel=0.35)
+    assert rho[1] > 1
+
+
+@pytest.mark.chains
+def test_a_rare_example_of_great_leverage_shortens_steps():
+    """By the second moment of the batches' curvatures, though their mean is the same."""
+
+    def stable(rare):
+        root = jnp.float32([1.0, 1.0, 1.0])
+        tx = optperm.constant_sgd(N, S, preconditioner="diagonal", burn_in=200, freeze_after=1400)
+
+        def step(carry, key):
+            w, state = carry
+            big = jax.random.bernoulli(key, 0.02) * 50.0 if rare else 1.0
+            a = jnp.array([1.0, 0.5, 0.25]) * jnp.stack([big, jnp.float32(1), jnp.float32(1)])
+            rows = jax.random.normal(key, (S, D)) * root[None]
+            extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a * w}
+            return (w, tx.update(rows.mean(0), state, w, **extras)[1]), None
+
+        carry = jnp.zeros(D), tx.init(jnp.zeros(D))
+        keys = jax.random.split(jax.random.key(0), 1400)
+        state = jax.jit(lambda carry: jax.lax.scan(step, carry, keys)[0])(carry)[1]
+        return np.asarray(optperm.adapted_kernel(state).curvature)
+
+    plain, rare = stable(False), stable(True)
+    assert rare[0] > 10 * plain[0]
+    np.testing.assert_allclose(rare[1:], plain[1:], rtol=0.3)
+
+
+def test_the_burn_in_reaches_what_is_far_away():
+    """An optimum at 1,000 in one entry, units from e^-4 to e^4 in the others."""
+    units = np.exp([0.0, -4.0, 0.0, 4.0])
+    rng = np.random.default_rng(0)
+    x = np.c_[np.ones(400), rng.normal(size=(400, 3))] * units
+    optimum = np.array([1000.0, 1.0, -1.0, 0.5]) / units
+    y = x @ optimum + rng.normal(size=400)
+    x, y = jnp.float32(x), jnp.float32(y)
+    tx, w = diagonal_newton(), jnp.zeros(4)
+
+    def step(carry, key):
+        w, state = carry
+        rows = jax.random.randint(key, (16,), 0, 400)
+
+        def grad_fn(w):
+            return x[rows].T @ (x[rows] @ w - y[rows]) / 16
+
+        updates, state = tx.update(grad_fn(w), state, w, grad_fn=grad_fn)
+        return (w + updates, state), None
+
+    keys = jax.random.split(jax.random.key(0), 2000)
+    (w, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, keys))((w, tx.init(w)))
+    # Within a few of the 400 examples' standard errors; Adam's steps of .01 end at 20.
+    assert np.abs((np.asarray(w) - optimum) * units).max() < 0.4
+
+
+def test_gradients_that_are_not_finite_are_left_out_of_the_burn_in():
+    tx, w = diagonal_newton(), jnp.ones(2)
+    state = tx.init(w)
+    for g in (jnp.array([1.0, jnp.nan]), jnp.array([1.0, 1.0])):
+        updates, state = tx.update(g, state, w, grad_fn=lambda w: 2 * w)
+        assert np.all(np.isfinite(updates))
+    assert np.all(np.asarray(updates) < 0)
+
+
+def test_bad_arguments():
+    for options, message in (
+        ({"learning_rate": 1000.0}, "stability times learning_rate must be below 2"),
+        ({"stability": 2.0}, "stability times learning_rate must be below 2"),
+        ({"rho": 0.0}, "rho must be above 0"),
+        ({"momentum": 1.5}, "momentum must be in"),
+        ({"preconditioner": "half"}, "preconditioner must be one of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optperm.constant_sgd(N, S, **options)
+    with pytest.warns(UserWarning, match=r"batch_size is num_data, 500: .*no noise.*sgld"):
+        optperm.constant_sgd(N, N)
+
+
+def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
+    w = jnp.zeros(D)
+    rows = jnp.ones((S, D))
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: w, "grad": w}
+    tx = optperm.constant_sgd(N, 9)
+    state = tx.init(w)
+    with pytest.raises(ValueError, match=r"batch_size is 9, but per_example_grad_fn gave .* 8"):
+        tx.update(w, state, w, **extras)
+    tx = optperm.constant_sgd(N, S)
+    with pytest.warns(UserWarning, match="not the one of the extra arguments.*no clipping"):
+        jax.eval_shape(lambda g: tx.update(2 * g, tx.init(w), w, **extras), w)
+    inside = optax.MultiSteps(tx, 2)
+    with pytest.warns(UserWarning, match="no MultiSteps"):
+        jax.eval_shape(lambda g: inside.update(g, inside.init(w), w, **extras), w)
+
+
+@pytest.mark.chains
+def test_a_summed_loss_is_counted():
+    """Its gradient is S times the mean of the examples', in each estimate."""
+    x = jax.random.normal(jax.random.key(0), (S, D)) + 2.0
+    tx, w = optperm.constant_sgd(N, S, burn_in=4, freeze_after=8), jnp.ones(D)
+    for reduce, uneven in ((jnp.mean, 0), (jnp.sum, 2)):
+        e = optperm.evaluate(lambda w, x, r=reduce: r((x @ w) ** 2), w, x)
+        step = jax.jit(lambda state, e=e: tx.update(e.grad, state, w, **e.extra_args)[1])
+        state = tx.init(w)
+        for _ in range(4):
+            state = step(state)
+        found = find_state(state, optperm.ConstantSgdState, method="constant_sgd")
+        assert int(found.uneven) == uneven
