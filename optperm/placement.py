@@ -5,6 +5,7 @@ places weights, instead of moving them, keeps the exact targets in its state, on
 keeps them at zero, keeps there which; `apply_updates` reads all three.
 """
 
+import functools
 import operator
 import warnings
 from typing import Any, Protocol, Self, runtime_checkable

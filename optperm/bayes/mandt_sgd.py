@@ -120,7 +120,7 @@ def mandt_sgd(
       estimator: "per_example", "single_example" or "two_batches", as for `optperm.constant_sgd`.
       learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
       momentum: :math:`\mu`, in [0, 1); None for none.
-      temperature: T, a number or a schedule of the step.
+      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
       max_step: The largest eigenvalue of H; None for no limit. It is a cut of the law, too.
       damping: The least eigenvalue of C, in its units.
       burn_in: Steps that only estimate C; the very first one does in any case.
