@@ -187,7 +187,10 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 LIMITS = {
     "compress_quantized": {"decay": SHARE},
     "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
+    "draw_samples": {"warmup": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
+    "interval_coverage": {"levels": None},
+    "sample": {"sampler": None, "warmup": {"minimum": 0}},
     "evaluate": {"has_aux": None, "axis_name": None},
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "low_rank_report": {"tx_or_rank": None},
@@ -383,7 +386,7 @@ REFUSED = {
             ),
         ),
     ],
-    "dldr.update": [value_error("dim_reduce needs the extra argument value, .*optperm.evaluate")],
+    "dldr.update": [value_error("dim_reduce needs the extra arguments value, .*optperm.evaluate")],
     "draw_samples": [
         value_error(
             r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
@@ -399,7 +402,6 @@ REFUSED = {
         type_error("step must be a function", step=None),
         type_error("must return a pair.*got dict", step=lambda p, s, k: p),
         type_error("must return a pair.*tuple of 3", step=lambda p, s, k: (p, s, k)),
-        type_error("params.*int32.*average=False", params=jnp.arange(3), average=True),
         type_error(
             "must be a random key", key=Each([0, jax.random.split(jax.random.key(0)), None])
         ),

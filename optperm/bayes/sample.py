@@ -107,6 +107,9 @@ def sample(
     """
     checks.check_function("loss_fn", loss_fn, "(params, batch)")
     checks.check_key("key", key)
+    checks.check_function("sampler", sampler, "(num_data, batch_size)")
+    if warmup is not None:
+        checks.check_count("warmup", warmup, minimum=0)
     for name, count in (
         ("batch_size", batch_size),
         ("num_chains", num_chains),

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from optperm.contract import checks
 from optperm.contract.states import fill_masked, find_state
 from optperm.distributed.agn import AgnState
 from optperm.distributed.streaming import DilocoState
@@ -48,6 +49,7 @@ def center_params(
       >>> optperm.center_params(opt_state).tolist()  # no commit yet
       [1.0, 2.0]
     """
+    checks.check_flag("final", final)
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
     if final and (steps := int(np.max(jax.device_get(state.since_commit)))):
         raise ValueError(

@@ -133,7 +133,7 @@ def test_collectives_of_a_step_are_four():
     assert sorted(found) == sorted(
         [
             ("f32[7]", "all-reduce"),
-            ("f32[8]", "all-gather"),
+            ("f32[4,2]", "all-gather"),
             ("f32[12]", "all-reduce"),
             ("f32[]", "all-reduce"),
         ]
