@@ -31,7 +31,7 @@ _WARMUP = 1000
 Sampler = Callable[[int, int], optax.GradientTransformation]
 
 
-def sample(
+def sample(  # noqa: PLR0915
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
     params: optax.Params,
