@@ -37,7 +37,7 @@ def keep_top(
       structure: `optperm.NOfM`, `optperm.Blocks` or `optperm.Units`. None for single entries.
 
     Returns:
-      A tree like params: each entry is that of params, or zero.
+      A tree like params. Each entry is that of params, or zero.
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
