@@ -52,7 +52,7 @@ def hide(mask: Any, tree: Any) -> Any:
     """Return the tree with 0 in the place of each entry that does not live."""
 
     def hide_leaf(m: Any, leaf: Any) -> Any:
-        return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros_like(leaf))
+        return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros([], leaf.dtype))
 
     return jax.tree.map(hide_leaf, mask, tree, is_leaf=is_masked)
 

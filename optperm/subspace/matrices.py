@@ -153,7 +153,7 @@ def matrices_of(
             found.append(matrix if r < min(d, k) and d * r + 2 * r * k < 2 * d * k else None)
         else:
             found.append(None)
-    sides = [min(jnp.shape(leaf)) for _, leaf in leaves if jnp.ndim(leaf) == 2]
+    sides = [min(jnp.shape(leaf)) for _, leaf in leaves if jnp.ndim(leaf) == 2 and jnp.size(leaf)]
     if dimension_numbers is None and sides and rank > max(sides):
         raise ValueError(
             f"rank={rank} is above the smaller side of every matrix, of which the largest is "
