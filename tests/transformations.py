@@ -314,7 +314,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.low_rank,
         {
-            "inner": optax.sgd(1e-2, 0.5),
+            "inner": optax.sgd(1e-3, 0.5),
             "rank": 2,
             "projection": "svd",
             "update_every": 2,
