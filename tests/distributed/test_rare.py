@@ -135,3 +135,25 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
         params, opt_state = step(params, opt_state, jnp.array([[2.0], [1.0]]))
     np.testing.assert_allclose(params, [[-1.5]] * 2)
     assert opt_state.commits.tolist() == [1, 1]
+
+
+def test_told_steps_in_one_program_delay_an_exchange():
+    """The step that sends, the one between and the one that receives, under vmap within shard_map."""
+    plan = optperm.Every(6, 2, 2)
+    tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=AXIS, mixing=0.5)
+
+    def steps(*carry_and_target):
+        *carry, target = carry_and_target
+        for number in (3, 4, 5, 6, 7, 8):
+            commit = {"commit": plan.at(number)}
+            evaluate = lambda p, batch, commit=commit: (jax.grad(loss_fn)(p, batch), commit)  # noqa: E731
+            carry = loops.make_step(tx, evaluate)(*carry, target)
+        return carry
+
+    given = *(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START))), np.float32([0, 1, 2, 3])
+    mapped, mesh = layout("vmap in shard_map", steps)
+    with jax.set_mesh(mesh):
+        params, opt_state = jax.jit(mapped)(*given)
+    expected, _ = jax.jit(jax.vmap(steps, axis_name=AXIS))(*given)
+    support.assert_close(jax.device_get(params), expected, atol=1e-5)
+    assert opt_state.weights.tolist() == [[-1.0, -1.0]] * SIZE
