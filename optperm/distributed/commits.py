@@ -24,7 +24,7 @@ from optperm.contract.mapped_axes import (
     varying_axes,
 )
 
-Commit = Literal["mean", "sum", "sequential"]
+Commit = Literal["mean", "sum", "sequential", "pairs"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
 # (center, gradient, whether there is one) -> center
@@ -196,6 +196,7 @@ def _sum_of_rows(tree: Any, axis_name: AxisName) -> Any:
     return psum(jax.tree.map(row, tree), axis_name)
 
 
+# Of all replicas; `pairs.in_pairs` is that of two.
 RULES: dict[Commit, Rule] = {
     "mean": functools.partial(_summed, divide=True),
     "sum": functools.partial(_summed, divide=False),

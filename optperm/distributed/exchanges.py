@@ -15,6 +15,7 @@ from optperm.contract.mapped_axes import cond, psum
 from optperm.distributed.commits import CenterStep, Replicas, mean, scale, weigh
 from optperm.distributed.compression import Compression, sum_compressed
 from optperm.distributed.fragments import Fragments
+from optperm.distributed.pairs import from_partner
 from optperm.distributed.plans import Due
 
 # In the place of the sum of weights: nothing was sent that has not arrived.
@@ -57,6 +58,7 @@ class Exchanger:
       replicas: The mapped axes.
       weight: The weight of this replica; None for 1.
       theta: `theta()` is the local params after their step.
+      drawn_by: The number of the step, where that draws pairs of replicas; None for all replicas.
     """
 
     fragments: Fragments
@@ -66,6 +68,7 @@ class Exchanger:
     replicas: Replicas
     weight: Any
     theta: Callable[[], optax.Params]
+    drawn_by: jax.Array | None
 
     def exchange(self, whole: Part, due: list[Due]) -> tuple[Part, Told]:
         """Return what all fragments that are due change."""
@@ -129,13 +132,20 @@ class Exchanger:
     def _leave(self, part: Part, p: int) -> tuple[Any, Part, jax.Array]:
         """Delta = c - theta: its mean over the replicas, and whether this one has no part in it."""
         rows, put = self.fragments.rows, self.fragments.put
-        delta = drift(rows(part.center, p), rows(self.theta(), p))
+        center, theta = rows(part.center, p), rows(self.theta(), p)
+        delta = drift(center, theta)
         is_finite = self.replicas.are_finite(delta)
         if self.compress is None:
             weights, takes_part = weigh(self.weight, is_finite, jnp.float32)
             total = scale(delta, weights)
-            if self.replicas.axis_name is not None:
-                total, weights = psum((total, weights), self.replicas.axis_name)
+            axis_name = self.replicas.axis_name
+            if self.drawn_by is not None:
+                # Of two replicas, from the center of this one: the weights are pulled together too.
+                theirs, w_theirs = from_partner((theta, weights), axis_name, self.drawn_by)
+                total = optax.tree.add(total, scale(drift(center, theirs), w_theirs))
+                weights = weights + w_theirs
+            elif axis_name is not None:
+                total, weights = psum((total, weights), axis_name)
         else:
             delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
             e = rows(part.residual, p)

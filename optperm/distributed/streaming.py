@@ -110,6 +110,7 @@ def streaming_steps(
     center_dtype: Any,
     fragment_of: FragmentOf | None,
     replicas: Replicas,
+    in_pairs: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo with exchanges that are staggered, delayed, mixed in or compressed, or none of these.
 
@@ -123,6 +124,7 @@ def streaming_steps(
       center_dtype: The dtype of the center; None for that of the params.
       fragment_of: To which fragment leaves, or slices of them, belong.
       replicas: The axes over which the replicas are spread.
+      in_pairs: Whether a replica exchanges with one other instead of all.
 
     Returns:
       A transformation whose state is a `DilocoState`.
@@ -203,12 +205,16 @@ def streaming_steps(
 
         # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        move = center_step(outer, extra_args if is_one else {}, params, axis_name)
+        common = None if in_pairs else axis_name
+        move = center_step(outer, extra_args if is_one else {}, params, common)
 
         def theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
-        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta)
+        drawn_by = state.count if in_pairs else None
+        exchanger = Exchanger(
+            fragments, move, plan.delay, compress, replicas, weight, theta, drawn_by
+        )
         part, told = exchanger.exchange(Part(*(getattr(state, name) for name in Part._fields)), due)
         # Tied to what comes of the exchange, the old state is overwritten after that has read it.
         tied = jax.lax.optimization_barrier((state.local_state, part.weights))[0]

@@ -24,6 +24,7 @@ METHODS = replicas.METHODS | {
     "slices": functools.partial(
         optperm.diloco, sync_every=optperm.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
     ),
+    "pairs": functools.partial(optperm.diloco, sync_every=3, commit="pairs"),
     "compressed": functools.partial(
         optperm.diloco, sync_every=3, compress=optperm.compress_quantized(4)
     ),
@@ -51,6 +52,7 @@ USUAL = {
     ("spmd explicit", "plan"),
     ("vmap in shard_map", "diloco"),
     ("spmd auto", "agn mean"),
+    ("spmd explicit", "pairs"),
 }
 
 
@@ -79,6 +81,8 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
     large = [each for each in replicas.collectives(compiled.as_text()) if each.bytes > 16]
     assert large
     assert all(each.is_conditional for each in large)
+    if method == "pairs":
+        assert {each.operation for each in large} == {"collective-permute"}
     expected, _ = jax.jit(jax.vmap(four_steps, axis_name=AXIS))(*given)
     support.assert_close(jax.device_get(params), expected, atol=1e-5)
 
@@ -150,7 +154,10 @@ def test_told_steps_in_one_program_delay_an_exchange():
             carry = loops.make_step(tx, evaluate)(*carry, target)
         return carry
 
-    given = *(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START))), np.float32([0, 1, 2, 3])
+    given = (
+        *(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START))),
+        np.float32([0, 1, 2, 3]),
+    )
     mapped, mesh = layout("vmap in shard_map", steps)
     with jax.set_mesh(mesh):
         params, opt_state = jax.jit(mapped)(*given)
