@@ -194,9 +194,9 @@ def _combine(
             return result, jax.tree.map(lambda _: False, result)
         if batch_axis is None:
             raise ValueError(
-                f"A jax.vmap over {axis_size} that is none of the axes {names} maps replicas which "
-                "count their steps, and would exchange at every step. Give that vmap an axis_name and "
-                "name it to the optimizer too, or pass commit=, outside of what vmap maps."
+                f"A jax.vmap over {axis_size} without an axis_name of the optimizer's maps replicas "
+                "which count their steps, and would exchange at every step. If it maps replicas, name "
+                "it to the optimizer too; if whole runs, pass commit=, outside of what vmap maps."
             )
         result = _combine(tree, names, of_rows, of_devices, batch_axis)
         first = jax.tree.map(

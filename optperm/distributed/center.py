@@ -20,8 +20,7 @@ def center_params(
 ) -> optax.Params:
     """Return the center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
 
-    With `commit="pairs"` each replica has a center of its own, and what to test is the mean of those along
-    the axis of replicas, or any of them.
+    With `commit="pairs"` each replica has a center of its own: test the mean of them, or any.
 
     Between two commits the local params have moved on from it. It is what to test and to keep when
     training ends. Make the last step with `commit=True`, or the last local steps are not in it: a plan

@@ -122,8 +122,9 @@ def scale(tree: Any, weight: jax.Array) -> Any:
 
 
 def mean(total: Any, weights: jax.Array) -> Any:
-    """Return a sum of weighted contributions over the sum of the weights, if there are any."""
-    return jax.tree.map(lambda x: x / jnp.where(weights > 0, weights, 1).astype(x.dtype), total)
+    """Return a sum of weighted contributions over that of the weights, if any; NaN if that overflows."""
+    over = jnp.where(jnp.isfinite(weights), jnp.where(weights > 0, weights, 1), jnp.nan)
+    return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
 
 
 # (center, contribution, step, replicas, weight) -> center, whether this replica took part

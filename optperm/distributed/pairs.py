@@ -62,11 +62,11 @@ def in_pairs(
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
     *theirs, w_theirs = from_partner((center, n, w), replicas.axis_name, count)
     weights = w + w_theirs
-    has_any = weights > 0
+    share, share_theirs = mean((w, w_theirs), weights)
+    has_any = share + share_theirs > 0
     wide, wide_theirs = (optax.tree.cast_like(c, n) for c in (center, theirs[0]))
-    total = optax.tree.add(scale((wide, n), w), scale((wide_theirs, theirs[1]), w_theirs))
-    c, n = mean(total, weights)
+    c, n = optax.tree.add(scale((wide, n), share), scale((wide_theirs, theirs[1]), share_theirs))
     c = jax.tree.map(lambda new, old: jnp.where(has_any, new.astype(old.dtype), old), c, center)
     gradient, is_valid = replicas.as_gradient(n, c)
     at = step((c, center_state), gradient, is_valid & has_any)
-    return at, takes_part & (is_valid | ~has_any)
+    return at, takes_part & ((is_valid & has_any) | (weights == 0))

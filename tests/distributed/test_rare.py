@@ -87,6 +87,24 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
     support.assert_close(jax.device_get(params), expected, atol=1e-5)
 
 
+def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
+    """Where they are encoded, nothing but their bytes leaves a device."""
+    for name, compress, per_entry in (
+        ("spmd explicit", optperm.compress_quantized(4), 0.52),
+        ("spmd auto", optperm.compress_top_k(1 / 32, bits=2), 0.08),
+    ):
+        tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=AXIS, compress=compress)
+        mapped, mesh = layout(name, lambda p, s, tx=tx: tx.update(p, s, p, commit=True)[0])
+        params = {"w": np.ones((64, 128), np.float32)}
+        given = (replicas.stack([tree] * SIZE) for tree in (params, tx.init(params)))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(tuple(given), NamedSharding(mesh, P(AXIS)))
+            text = jax.jit(mapped).lower(*placed).compile().as_text()
+        found = replicas.collectives(text)
+        assert found
+        assert all(each.bytes <= per_entry * 64 * 128 + 1024 for each in found)
+
+
 def test_other_layouts_of_counted_steps_are_refused():
     """A vmap without a name maps replicas that the collective does not know; flags may be told there."""
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name=AXIS)
