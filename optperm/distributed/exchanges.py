@@ -140,7 +140,7 @@ class Exchanger:
             total = scale(delta, weights)
             axis_name = self.replicas.axis_name
             if self.drawn_by is not None:
-                # Of two replicas, from the center of this one: the weights are pulled together too.
+                # How far both have gone from this one's center, which draws their two centers together.
                 theirs, w_theirs = from_partner((theta, weights), axis_name, self.drawn_by)
                 total = optax.tree.add(total, scale(drift(center, theirs), w_theirs))
                 weights = weights + w_theirs

@@ -39,7 +39,6 @@ def from_partner(tree: Any, axis_name: AxisName | None, count: jax.Array) -> Any
         return tree
     (name,) = axis_names(axis_name)
     size = jax.lax.axis_size(name)
-
     shifts = range(size) if size % 2 else range(1, size, 2)
     exchanges = [functools.partial(reflect, axis_name=name, shift=r) for r in shifts]
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), largest(count, axis_name))
