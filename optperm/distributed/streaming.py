@@ -133,6 +133,8 @@ def streaming_steps(
     inner = optax.with_extra_args_support(local_optimizer)
     outer = optax.with_extra_args_support(center_optimizer)
     axis_name = replicas.axis_name
+    # The replicas of whose batches the extra arguments of a step of the center speak.
+    speaks_for = None if in_pairs else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
     is_one = plan.fragments == 1
     is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
@@ -205,8 +207,7 @@ def streaming_steps(
 
         # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        common = None if in_pairs else axis_name
-        move = center_step(outer, extra_args if is_one else {}, params, common)
+        move = center_step(outer, extra_args if is_one else {}, params, speaks_for)
 
         def theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
