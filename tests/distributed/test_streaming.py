@@ -177,13 +177,13 @@ def test_compressed_contributions_equal_a_simulation(method, how):
 
 def test_bytes_say_what_was_sent():
     """What is decoded is within half a level, zero is zero, and the bytes are as few as the bits say."""
-    for bits, shape in zip([2, 4, 8, 1, 1], [(), (9, 100), (300,), (600,), (4,)], strict=True):
+    for bits, shape in zip([2, 4, 8, 1], [(), (9, 100), (300,), (600,)], strict=True):
         leaf = np.array(np.random.default_rng(0).normal(size=shape), np.float32)
         leaf = np.where(np.arange(leaf.size).reshape(shape) % 3 == 1, np.float32(0), leaf)
         compress = optperm.compress_quantized(bits)
-        encoded = compress.encode(jnp.asarray(leaf))
+        encoded = jax.jit(compress.encode)(leaf)
         assert all(part.dtype == jnp.uint8 for part in encoded)
-        decoded = np.asarray(compress.decode(encoded, shape))
+        decoded = np.asarray(jax.jit(compress.decode, static_argnums=1)(encoded, shape))
         flat = np.abs(np.pad(leaf.reshape(-1), (0, -leaf.size % 256))).reshape(-1, 256)
         if bits == 1:  # the sign, times the mean magnitude of a run of 256
             there = np.clip(leaf.size - 256 * np.arange(len(flat)), 0, 256)
