@@ -58,6 +58,8 @@ class Training:
             )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
+        if {"num_steps", "aggressiveness_decay"} <= {k for k, v in hyperparameters.items() if v is None}:
+            self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
         shape, classes = data.x_train.shape[1:], data.num_classes
@@ -70,7 +72,7 @@ class Training:
             "axis_name": "replica" if self.replicas > 1 else None,
         }
         try:
-            self._tx = method.transformation(hyperparameters, facts)
+            self._tx = method.transformation(self.hyperparameters, facts)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
         self.initial = models.initial_params(self.spec)

@@ -33,6 +33,9 @@ from optperm.placement import Placement
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
+# What is left of the aggressiveness after `num_steps`, and without a length the steps after which half is.
+_LEFT, _HALVING = 1 / 40, 100.0
+
 
 @functools.partial(
     register_namedtuple_serialization, serialized_name="optperm.PermuteByCyclesState"
@@ -78,10 +81,12 @@ class RecommendationState(NamedTuple):
     Attributes:
       count: Steps taken.
       recommendation: m, the running recommendation at each location.
+      steps_past_end: Steps taken after `num_steps`, all with the last aggressiveness; 0 without it.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     recommendation: PyTree[Float[Array, "?*shape"], "Params"]
+    steps_past_end: Int32[Array, ""]
 
 
 def permute_by_cycles(
@@ -210,7 +215,7 @@ def permute_by_cycles(
 
 def sgperm(
     aggressiveness: optax.ScalarOrSchedule = 0.1,
-    aggressiveness_decay: float = 0.99,
+    aggressiveness_decay: float | None = None,
     min_aggressiveness: float = 0.0,
     partition_ratio: optax.ScalarOrSchedule = 1.0,
     partition_growth: float = 1.0,
@@ -218,6 +223,7 @@ def sgperm(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     momentum: float = 0.9,
     *,
+    num_steps: int | None = None,
     min_partition_size: int = 10,
     include_remainder: bool = True,
     seed: int | jax.Array = 0,
@@ -225,14 +231,25 @@ def sgperm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGPerm: trains a network only by permuting its initial weights.
 
-    .. math::
-      \alpha_t &= \max(\beta_1 \alpha_{t-1}, \alpha_{\min}), \qquad
-      \lambda_t = \min(\beta_2 \lambda_{t-1}, \lambda_{\max}) \\
-      m_t &= \eta g_t + \mu m_{t-1}
+    Step :math:`t = 1, 2, \dots` takes
 
-    and then each weight vector is permuted as :math:`m_t` recommends, by `permute_by_cycles` with
-    :math:`\alpha_t` and :math:`\lambda_t`. The first step uses :math:`\beta_1 \alpha_0`. The network's
-    weights stay those it was initialized with, bit for bit, in another order; biases included, so
+    .. math::
+      m_t = \eta g_t + \mu m_{t-1}, \qquad
+      \alpha_t = \max(\alpha_0 d_t, \alpha_{\min}), \qquad
+      \lambda_t = \min(\lambda_0 \beta_2^t, \lambda_{\max})
+
+    and then permutes each weight vector as :math:`m_t` recommends, by `permute_by_cycles` with
+    :math:`\alpha_t` and :math:`\lambda_t`. The decay :math:`d_t` of the aggressiveness is
+
+    .. math::
+      d_t = 40^{-\min(t, T) / T} \text{ with num_steps } T, \qquad
+      d_t = \beta_1^t \text{ with aggressiveness_decay } \beta_1, \qquad
+      d_t = \frac{1}{1 + t / 100} \text{ without both.}
+
+    The first spreads the decay over a run whose length is known, and should be preferred; the second is
+    the original's, which takes :math:`\beta_1 = .99`: that is for some 250 steps, and freezes soon after.
+
+    The network's weights stay those it was initialized with, bit for bit, in another order; biases included, so
     initialize them at random or train them with another optimizer (`optax.partition`).
 
     The recommendation stays with the location, not with the weight. Only its sign and its order matter,
@@ -247,7 +264,8 @@ def sgperm(
     Args:
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
         weight vector's range. A schedule of the step takes the place of the decay.
-      aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step.
+      aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step, in
+        place of the decays above.
       min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as
         subsets, small values jam: see `share_moved` in the state.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
@@ -256,6 +274,8 @@ def sgperm(
       max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, to which it grows.
       learning_rate: :math:`\eta`, the weight of the newest gradient, a number or a schedule of the step.
       momentum: :math:`\mu \in [0, 1]`, the weight of the last recommendation in the next one.
+      num_steps: :math:`T \ge 1`, the steps of the whole run, such as epochs times batches an epoch. Steps
+        after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
       seed: Seed of the random partitions.
@@ -266,7 +286,8 @@ def sgperm(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or more than one of a schedule of the aggressiveness,
+        `aggressiveness_decay` and `num_steps` is given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -274,7 +295,7 @@ def sgperm(
       >>> y = x @ jnp.linspace(-1.0, 1.0, 8)
       >>> loss_fn = lambda w: jnp.mean((x @ w - y) ** 2)
       >>> start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 8))
-      >>> tx = optperm.sgperm(aggressiveness=0.3, momentum=0.0)
+      >>> tx = optperm.sgperm(aggressiveness=0.3, momentum=0.0, num_steps=50)
       >>> w, opt_state = start, tx.init(start)
       >>> for _ in range(50):
       ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
@@ -290,7 +311,7 @@ def sgperm(
     """
     infinity = float("inf")
     for name, number, high in (
-        ("aggressiveness_decay", aggressiveness_decay, infinity),
+        ("aggressiveness_decay", 1 if aggressiveness_decay is None else aggressiveness_decay, infinity),
         ("min_aggressiveness", min_aggressiveness, infinity),
         ("partition_growth", partition_growth, infinity),
         ("max_partition_ratio", max_partition_ratio, 1.0),
@@ -298,12 +319,23 @@ def sgperm(
         checks.check_in_range(name, number, 0.0, high, may_be_schedule=False)
     checks.check_in_range("aggressiveness", aggressiveness, 0.0, infinity)
     checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
+    if num_steps is not None:
+        checks.check_count("num_steps", num_steps)
+    if callable(aggressiveness) + (aggressiveness_decay is not None) + (num_steps is not None) > 1:
+        raise ValueError(
+            "How the aggressiveness falls is said more than once: pass one of num_steps, "
+            "aggressiveness_decay and a schedule as the aggressiveness."
+        )
 
     def decayed(count: jax.Array) -> jax.Array:
-        return jnp.maximum(
-            _geometric(aggressiveness, aggressiveness_decay, count),
-            jnp.asarray(min_aggressiveness, jnp.float32),
-        )
+        alpha, t = jnp.asarray(aggressiveness, jnp.float32), (count + 1).astype(jnp.float32)
+        if aggressiveness_decay is not None:
+            alpha = _geometric(aggressiveness, aggressiveness_decay, count)
+        elif num_steps is not None:
+            alpha *= _LEFT ** jnp.minimum(t / jnp.asarray(num_steps, jnp.float32), 1.0)
+        else:
+            alpha /= 1.0 + t / _HALVING
+        return jnp.maximum(alpha, jnp.asarray(min_aggressiveness, jnp.float32))
 
     def grown(count: jax.Array) -> jax.Array:
         return jnp.minimum(
@@ -312,7 +344,7 @@ def sgperm(
         )
 
     return optax.chain(
-        _recommend(learning_rate, momentum),
+        _recommend(learning_rate, momentum, num_steps),
         permute_by_cycles(
             aggressiveness if callable(aggressiveness) else decayed,
             partition_ratio if callable(partition_ratio) else grown,
@@ -325,18 +357,22 @@ def sgperm(
 
 
 def _recommend(
-    learning_rate: optax.ScalarOrSchedule, momentum: float
+    learning_rate: optax.ScalarOrSchedule, momentum: float, num_steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the running recommendation m <- learning_rate * g + momentum * m.
 
     Where that is not finite the recommendation passed on is not either, so that the entry sits out the
-    step, and the one kept is the old one.
+    step, and the one kept is the old one. Steps after `num_steps` are counted.
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
     def init(params: optax.Params) -> RecommendationState:
-        return RecommendationState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+        return RecommendationState(
+            count=jnp.zeros([], jnp.int32),
+            recommendation=optax.tree.zeros_like(params),
+            steps_past_end=jnp.zeros([], jnp.int32),
+        )
 
     def update(
         grads: optax.Updates, state: RecommendationState, params: optax.Params, **_: Any
@@ -356,7 +392,10 @@ def _recommend(
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )
-        return m, RecommendationState(optax.safe_increment(state.count), kept)
+        t, past = optax.safe_increment(state.count), state.steps_past_end
+        if num_steps is not None:
+            past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
+        return m, RecommendationState(t, kept, past)
 
     return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
 
