@@ -235,7 +235,10 @@ _ENTRIES = (
         "--aggressiveness 0.2 --epochs 20",
         own={
             "aggressiveness_decay": (None, ""),
-            "num_steps": (None, "The steps over which the aggressiveness falls: by default the run's."),
+            "num_steps": (
+                None,
+                "The steps over which the aggressiveness falls: by default the run's.",
+            ),
         },
     ),
     Method(

@@ -58,7 +58,9 @@ class Training:
             )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
-        if {"num_steps", "aggressiveness_decay"} <= {k for k, v in hyperparameters.items() if v is None}:
+        if {"num_steps", "aggressiveness_decay"} <= {
+            k for k, v in hyperparameters.items() if v is None
+        }:
             self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
@@ -106,7 +108,7 @@ class Training:
                 warn_of_constant_vectors(
                     self.initial, (-1,), example=f"optperm.{self.method.name}(...)"
                 )
-        prior = float(self.hyperparameters.get("prior_precision", 0.0))
+        prior = float(self.hyperparameters.get("prior_precision") or 0.0)
         try:
             result = fit(
                 TrainState.create(

@@ -33,7 +33,7 @@ from optperm.placement import Placement
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
-# What is left of the aggressiveness after `num_steps`, and without a length the steps after which half is.
+# What is left of the aggressiveness after `num_steps`, and the steps in which it halves without.
 _LEFT, _HALVING = 1 / 40, 100.0
 
 
@@ -246,11 +246,11 @@ def sgperm(
       d_t = \beta_1^t \text{ with aggressiveness_decay } \beta_1, \qquad
       d_t = \frac{1}{1 + t / 100} \text{ without both.}
 
-    The first spreads the decay over a run whose length is known, and should be preferred; the second is
-    the original's, which takes :math:`\beta_1 = .99`: that is for some 250 steps, and freezes soon after.
+    The first is for a run whose length is known, and the best of the three. The second is the original's
+    rule, with :math:`\beta_1 = .99`: after some 500 steps hardly a weight moves any more.
 
-    The network's weights stay those it was initialized with, bit for bit, in another order; biases included, so
-    initialize them at random or train them with another optimizer (`optax.partition`).
+    The network's weights stay those it was initialized with, bit for bit, in another order; biases
+    included, so initialize them at random or train them with another optimizer (`optax.partition`).
 
     The recommendation stays with the location, not with the weight. Only its sign and its order matter,
     so the learning rate has no effect but beside a momentum that changes, and where its product with a
@@ -274,8 +274,8 @@ def sgperm(
       max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, to which it grows.
       learning_rate: :math:`\eta`, the weight of the newest gradient, a number or a schedule of the step.
       momentum: :math:`\mu \in [0, 1]`, the weight of the last recommendation in the next one.
-      num_steps: :math:`T \ge 1`, the steps of the whole run, such as epochs times batches an epoch. Steps
-        after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
+      num_steps: :math:`T \ge 1`, the steps of the whole run: epochs times the batches of an epoch.
+        Steps after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
       seed: Seed of the random partitions.
@@ -311,7 +311,11 @@ def sgperm(
     """
     infinity = float("inf")
     for name, number, high in (
-        ("aggressiveness_decay", 1 if aggressiveness_decay is None else aggressiveness_decay, infinity),
+        (
+            "aggressiveness_decay",
+            1 if aggressiveness_decay is None else aggressiveness_decay,
+            infinity,
+        ),
         ("min_aggressiveness", min_aggressiveness, infinity),
         ("partition_growth", partition_growth, infinity),
         ("max_partition_ratio", max_partition_ratio, 1.0),

@@ -49,7 +49,7 @@ _ADVICE = {
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
 # Weights stand still if in so many steps less than so much of what first moved still does.
-_WINDOW, _STILL = 50, 0.15
+_WINDOW, _STILL = 50, 0.1
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
@@ -281,8 +281,8 @@ class Run:
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
         before = sum(int(row["step"]) for row in self.history.epoch_rows[-2:-1])
-        for state in find_states(self.carry.opt_state, RecommendationState):
-            if 0 < int(np.max(state.steps_past_end)) <= at.step - before:  # not before that row
+        for half in find_states(self.carry.opt_state, RecommendationState):
+            if 0 < int(np.max(half.steps_past_end)) <= at.step - before:  # not before that row
                 says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
                 warnings.warn(says, stacklevel=5)  # where fit is called
         if self.keep_best:
