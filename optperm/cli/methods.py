@@ -234,6 +234,7 @@ _ENTRIES = (
         optperm.sgperm,
         "--aggressiveness 0.2 --epochs 20",
         own={
+            "centralize": True,
             "aggressiveness_decay": (None, ""),
             "num_steps": (
                 None,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
 # What is left of the aggressiveness after `num_steps`, and the steps in which it halves without.
-_LEFT, _HALVING = 1 / 40, 100.0
+_LEFT, _HALVING = 1 / 100, 100.0
 
 
 @functools.partial(
@@ -95,6 +95,7 @@ def permute_by_cycles(
     *,
     min_partition_size: int = 10,
     include_remainder: bool = True,
+    centralize: bool = False,
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
@@ -124,6 +125,8 @@ def permute_by_cycles(
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
+      centralize: Whether :math:`m` less its mean over the weight vector is followed. All permutations
+        have the same sum, so none can follow that mean. Entries whose :math:`m` is zero then take part.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
@@ -156,6 +159,7 @@ def permute_by_cycles(
     checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
     checks.check_count("min_partition_size", min_partition_size)
     checks.check_flag("include_remainder", include_remainder)
+    checks.check_flag("centralize", centralize)
     checks.check_seed("seed", seed)
     check_output_axes(output_axes)
 
@@ -185,6 +189,7 @@ def permute_by_cycles(
         ) -> tuple[jax.Array, jax.Array]:
             # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
             size = _partition_size(ratio, w.shape[0], min_partition_size)
+            m = _centralized(m) if centralize else m
             leaf_key = jax.random.fold_in(step_key, index)
             seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
             w, ranks, num_moved = cycles.permute_rows(
@@ -226,6 +231,7 @@ def sgperm(
     num_steps: int | None = None,
     min_partition_size: int = 10,
     include_remainder: bool = True,
+    centralize: bool = False,
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
@@ -242,7 +248,7 @@ def sgperm(
     :math:`\alpha_t` and :math:`\lambda_t`. The decay :math:`d_t` of the aggressiveness is
 
     .. math::
-      d_t = 40^{-\min(t, T) / T} \text{ with num_steps } T, \qquad
+      d_t = 100^{-\min(t, T) / T} \text{ with num_steps } T, \qquad
       d_t = \beta_1^t \text{ with aggressiveness_decay } \beta_1, \qquad
       d_t = \frac{1}{1 + t / 100} \text{ without both.}
 
@@ -278,6 +284,8 @@ def sgperm(
         Steps after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
+      centralize: Whether the recommendation less its mean over the weight vector is followed, as no
+        permutation can follow that mean. It is not in the paper, and mostly better.
       seed: Seed of the random partitions.
       output_axes: As in `permute_by_cycles`.
 
@@ -354,6 +362,7 @@ def sgperm(
             partition_ratio if callable(partition_ratio) else grown,
             min_partition_size=min_partition_size,
             include_remainder=include_remainder,
+            centralize=centralize,
             seed=seed,
             output_axes=output_axes,
         ),
@@ -416,6 +425,13 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
     # Scalars are left to whatever moves them.
     found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
+
+
+def _centralized(m: jax.Array) -> jax.Array:
+    """Return m, (n, *outputs), less the mean over its first axis of what is finite."""
+    wide = m.astype(accumulation_dtype(m))
+    mean = jnp.mean(wide, axis=0, where=jnp.isfinite(wide), keepdims=True)
+    return (wide - mean).astype(m.dtype)
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def test_the_aggressiveness_falls_by_the_length_or_without_one_as_one_over_the_s
         return [w for w, _ in train(optperm.sgperm(schedule, momentum=0.0), params, grads)]
 
     numbers = {"aggressiveness": 0.4, "min_aggressiveness": 0.02, "momentum": 0.0}
-    known = by(lambda t: 40.0 ** -jnp.minimum(t / 3, 1.0))
+    known = by(lambda t: 100.0 ** -jnp.minimum(t / 3, 1.0))
     for build in (optperm.sgperm, optax.inject_hyperparams(optperm.sgperm)):
         trail = train(build(num_steps=3, **numbers), params, grads)
         support.assert_same_bits([w for w, _ in trail], known)

@@ -269,6 +269,26 @@ def test_recommendation_of_gradients_that_are_not_finite_stays_with_its_location
     support.assert_permutes(trail[-1][0], params)
 
 
+def test_centralized_recommendation_is_that_less_its_mean_over_the_vector():
+    """What all entries of a weight vector have in common moves nothing; the mean is over what is finite,
+    and entries of zero take part."""
+    params, whole = support.normal((18, 3), 0), np.random.default_rng(1).integers(-9, 9, (18, 3))
+    pulls = whole.astype(np.float32)
+    pulls[0], pulls[1] = np.nan, np.inf  # of the sixteen that are left the means are exact
+    centered = pulls - pulls[2:].mean(axis=0)
+    tx = optperm.permute_by_cycles(0.3, 1.0, centralize=True)
+    start = tx.init(params)
+    moved = [tx.update(m, start, params)[1].weights for m in (pulls, centered, pulls + 4.0)]
+    plain = [
+        optperm.permute_by_cycles(0.3, 1.0).update(m, start, params)[1] for m in (centered, pulls)
+    ]
+    for weights in (*moved[1:], plain[0].weights):
+        support.assert_same_bits(weights, moved[0])
+    assert not np.array_equal(plain[1].weights, moved[0])
+    support.assert_same_bits(moved[0][:2], params[:2])
+    assert plain[0].share_moved > 0.3
+
+
 def test_training_on_real_numbers_finds_the_teacher():
     """A linear teacher with the same multiset is found again by permuting alone."""
     x, teacher = support.normal((256, 16), 0), support.normal((16, 3), 1)
