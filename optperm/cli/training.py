@@ -58,9 +58,8 @@ class Training:
             )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
-        if {"num_steps", "aggressiveness_decay"} <= {
-            k for k, v in hyperparameters.items() if v is None
-        }:
+        # How long the run is, where the method asks and nothing else says how fast its moves shrink.
+        if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
             self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)

@@ -253,7 +253,7 @@ def sgperm(
       d_t = \frac{1}{1 + t / 100} \text{ without both.}
 
     The first is for a run whose length is known, and the best of the three. The second is the original's
-    rule, with :math:`\beta_1 = .99`: after some 500 steps hardly a weight moves any more.
+    rule, with :math:`\beta_1 = .99`: after some 500 steps hardly a weight moves any more. See the notes.
 
     The network's weights stay those it was initialized with, bit for bit, in another order; biases
     included, so initialize them at random or train them with another optimizer (`optax.partition`).
@@ -316,6 +316,13 @@ def sgperm(
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
       <https://arxiv.org/abs/2003.02570>`_, 2020
+
+    Notes:
+      Test accuracy after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units, batches of 50),
+      and after 10 epochs of 25 on the digits: with `num_steps` @@, without a length .959 and .977, by
+      :math:`.99^t` .942 and .981. Other decays without a length lost on one of the two:
+      :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on MNIST, and
+      :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
     """
     infinity = float("inf")
     for name, number, high in (
