@@ -35,13 +35,18 @@ def last_layer(rate: Any) -> optax.GradientTransformation:
     return optax.partition({"trained": optax.adam(rate), "frozen": optax.set_to_zero()}, kinds)
 
 
+def sgperm(alpha: Any, steps: int) -> optax.GradientTransformation:
+    """SGPerm as the command trains by it."""
+    return optperm.sgperm(alpha, num_steps=steps, centralize=True)
+
+
 # By name: from a number and the steps of the run to an optimizer, and the grid of the number.
 METHODS: dict[str, tuple[Callable[[Any, int], Any], tuple[float, ...]]] = {
-    "SGPerm": (lambda alpha, steps: optperm.sgperm(alpha, num_steps=steps), (0.03, 0.1, 0.3)),
+    "SGPerm": (sgperm, (0.03, 0.1, 0.3)),
     "LaPerm": (lambda every, _: optperm.laperm(optax.adam(1e-3), every), (100, 300, 900)),
     "Adam": (lambda rate, _: optax.adam(rate), (3e-4, 1e-3, 3e-3)),
     "SGD": (lambda rate, _: optax.sgd(rate, momentum=0.9), (0.01, 0.03, 0.1)),
-    "last layer": (lambda rate, _: last_layer(rate), (1e-3, 3e-3, 1e-2)),
+    "Adam, last layer": (lambda rate, _: last_layer(rate), (1e-3, 3e-3, 1e-2)),
 }
 
 
@@ -122,7 +127,7 @@ def table(options: argparse.Namespace, train: Any, test: Any) -> None:
         )
         RESULTS.write(options.json)
         each = " ".join(f"{score:.4f}" for score in scores)
-        print(f"{name:12} {best:g}: test {each}; grid {grid}; {seconds:.0f} s", flush=True)
+        print(f"{name:16} {best:g}: test {each}; grid {grid}; {seconds:.0f} s", flush=True)
 
 
 def main() -> None:

@@ -126,7 +126,8 @@ def permute_by_cycles(
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
       centralize: Whether :math:`m` less its mean over the weight vector is followed. All permutations
-        have the same sum, so none can follow that mean. Entries whose :math:`m` is zero then take part.
+        have the same sum, so none can follow that mean. Entries whose :math:`m` is zero then take part;
+        platforms may round the mean differently.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
@@ -285,7 +286,7 @@ def sgperm(
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
       centralize: Whether the recommendation less its mean over the weight vector is followed, as no
-        permutation can follow that mean. It is not in the paper, and mostly better.
+        permutation can follow that mean: see `permute_by_cycles`. It is not in the paper.
       seed: Seed of the random partitions.
       output_axes: As in `permute_by_cycles`.
 
@@ -324,13 +325,9 @@ def sgperm(
       :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on MNIST, and
       :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
     """
-    infinity = float("inf")
+    infinity, decay = float("inf"), 1.0 if aggressiveness_decay is None else aggressiveness_decay
     for name, number, high in (
-        (
-            "aggressiveness_decay",
-            1 if aggressiveness_decay is None else aggressiveness_decay,
-            infinity,
-        ),
+        ("aggressiveness_decay", decay, infinity),
         ("min_aggressiveness", min_aggressiveness, infinity),
         ("partition_growth", partition_growth, infinity),
         ("max_partition_ratio", max_partition_ratio, 1.0),
