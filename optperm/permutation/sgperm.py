@@ -125,9 +125,11 @@ def permute_by_cycles(
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
-      centralize: Whether :math:`m` less its mean over the weight vector is followed. All permutations
-        have the same sum, so none can follow that mean. Entries whose :math:`m` is zero then take part;
-        platforms may round the mean differently.
+      centralize: Whether :math:`m` less a pivot is followed: :math:`\bar m + z \sigma / 2` with the mean
+        and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn in each
+        step. No permutation can follow the mean, since all have the same sum; and of two weights that
+        should rise, that which should more can pass the other when the pivot lies between them. Entries
+        whose :math:`m` is zero then take part; platforms may round the pivot differently.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
@@ -190,8 +192,8 @@ def permute_by_cycles(
         ) -> tuple[jax.Array, jax.Array]:
             # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
             size = _partition_size(ratio, w.shape[0], min_partition_size)
-            m = _centralized(m) if centralize else m
             leaf_key = jax.random.fold_in(step_key, index)
+            m = _centralized(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
             seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
             w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
@@ -285,8 +287,8 @@ def sgperm(
         Steps after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
-      centralize: Whether the recommendation less its mean over the weight vector is followed, as no
-        permutation can follow that mean: see `permute_by_cycles`. It is not in the paper.
+      centralize: Whether the recommendation less a random pivot near its mean over the weight vector is
+        followed: see `permute_by_cycles`. It is not in the paper.
       seed: Seed of the random partitions.
       output_axes: As in `permute_by_cycles`.
 
@@ -431,11 +433,12 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
 
 
-def _centralized(m: jax.Array) -> jax.Array:
-    """Return m, (n, *outputs), less the mean over its first axis of what is finite."""
+def _centralized(m: jax.Array, key: jax.Array) -> jax.Array:
+    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, z standard normal."""
     wide = m.astype(accumulation_dtype(m))
-    mean = jnp.mean(wide, axis=0, where=jnp.isfinite(wide), keepdims=True)
-    return (wide - mean).astype(m.dtype)
+    mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
+    z = jax.random.normal(key, std.shape, wide.dtype)
+    return (wide - mean - 0.5 * z * std).astype(m.dtype)
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:

@@ -269,24 +269,28 @@ def test_recommendation_of_gradients_that_are_not_finite_stays_with_its_location
     support.assert_permutes(trail[-1][0], params)
 
 
-def test_centralized_recommendation_is_that_less_its_mean_over_the_vector():
-    """What all entries of a weight vector have in common moves nothing; the mean is over what is finite,
-    and entries of zero take part."""
-    params, whole = support.normal((18, 3), 0), np.random.default_rng(1).integers(-9, 9, (18, 3))
-    pulls = whole.astype(np.float32)
-    pulls[0], pulls[1] = np.nan, np.inf  # of the sixteen that are left the means are exact
-    centered = pulls - pulls[2:].mean(axis=0)
-    tx = optperm.permute_by_cycles(0.3, 1.0, centralize=True)
-    start = tx.init(params)
-    moved = [tx.update(m, start, params)[1].weights for m in (pulls, centered, pulls + 4.0)]
-    plain = [
-        optperm.permute_by_cycles(0.3, 1.0).update(m, start, params)[1] for m in (centered, pulls)
-    ]
-    for weights in (*moved[1:], plain[0].weights):
-        support.assert_same_bits(weights, moved[0])
-    assert not np.array_equal(plain[1].weights, moved[0])
-    support.assert_same_bits(moved[0][:2], params[:2])
-    assert plain[0].share_moved > 0.3
+def test_centralized_recommendation_sorts_the_weights_by_it():
+    """Nearly the order in which sum(m w) is least, which signs alone do not find: of weights that all
+    should rise none can pass another. What a weight vector's entries have in common moves nothing."""
+    params, draw = support.normal((18, 3), 0), np.random.default_rng(1)
+    m = np.stack([draw.permutation(18) for _ in range(3)], axis=1).astype(np.float32) - 40.0
+    least = np.sum(np.sort(m, axis=0) * -np.sort(-np.asarray(params), axis=0), axis=0)
+
+    def trained(wishes, centralize, steps=100):
+        tx = optperm.permute_by_cycles(2.0, 1.0, centralize=centralize)
+        return loops.train(tx, params, [wishes] * steps, how="scan")[-1]
+
+    to_go = np.sum(m * params, axis=0) - least
+    for shift in (0.0, 60.0):
+        w, _ = trained(m + shift, True)
+        assert np.all(np.sum(m * w, axis=0) - least < 0.05 * to_go)
+    support.assert_same_bits(trained(m, False)[0], params)
+    # An entry that is not finite sits out, and is not in the pivot.
+    m[0] = np.nan
+    w, state = trained(m, True)
+    support.assert_same_bits(w[0], params[0])
+    assert not np.array_equal(w[1:], params[1:])
+    assert np.isfinite(state.share_moved)
 
 
 def test_training_on_real_numbers_finds_the_teacher():
