@@ -322,10 +322,10 @@ def sgperm(
 
     Notes:
       Test accuracy after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units, batches of 50),
-      and after 10 epochs of 25 on the digits: with `num_steps` @@, without a length .959 and .977, by
-      :math:`.99^t` .942 and .981. Other decays without a length lost on one of the two:
-      :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on MNIST, and
-      :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
+      and after 10 epochs of 25 on the digits: with `num_steps` and `centralize` .968 and .981, and
+      without these .959 and .977; by :math:`.99^t` .942 and .981. Other decays without a length lost on
+      one of the two: :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on
+      MNIST, and :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
     """
     infinity, decay = float("inf"), 1.0 if aggressiveness_decay is None else aggressiveness_decay
     for name, number, high in (
