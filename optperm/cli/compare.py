@@ -14,8 +14,8 @@ from optperm.cli import run_folder
 from optperm.cli.errors import INTERRUPTED, UsageError
 from optperm.cli.flags import Network, Whole
 from optperm.cli.methods import METHODS
+from optperm.cli.report import picture
 from optperm.cli.training import Training, begin
-from optperm.training.history import picture
 
 _COLUMNS = ("method", "test accuracy", "ms a step", "optimizer state", "gradients")
 _CURVES = ("step", "train_loss", "test_accuracy")

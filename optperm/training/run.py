@@ -39,12 +39,6 @@ from optperm.variance.svrg import warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-# What `fit` has to say on messages that are for loops by hand.
-_ADVICE = {
-    "is not bound here": "fit maps over an axis with devices, mesh or replicas.",
-    "full_grad_fn": "fit takes full gradients between steps: leave out refresh_every and "
-    "refresh_probability, and pass epoch_start=optperm.take_snapshot.",
-}
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
 # Arguments of `fit` that are numbers from 1 on.
@@ -362,9 +356,6 @@ class Run:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
-        for part, advice in _ADVICE.items():
-            if part in str(error):
-                error.add_note(advice)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:

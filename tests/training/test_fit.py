@@ -243,7 +243,7 @@ def test_replicas_of_local_steps_part_and_meet():
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
         (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica'"),
-        ("replica", {}, "fit maps over an axis with devices, mesh or replicas"),
+        ("replica", {}, "fit maps over one with devices, mesh or replicas"),
     ]:
         state = fitting.linen_state(fitting.method("agn", axis_name))
         with pytest.raises(ValueError, match=says):
