@@ -145,5 +145,5 @@ def _metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
 def accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
     state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
-    found = evaluate_all(_metrics(model), {"x": x, "y": y}, state, batch_size=CHUNK)
+    found = evaluate_all(_metrics(model), {"x": x, "y": y}, CHUNK, state=state)
     return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

@@ -114,20 +114,15 @@ class Run:
             self.feed = StreamFeed(data, size, layout)
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
-        whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
-        evaluate = functools.partial(
-            evaluate_all, batch_size=given.eval_batch_size or size, **whole
-        )
+        how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
         self.evaluate = given.eval_fn and functools.partial(
-            evaluate, given.eval_fn, given.eval_data
+            evaluate_all, given.eval_fn, given.eval_data, *how
         )
         every = (given.every or {}).items()
         self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
-        self.eval_every, self.checkpoint_every = (
-            math.inf if every is None else int(every)
-            for every in (given.eval_every, given.checkpoint_every)
-        )
+        self.eval_every = given.eval_every or math.inf
+        self.checkpoint_every = given.checkpoint_every or math.inf
         self.keep_best, self.best = given.keep_best, dict[str, Any]()
         self.at, self.history = Position(), History()
         if given.checkpoints is not None:
@@ -147,16 +142,18 @@ class Run:
             run = checkpoints.read(chosen, self.facts)
             is_dealt = layout.own and run["replicas"] != layout.parts
             like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
-            trees, best = {"state": like}, run["best"] if self.keep_best else {}
-            if best:
+            best, trees = dict(run["best"]), {"state": like}
+            is_kept = best.pop("by", None) == list(self.keep_best or ())
+            if is_kept and "step" in best:
                 trees["best"] = unwrap_keys(whole := merge_replicas(self.carry, layout))
             held, rows = checkpoints.read_arrays(chosen, trees)
-            if best:
-                self.best = best | {"state": wrap_keys(held["best"], whole)}
+            if "best" in trees:
+                best["state"] = wrap_keys(held["best"], whole)
             arrays = layout.deal(held["state"]) if is_dealt else held["state"]
             self.carry = copy_arrays(wrap_keys(arrays, self.carry))
             self.at = Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
+            self.best = best if is_kept else self._best_so_far()
             if isinstance(self.feed, StreamFeed):
                 self.feed.go_to(self.at, run["iterator"])
 
@@ -164,8 +161,10 @@ class Run:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
         self._since, stop, code = time.perf_counter(), False, 0
         error: BaseException | None = None
-        if self.at.epoch <= epochs and self.at.step < steps:
-            self._drop_part()
+        goes_on = self.at.epoch <= epochs and self.at.step < steps
+        if goes_on and self.at.offset and self._row is not None and not self._evaluates:
+            row = self.history.epoch_rows.pop()  # of a part: the epoch gets one row when it is over
+            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
             self._add_row()  # an error came between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
@@ -195,19 +194,10 @@ class Run:
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
-    def _drop_part(self) -> None:
-        """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self._row is not None and not self._evaluates:
-            row = self.history.epoch_rows.pop()
-            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
-
     def _limit(self, steps: float) -> int:
         """How many steps may be taken until something happens."""
-        at = self.at.step
-        most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
-        for every in (self.eval_every, self.checkpoint_every):
-            most = min(most, every - at % every)
-        return int(most)
+        at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
+        return int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
 
     def _start_epoch(self) -> None:
         change, carry, layout = self.epoch_start, self.carry, self.layout
@@ -226,9 +216,8 @@ class Run:
             opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start's function returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        self.carry = copy_arrays(
-            carry.replace(opt_state=opt_state)
-        )  # it may share the params' memory
+        # It may share the params' memory.
+        self.carry = copy_arrays(carry.replace(opt_state=opt_state))
 
     def _after(self, fed: Fed, steps: float) -> bool:
         """What happens after some steps; whether a callback wants to stop."""
@@ -280,6 +269,21 @@ class Run:
         if value < self.best.get("value", math.inf):
             state = copy_arrays(merge_replicas(self.carry, self.layout))
             self.best = {"value": value, "step": self.at.step, "state": state}
+
+    def _best_so_far(self) -> dict[str, Any]:
+        """Return what has to be beaten where the params of the best row so far were not kept."""
+        name, mode = self.keep_best or ("", "")
+        column = self.history.epochs.get(name, np.zeros(0)) * (1.0 if mode == "min" else -1.0)
+        if not np.any(column < math.inf):
+            return {}
+        best = int(np.nanargmin(column))
+        warnings.warn(
+            f"keep_best is new to this run: the params of the best row so far, of step "
+            f"{self.history.epochs['step'][best]}, were not kept. best_state is None until a row is better.",
+            RuntimeWarning,
+            stacklevel=5,  # where fit is called
+        )
+        return {"value": float(column[best])}
 
     def _metrics_of_row(self) -> dict[str, float]:
         return {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
@@ -337,8 +341,9 @@ class Run:
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
+        run["best"]["by"] = list(self.keep_best or ())
         trees = {"state": unwrap_keys(self.carry)}
-        trees |= {"best": unwrap_keys(self.best["state"])} if self.best else {}
+        trees |= {"best": unwrap_keys(self.best["state"])} if "state" in self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
@@ -385,7 +390,7 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            self._brought_home(self.best["state"]) if self.best else None,
+            self._brought_home(self.best["state"]) if "state" in self.best else None,
             self.best.get("step"),
         )
         if self.checkpoints is not None:

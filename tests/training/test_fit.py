@@ -339,11 +339,10 @@ def test_a_progress_bar_shows_steps(capsys):
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path):
     calls = {
-        "matplotlib": training.History().plot,
         "orbax": lambda: fitting.fit("linen", "adam", epochs=1, checkpoints=tmp_path),
         "rich": lambda: fitting.fit("linen", "adam", epochs=1, progress=True),
     }
-    for module in ("rich.progress", "orbax.checkpoint", "matplotlib.figure"):
+    for module in ("rich.progress", "orbax.checkpoint"):
         monkeypatch.setitem(sys.modules, module, None)
     for name, call in calls.items():
         what = r"pip install 'optperm\[(training|progress)\]'"
