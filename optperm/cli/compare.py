@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from optperm.cli import run_folder
-from optperm.cli.errors import INTERRUPTED, UsageError
+from optperm.cli.errors import UsageError
 from optperm.cli.flags import Network, Whole
 from optperm.cli.methods import METHODS
 from optperm.cli.report import picture
@@ -51,8 +51,8 @@ def compare(names: Sequence[str], flags: Comparison) -> int:
     for run in runs:
         result: Any = run.run(flags.epochs, progress=reporter.has_bar)
         if result.ended == "interrupted":
-            reporter.say("Stopped by Ctrl-C: the run that was under way is lost.")
-            ended = INTERRUPTED
+            reporter.say("Stopped: the run that was under way is lost.")
+            ended = 128 + result.signal
             break
         seconds = statistics.median(record["seconds"] for record in run.records[1:])
         outcome = {

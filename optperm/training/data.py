@@ -63,6 +63,7 @@ def is_arrays(name: str, data: Any) -> bool:
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
+        checks.check_arrays(name, data)
         return num_examples(name, data) > 0
     _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
     return False

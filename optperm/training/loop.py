@@ -1,11 +1,12 @@
 """`fit`: trains a Flax model by any method."""
 
+import dataclasses
 import difflib
 import math
 import signal
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Never, get_args
 
 import jax
@@ -157,13 +158,12 @@ def fit(
     """
     given = dict(locals())
     _check(given)
-    given["keep_best"] = (keep_best, "min") if isinstance(keep_best, str) else keep_best
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
-    result = run.result(ended)
+    result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
     run.warn_if_diverged()
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
@@ -175,8 +175,8 @@ def fit(
     return result
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    """Raise what `fit` says about arguments that can be judged by themselves."""
+def _check(given: dict[str, Any]) -> None:
+    """Raise what `fit` says about arguments that can be judged by themselves; spell out `keep_best`."""
     for name in given["unknown"]:
         near = difflib.get_close_matches(name, given, n=1)
         hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
@@ -197,17 +197,20 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, needed in _TOGETHER:
         if given[needed] is None and not (given[name] is None or given[name] is False):
             raise ValueError(f"{name} goes with {needed}: pass {needed} as well.")
-    if given["eval_fn"] is not None:
-        is_arrays("eval_data", given["eval_data"])
+    if given["eval_fn"] is not None and not is_arrays("eval_data", given["eval_data"]):
+        if isinstance(given["eval_data"], Iterator):
+            says = "a list, a data loader, or a function of the epoch's number that gives one"
+            raise TypeError(f"eval_data is an iterator, which can be gone through only once: pass {says}.")
     if not isinstance(given["every"], Mapping | None):
         raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
     for n in given["every"] or {}:
         checks.check_count("a key of every", n)
-    match given["keep_best"]:
-        case None | str():
-            pass
-        case (str(), mode):
-            checks.check_choice("the mode of keep_best", mode, get_args(Mode))
-        case other:
-            wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
-            raise TypeError(f"keep_best must be {wanted}, got {other!r}.")
+    if (best := given["keep_best"]) is None:
+        return
+    given["keep_best"] = best = (best, "min") if isinstance(best, str) else best
+    if not (isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str)):
+        wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
+        raise TypeError(f"keep_best must be {wanted}, got {best!r}.")
+    checks.check_choice("the mode of keep_best", best[1], get_args(Mode))
+    if best[0].startswith("eval_") and given["eval_fn"] is None:
+        raise ValueError(f"keep_best={best[0]!r} goes with eval_fn: pass eval_fn as well.")

@@ -64,6 +64,7 @@ class FitResult:
       best_state: With `keep_best` the `TrainState`, or a model of `flax.nnx`, of the best row of the
         history; None without, or where the metric was never finite.
       best_step: The steps done by then.
+      signal: The number of the signal that interrupted training; 0 for none.
     """
 
     state: TrainState | None
@@ -75,6 +76,7 @@ class FitResult:
     step: int
     best_state: Any
     best_step: int | None
+    signal: int = 0
 
 
 class Run:

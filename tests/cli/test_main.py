@@ -405,7 +405,7 @@ def test_sigterm_saves_what_was_learned(flags, tmp_path, files, capsys, start, w
     wait_for_epochs(out, process, 5)
     process.send_signal(signal.SIGTERM)
     said, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
+    assert process.returncode == 143, err
     assert said.splitlines()[-1] == "Stopped. To be able to go on: --checkpoint-every."
     summary = files(out).summary
     assert summary["interrupted"] is True

@@ -124,8 +124,12 @@ def test_the_least_is_the_best_and_nan_never():
     ]:
         with pytest.raises(error, match=says):
             linear_fit(epochs=1, keep_best=keep_best, **EVALUATION)
-    with pytest.raises(ValueError, match="eval_every goes with eval_fn"):
-        linear_fit(epochs=1, eval_every=2)
+    for options in ({"eval_every": 2}, {"keep_best": "eval_loss"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}.* goes with eval_fn"):
+            linear_fit(epochs=1, **options)
+    once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
+    with pytest.raises(TypeError, match="eval_data is an iterator, .* only once"):
+        linear_fit(epochs=1, **once)
 
 
 def test_padded_batches_are_evaluated_by_sums_and_counts():
