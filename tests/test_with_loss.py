@@ -46,7 +46,7 @@ def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
 def test_line_searches_of_optax_and_methods_that_take_no_extra_arguments_run(lenient):
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
     for tx in (optax.lbfgs(), search, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))):
-        params, _ = run(optperm.with_loss(tx, loss_fn, DATA), num_steps=12)
+        params, _ = run(optperm.with_loss(tx, loss_fn, DATA), num_steps=40)
         assert loss_fn(jax.tree.map(lambda w: w[-1], params), DATA) < 0.3 * loss_fn(START, DATA)
 
 

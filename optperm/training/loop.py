@@ -87,7 +87,7 @@ def fit(
         drawn with replacement; a last part that fills no batch is left out. Or an iterable of batches
         (a list, a data loader), of each process its part, or a function of the epoch's number, from 1,
         that gives one; no batch is asked for before its step. To `resume` within an epoch, pass a new
-        iterator: it drops the batches that were taken, or takes the state of the kept one, if it has one.
+        iterator: it drops the batches that were taken, or takes the kept state of one that has such.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
@@ -176,7 +176,7 @@ def fit(
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise what `fit` says about arguments that can be judged by themselves; spell out `keep_best`."""
+    """Raise what `fit` says about arguments that can be judged by themselves."""
     for name in given["unknown"]:
         near = difflib.get_close_matches(name, given, n=1)
         hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
@@ -197,15 +197,22 @@ def _check(given: dict[str, Any]) -> None:
     for name, needed in _TOGETHER:
         if given[needed] is None and not (given[name] is None or given[name] is False):
             raise ValueError(f"{name} goes with {needed}: pass {needed} as well.")
-    if given["eval_fn"] is not None and not is_arrays("eval_data", given["eval_data"]):
-        if isinstance(given["eval_data"], Iterator):
-            says = "a list, a data loader, or a function of the epoch's number that gives one"
-            raise TypeError(f"eval_data is an iterator, which can be gone through only once: pass {says}.")
     if not isinstance(given["every"], Mapping | None):
         raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
     for n in given["every"] or {}:
         checks.check_count("a key of every", n)
-    if (best := given["keep_best"]) is None:
+    _check_evaluation(given)
+
+
+def _check_evaluation(given: dict[str, Any]) -> None:
+    """Look at what to evaluate and to keep; spell out `keep_best` as a column and a mode."""
+    data, best = given["eval_data"], given["keep_best"]
+    if data is not None and not is_arrays("eval_data", data) and isinstance(data, Iterator):
+        says = "a list, a data loader, or a function of the epoch's number that gives one"
+        raise TypeError(
+            f"eval_data is an iterator, which can be gone through only once: pass {says}."
+        )
+    if best is None:
         return
     given["keep_best"] = best = (best, "min") if isinstance(best, str) else best
     if not (isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str)):

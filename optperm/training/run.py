@@ -280,8 +280,8 @@ class Run:
             return {}
         best = int(np.nanargmin(column))
         warnings.warn(
-            f"keep_best is new to this run: the params of the best row so far, of step "
-            f"{self.history.epochs['step'][best]}, were not kept. best_state is None until a row is better.",
+            "keep_best is new to this run: the params of the best row so far, of step "
+            f"{self.history.epochs['step'][best]}, were not kept. best_state is None until one is better.",
             RuntimeWarning,
             stacklevel=5,  # where fit is called
         )

@@ -373,7 +373,11 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got .*int"),
         ({"epochs": 1, "train_data": "x"}, TypeError, "got .*str"),
         ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got .*dict"),
-        ({"epochs": 1, "train_data": {"x": np.array(["a"])}}, TypeError, r"train_data\['x'\] must be"),
+        (
+            {"epochs": 1, "train_data": {"x": np.array(["a"])}},
+            TypeError,
+            r"train_data\['x'\] must be",
+        ),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
         ({"epochs": 1, "train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., that gives"),
@@ -488,7 +492,10 @@ def test_complex_params_descend_and_sam_gets_the_arguments_it_takes():
         assert history.epochs["loss"][-1] < 1e-2 * history.epochs["loss"][0]
     np.testing.assert_allclose(losses[0].steps["loss"], losses[1].steps["loss"], rtol=1e-4)
 
-    real, sam = {"w": jnp.ones(3)}, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    real, sam = (
+        {"w": jnp.ones(3)},
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2),
+    )
     state = training.TrainState.create(apply_fn=None, params=real, tx=sam)
     result = training.fit(state, loss_fn, {"x": x}, steps=6, batch_size=32)
     opt_state = sam.init(real)

@@ -128,7 +128,7 @@ def test_the_least_is_the_best_and_nan_never():
         with pytest.raises(ValueError, match=f"{next(iter(options))}.* goes with eval_fn"):
             linear_fit(epochs=1, **options)
     once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
-    with pytest.raises(TypeError, match="eval_data is an iterator, .* only once"):
+    with pytest.raises(TypeError, match=r"eval_data is an iterator, .* only once"):
         linear_fit(epochs=1, **once)
 
 
