@@ -58,7 +58,8 @@ class Reporter:
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
         if shown["devices"] == 1:
             del shown["devices"]
-        self.table([(_words(name), _plain(value)) for name, value in shown.items()])
+        plain = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
+        self.table([(name.replace("_", " "), value) for name, value in plain.items()])
         self.files(folder)
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
@@ -100,11 +101,3 @@ def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
     with import_extra("matplotlib.style").context("optperm.pictures"):
         yield (figure := import_extra("matplotlib.figure").Figure(**options))
         figure.savefig(path)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -281,7 +281,7 @@ class Run:
         best = int(np.nanargmin(column))
         warnings.warn(
             "keep_best is new to this run: the params of the best row so far, of step "
-            f"{self.history.epochs['step'][best]}, were not kept. best_state is None until one is better.",
+            f"{self.history.epochs['step'][best]}, were not kept. Until it is beaten best_state is None.",
             RuntimeWarning,
             stacklevel=5,  # where fit is called
         )
