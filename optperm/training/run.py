@@ -279,9 +279,10 @@ class Run:
         if not np.any(column < math.inf):
             return {}
         best = int(np.nanargmin(column))
+        step = self.history.epochs["step"][best]
         warnings.warn(
             "keep_best is new to this run: the params of the best row so far, of step "
-            f"{self.history.epochs['step'][best]}, were not kept. Until it is beaten best_state is None.",
+            f"{step}, were not kept. Until a row beats that one best_state is None.",
             RuntimeWarning,
             stacklevel=5,  # where fit is called
         )
