@@ -334,7 +334,10 @@ def make_reference(names: Sequence[str] = (), num_draws: int = 20_000, chains: i
 
     kept = dict(np.load(REFERENCE)) if REFERENCE.exists() else {}
     for name in names or [name for name in PROBLEMS if name not in EXACT]:
-        problem, draws = PROBLEMS[name](), num_draws if PROBLEMS[name]().size < 50 else num_draws // 8
+        problem, draws = (
+            PROBLEMS[name](),
+            num_draws if PROBLEMS[name]().size < 50 else num_draws // 8,
+        )
         mode, hessian = mode_and_hessian(problem)
         root = np.linalg.cholesky(np.linalg.inv(problem.num_data * hessian))
         start, scale = jnp.float32(mode), jnp.float32(root)

@@ -21,16 +21,14 @@ from optperm.bayes.covariance import (
     check_noise_arguments,
 )
 from optperm.bayes.kernel import NoiseKernel, flat, times
-from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, three_point_like
-from optperm.bayes.warmup import diagonal_newton, warmup
+from optperm.bayes.warmup import after_burn_in, diagonal_newton, warmup
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.switching import switch_after
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32, UInt32
@@ -290,11 +288,12 @@ def constant_sgd(
         needs=NEEDS[estimator] | _NEEDS_CURVATURE,
         axis_name=axis_name,
     )
-    steps = [sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)]
     if burn_in_optimizer is None:
         burn_in_optimizer = diagonal_newton(axis_name)
-    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return with_masters(switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True))
+    return after_burn_in(
+        burn_in, burn_in_optimizer, sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
+        learning_rate=learning_rate, temperature=temperature,
+    )  # fmt: skip
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:
