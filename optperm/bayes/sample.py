@@ -33,7 +33,7 @@ _WARMUP = 1000
 Sampler = Callable[[int, int], optax.GradientTransformation]
 
 
-def sample(  # noqa: PLR0915
+def sample(
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
     params: optax.Params,
