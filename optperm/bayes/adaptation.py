@@ -95,6 +95,47 @@ def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKer
     )  # fmt: skip
 
 
+def warm_up(
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    batch: BatchGradients,
+    estimator: Any,
+    h: Any,
+    scale: jax.Array,
+    key: jax.Array,
+    *,
+    is_open: jax.Array,
+    ends_window: jax.Array,
+    **limits: Any,
+) -> tuple[NoiseKernel, Adaptation, jax.Array]:
+    """Return the kernel of the next step, what its window has seen, and whether a gradient is no mean.
+
+    Args:
+      seen: What the window had seen before.
+      kernel: Its kernel.
+      batch: The gradients.
+      estimator: Which estimator of C.
+      h: The steps by this kernel.
+      scale: s.
+      key: A raw key.
+      is_open: Whether this step learns.
+      ends_window: Whether the window ends with it.
+      **limits: Those of `hand_over`.
+    """
+    h = probing_steps(kernel, h)
+    seen, is_uneven = cond(
+        is_open & (scale > 0),
+        lambda: learn(seen, kernel, batch, estimator, h, scale, key),
+        lambda: (seen, jnp.zeros([], jnp.bool_)),
+    )
+    kernel, seen = cond(
+        ends_window,
+        lambda: hand_over(seen, kernel, h, scale, **limits),
+        lambda: (kernel, seen),
+    )
+    return kernel, seen, is_uneven
+
+
 def learn(
     seen: Adaptation,
     kernel: NoiseKernel,

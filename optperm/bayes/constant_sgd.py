@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.adaptation import Adaptation, begin, hand_over, learn, probing_steps
+from optperm.bayes.adaptation import Adaptation, begin, warm_up
 from optperm.bayes.covariance import (
     NEEDS,
     Estimator,
@@ -252,21 +252,14 @@ def constant_sgd(
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
 
         # While the warm-up is open it learns; what a window learned is the next one's kernel
-        probing = probing_steps(kernel, h)
-        adaptation, is_uneven = cond(
-            schedule.is_open(count) & (scale > 0),
-            lambda: learn(
-                state.adaptation, kernel, batch, estimator, probing, scale, fold(state.key, ~count)
-            ),
-            lambda: (state.adaptation, jnp.zeros([], jnp.bool_)),
-        )
-        next_kernel, adaptation = cond(
-            schedule.ends_window(count + 1),
-            lambda: hand_over(
-                adaptation, kernel, probing, scale,
+        next_kernel, adaptation, is_uneven = cond(
+            schedule.is_over(count),
+            lambda: (kernel, state.adaptation, jnp.zeros([], jnp.bool_)),
+            lambda: warm_up(
+                state.adaptation, kernel, batch, estimator, h, scale, fold(state.key, ~count),
+                is_open=schedule.is_open(count), ends_window=schedule.ends_window(count + 1),
                 limit=c * rate, momentum_factor=momentum_factor, rho=rho,
             ),
-            lambda: (kernel, adaptation),
         )  # fmt: skip
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),

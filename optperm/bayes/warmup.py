@@ -59,6 +59,10 @@ class Warmup(NamedTuple):
         start, *_, last = self.ends()
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
+    def is_over(self, count: jax.Array) -> jax.Array:
+        """Return whether nothing is learned any more."""
+        return count >= jnp.asarray(self.freeze_after, jnp.int32)
+
     def ends_window(self, count: jax.Array) -> jax.Array:
         """Return whether a window ends where so many steps have been taken."""
         _, *ends = self.ends()
