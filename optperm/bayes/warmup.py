@@ -121,14 +121,14 @@ def after_burn_in(
     inner = switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True)
 
     def update(
-        g: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         found = inner.update(g, state, params, **extra_args)
         for name, schedule in schedules.items():
             resolve_schedule(name, schedule, state.count)
         return found
 
-    return with_masters(optax.GradientTransformationExtraArgs(inner.init, update))
+    return with_masters(transformation(inner.init, update, method="constant_sgd", is_wrapper=True))
 
 
 class NewtonState(NamedTuple):
