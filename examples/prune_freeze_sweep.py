@@ -62,13 +62,11 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
         keys = zip((first, then), steps, strict=True)
         first, then = (jax.random.randint(k, (n, BATCH + 1), 0, len(x)) for k, n in keys)
         (params, state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), (params, state), first)
-        of_each = {"scope": "leaf", "include": True}
-        by = {"scores": optperm.full_gradient(loss_fn, params, sets[:1]), "key": order} | of_each
+        of_each = {"scope": "leaf", "include": True, "key": order}
+        by = {"scores": optperm.full_gradient(loss_fn, params, sets[:1]), **of_each}
 
         def masked(p: jax.Array) -> tuple:
-            found = [
-                optperm.prune(params, state, p, criterion=c, key=order, **of_each) for c in PRUNE
-            ]
+            found = [optperm.prune(params, state, p, criterion=c, **of_each) for c in PRUNE]
             found += [(params, optperm.freeze(state, p, criterion=c, **by)) for c in FREEZE]
             return jax.tree.map(lambda *x: jnp.stack(x), *((own, mask) for own, (_, mask) in found))
 

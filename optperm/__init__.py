@@ -87,6 +87,8 @@ from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
 from optperm.variance.mars import MarsState as MarsState
 from optperm.variance.mars import mars as mars
+from optperm.variance.proximal import ProximalState as ProximalState
+from optperm.variance.proximal import proximal as proximal
 from optperm.variance.recursive import recursive_gradient as recursive_gradient
 from optperm.variance.snapshots import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg

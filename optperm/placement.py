@@ -24,6 +24,7 @@ from optperm.contract.states import (
     trained_part,
     without_variables,
 )
+from optperm.variance.proximal import ProximalState
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
 # last call of `update` placed the params on them, which may have been in an earlier step: one flag, or a
@@ -121,8 +122,9 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     `optax.contrib.sam` gives updates of its own between those of the method.
     Only `optperm.mask_elements` may follow it: an entry that is masked keeps the bits it has in
     `params`, wherever it was placed. An entry that `optperm.prune_gradually` or `optperm.rigl` keeps at
-    zero is 0.0, whatever else moves or places it, and never -0.0. Of a transformation of Optax's
-    after it in an `optax.chain` a `UserWarning` tells.
+    zero is 0.0, whatever else moves or places it, and never -0.0. Of a transformation of Optax's, or
+    `optperm.proximal`, after it in an `optax.chain` a `UserWarning` tells, and so it does of one after
+    `optperm.dim_reduce`, whose curvature is that of the steps that it made.
 
     Args:
       params: A tree of parameters, or a model made of dataclasses, as Equinox's are.
@@ -211,24 +213,34 @@ def _check_wrappers(opt_state: Any) -> None:
 
 
 def _warn_of_what_follows(opt_state: Any) -> bool:
-    """Warns of transformations of Optax's whose changes to the updates exact targets override.
+    """Warns of transformations whose changes to the updates exact targets override, or spoil curvature.
 
     Optax does not say which ones change nothing. What is masked may be for other leaves.
 
     Returns:
-      Whether there is one.
+      Whether one follows a method that places.
     """
+    from optperm.subspace.dim_reduce import DimReduceState  # noqa: PLC0415 (it imports this module)
 
     def changes_updates(state: Any) -> bool:
         if type(state) is tuple:
             return any(map(changes_updates, state))
-        return type(state).__module__.startswith("optax.") and not isinstance(
-            state, optax.MaskedState
+        is_optax = type(state).__module__.startswith("optax.")
+        return isinstance(state, ProximalState) or (
+            is_optax and not isinstance(state, optax.MaskedState)
         )
 
     for chain in _chains(opt_state):
-        is_placed = False
+        is_placed = is_searched = False
         for state in chain:
+            if is_searched and changes_updates(state):
+                warnings.warn(
+                    "A transformation stands in an optax.chain after dim_reduce, which takes its own "
+                    "steps for those that the params make: changed ones spoil its curvature. Pass what "
+                    "scales steps as its optimizer: optperm.dim_reduce(optax.sgd(0.1), ...).",
+                    UserWarning,
+                    stacklevel=3,
+                )
             if is_placed and changes_updates(state):
                 warnings.warn(
                     "A transformation stands in an optax.chain after a method that places weights, such "
@@ -240,6 +252,7 @@ def _warn_of_what_follows(opt_state: Any) -> bool:
                 )
                 return True
             is_placed = is_placed or bool(placing_states(state))
+            is_searched = is_searched or bool(find_states(state, DimReduceState))
     return False
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,15 @@ import pytest
 
 from optperm.permutation import cycles
 
+# XLA cannot compile float16 where it is held to instructions that are older than F16C.
+HAS_FLOAT16 = not re.search(r"xla_cpu_max_isa=(SSE4_2|AVX)\b", os.environ.get("XLA_FLAGS", ""))
+needs_float16 = pytest.mark.skipif(
+    not HAS_FLOAT16, reason="XLA cannot compile float16 for this processor"
+)
+FLOAT16 = pytest.param("float16", marks=needs_float16)
 # NumPy's dtype of each that can be trained.
 DTYPES = {
-    "float16": np.float16,
+    **({"float16": np.float16} if HAS_FLOAT16 else {}),
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
     "float64": np.float64,

@@ -1,5 +1,6 @@
 """`apply_updates`: exact where a method places weights, Optax's own elsewhere."""
 
+import contextlib
 from typing import NamedTuple
 
 import jax
@@ -58,6 +59,7 @@ AFTER = {
     "chain": (optperm.sgperm(), optax.chain(optax.clip(1.0), DECAY)),
     "inside": (optax.masked(optax.chain(optperm.sgperm(), DECAY), {"kernel": True}),),
     "laperm": (optperm.laperm(optax.sgd(0.1), 1), DECAY),
+    "prox": (optperm.sgperm(), optperm.proximal(0.1, l1=0.1)),
 }
 KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
 
@@ -75,6 +77,24 @@ def test_what_follows_a_method_that_places_is_warned_of(transform):
         with pytest.warns(UserWarning, match="after a method that places weights.*not applied"):
             placed = transform(step)(KERNEL, tx.init(KERNEL))
         support.assert_same_bits(np.sort(placed["kernel"], 0), np.sort(KERNEL["kernel"], 0))
+
+
+def test_what_follows_dim_reduce_is_warned_of():
+    """Its curvature is that of the steps that it made; a gradient may be clipped before it."""
+    loss = {"value": 1.0, "value_fn": lambda params: jnp.float32(0.5)}
+    method = optperm.dim_reduce(n_components=1)
+    clip, phases = optax.clip(1.0), {"sample_every": 1, "num_samples": 2}
+    for parts, is_wrong in (
+        ((method, optax.scale(0.1)), True),
+        ((optperm.dldr(optax.sgd(0.1), method, **phases), optax.scale(0.1)), True),
+        ((clip, method), False),
+        ((optperm.dldr(optax.sgd(0.1), optperm.twa(1, optax.sgd(0.1)), **phases), clip), False),
+    ):
+        tx = optax.chain(*parts)
+        updates, state = tx.update(KERNEL, tx.init(KERNEL), KERNEL, **loss)
+        context = pytest.warns(UserWarning, match="after dim_reduce.*curvature")
+        with context if is_wrong else contextlib.nullcontext():
+            optperm.apply_updates(KERNEL, updates, state)
 
 
 NOT_AFTER = {
@@ -182,7 +202,7 @@ def test_all_states_that_hold_are_heard():
 def test_a_placement_of_another_step_is_not_applied():
     """Where the updates lead elsewhere than to the targets, by more than rounding, they are applied,
     entry by entry and in each dtype; one that overflows on its way to its target gets there."""
-    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+    for dtype in (each for each in support.DTYPES.values() if each is not np.float64):
         top = jnp.finfo(dtype).max
         params = jnp.array([1.0, 2.0, -0.5, 0.0, -top, jnp.nan, 3.0], dtype)
         targets = jnp.array([1.0, 2.5, 0.1, 1e-3, top, 1.0, 4.0], dtype)

@@ -352,6 +352,15 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
+        optperm.proximal,
+        {"learning_rate": 1e-3, "l1": 0.1, "l2": 0.1, "group": 0.1},
+        limits={"lower": None, "upper": None, "group_axes": None},
+        knows="nothing",
+        no_minimum="hands on the updates, less a penalty",
+        hands_on=True,
+        sums_over_params=True,
+    ),
+    Transformation(
         optperm.prune_gradually,
         {
             "optimizer": optax.sgd(2e-3, 0.9),

@@ -128,14 +128,14 @@ def test_the_first_leaf_that_differs_is_named():
     """Structure first, then shape, then dtype if it matters."""
     params = support.random_params()
     checks.check_same_tree("grads", params, params, source="params")
-    cast = params | {"bias": params["bias"].astype(jnp.float16)}
+    cast = params | {"bias": params["bias"].astype(jnp.bfloat16)}
     for wrong, message in (
         (list(params.values()), "grads has another tree structure than the state"),
         (
             params | {"kernel": params["kernel"][:3]},
             r"grads\['kernel'\] is float32\[3, 5\], but the state has float32\[12, 5\] there",
         ),
-        (cast, r"grads\['bias'\] is float16\[5\]"),
+        (cast, r"grads\['bias'\] is bfloat16\[5\]"),
     ):
         with pytest.raises(ValueError, match=message):
             checks.check_same_tree("grads", wrong, params, source="the state")

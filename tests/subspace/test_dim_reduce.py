@@ -378,6 +378,7 @@ def test_projection_that_overflows_skips_the_step():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((updates, after)))
 
 
+@support.needs_float16
 def test_residual_that_its_dtype_cannot_hold_keeps_what_it_was():
     """Its other entries go on."""
     tx, w = optperm.dim_reduce(n_components=1, gamma=1.0), jnp.zeros(2, jnp.float16)

@@ -124,6 +124,7 @@ def test_gradients_of_bfloat16_params_are_kept_wider():
     np.testing.assert_allclose(found, g, rtol=2**-8)
 
 
+@support.needs_float16
 def test_corrections_and_norms_that_overflow_do_no_harm():
     """A correction that float16 cannot hold is left out; norms whose squares overflow clip all the
     same, and 300 squared is more than float16 holds."""

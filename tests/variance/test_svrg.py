@@ -267,6 +267,7 @@ def test_large_terms_cancel_first():
     support.assert_same_bits(updates, mu)
 
 
+@support.needs_float16
 def test_entries_whose_correction_is_not_finite_pass_through():
     """The others are corrected; a gradient that is itself not finite stays so, for others to see."""
     params, tx = {"w": jnp.zeros(4, jnp.float16)}, optperm.svrg()

@@ -1,0 +1,151 @@
+"""Proximal steps against the problems that they solve."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+from sklearn import linear_model
+
+import optperm
+
+NUMBERS = st.floats(-3, 3, width=32)
+STRENGTHS = st.floats(0, 2, width=32)
+
+
+def proximal_step(v, rate, **penalty):
+    """The params after one step from zeros with the updates v."""
+    tx, zeros = optperm.proximal(rate, **penalty), jax.tree.map(jnp.zeros_like, v)
+    updates, _ = tx.update(v, tx.init(zeros), zeros)
+    return optperm.apply_updates(zeros, updates, ())
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+    NUMBERS, st.floats(0.125, 2, width=32), STRENGTHS, STRENGTHS, st.tuples(NUMBERS, NUMBERS)
+)
+def test_an_entry_minimizes_its_penalty(v, rate, l1, l2, bounds):
+    """Against the least value on a fine grid."""
+    lower, upper = sorted(bounds)
+    grid = np.unique([0.0, lower, upper, *np.linspace(-3, 3, 4001)])
+    grid = grid[(grid >= lower) & (grid <= upper)]
+
+    def objective(theta):
+        return (theta - v) ** 2 / 2 + rate * (l1 * np.abs(theta) + l2 / 2 * theta**2)
+
+    found = float(proximal_step(jnp.float32([v]), rate, l1=l1, l2=l2, lower=lower, upper=upper)[0])
+    assert lower - 1e-6 <= found <= upper + 1e-6
+    assert objective(found) <= objective(grid).min() + 1e-5
+
+
+def test_groups_shrink_as_one():
+    """The optimality condition of the sparse group lasso holds, and weak groups are exact zeros."""
+    rng = np.random.default_rng(0)
+    v, rate, l1, group, l2 = rng.normal(size=(5, 6)).astype(np.float32), 0.5, 0.3, 0.6, 0.2
+    v[:, 0] *= 0.1
+    v[2] *= 0.1
+    penalty = {"l1": l1, "l2": l2, "group": group}
+    for axes, each in (((0,), np.s_[:, None]), ((-1,), np.s_[None])):
+        q = np.asarray(proximal_step({"w": v, "b": v[0]}, rate, group_axes=axes, **penalty)["w"])
+        norms = np.sqrt(np.sum(q**2, axis=axes, keepdims=True))
+        assert 0 < np.sum(norms == 0) < norms.size, each
+        # v - q = rate (l1 s + l2 q + group sqrt|g| q / |q|) wherever q is not 0, with s its sign
+        size = v.shape[axes[0]]
+        force = l1 * np.sign(q) + l2 * q + group * np.sqrt(size) * q / np.where(norms > 0, norms, 1)
+        np.testing.assert_allclose(np.where(q, v - q - rate * force, 0), 0, atol=1e-6)
+
+
+def least_squares(seed=0, n=60, d=12):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d))
+    true = np.where(np.arange(d) < 4, rng.normal(size=d) + 1, 0.0)
+    return x, x @ true + 0.3 * rng.normal(size=n)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["lasso", "elastic net"])
+def test_prox_svrg_finds_the_solution_of_coordinate_descent(share):
+    """Params within 1e-6 of scikit-learn's, with the same zeros."""
+    x, y = least_squares()
+    strength, rate, n = 0.15, 0.02, len(x)
+    peer = linear_model.ElasticNet(
+        alpha=strength, l1_ratio=share, fit_intercept=False, tol=1e-12, max_iter=100_000
+    )
+    wanted = peer.fit(x, y).coef_
+
+    def loss_fn(w, batch):
+        return 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
+
+    data = jnp.asarray(x), jnp.asarray(y)
+    tx = optax.chain(
+        optperm.svrg(refresh_every=2 * n // 5),
+        optax.sgd(rate),
+        optperm.proximal(rate, l1=strength * share, l2=strength * (1 - share)),
+    )
+
+    def step(carry, rows):
+        w, opt_state = carry
+        e = optperm.evaluate(loss_fn, w, jax.tree.map(lambda leaf: leaf[rows], data))
+        full = {"full_grad_fn": lambda w: jax.grad(loss_fn)(w, data)}
+        updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args | full)
+        return (optperm.apply_updates(w, updates, opt_state), opt_state), None
+
+    w = jnp.zeros(x.shape[1])
+    rows = jax.random.randint(jax.random.key(0), (6000, 5), 0, n)
+    (w, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, rows))((w, tx.init(w)))
+    np.testing.assert_allclose(w, wanted, atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(w) == 0, wanted == 0)
+    assert 0 < np.sum(wanted == 0) < len(wanted)
+
+
+def test_zeros_are_exact_in_any_dtype_by_optax_too():
+    """`params + (0 - params)` is 0; what is masked is left alone, and the schedule counts steps."""
+    tx = optax.masked(
+        optperm.proximal(lambda count: jnp.where(count < 1, 12.0, 0.0), l1=1.0),
+        {"w": True, "b": False},
+    )
+    for dtype in (jnp.bfloat16, jnp.float32):
+        params = {"w": jnp.array([0.1, -3.3, 7.7], dtype), "b": jnp.array([0.1], dtype)}
+        updates = jax.tree.map(lambda p: p / 3, params)
+        state = tx.init(params)
+        new, state = tx.update(updates, state, params)
+        after = optax.apply_updates(params, new)
+        assert after["w"].tolist() == [0.0] * 3
+        support.assert_same_bits(after["b"], params["b"] + updates["b"])
+        # In the second step the rate is 0, and so is the penalty.
+        new, state = tx.update(updates, state, params)
+        np.testing.assert_allclose(
+            np.float32(new["w"]), np.float32(updates["w"]), rtol=float(jnp.finfo(dtype).eps)
+        )
+
+
+@pytest.mark.usefixtures("lenient")
+def test_inside_of_multi_steps_it_acts_on_the_mean_gradient_once():
+    """The params after two micro-steps are those of one step on their mean gradient."""
+    params, grads = jnp.float32([0.5, -0.2, 0.01]), jnp.float32([[1, 0, 0.2], [0, 1, 0]])
+    tx = optax.chain(optax.sgd(0.1), optperm.proximal(0.1, l1=0.3))
+    steps, once = optax.MultiSteps(tx, 2), tx.update(grads.mean(0), tx.init(params), params)[0]
+    after, state = params, steps.init(params)
+    for grad in grads:
+        updates, state = steps.update(grad, state, after)
+        after = optax.apply_updates(after, updates)
+    np.testing.assert_allclose(after, optax.apply_updates(params, once), rtol=1e-6)
+    assert after[2] == 0.0
+
+
+def test_what_cannot_be_is_refused():
+    for arguments, message in (
+        ({"group": 0.1, "lower": 0.0}, "cannot be combined"),
+        ({"lower": 1.0, "upper": 0.0}, "upper must be at least 1, got 0.0"),
+        ({"l1": -1.0}, "l1 must be at least 0"),
+        ({"group": float("nan")}, "group must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optperm.proximal(0.1, **arguments)
+    with pytest.raises(TypeError, match="learning_rate"):
+        optperm.proximal(l1=0.1)
+    with pytest.raises(ValueError, match=r"group_axes=\(2,\) must be axes of params\['w'\]"):
+        optperm.proximal(0.1, group=0.1, group_axes=(2,)).init({"w": jnp.ones((2, 3))})
