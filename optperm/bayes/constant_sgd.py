@@ -188,7 +188,7 @@ def constant_sgd(
       and nothing that scales updates behind. The diagonal and the scalar preconditioner do not know how
       gradients are correlated: there variances are between half and twice the right ones.
 
-      The full preconditioner keeps three matrices of D x D, decomposes one of them at the end of each
+      The full preconditioner keeps three matrices of D x D, decomposes two at the end of each
       window, and multiplies by two of them in a step. Params of 16 bits have a copy in float32.
       `optperm.sample` owns the loop, and `optperm.posterior_report` says whether draws can be trusted.
     """
