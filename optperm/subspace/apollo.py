@@ -169,7 +169,9 @@ def apollo(
         exact = [
             leaf
             if m is None
-            else project(gaussian_basis(seed, i, number, m, leaf), m.matrices(leaf))
+            else project(
+                gaussian_basis(seed, i, number, m, leaf), m.matrices(leaf), on_rows=m.on_rows
+            )
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
         low = low_rank_leaves(updates, plans, exact)

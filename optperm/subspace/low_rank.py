@@ -280,7 +280,7 @@ def low_rank(
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            leaf if c is None else project(c.new, c.matrix.matrices(leaf))
+            leaf if c is None else project(c.new, c.matrix.matrices(leaf), on_rows=c.matrix.on_rows)
             for c, leaf in zip(changes, leaves, strict=True)
         ]
         low = low_rank_leaves(updates, plans, exact)
@@ -395,7 +395,7 @@ def _step(
         x.astype(r.dtype) for x in (change.matrix.matrices(leaf), change.matrix.turn(direction))
     )
     if residual is None:
-        return lift(change.new, n, g), last
+        return lift(change.new, n, g, on_rows=change.matrix.on_rows), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of which |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
     f = gains(n, r, by_channel=True)
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
@@ -405,4 +405,4 @@ def _step(
     quotient, norm = growth_limit(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L: one product
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(change.new, n - a * r, g) + a * g, norm
+    return lift(change.new, n - a * r, g, on_rows=change.matrix.on_rows) + a * g, norm

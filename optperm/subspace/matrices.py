@@ -305,19 +305,43 @@ def basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
     return zeros_beside(leaf, matrix.basis_shape, dtype, *spec)
 
 
-def project(basis: jax.Array, g: jax.Array) -> jax.Array:
-    r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie."""
+def project(basis: jax.Array, g: jax.Array, *, on_rows: bool = True) -> jax.Array:
+    r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie.
+
+    Args:
+      basis: P, (..., d, r).
+      g: G, (..., d, k).
+      on_rows: Whether G is a leaf, or its transpose. Of a transpose :math:`R^\top = G^\top P` is
+        computed, so that all that follows is laid out as the leaf: between two layouts the
+        compiler's loops take several times as long.
+    """
     sharding = explicit_sharding(g)
     if sharding is not None:
-        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
-        batch, k = spec[:-2], spec[-1]
-        sharding = sharding.update(spec=PartitionSpec(*batch, None, k))
-    return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
+        *batch, _, k = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sides = (None, k) if on_rows else (k, None)
+        sharding = sharding.update(spec=PartitionSpec(*batch, *sides))
+    g = g.astype(basis.dtype)
+    if on_rows:
+        return product("...dr,...dk->...rk", basis, g, sharding)
+    return jnp.swapaxes(product("...dk,...dr->...kr", g, basis, sharding), -1, -2)
 
 
-def lift(basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
-    """Return :math:`P R`, (..., d, k), which lies where another array of that shape does."""
-    return product("...dr,...rk->...dk", basis, low, explicit_sharding(like))
+def lift(basis: jax.Array, low: jax.Array, like: jax.Array, *, on_rows: bool = True) -> jax.Array:
+    """Return :math:`P R`, (..., d, k), which lies where another array of that shape does.
+
+    Args:
+      basis: P, (..., d, r).
+      low: R, (..., r, k).
+      like: The other array.
+      on_rows: Whether that is laid out as a leaf, or as its transpose, as in `project`.
+    """
+    sharding = explicit_sharding(like)
+    if on_rows:
+        return product("...dr,...rk->...dk", basis, low, sharding)
+    if sharding is not None:
+        *batch, d, k = [*sharding.spec, *[None] * (like.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*batch, k, d))
+    return jnp.swapaxes(product("...rk,...dr->...kd", low, basis, sharding), -1, -2)
 
 
 def zeros_of_batch(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
@@ -341,7 +365,7 @@ def low_rank_like(leaf: Any, matrix: Matrix | None) -> Any:
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
-    low = project(basis_zeros(leaf, matrix), matrix.matrices(zeros))
+    low = project(basis_zeros(leaf, matrix), matrix.matrices(zeros), on_rows=matrix.on_rows)
     return matrix.turn(low).astype(zeros.dtype)
 
 
