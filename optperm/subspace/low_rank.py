@@ -39,7 +39,7 @@ from optperm.subspace.matrices import (
     map_plans,
     matrices_of,
     note,
-    project,
+    project_leaf,
     zeros_of_batch,
 )
 from optperm.subspace.moments import Change, Decays, carry_moments, check_moments
@@ -280,7 +280,7 @@ def low_rank(
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            leaf if c is None else project(c.new, c.matrix.matrices(leaf), on_rows=c.matrix.on_rows)
+            leaf if c is None else project_leaf(c.matrix, c.new, leaf)
             for c, leaf in zip(changes, leaves, strict=True)
         ]
         low = low_rank_leaves(updates, plans, exact)
@@ -295,7 +295,7 @@ def low_rank(
             if c is not None:
                 bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
                 u, norms[i] = _step(c, leaf, r, out[i], norms[i], sign, residual, limit)
-                out[i] = c.matrix.leaf(jnp.asarray(scale, u.dtype) * u)
+                out[i] = c.matrix.leaf(c.matrix.turn(jnp.asarray(scale, u.dtype) * u))
         basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
         return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
@@ -390,14 +390,13 @@ def _step(
     residual: Residual | None,
     limit: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return P N + S, (..., d, k), and the norm of S, which grows from the last one as limited."""
-    g, n = (
-        x.astype(r.dtype) for x in (change.matrix.matrices(leaf), change.matrix.turn(direction))
-    )
+    """Return P N + S, turned as the leaf, and the norm of S, which grows from the last as limited."""
+    m = change.matrix
+    g, n = m.turn(m.matrices(leaf)).astype(r.dtype), direction.astype(r.dtype)
     if residual is None:
-        return lift(change.new, n, g, on_rows=change.matrix.on_rows), last
+        return lift(m, change.new, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of which |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
-    f = gains(n, r, by_channel=True)
+    f = gains(n, r, (m.rank_axis,))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
     # What rounding leaves of a gradient that lies within the subspace is no norm to grow from.
     is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
@@ -405,4 +404,4 @@ def _step(
     quotient, norm = growth_limit(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L: one product
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(change.new, n - a * r, g, on_rows=change.matrix.on_rows) + a * g, norm
+    return lift(m, change.new, n - a * r, g) + a * g, norm

@@ -106,9 +106,17 @@ class Matrix:
             matrices = jax.lax.reshape(matrices, shape, out_sharding=sharding)
         return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
 
-    def turn(self, low: jax.Array) -> jax.Array:
-        """Return the low-rank leaf of R, (..., r, k), or R of the leaf: the same both ways."""
-        return low if self.on_rows else jnp.swapaxes(low, -1, -2)
+    @property
+    def rank_axis(self) -> int:
+        """The axis of a low-rank leaf along which R has its r rows."""
+        return -2 if self.on_rows else -1
+
+    def turn(self, x: jax.Array) -> jax.Array:
+        """Return R, (..., r, k), or G as the leaf has it: transposed where bases stand on columns.
+
+        It is the same both ways.
+        """
+        return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
 def matrices_of(
@@ -305,43 +313,37 @@ def basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
     return zeros_beside(leaf, matrix.basis_shape, dtype, *spec)
 
 
-def project(basis: jax.Array, g: jax.Array, *, on_rows: bool = True) -> jax.Array:
-    r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie.
-
-    Args:
-      basis: P, (..., d, r).
-      g: G, (..., d, k).
-      on_rows: Whether G is a leaf, or its transpose. Of a transpose :math:`R^\top = G^\top P` is
-        computed, so that all that follows is laid out as the leaf: between two layouts the
-        compiler's loops take several times as long.
-    """
+def project(basis: jax.Array, g: jax.Array) -> jax.Array:
+    r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie."""
     sharding = explicit_sharding(g)
     if sharding is not None:
         *batch, _, k = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
-        sides = (None, k) if on_rows else (k, None)
-        sharding = sharding.update(spec=PartitionSpec(*batch, *sides))
-    g = g.astype(basis.dtype)
-    if on_rows:
-        return product("...dr,...dk->...rk", basis, g, sharding)
-    return jnp.swapaxes(product("...dk,...dr->...kr", g, basis, sharding), -1, -2)
+        sharding = sharding.update(spec=PartitionSpec(*batch, None, k))
+    return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
 
 
-def lift(basis: jax.Array, low: jax.Array, like: jax.Array, *, on_rows: bool = True) -> jax.Array:
-    """Return :math:`P R`, (..., d, k), which lies where another array of that shape does.
+def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array:
+    r"""Return :math:`R = P^\top G` of a leaf as its low-rank leaf, in the dtype of the basis.
 
-    Args:
-      basis: P, (..., d, r).
-      low: R, (..., r, k).
-      like: The other array.
-      on_rows: Whether that is laid out as a leaf, or as its transpose, as in `project`.
+    Where bases stand on columns, R' = G' P is computed. What follows is then laid out as the leaf:
+    a loop over arrays of two layouts takes several times as long.
     """
-    sharding = explicit_sharding(like)
-    if on_rows:
-        return product("...dr,...rk->...dk", basis, low, sharding)
+    if matrix.on_rows:
+        return project(basis, matrix.matrices(leaf))
+    g = matrix.turn(matrix.matrices(leaf)).astype(basis.dtype)
+    sharding = explicit_sharding(g)
     if sharding is not None:
-        *batch, d, k = [*sharding.spec, *[None] * (like.ndim - len(sharding.spec))]
-        sharding = sharding.update(spec=PartitionSpec(*batch, k, d))
-    return jnp.swapaxes(product("...rk,...dr->...kd", low, basis, sharding), -1, -2)
+        *some, _ = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*some, None))
+    return product("...kd,...dr->...kr", g, basis, sharding)
+
+
+def lift(matrix: Matrix, basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
+    """Return P R of a low-rank leaf, turned as the leaf, where an array of that shape lies."""
+    sharding = explicit_sharding(like)
+    if matrix.on_rows:
+        return product("...dr,...rk->...dk", basis, low, sharding)
+    return product("...kr,...dr->...kd", low, basis, sharding)
 
 
 def zeros_of_batch(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
@@ -365,17 +367,16 @@ def low_rank_like(leaf: Any, matrix: Matrix | None) -> Any:
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
-    low = project(basis_zeros(leaf, matrix), matrix.matrices(zeros), on_rows=matrix.on_rows)
-    return matrix.turn(low).astype(zeros.dtype)
+    return project_leaf(matrix, basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
 
 
 def low_rank_leaves(
     updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
 ) -> optax.Updates:
-    """Return the tree that an optimizer sees: R of projected leaves, in the dtypes of updates."""
+    """Return the tree that an optimizer sees: low-rank leaves of R, in the dtypes of updates."""
     structure: Any = jax.tree.structure(updates)
     return structure.unflatten(
-        r if m is None else m.turn(r).astype(leaf.dtype)
+        r if m is None else r.astype(leaf.dtype)
         for leaf, m, r in zip(jax.tree.leaves(updates), plans, low, strict=True)
     )
 
