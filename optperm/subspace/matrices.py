@@ -317,8 +317,8 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
     r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie."""
     sharding = explicit_sharding(g)
     if sharding is not None:
-        *batch, _, k = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
-        sharding = sharding.update(spec=PartitionSpec(*batch, None, k))
+        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-2], None, spec[-1]))
     return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
 
 
@@ -333,8 +333,8 @@ def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array
     g = matrix.turn(matrix.matrices(leaf)).astype(basis.dtype)
     sharding = explicit_sharding(g)
     if sharding is not None:
-        *some, _ = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
-        sharding = sharding.update(spec=PartitionSpec(*some, None))
+        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-1], None))
     return product("...kd,...dr->...kr", g, basis, sharding)
 
 
