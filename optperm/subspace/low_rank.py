@@ -207,9 +207,10 @@ def low_rank(
 
     Notes:
       With Adam a projected leaf takes (d r + 2 r k) words in the place of 2 d k. The gradient
-      itself stays whole. A step costs two products of 2 d k r operations; a basis that of a d x d
-      Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over independent
-      trainings bases are computed in every step.
+      itself stays whole. A step costs two products of 2 d k r operations, which on a CPU may take
+      longer than Adam's update, though little beside a gradient of some hundred tokens; a basis
+      that of a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
+      independent trainings bases are computed in every step.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps the one that it has,
       and tries again in the next step; random bases need none. What is not finite goes on to
