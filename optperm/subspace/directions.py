@@ -26,7 +26,8 @@ def inner_direction(
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        if "params" not in str(error):
+        # Some map over params that are None, and JAX complains of the tree.
+        if "params" not in str(error) and "NoneType" not in str(error):
             raise
         raise ValueError(
             f"inner of {method} needs params, and there are none of low rank: keep weight decay "

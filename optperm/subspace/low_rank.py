@@ -134,8 +134,8 @@ def low_rank(
     it has tokens, and a basis on their width is chosen by the frequent ones.
 
     Args:
-      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()`,
-        `optax.trace(0.9)` or `optax.contrib.scale_by_muon()`. It gets no params. A complete one,
+      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
+        `optax.trace(0.9)`. It gets no params. A complete one,
         such as `optax.adam(1e-3)`, works too: the residual takes its sign, that of
         :math:`\sum \langle N, R \rangle` in the first step where this is not 0. A schedule belongs
         outside, since the limiter would take its warm-up for growth.
