@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
-import scipy.stats
 
 from optperm.bayes.constant_sgd import ConstantSgdState
 from optperm.bayes.langevin import SghmcState, SgldState
@@ -496,6 +494,9 @@ def _split(values: np.ndarray) -> np.ndarray:
 
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
+    import scipy.special  # noqa: PLC0415 - it takes as long as all of JAX
+    import scipy.stats  # noqa: PLC0415
+
     # Blom's offsets, as in the paper.
     flat = values.reshape(-1, values.shape[2])
     ranks = scipy.stats.rankdata(flat, axis=0)

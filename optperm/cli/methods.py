@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 import optax.contrib
+from docstring_parser import DocstringStyle, parse
 
 import optperm
 from optperm.contract import checks
 
-Hyperparameter = bool | int | float | str
+Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
 # What a run knows by itself, and hands to the functions that ask for it.
 _FACTS = ("seed", "num_data", "batch_size", "axis_name")
@@ -76,18 +77,19 @@ class Method:
             default, about = entry if isinstance(entry, tuple) else (entry, "")
             found[name] = Flag(default, about, type(default))
         for function in self.of or (self.build,):
-            described = _descriptions(function)
+            docstring = parse(inspect.getdoc(function) or "", DocstringStyle.GOOGLE)
+            described = {each.arg_name: each.description or "" for each in docstring.params}
             for name, parameter in inspect.signature(function).parameters.items():
                 default, about, _ = found.get(name, (parameter.default, "", None))
                 # A flag is a number, where a function may take a schedule.
                 is_plain = isinstance(default, bool | int | float | str)
-                if not is_plain or name in _FACTS:
+                if name in _FACTS or not (is_plain or name in self.own):
                     continue
                 kind: Any = type(default)
-                if kind is str:  # then it has its choices for a type
+                if kind is str or default is None:  # then its choices, or the type that it may have
                     kind = parameter.annotation
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
-                found[name] = Flag(default, about or described.get(name, ""), kind)
+                found[name] = Flag(default, about or _plain(described.get(name, "")), kind)
         return found
 
     def defaults(self) -> dict[str, Hyperparameter]:
@@ -105,14 +107,8 @@ class Method:
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
 
 
-def _descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of each parameter, its mathematics as plain text."""
-    section = re.split(r"^\w+:\n", inspect.getdoc(function) or "", flags=re.MULTILINE)[1]
-    entries = re.findall(r"^  (\w+): (.*?)(?=^  \w|\Z)", section, flags=re.MULTILINE | re.DOTALL)
-    return {name: _plain(text) for name, text in entries}
-
-
 def _plain(text: str) -> str:
+    """Return what a docstring says of a parameter, its mathematics as plain text."""
     text = " ".join(text.split())
     for written, read in (
         (r",? (a number or a schedule|either fixed or evolving)[^;]*?(?=;|\.?$)", ""),
@@ -228,8 +224,25 @@ def _constant_sgd(
     return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
+_IN_SUBSPACES = {
+    "learning_rate": (3e-3, "The step size."),
+    "weight_decay": (0.0, "The decay of all weights, times the step size."),
+    "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+}
 _ENTRIES = (
-    Method("sgperm", optperm.sgperm, "--aggressiveness 0.2 --epochs 20"),
+    Method(
+        "sgperm",
+        optperm.sgperm,
+        "--aggressiveness 0.2 --epochs 20",
+        own={
+            "centralize": True,
+            "aggressiveness_decay": (None, ""),
+            "num_steps": (
+                None,
+                "The steps over which the aggressiveness falls: by default the run's.",
+            ),
+        },
+    ),
     Method(
         "laperm",
         _laperm,
@@ -306,9 +319,7 @@ _ENTRIES = (
         "--rank 0.125 --hidden 512",
         (optperm.low_rank,),
         {
-            "learning_rate": (3e-3, "The step size."),
-            "weight_decay": (0.0, "The decay of all weights, times the step size."),
-            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            **_IN_SUBSPACES,
             "residual": (True, "Whether what is outside of the subspace is scaled in."),
         },
     ),
@@ -318,9 +329,7 @@ _ENTRIES = (
         "--rank 1 --by tensor --scale 11.3",
         (optperm.apollo,),
         {
-            "learning_rate": (3e-3, "The step size."),
-            "weight_decay": (0.0, "The decay of all weights, times the step size."),
-            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            **_IN_SUBSPACES,
             "scale": (0.0, "A factor on the steps of matrices; 0 for the root of d / r."),
         },
     ),

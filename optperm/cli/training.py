@@ -17,7 +17,7 @@ import optax
 
 import optperm
 from optperm.cli import datasets, models, report, run_folder
-from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
+from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
@@ -58,6 +58,9 @@ class Training:
             )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
+        # How long the run is, where the method asks and nothing else says how fast its moves shrink.
+        if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
+            self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
         shape, classes = data.x_train.shape[1:], data.num_classes
@@ -70,7 +73,7 @@ class Training:
             "axis_name": "replica" if self.replicas > 1 else None,
         }
         try:
-            self._tx = method.transformation(hyperparameters, facts)
+            self._tx = method.transformation(self.hyperparameters, facts)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
         self.initial = models.initial_params(self.spec)
@@ -104,7 +107,7 @@ class Training:
                 warn_of_constant_vectors(
                     self.initial, (-1,), example=f"optperm.{self.method.name}(...)"
                 )
-        prior = float(self.hyperparameters.get("prior_precision", 0.0))
+        prior = float(self.hyperparameters.get("prior_precision") or 0.0)
         try:
             result = fit(
                 TrainState.create(
@@ -250,7 +253,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         return 0
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
-    return INTERRUPTED
+    return 128 + int(result.signal)
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:
