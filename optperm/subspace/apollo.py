@@ -33,7 +33,7 @@ from optperm.subspace.matrices import (
     map_plans,
     matrices_of,
     note,
-    project,
+    project_leaf,
     zeros_of_batch,
 )
 
@@ -167,9 +167,7 @@ def apollo(
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
         exact = [
-            leaf
-            if m is None
-            else project(gaussian_basis(seed, i, number, m, leaf), m.matrices(leaf))
+            leaf if m is None else project_leaf(m, gaussian_basis(seed, i, number, m, leaf), leaf)
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
         low = low_rank_leaves(updates, plans, exact)
@@ -182,16 +180,15 @@ def apollo(
         for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
             if m is None:
                 continue
-            g, n = m.matrices(leaf).astype(r.dtype), m.turn(out[i]).astype(r.dtype)
+            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
             # S = G f, with f = |N| / |R| of columns or of all, divided by L where it grows too fast
-            s = gains(n, r, by_channel=by == "channel") * g
+            s = gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1)) * g
             norm = unshard(jnp.sqrt(jnp.sum(jnp.square(s), axis=(-2, -1))))
             quotient, norms[i] = growth_limit(norm, norms[i], limit)
             # U = scale S
-            factor = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
-            out[i] = m.leaf(
-                jnp.asarray(factor, s.dtype) * sign.astype(r.dtype) / quotient[..., None, None] * s
-            )
+            size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
+            factor = jnp.asarray(size, s.dtype) * sign.astype(s.dtype) / quotient
+            out[i] = m.leaf(m.turn(factor[..., None, None] * s))
         count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
         return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
 

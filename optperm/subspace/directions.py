@@ -26,7 +26,8 @@ def inner_direction(
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        if "params" not in str(error):
+        # Some map over params that are None, and JAX complains of the tree.
+        if "params" not in str(error) and "NoneType" not in str(error):
             raise
         raise ValueError(
             f"inner of {method} needs params, and there are none of low rank: keep weight decay "
@@ -50,16 +51,14 @@ def _sign_of_product(direction: Any, low: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(total), jnp.sign(total), 0.0).astype(jnp.int8)
 
 
-def gains(direction: jax.Array, low: jax.Array, *, by_channel: bool) -> jax.Array:
-    r"""Return :math:`f = \lVert N \rVert / (\lVert R \rVert + 10^{-8})`.
+def gains(direction: jax.Array, low: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    r"""Return :math:`f = \lVert N \rVert / (\lVert R \rVert + 10^{-8})`, with norms over some axes.
 
     Args:
-      direction: N, (..., r, k).
+      direction: N, as a low-rank leaf.
       low: R, of the same shape.
-      by_channel: Whether there is one number for each column, (..., 1, k), or one for each matrix,
-        (..., 1, 1).
+      axes: Of the norms: those of a matrix, or that of its rank for one number for each column.
     """
-    axes = (-2,) if by_channel else (-2, -1)
     after, before = (
         jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)) for x in (direction, low)
     )

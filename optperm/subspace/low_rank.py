@@ -39,7 +39,7 @@ from optperm.subspace.matrices import (
     map_plans,
     matrices_of,
     note,
-    project,
+    project_leaf,
     zeros_of_batch,
 )
 from optperm.subspace.moments import Change, Decays, carry_moments, check_moments
@@ -134,8 +134,8 @@ def low_rank(
     it has tokens, and a basis on their width is chosen by the frequent ones.
 
     Args:
-      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()`,
-        `optax.trace(0.9)` or `optax.contrib.scale_by_muon()`. It gets no params. A complete one,
+      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
+        `optax.trace(0.9)`. It gets no params. A complete one,
         such as `optax.adam(1e-3)`, works too: the residual takes its sign, that of
         :math:`\sum \langle N, R \rangle` in the first step where this is not 0. A schedule belongs
         outside, since the limiter would take its warm-up for growth.
@@ -207,9 +207,10 @@ def low_rank(
 
     Notes:
       With Adam a projected leaf takes (d r + 2 r k) words in the place of 2 d k. The gradient
-      itself stays whole. A step costs two products of 2 d k r operations; a basis that of a d x d
-      Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over independent
-      trainings bases are computed in every step.
+      itself stays whole. A step costs two products of 2 d k r operations, which on a CPU may take
+      longer than Adam's update, though little beside a gradient of some hundred tokens; a basis
+      that of a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
+      independent trainings bases are computed in every step.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps the one that it has,
       and tries again in the next step; random bases need none. What is not finite goes on to
@@ -280,7 +281,7 @@ def low_rank(
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            leaf if c is None else project(c.new, c.matrix.matrices(leaf))
+            leaf if c is None else project_leaf(c.matrix, c.new, leaf)
             for c, leaf in zip(changes, leaves, strict=True)
         ]
         low = low_rank_leaves(updates, plans, exact)
@@ -295,7 +296,7 @@ def low_rank(
             if c is not None:
                 bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
                 u, norms[i] = _step(c, leaf, r, out[i], norms[i], sign, residual, limit)
-                out[i] = c.matrix.leaf(jnp.asarray(scale, u.dtype) * u)
+                out[i] = c.matrix.leaf(c.matrix.turn(jnp.asarray(scale, u.dtype) * u))
         basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
         return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
@@ -390,14 +391,13 @@ def _step(
     residual: Residual | None,
     limit: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return P N + S, (..., d, k), and the norm of S, which grows from the last one as limited."""
-    g, n = (
-        x.astype(r.dtype) for x in (change.matrix.matrices(leaf), change.matrix.turn(direction))
-    )
+    """Return P N + S, turned as the leaf, and the norm of S, which grows from the last as limited."""
+    m = change.matrix
+    g, n = m.turn(m.matrices(leaf)).astype(r.dtype), direction.astype(r.dtype)
     if residual is None:
-        return lift(change.new, n, g), last
+        return lift(m, change.new, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of which |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
-    f = gains(n, r, by_channel=True)
+    f = gains(n, r, (m.rank_axis,))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
     # What rounding leaves of a gradient that lies within the subspace is no norm to grow from.
     is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
@@ -405,4 +405,4 @@ def _step(
     quotient, norm = growth_limit(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L: one product
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(change.new, n - a * r, g) + a * g, norm
+    return lift(m, change.new, n - a * r, g) + a * g, norm

@@ -106,9 +106,17 @@ class Matrix:
             matrices = jax.lax.reshape(matrices, shape, out_sharding=sharding)
         return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
 
-    def turn(self, low: jax.Array) -> jax.Array:
-        """Return the low-rank leaf of R, (..., r, k), or R of the leaf: the same both ways."""
-        return low if self.on_rows else jnp.swapaxes(low, -1, -2)
+    @property
+    def rank_axis(self) -> int:
+        """The axis of a low-rank leaf along which R has its r rows."""
+        return -2 if self.on_rows else -1
+
+    def turn(self, x: jax.Array) -> jax.Array:
+        """Return R, (..., r, k), or G as the leaf has it: transposed where bases stand on columns.
+
+        It is the same both ways.
+        """
+        return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
 def matrices_of(
@@ -310,14 +318,32 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
     sharding = explicit_sharding(g)
     if sharding is not None:
         spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
-        batch, k = spec[:-2], spec[-1]
-        sharding = sharding.update(spec=PartitionSpec(*batch, None, k))
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-2], None, spec[-1]))
     return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
 
 
-def lift(basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
-    """Return :math:`P R`, (..., d, k), which lies where another array of that shape does."""
-    return product("...dr,...rk->...dk", basis, low, explicit_sharding(like))
+def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array:
+    r"""Return :math:`R = P^\top G` of a leaf as its low-rank leaf, in the dtype of the basis.
+
+    Where bases stand on columns, R' = G' P is computed. What follows is then laid out as the leaf:
+    a loop over arrays of two layouts takes several times as long.
+    """
+    if matrix.on_rows:
+        return project(basis, matrix.matrices(leaf))
+    g = matrix.turn(matrix.matrices(leaf)).astype(basis.dtype)
+    sharding = explicit_sharding(g)
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-1], None))
+    return product("...kd,...dr->...kr", g, basis, sharding)
+
+
+def lift(matrix: Matrix, basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
+    """Return P R of a low-rank leaf, turned as the leaf, where an array of that shape lies."""
+    sharding = explicit_sharding(like)
+    if matrix.on_rows:
+        return product("...dr,...rk->...dk", basis, low, sharding)
+    return product("...kr,...dr->...kd", low, basis, sharding)
 
 
 def zeros_of_batch(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
@@ -341,17 +367,16 @@ def low_rank_like(leaf: Any, matrix: Matrix | None) -> Any:
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
-    low = project(basis_zeros(leaf, matrix), matrix.matrices(zeros))
-    return matrix.turn(low).astype(zeros.dtype)
+    return project_leaf(matrix, basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
 
 
 def low_rank_leaves(
     updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
 ) -> optax.Updates:
-    """Return the tree that an optimizer sees: R of projected leaves, in the dtypes of updates."""
+    """Return the tree that an optimizer sees: low-rank leaves of R, in the dtypes of updates."""
     structure: Any = jax.tree.structure(updates)
     return structure.unflatten(
-        r if m is None else m.turn(r).astype(leaf.dtype)
+        r if m is None else r.astype(leaf.dtype)
         for leaf, m, r in zip(jax.tree.leaves(updates), plans, low, strict=True)
     )
 
