@@ -1,5 +1,6 @@
 """What every test runs under: eight virtual devices, and JAX at its strictest."""
 
+import ctypes
 import itertools
 import os
 import pathlib
@@ -109,14 +110,19 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_teardown(item):
-    """Forgets compiled programs before a process has more memory maps than Linux allows (65,530).
+    """Forget compiled programs before they take too much memory, or too many maps of it.
 
-    Each program takes several; where one more is refused, XLA crashes.
+    Linux allows 65,530 maps and a program takes several; where one more is refused, XLA crashes.
     """
     del item
-    maps = pathlib.Path("/proc/self/maps")
-    if next(_TESTS) % 50 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    process = pathlib.Path("/proc/self")
+    if next(_TESTS) % 20 or not (process / "statm").exists():
+        return
+    pages = int((process / "statm").read_text().split()[1])
+    maps = (process / "maps").read_bytes().count(b"\n")
+    if pages * os.sysconf("SC_PAGE_SIZE") > 1.2e9 or maps > 30_000:
         jax.clear_caches()
+        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps what is freed
 
 
 def pytest_sessionfinish(session):

@@ -17,6 +17,7 @@ HAS_FLOAT16 = not re.search(r"xla_cpu_max_isa=(SSE4_2|AVX)\b", os.environ.get("X
 needs_float16 = pytest.mark.skipif(
     not HAS_FLOAT16, reason="XLA cannot compile float16 for this processor"
 )
+FLOAT16 = pytest.param("float16", marks=needs_float16)
 # NumPy's dtype of each that can be trained.
 DTYPES = {
     **({"float16": np.float16} if HAS_FLOAT16 else {}),

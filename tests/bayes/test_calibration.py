@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 
 import optperm
 
@@ -59,7 +60,7 @@ def test_known_errors():
         assert np.count_nonzero(found.counts) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", [support.FLOAT16, "bfloat16", "float64"])
 def test_dtypes(dtype):
     """Sums are in float32 or wider; a thousand half-sure examples are not rounded in 16 bits."""
     with jax.enable_x64(dtype == "float64"):

@@ -15,7 +15,7 @@ from optperm.bayes.masters import with_masters
 IDENTITY = optax.GradientTransformationExtraArgs(lambda p: (), lambda g, s, p, **extras: (g, s))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", support.FLOAT16])
 def test_params_are_the_rounded_masters(dtype):
     """Bit for bit after each step, also of entries that a step takes across zero, whose sum in 16 bits
     does not reach the rounded copy; and what the copy holds is the sum of all steps."""

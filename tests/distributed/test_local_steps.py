@@ -273,7 +273,7 @@ def test_a_method_that_places_params_follows_the_pull():
 def test_leaves_of_all_dtypes_travel_in_one_vector():
     """Each keeps its dtype and its precision; float64 ones make the collective float64."""
     with jax.enable_x64(True):
-        dtypes = ("float16", "bfloat16", "float32", "float64")
+        dtypes = support.DTYPES
         start = {name: np.zeros(3, jnp.dtype(name)) for name in dtypes}
         targets = {name: np.full((SIZE, 3), 1 / 3, jnp.dtype(name)) for name in dtypes}
         tx = optperm.agn(optax.sgd(1.0), 1, axis_name=replicas.AXIS)

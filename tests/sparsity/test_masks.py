@@ -392,8 +392,7 @@ def test_a_model_per_device():
 def test_every_dtype_keeps_its_own():
     """float16, bfloat16, float32 and float64 in one tree, compared with each other in float64."""
     with jax.enable_x64(True):
-        names = ("float16", "bfloat16", "float32", "float64")
-        params = {n: support.normal((9,), i, n) for i, n in enumerate(names)}
+        params = {n: support.normal((9,), i, n) for i, n in enumerate(support.DTYPES)}
         tx = optperm.mask_elements()
         after, opt_state = optperm.prune(params, tx.init(params), 0.5, scope="global", **EVERYWHERE)
         wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}
