@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, auto_axes
 
-from optperm.contract.shardings import shard_like, type_of, unshard
+from optperm.contract.shardings import explicit_sharding, shard_like, type_of, unshard
 
 Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
@@ -114,6 +114,45 @@ def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
 
+def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
+    """Return the tree of place (shift - i) mod k at each place i of an axis of size k.
+
+    It is a permutation of devices however the axis is mapped: of `jax.lax.ppermute`, `jax.vmap` makes a
+    gather, and a mesh then gathers everything.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def reflected(tree: Any, index: Any) -> Any:
+        del index
+        size = jax.lax.axis_size(axis_name)
+        pairs = [(i, (shift - i) % size) for i in range(size)]
+        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis_name, pairs), tree)
+
+    @reflected.def_vmap
+    def _(axis_size: int, in_batched: Any, tree: Any, index: Any) -> tuple[Any, Any]:
+        # Only the index of an axis that this vmap maps is batched.
+        del axis_size, index
+        are_mapped, is_own = in_batched
+        if not is_own:
+            return reflect(tree, axis_name, shift), are_mapped
+
+        def rows(leaf: Any, is_mapped: bool) -> Any:
+            return _reflected_rows(leaf, shift) if is_mapped else leaf
+
+        return jax.tree.map(rows, tree, are_mapped), are_mapped
+
+    result: Tree = reflected(tree, jax.lax.axis_index(axis_name))
+    return result
+
+
+def _reflected_rows(leaf: Any, shift: int) -> Any:
+    def rows(leaf: Any) -> Any:
+        return jnp.roll(jax.lax.rev(leaf, (0,)), shift + 1, axis=0)
+
+    sharding = explicit_sharding(leaf)
+    return rows(leaf) if sharding is None else auto_axes(rows, out_sharding=sharding)(leaf)
+
+
 def _combine(
     tree: Any,
     names: tuple[str, ...],
@@ -155,9 +194,9 @@ def _combine(
             return result, jax.tree.map(lambda _: False, result)
         if batch_axis is None:
             raise ValueError(
-                f"A jax.vmap over {axis_size} that is none of the axes {names} maps replicas which "
-                "count their steps, and would exchange at every step. Give that vmap an axis_name and "
-                "name it to the optimizer too, or pass commit=, outside of what vmap maps."
+                f"A jax.vmap over {axis_size} without an axis_name of the optimizer's maps replicas "
+                "which count their steps, and would exchange at every step. If it maps replicas, name "
+                "it to the optimizer too; if whole runs, pass commit=, outside of what vmap maps."
             )
         result = _combine(tree, names, of_rows, of_devices, batch_axis)
         first = jax.tree.map(

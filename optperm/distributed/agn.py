@@ -6,6 +6,7 @@ arXiv 1710.02368.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import jax
@@ -28,6 +29,7 @@ from optperm.distributed.local_steps import (
     finite_local,
     flags_like,
 )
+from optperm.distributed.pairs import check_can_be_paired, in_pairs
 from optperm.distributed.plans import Every
 from optperm.placement import Placement, placing_states, replace_targets
 
@@ -44,7 +46,7 @@ class AgnState(NamedTuple):
       commits: Commits made.
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
-      center: The params as of the last commit, the same on every replica.
+      center: The params as of the last commit, the same on every replica but for `commit="pairs"`.
       accumulator: The sum of the raw local gradients since the last commit, in float32 or wider; the
         step after a commit starts it anew.
       pulled: Whether the last step ended in a commit, which put the params on the center.
@@ -140,10 +142,13 @@ def agn(
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
       commit: `"mean"`, the mean of the replicas' contributions; `"sum"`, with which the step grows with
-        the number of replicas; or `"sequential"`, a whole center step for each replica in the order of
+        the number of replicas; `"sequential"`, a whole center step for each replica in the order of
         their indices, as if they had arrived at a parameter server one after another (for plain SGD the
-        same as `"sum"`). The first two are one all-reduce of float32 (float64 where a parameter is); the
-        last is an all-gather, or an all-reduce of rows where a replica's params are cut.
+        same as `"sum"`); or `"pairs"`, gossip: a step by the mean contribution of two replicas from the
+        mean of their centers, each replica with another partner in each commit and a center of its
+        own. The first two are one all-reduce of float32 (float64 where a parameter is); the third is an
+        all-gather, or an all-reduce of rows where a replica's params are cut; the last permutes centers
+        and contributions.
       center_optimizer: An optimizer for the center instead, whose schedules count commits.
       shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
         `check_vma=False`. Elsewhere they are told from the types.
@@ -192,11 +197,19 @@ def agn(
         checks.check_transformation("center_optimizer", center_optimizer)
     inner = optax.with_extra_args_support(optimizer)
     outer = optax.with_extra_args_support(center_optimizer or optimizer)
-    combine = RULES[commit]
+    is_paired = commit == "pairs"
+    if is_paired:
+        check_can_be_paired(axis_name)
+    rule = RULES.get(commit)
 
     def init(params: optax.Params) -> AgnState:
         local_state, center_state = inner.init(params), outer.init(params)
         check_can_be_pulled(local_state, center_state, "agn")
+        if is_paired and placing_states(center_state):
+            raise ValueError(
+                'The optimizer places params where its state says, and commit="pairs" of agn takes the '
+                "mean of two centers, where it has placed none."
+            )
         return AgnState(
             count=jnp.zeros([], jnp.int32),
             since_commit=jnp.zeros([], jnp.int32),
@@ -238,7 +251,8 @@ def agn(
         # n = a / T, c <- c + u(n; s_c)
         def make_commit() -> tuple[Center, jax.Array]:
             n = jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
-            step = center_step(outer, extra_args, params, axis_name)
+            step = center_step(outer, extra_args, params, None if is_paired else axis_name)
+            combine = rule or functools.partial(in_pairs, count=state.count)
             (c, s_c), took_part = combine(at, n, step, replicas, weight)
             if center_optimizer is None:
                 s_c = advance_schedules(s_c, state.center_state, steps)

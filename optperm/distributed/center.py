@@ -20,13 +20,15 @@ def center_params(
 ) -> optax.Params:
     """Return the center: the params that all replicas of `optperm.agn` or `optperm.diloco` agree on.
 
+    With `commit="pairs"` each replica has a center of its own: test the mean of them, or any.
+
     Between two commits the local params have moved on from it. It is what to test and to keep when
     training ends. Make the last step with `commit=True`, or the last local steps are not in it: a plan
     with several fragments or a delay has no other step that brings in all of them.
 
     Args:
       opt_state: The optimizer state, in any nesting. One with a leading axis of replicas gives a center
-        with that axis, all of its entries the same.
+        with that axis, all of its entries the same but for `commit="pairs"`.
       params: The params, from which come the leaves that the method does not train, as within
         `optax.partition` or `optax.masked`. Without it they are `optax.MaskedNode`.
       final: Whether to raise if local steps are not in the center. Outside of `jax.jit`.

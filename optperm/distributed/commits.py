@@ -24,7 +24,7 @@ from optperm.contract.mapped_axes import (
     varying_axes,
 )
 
-Commit = Literal["mean", "sum", "sequential"]
+Commit = Literal["mean", "sum", "sequential", "pairs"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
 # (center, gradient, whether there is one) -> center
@@ -122,8 +122,9 @@ def scale(tree: Any, weight: jax.Array) -> Any:
 
 
 def mean(total: Any, weights: jax.Array) -> Any:
-    """Return a sum of weighted contributions over the sum of the weights, if there are any."""
-    return jax.tree.map(lambda x: x / jnp.where(weights > 0, weights, 1).astype(x.dtype), total)
+    """Return a sum of weighted contributions over that of the weights, if any; NaN if that overflows."""
+    over = jnp.where(jnp.isfinite(weights), jnp.where(weights > 0, weights, 1), jnp.nan)
+    return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
 
 
 # (center, contribution, step, replicas, weight) -> center, whether this replica took part
@@ -196,6 +197,7 @@ def _sum_of_rows(tree: Any, axis_name: AxisName) -> Any:
     return psum(jax.tree.map(row, tree), axis_name)
 
 
+# Of all replicas; `pairs.in_pairs` is that of two.
 RULES: dict[Commit, Rule] = {
     "mean": functools.partial(_summed, divide=True),
     "sum": functools.partial(_summed, divide=False),

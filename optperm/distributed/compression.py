@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
@@ -45,14 +46,17 @@ class Compression:
         chunks = self._chunks(leaf)
         places: tuple[jax.Array, ...] = ()
         if self.fraction is not None:
-            _, index = jax.lax.top_k(jnp.abs(chunks), self._sent(chunks.shape[1]))
+            index = _places_of_largest(jnp.abs(chunks), self._sent(chunks.shape[1]))
             chunks = jnp.take_along_axis(chunks, index, axis=1)
             places = (_as_bytes(index.astype(jnp.uint16)),)
         if self.bits is None:
             return (_as_bytes(chunks), *places)
         # With more than one bit an odd number of evenly spaced levels, so that zero stays zero.
         if self.bits == 1:
-            scale = jnp.sum(jnp.abs(chunks) / chunks.shape[1], axis=1, keepdims=True)
+            # The mean over the entries that there are: the last chunk is padded.
+            starts = self._width(leaf.size) * np.arange(len(chunks), dtype=np.float32)
+            number = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
+            scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
             codes = (chunks >= 0).astype(jnp.uint8)
         else:
             scale, levels = jnp.max(jnp.abs(chunks), axis=1, keepdims=True), self._levels()
@@ -102,6 +106,24 @@ class Compression:
         return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
 
 
+def _places_of_largest(sizes: jax.Array, number: int) -> jax.Array:
+    """The places of so many largest entries of each row, equal ones in order."""
+
+    @jax.custom_batching.custom_vmap
+    def places(sizes: jax.Array) -> jax.Array:
+        return jax.lax.top_k(sizes, number)[1]
+
+    @places.def_vmap
+    def _(axis_size: int, in_batched: Any, sizes: jax.Array) -> tuple[jax.Array, bool]:
+        # To take the top of rows that lie on several devices XLA gathers them; a sort stays in place.
+        if axis_size == 1:
+            return places(sizes[0])[None], True
+        return jnp.argsort(-sizes, axis=-1, stable=True)[..., :number], True
+
+    result: jax.Array = places(sizes)
+    return result
+
+
 # TPUs pad a last axis to 128: bytes and codes of one number lie far apart instead, on a leading axis.
 
 
@@ -119,7 +141,8 @@ def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
 
 def _pack(codes: jax.Array, bits: int) -> jax.Array:
     """Codes of so many bits, several in a byte."""
-    return _joined(codes.reshape(8 // bits, -1), bits)
+    # By way of one axis, as on explicit meshes batched arrays can be reshaped.
+    return _joined(codes.reshape(-1).reshape(8 // bits, -1), bits)
 
 
 def _joined(parts: jax.Array, bits: int) -> jax.Array:

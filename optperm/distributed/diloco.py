@@ -4,7 +4,7 @@ A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
 arXiv 2311.08105, 2023.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from optperm.distributed.commits import Replicas
 from optperm.distributed.compression import Compression
 from optperm.distributed.fragments import FragmentOf
 from optperm.distributed.local_steps import Period, check_period
+from optperm.distributed.pairs import check_can_be_paired
 from optperm.distributed.plans import Every
 from optperm.distributed.streaming import streaming_steps
 
@@ -33,6 +34,7 @@ def diloco(
     sync_every: Period | Every = 500,
     *,
     axis_name: AxisName | None = None,
+    commit: Literal["mean", "pairs"] = "mean",
     mixing: float | jax.Array = 0.0,
     compress: Compression | None = None,
     center_dtype: Any = None,
@@ -69,6 +71,17 @@ def diloco(
     once, without a delay, and takes the place of what was on its way. With more than one fragment the
     outer optimizer gets no extra arguments: a loss is one of all params.
 
+    With `commit="pairs"` no replica waits for all (NoLoCo). Each has a center :math:`c^i` of its own,
+    and at an exchange its displacement is that from the params of two, itself and a partner :math:`j`
+    that the number of the step draws:
+
+    .. math::
+      \Delta^i = \tfrac{1}{2} \sum_{l \in \{i, j\}} (c^i - \theta^l)
+
+    so the outer step brings the centers of the two together as well. `optperm.center_params` is then
+    each replica's own, and `value_fn` and the like speak for its own batch. An outer momentum without
+    `nesterov` has to be below the learning rate: beyond it the centers may part for good.
+
     The outer momentum of the paper needs many commits, and the faster the replicas move the less of it
     is good: with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small
     transformer (`examples/byte_transformer.py`), with twenty averaging by `optax.sgd(1.0)`. MuLoCo is
@@ -82,6 +95,7 @@ def diloco(
         number of commits made; or an `optperm.Every`.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
+      commit: `"mean"`, or `"pairs"` for gossip: see above.
       mixing: :math:`\alpha` in [0, 1], how much of its own params a replica keeps where others arrive.
       compress: What of a displacement is sent, `optperm.compress_top_k(...)` or
         `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
@@ -122,11 +136,21 @@ def diloco(
 
       Douillard et al., `Streaming DiLoCo with overlapping communication
       <https://arxiv.org/abs/2501.18512>`_, 2025
+
+      Kolehmainen et al., `NoLoCo: No-all-reduce Low Communication Training Method for Large Models
+      <https://arxiv.org/abs/2506.10911>`_, 2025
     """
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
     replicas = Replicas.of(axis_name, shard_axes)
+    checks.check_choice("commit", commit, ("mean", "pairs"))
+    if commit == "pairs":
+        check_can_be_paired(axis_name)
+        if compress is not None:
+            raise ValueError(
+                'compress is of a sum over all replicas, which commit="pairs" has not.'
+            )
     checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
     if compress is not None and not isinstance(compress, Compression):
         raise TypeError(
@@ -150,4 +174,5 @@ def diloco(
         center_dtype=center_dtype,
         fragment_of=fragment_of,
         replicas=replicas,
+        in_pairs=commit == "pairs",
     )

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import cond, largest, psum
+from optperm.contract.mapped_axes import cond, psum
 from optperm.distributed.commits import CenterStep, Replicas, mean, scale, weigh
 from optperm.distributed.compression import Compression, sum_compressed
 from optperm.distributed.fragments import Fragments
+from optperm.distributed.pairs import from_partner
 from optperm.distributed.plans import Due
 
 # In the place of the sum of weights: nothing was sent that has not arrived.
@@ -57,6 +58,7 @@ class Exchanger:
       replicas: The mapped axes.
       weight: The weight of this replica; None for 1.
       theta: `theta()` is the local params after their step.
+      drawn_by: The number of the step, where that draws pairs of replicas; None for all replicas.
     """
 
     fragments: Fragments
@@ -66,13 +68,11 @@ class Exchanger:
     replicas: Replicas
     weight: Any
     theta: Callable[[], optax.Params]
+    drawn_by: jax.Array | None
 
     def exchange(self, whole: Part, due: list[Due]) -> tuple[Part, Told]:
         """Return what all fragments that are due change."""
         has_flight, has_residual = bool(self.delay), self.compress is not None
-        under_way = whole.weights != NOTHING
-        if has_flight and not all(isinstance(flag, bool) for pair in due for flag in pair):
-            under_way = largest(under_way, self.replicas.axis_name)
         told, center_states, weights = Told([], [], []), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
             part = Part(
@@ -82,9 +82,7 @@ class Exchanger:
                 weights=whole.weights[p],
                 residual=self.fragments.only(whole.residual, p) if has_residual else (),
             )
-            part, has_arrived, is_bad, has_missed = self._exchange_one(
-                part, p, is_due, under_way[p]
-            )
+            part, has_arrived, is_bad, has_missed = self._exchange_one(part, p, is_due)
             told.has_arrived.append(has_arrived)
             told.is_bad.append(is_bad)
             told.has_missed.append(has_missed)
@@ -99,7 +97,7 @@ class Exchanger:
         return whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights)), told
 
     def _exchange_one(
-        self, part: Part, p: int, due: Due, is_under_way: jax.Array
+        self, part: Part, p: int, due: Due
     ) -> tuple[Part, bool | jax.Array, jax.Array, jax.Array]:
         """Return fragment p after a step, whether it arrives, and the rest of what is told."""
         is_sent, is_received = due
@@ -126,21 +124,28 @@ class Exchanger:
             new, is_bad, has_missed = cond(is_sent, leave_and_arrive, lambda: kept)
             return new, is_sent, is_bad, has_missed
         sent, has_missed = cond(is_sent, leave, lambda: (part, no))
-        if is_received is not False:
-            is_received = is_received & (is_sent | is_under_way)
         new, is_bad, is_lost = cond(is_received, arrive, lambda: (sent, no, no))
-        return new, is_received, is_bad, (has_missed | is_lost).astype(jnp.int32)
+        # Of what nobody has sent the center makes no step, and no params are pulled.
+        has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
+        return new, has_arrived, is_bad, (has_missed | is_lost).astype(jnp.int32)
 
     def _leave(self, part: Part, p: int) -> tuple[Any, Part, jax.Array]:
         """Delta = c - theta: its mean over the replicas, and whether this one has no part in it."""
         rows, put = self.fragments.rows, self.fragments.put
-        delta = drift(rows(part.center, p), rows(self.theta(), p))
+        center, theta = rows(part.center, p), rows(self.theta(), p)
+        delta = drift(center, theta)
         is_finite = self.replicas.are_finite(delta)
         if self.compress is None:
             weights, takes_part = weigh(self.weight, is_finite, jnp.float32)
             total = scale(delta, weights)
-            if self.replicas.axis_name is not None:
-                total, weights = psum((total, weights), self.replicas.axis_name)
+            axis_name = self.replicas.axis_name
+            if self.drawn_by is not None:
+                # How far both have gone from this one's center, which draws their two centers together.
+                theirs, w_theirs = from_partner((theta, weights), axis_name, self.drawn_by)
+                total = optax.tree.add(total, scale(drift(center, theirs), w_theirs))
+                weights = weights + w_theirs
+            elif axis_name is not None:
+                total, weights = psum((total, weights), axis_name)
         else:
             delta = optax.tree.where(is_finite, delta, optax.tree.zeros_like(delta))
             e = rows(part.residual, p)

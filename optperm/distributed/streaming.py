@@ -110,6 +110,7 @@ def streaming_steps(
     center_dtype: Any,
     fragment_of: FragmentOf | None,
     replicas: Replicas,
+    in_pairs: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo with exchanges that are staggered, delayed, mixed in or compressed, or none of these.
 
@@ -123,6 +124,7 @@ def streaming_steps(
       center_dtype: The dtype of the center; None for that of the params.
       fragment_of: To which fragment leaves, or slices of them, belong.
       replicas: The axes over which the replicas are spread.
+      in_pairs: Whether a replica exchanges with one other instead of all.
 
     Returns:
       A transformation whose state is a `DilocoState`.
@@ -131,6 +133,8 @@ def streaming_steps(
     inner = optax.with_extra_args_support(local_optimizer)
     outer = optax.with_extra_args_support(center_optimizer)
     axis_name = replicas.axis_name
+    # The replicas of whose batches the extra arguments of a step of the center speak.
+    speaks_for = None if in_pairs else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
     is_one = plan.fragments == 1
     is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
@@ -203,12 +207,15 @@ def streaming_steps(
 
         # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        move = center_step(outer, extra_args if is_one else {}, params, axis_name)
+        move = center_step(outer, extra_args if is_one else {}, params, speaks_for)
 
         def theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
-        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta)
+        drawn_by = state.count if in_pairs else None
+        exchanger = Exchanger(
+            fragments, move, plan.delay, compress, replicas, weight, theta, drawn_by
+        )
         part, told = exchanger.exchange(Part(*(getattr(state, name) for name in Part._fields)), due)
         # Tied to what comes of the exchange, the old state is overwritten after that has read it.
         tied = jax.lax.optimization_barrier((state.local_state, part.weights))[0]

@@ -114,6 +114,21 @@ def test_replicas_weigh_as_they_are_told():
             assert s.skipped.tolist()[:3] == skipped, name
 
 
+def test_weights_that_overflow_together_are_no_exchange():
+    """Nobody's contribution is in the center, which stays, and all count it."""
+    for factory in (optperm.agn, optperm.diloco):
+        for rule in ("mean", "pairs"):
+            tx = factory(optax.sgd(1.0), axis_name=AXIS, commit=rule)
+
+            def step(p, s, tx=tx):
+                return tx.update(jnp.ones(1), s, p, commit=True, weight=jnp.float32(3e38))
+
+            p = jnp.ones((SIZE, 1))
+            updates, s = jax.jit(jax.vmap(step, axis_name=AXIS))(p, jax.vmap(tx.init)(p))
+            np.testing.assert_array_equal(updates, np.zeros((SIZE, 1)))
+            assert s.skipped.tolist() == [1] * SIZE
+
+
 def test_weights_say_what_is_wrong():
     params = jnp.ones(2)
     for tx in (optperm.agn(optax.sgd(0.1)), optperm.diloco(optax.sgd(0.1))):

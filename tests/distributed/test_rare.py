@@ -24,6 +24,7 @@ METHODS = replicas.METHODS | {
     "slices": functools.partial(
         optperm.diloco, sync_every=optperm.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
     ),
+    "pairs": functools.partial(optperm.diloco, sync_every=3, commit="pairs"),
     "compressed": functools.partial(
         optperm.diloco, sync_every=3, compress=optperm.compress_quantized(4)
     ),
@@ -51,6 +52,7 @@ USUAL = {
     ("spmd explicit", "plan"),
     ("vmap in shard_map", "diloco"),
     ("spmd auto", "agn mean"),
+    ("spmd explicit", "pairs"),
 }
 
 
@@ -79,8 +81,28 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
     large = [each for each in replicas.collectives(compiled.as_text()) if each.bytes > 16]
     assert large
     assert all(each.is_conditional for each in large)
+    if method == "pairs":
+        assert {each.operation for each in large} == {"collective-permute"}
     expected, _ = jax.jit(jax.vmap(four_steps, axis_name=AXIS))(*given)
     support.assert_close(jax.device_get(params), expected, atol=1e-5)
+
+
+def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
+    """Where they are encoded, nothing but their bytes leaves a device."""
+    for name, compress, per_entry in (
+        ("spmd explicit", optperm.compress_quantized(4), 0.52),
+        ("spmd auto", optperm.compress_top_k(1 / 32, bits=2), 0.08),
+    ):
+        tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=AXIS, compress=compress)
+        mapped, mesh = layout(name, lambda p, s, tx=tx: tx.update(p, s, p, commit=True)[0])
+        params = {"w": np.ones((64, 128), np.float32)}
+        given = (replicas.stack([tree] * SIZE) for tree in (params, tx.init(params)))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(tuple(given), NamedSharding(mesh, P(AXIS)))
+            text = jax.jit(mapped).lower(*placed).compile().as_text()
+        found = replicas.collectives(text)
+        assert found
+        assert all(each.bytes <= per_entry * 64 * 128 + 1024 for each in found)
 
 
 def test_other_layouts_of_counted_steps_are_refused():
@@ -135,3 +157,28 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
         params, opt_state = step(params, opt_state, jnp.array([[2.0], [1.0]]))
     np.testing.assert_allclose(params, [[-1.5]] * 2)
     assert opt_state.commits.tolist() == [1, 1]
+
+
+def test_told_steps_in_one_program_delay_an_exchange():
+    """The step that sends, the one between and the one that receives, under vmap within shard_map."""
+    plan = optperm.Every(6, 2, 2)
+    tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=AXIS, mixing=0.5)
+
+    def steps(*carry_and_target):
+        *carry, target = carry_and_target
+        for number in (3, 4, 5, 6, 7, 8):
+            commit = {"commit": plan.at(number)}
+            evaluate = lambda p, batch, commit=commit: (jax.grad(loss_fn)(p, batch), commit)  # noqa: E731
+            carry = loops.make_step(tx, evaluate)(*carry, target)
+        return carry
+
+    given = (
+        *(replicas.stack([tree] * SIZE) for tree in (START, tx.init(START))),
+        np.float32([0, 1, 2, 3]),
+    )
+    mapped, mesh = layout("vmap in shard_map", steps)
+    with jax.set_mesh(mesh):
+        params, opt_state = jax.jit(mapped)(*given)
+    expected, _ = jax.jit(jax.vmap(steps, axis_name=AXIS))(*given)
+    support.assert_close(jax.device_get(params), expected, atol=1e-5)
+    assert opt_state.weights.tolist() == [[-1.0, -1.0]] * SIZE

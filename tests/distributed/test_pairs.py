@@ -1,0 +1,239 @@
+"""Gossip between pairs of replicas, against plain loops, and what its programs send."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import replicas
+import support
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optperm
+from optperm.distributed import pairs
+
+pytestmark = pytest.mark.usefixtures("lenient")
+
+AXIS, STEPS, PERIOD = replicas.AXIS, 18, 3
+SHAPES = {"a": (3, 2), "b": (4,)}
+RATE, OUTER_RATE, MOMENTUM = 0.1, 0.7, 0.5
+EVALUATE = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
+
+
+def draw(rng, *lead):
+    return {name: rng.normal(size=(*lead, *shape)) for name, shape in SHAPES.items()}
+
+
+@functools.cache
+def partners(size, count):
+    """The partner of each replica in the step after so many."""
+    return np.asarray(_draw(np.arange(size, dtype=np.int32), np.int32(count)))
+
+
+@jax.jit
+@functools.partial(jax.vmap, in_axes=(0, None), axis_name=AXIS)
+def _draw(index, count):
+    return pairs.from_partner(index, AXIS, count)
+
+
+def test_all_are_paired_and_in_time_with_many():
+    """Each is its partner's partner, of an even number none its own; nobody is always with the same."""
+    for size in (1, 2, 4, 5):
+        seen = {int(i): set() for i in range(size)}
+        for count in range(20):
+            other = partners(size, count)
+            assert (other[other] == np.arange(size)).all()
+            assert (other == np.arange(size)).sum() == size % 2
+            for i, j in enumerate(other):
+                seen[i].add(int(j))
+        assert all(len(each) == (size if size % 2 else size // 2) for each in seen.values())
+
+
+def simulate(start, targets, size, plan, alpha, weights):
+    """NoLoCo's loop: momentum of pulls towards a pair's mean params, a fragment (a leaf) in turn."""
+    theta = [{k: v.copy() for k, v in start.items()} for _ in range(size)]
+    center = [{k: v.copy() for k, v in start.items()} for _ in range(size)]
+    trace = [dict.fromkeys(start, 0.0) for _ in range(size)]
+    sent = {}
+    for step, target in enumerate(targets, start=1):
+        for i, own in enumerate(theta):
+            for k in own:
+                own[k] = own[k] - RATE * (own[k] - target[k][i])
+        other = partners(size, step - 1)
+        exchange = plan.at(step)
+        for p, names in enumerate("ab" if plan.fragments > 1 else ["ab"]):
+            for k in names:
+                if p in exchange.send:
+                    for i, j in enumerate(other):
+                        w, v = weights[i], weights[j]
+                        mean = (w * theta[i][k] + v * theta[j][k]) / (w + v)
+                        sent[i, k] = mean - center[i][k]
+                if p in exchange.receive and (0, k) in sent:
+                    for i in range(size):
+                        trace[i][k] = MOMENTUM * trace[i][k] + OUTER_RATE * sent[i, k]
+                        center[i][k] = center[i][k] + trace[i][k]
+                        theta[i][k] = alpha * theta[i][k] + (1 - alpha) * center[i][k]
+        yield [dict(own) for own in theta], [dict(own) for own in center]
+
+
+@pytest.mark.parametrize(
+    ("size", "how", "plan", "alpha"),
+    support.every_night(
+        [
+            (4, "vmap", optperm.Every(PERIOD), 0.0),
+            (3, "shard_map", optperm.Every(PERIOD, 2, 2), 0.5),
+            (4, "pmap", optperm.Every(PERIOD, 2, 1), 0.0),
+            (2, "shard_map unchecked", optperm.Every(2), 0.5),
+        ],
+        [
+            (4, "vmap", optperm.Every(PERIOD), 0.0),
+            (3, "shard_map", optperm.Every(PERIOD, 2, 2), 0.5),
+        ],
+    ),
+)
+def test_diloco_equals_nolocos_loop(size, how, plan, alpha):
+    """Weighted, every step of every replica and its center, to 1e-12 in float64."""
+    rng = np.random.default_rng(0)
+    start, weights = draw(rng), np.arange(1.0, size + 1)
+    targets = [draw(rng, size) for _ in range(STEPS)]
+    with jax.enable_x64(True):
+        tx = optperm.diloco(
+            optax.sgd(RATE),
+            optax.sgd(OUTER_RATE, momentum=MOMENTUM),
+            plan,
+            axis_name=AXIS,
+            commit="pairs",
+            mixing=alpha,
+            fragment_of={"a": 0, "b": 1} if plan.fragments > 1 else None,
+        )
+
+        def evaluate(p, batch):
+            return jax.tree.map(jnp.subtract, p, batch["target"]), {"weight": batch["weight"]}
+
+        given = [{"target": target, "weight": weights} for target in targets]
+        trail = loops.train(tx, start, given, evaluate=evaluate, how=how, size=size)
+        wanted = simulate(start, targets, size, plan, alpha, weights)
+        for (params, opt_state), (theta, center) in zip(trail, wanted, strict=True):
+            support.assert_close(params, replicas.stack(theta), atol=1e-12)
+            support.assert_close(
+                optperm.center_params(opt_state), replicas.stack(center), atol=1e-12
+            )
+
+
+def test_agn_equals_a_loop():
+    """A step of Adam by a pair's mean contribution, from the mean of their centers."""
+    size, rng = 4, np.random.default_rng(1)
+    start, targets = np.float64(rng.normal(size=3)), [rng.normal(size=(4, 3)) for _ in range(12)]
+    with jax.enable_x64(True):
+        tx = optperm.agn(optax.adam(RATE), PERIOD, axis_name=AXIS, commit="pairs")
+        trail = loops.train(tx, start, targets, evaluate=EVALUATE, how="vmap", size=size)
+    update = replicas.adam(RATE)
+    workers = [replicas.Worker(start) for _ in range(size)]
+    centers, states = [start] * size, [None] * size
+    for step, (target, (params, opt_state)) in enumerate(zip(targets, trail, strict=True), start=1):
+        for i, worker in enumerate(workers):
+            g = worker.params - target[i]
+            worker.total = worker.total + g
+            move, worker.state = update(worker.state, g)
+            worker.params = worker.params + move
+        if step % PERIOD == 0:
+            other, old = partners(size, step - 1), list(centers)
+            for i, j in enumerate(other):
+                n = (workers[i].total + workers[j].total) / 2 / PERIOD
+                move, states[i] = update(states[i], n)
+                centers[i] = (old[i] + old[j]) / 2 + move
+            for worker, center in zip(workers, centers, strict=True):
+                worker.params, worker.total = center, 0.0
+        np.testing.assert_allclose(params, [w.params for w in workers], atol=1e-12)
+        np.testing.assert_allclose(optperm.center_params(opt_state), centers, atol=1e-12)
+
+
+METHODS = {
+    "agn": functools.partial(optperm.agn, communication_period=PERIOD),
+    "diloco": functools.partial(optperm.diloco, sync_every=PERIOD),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    support.every_night(
+        [(a, b) for a in METHODS for b in ("vmap in shard_map", "pmap")],
+        [("diloco", "vmap in shard_map"), ("agn", "pmap")],
+    ),
+)
+def test_a_permutation_in_a_conditional_is_all_that_crosses(method, how):
+    """Of counted steps; each of its branches sends the params, and AGN's contribution, once."""
+    size = 4
+    tx = METHODS[method](optax.adam(0.1), axis_name=AXIS, commit="pairs")
+    params = {"a": jnp.ones((32, 8)), "b": jnp.ones(64)}
+    step = loops.make_step(tx, EVALUATE)
+    stacked = [replicas.stack([tree] * size) for tree in (params, tx.init(params), params)]
+    if how == "pmap":
+        mapped = jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:size])
+    else:
+        mesh = jax.make_mesh((size,), (AXIS,), axis_types=(AxisType.Auto,))
+        block = jax.vmap(step)
+        mapped = jax.jit(jax.shard_map(block, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+    found = replicas.collectives(mapped.lower(*stacked).compile().as_text())
+    assert {each.operation for each in found} == {"collective-permute"}
+    assert all(each.is_conditional for each in found)
+    branches, sent = size // 2, 4 * (32 * 8 + 64) * (2 if method == "agn" else 1)
+    assert sum(each.bytes for each in found) == branches * (sent + 4)
+
+
+def test_replicas_without_a_say_follow_their_partner():
+    """Weight zero, or params that are not finite; of two without a say each keeps its center."""
+    for factory in METHODS.values():
+        tx = factory(optax.sgd(1.0), axis_name=AXIS, commit="pairs")
+        for weights in ([1.0, 0.0], [1.0, np.nan], [0.0, 0.0]):
+            evaluate = lambda p, batch: (batch[:1], {"weight": batch[1]})  # noqa: E731
+            data = [np.float32([[1.0, weights[0]], [5.0, weights[1]]])] * PERIOD
+            trail = loops.train(
+                tx, np.zeros(1, np.float32), data, evaluate=evaluate, how="vmap", size=2
+            )
+            params, opt_state = trail[-1]
+            alone = loops.train(
+                factory(optax.sgd(1.0)), np.zeros(1, np.float32), [np.ones(1, np.float32)] * PERIOD
+            )[-1][0]
+            wanted = 0.0 if weights == [0.0, 0.0] else float(alone[0])
+            np.testing.assert_allclose(params, [[wanted]] * 2, atol=1e-6)
+            assert opt_state.skipped.tolist() == [0, int(np.isnan(weights[1]))]
+
+
+def test_centers_come_together():
+    """Of eight replicas with targets of their own; without pairs each would stay at its own."""
+    tx = optperm.diloco(optax.sgd(0.3), sync_every=PERIOD, axis_name=AXIS, commit="pairs")
+    targets = np.float32(np.arange(8.0)[:, None])
+    step = jax.vmap(loops.make_step(tx, EVALUATE), axis_name=AXIS)
+
+    @jax.jit
+    def run(params, opt_state):
+        body = lambda carry, _: (step(*carry, targets), ())  # noqa: E731
+        return jax.lax.scan(body, (params, opt_state), length=150)[0]
+
+    center = optperm.center_params(run(jnp.zeros((8, 1)), jax.vmap(tx.init)(jnp.zeros((8, 1))))[1])
+    assert abs(float(center.mean()) - 3.5) < 0.5
+    assert float(center.std()) < 0.75 * targets.std()
+
+
+def test_what_pairs_cannot_do_is_refused():
+    """Several axes, compression, centers that are placed, and replicas under a vmap without a name."""
+    sgd = optax.sgd(0.1)
+    for factory in (optperm.agn, optperm.diloco):
+        with pytest.raises(ValueError, match="needs replicas along one axis"):
+            factory(sgd, axis_name=("a", "b"), commit="pairs")
+        tx = factory(sgd, axis_name=AXIS, commit="pairs")
+        opt_state = jax.vmap(jax.vmap(tx.init))(jnp.ones((2, 2, 1)))
+        update = jax.vmap(lambda p, s, tx=tx: tx.update(p, s, p)[0], axis_name=AXIS)
+        with pytest.raises(ValueError, match="would exchange at every step"):
+            jax.vmap(update)(jnp.ones((2, 2, 1)), opt_state)
+    with pytest.raises(ValueError, match="commit must be one of"):
+        optperm.diloco(sgd, commit="sum")
+    with pytest.raises(ValueError, match="compress is of a sum over all replicas"):
+        optperm.diloco(sgd, commit="pairs", compress=optperm.compress_quantized(4))
+    with pytest.raises(ValueError, match="the mean of two centers"):
+        optperm.agn(optperm.sgperm(), commit="pairs").init({"a": jnp.arange(3.0)})
