@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             curves.append((event.step, float(reached), share_at_home(params, initial)))
 
     state = TrainState.create(
-        apply_fn=MODEL.apply, params=initial, tx=optperm.sgperm(aggressiveness=0.1)
+        apply_fn=MODEL.apply, params=initial, tx=optperm.sgperm(num_steps=options.steps)
     )
     result = fit(state, loss_fn, train_data, steps=options.steps, batch_size=32, every={1: watch})
 

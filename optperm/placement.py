@@ -24,7 +24,6 @@ from optperm.contract.states import (
     trained_part,
     without_variables,
 )
-from optperm.variance.proximal import ProximalState
 
 # The targets, a tree like params with `optax.MaskedNode` for a leaf that is not placed, and whether the
 # last call of `update` placed the params on them, which may have been in an earlier step: one flag, or a
@@ -77,6 +76,13 @@ def replace_targets(opt_state: Any, other: Any) -> Any:
         opt_state,
         is_leaf=is_placing,
     )
+
+
+@runtime_checkable
+class SearchingState(Protocol):
+    """A state of a transformation that learns curvature from the steps that it makes."""
+
+    quasi_newton: Any
 
 
 @runtime_checkable
@@ -220,15 +226,12 @@ def _warn_of_what_follows(opt_state: Any) -> bool:
     Returns:
       Whether one follows a method that places.
     """
-    from optperm.subspace.dim_reduce import DimReduceState  # noqa: PLC0415 (it imports this module)
 
     def changes_updates(state: Any) -> bool:
         if type(state) is tuple:
             return any(map(changes_updates, state))
-        is_optax = type(state).__module__.startswith("optax.")
-        return isinstance(state, ProximalState) or (
-            is_optax and not isinstance(state, optax.MaskedState)
-        )
+        changing = type(state).__module__.startswith(("optax.", "optperm.variance.proximal"))
+        return changing and not isinstance(state, optax.MaskedState)
 
     for chain in _chains(opt_state):
         is_placed = is_searched = False
@@ -252,7 +255,7 @@ def _warn_of_what_follows(opt_state: Any) -> bool:
                 )
                 return True
             is_placed = is_placed or bool(placing_states(state))
-            is_searched = is_searched or bool(find_states(state, DimReduceState))
+            is_searched = is_searched or bool(find_states(state, SearchingState))
     return False
 
 

@@ -19,7 +19,7 @@ import optax.contrib
 import optperm
 from optperm.contract import checks
 
-Hyperparameter = bool | int | float | str
+Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
 # What a run knows by itself, and hands to the functions that ask for it.
 _FACTS = ("seed", "num_data", "batch_size", "axis_name")
@@ -81,10 +81,10 @@ class Method:
                 default, about, _ = found.get(name, (parameter.default, "", None))
                 # A flag is a number, where a function may take a schedule.
                 is_plain = isinstance(default, bool | int | float | str)
-                if not is_plain or name in _FACTS:
+                if name in _FACTS or not (is_plain or name in self.own):
                     continue
                 kind: Any = type(default)
-                if kind is str:  # then it has its choices for a type
+                if kind is str or default is None:  # then its choices, or the type that it may have
                     kind = parameter.annotation
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
                 found[name] = Flag(default, about or described.get(name, ""), kind)
@@ -229,7 +229,19 @@ def _constant_sgd(
 
 
 _ENTRIES = (
-    Method("sgperm", optperm.sgperm, "--aggressiveness 0.2 --epochs 20"),
+    Method(
+        "sgperm",
+        optperm.sgperm,
+        "--aggressiveness 0.2 --epochs 20",
+        own={
+            "centralize": True,
+            "aggressiveness_decay": (None, ""),
+            "num_steps": (
+                None,
+                "The steps over which the aggressiveness falls: by default the run's.",
+            ),
+        },
+    ),
     Method(
         "laperm",
         _laperm,

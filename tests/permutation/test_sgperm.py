@@ -269,6 +269,30 @@ def test_recommendation_of_gradients_that_are_not_finite_stays_with_its_location
     support.assert_permutes(trail[-1][0], params)
 
 
+def test_centralized_recommendation_sorts_the_weights_by_it():
+    """Nearly the order in which sum(m w) is least, which signs alone do not find: of weights that all
+    should rise none can pass another. What a weight vector's entries have in common moves nothing."""
+    params, draw = support.normal((18, 3), 0), np.random.default_rng(1)
+    m = np.stack([draw.permutation(18) for _ in range(3)], axis=1).astype(np.float32) - 40.0
+    least = np.sum(np.sort(m, axis=0) * -np.sort(-np.asarray(params), axis=0), axis=0)
+
+    def trained(wishes, centralize, steps=100):
+        tx = optperm.permute_by_cycles(2.0, 1.0, centralize=centralize)
+        return loops.train(tx, params, [wishes] * steps, how="scan")[-1]
+
+    to_go = np.sum(m * params, axis=0) - least
+    for shift in (0.0, 60.0):
+        w, _ = trained(m + shift, True)
+        assert np.all(np.sum(m * w, axis=0) - least < 0.05 * to_go)
+    support.assert_same_bits(trained(m, False)[0], params)
+    # An entry that is not finite sits out, and is not in the pivot.
+    m[0] = np.nan
+    w, state = trained(m, True)
+    support.assert_same_bits(w[0], params[0])
+    assert not np.array_equal(w[1:], params[1:])
+    assert np.isfinite(state.share_moved)
+
+
 def test_training_on_real_numbers_finds_the_teacher():
     """A linear teacher with the same multiset is found again by permuting alone."""
     x, teacher = support.normal((256, 16), 0), support.normal((16, 3), 1)

@@ -1,0 +1,114 @@
+"""How SGPerm's aggressiveness falls with the length of a run, and what is said at its end."""
+
+import functools
+import warnings
+
+import jax.numpy as jnp
+import loops
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+from optperm import training
+from optperm.cli import datasets
+from optperm.cli.flags import Network
+from optperm.cli.methods import METHODS
+from optperm.cli.training import Training
+
+
+def test_the_aggressiveness_falls_by_the_length_or_without_one_as_one_over_the_step():
+    """Every step is that of the schedule written out, past the end that of the last value, also where
+    the length is a hyperparameter that is traced; the state counts the steps past it."""
+    params, grads = support.normal((50, 3), 0), list(support.normal((5, 50, 3), 1))
+    train = functools.partial(loops.train, how="scan")
+
+    def by(rule, **numbers):
+        schedule = lambda count: jnp.maximum(0.4 * rule((count + 1).astype(jnp.float32)), 0.02)  # noqa: E731
+        return [w for w, _ in train(optperm.sgperm(schedule, momentum=0.0), params, grads)]
+
+    numbers = {"aggressiveness": 0.4, "min_aggressiveness": 0.02, "momentum": 0.0}
+    known = by(lambda t: 100.0 ** -jnp.minimum(t / 3, 1.0))
+    for build in (optperm.sgperm, optax.inject_hyperparams(optperm.sgperm)):
+        trail = train(build(num_steps=3, **numbers), params, grads)
+        support.assert_same_bits([w for w, _ in trail], known)
+        states = [getattr(state, "inner_state", state) for _, state in trail]
+        assert [int(state[0].steps_past_end) for state in states] == [0, 0, 0, 1, 2]
+    unknown = train(optperm.sgperm(**numbers), params, grads)
+    support.assert_same_bits([w for w, _ in unknown], by(lambda t: 1 / (1 + t / 100)))
+    assert int(unknown[-1][1][0].steps_past_end) == 0
+    for one, other in zip(known, (w for w, _ in unknown), strict=True):
+        assert not np.array_equal(one, other)
+
+
+def test_only_one_rule_may_say_how_the_aggressiveness_falls():
+    schedule = optax.constant_schedule(0.1)
+    for arguments, error, says in (
+        ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
+        ({"num_steps": 2.5}, TypeError, "num_steps must be an integer, got 2.5"),
+        ({"num_steps": 9, "aggressiveness": schedule}, ValueError, "said more than once"),
+        ({"num_steps": 9, "aggressiveness_decay": 0.99}, ValueError, "said more than once"),
+        (
+            {"aggressiveness": schedule, "aggressiveness_decay": 0.99},
+            ValueError,
+            "said more than once",
+        ),
+    ):
+        with pytest.raises(error, match=says):
+            optperm.sgperm(**arguments)
+
+
+def warned_of(tx, epochs):
+    """The warnings of `fit`, which trains a linear model in epochs of 25 steps, with their epochs."""
+    x = support.normal((100, 300), 0)
+    data = {"x": x, "y": x @ support.normal((300,), 1)}
+
+    def loss_fn(w, batch):
+        return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
+
+    state = training.TrainState.create(apply_fn=None, params=support.normal((300,), 2), tx=tx)
+    ends = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training.fit(
+            state,
+            loss_fn,
+            data,
+            epochs=epochs,
+            batch_size=4,
+            every={25: lambda _: ends.append(len(caught))},
+        )
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [str(warning.message) for warning in caught], ends
+
+
+def test_fit_says_once_that_weights_stand_still_or_that_the_length_is_over():
+    """Weights that stopped with epochs to go, and steps past the end; nothing where neither is so."""
+    (says,), ends = warned_of(optperm.sgperm(0.5, 0.8, momentum=0.99), 5)
+    assert says.startswith("After step 100 the weights hardly trade places any more: ")
+    assert "Pass optperm.sgperm num_steps" in says
+    assert ends == [0, 0, 0, 0, 1]
+    (says,), ends = warned_of(optperm.sgperm(0.5, num_steps=60), 4)
+    assert says == "sgperm is past its num_steps: it goes on with the last aggressiveness."
+    assert ends == [0, 0, 1, 1]
+    assert warned_of(optperm.sgperm(0.5, num_steps=125), 5) == ([], [0] * 5)
+
+
+def test_the_command_knows_the_length_of_its_run(tmp_path):
+    """Epochs times steps, unless that or the decay is given: what a run that goes on is compared by."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"x_{part}": rng.normal(size=(64, 6)).astype(np.float32) for part in ("train", "test")
+    }
+    labels = {f"y_{part}": np.arange(64) % 3 for part in ("train", "test")}
+    np.savez(tmp_path / "three.npz", **arrays, **labels)
+    data = datasets.load(str(tmp_path / "three.npz"), 0.0)
+    method, flags = METHODS["sgperm"], Network(batch_size=5, epochs=3, hidden=7)
+    for given, num_steps in (
+        ({}, 36),
+        ({"num_steps": 50}, 50),
+        ({"aggressiveness_decay": 0.99}, None),
+    ):
+        run = Training(method, method.defaults() | given, flags, data)
+        assert run.hyperparameters["num_steps"] == num_steps
