@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+import scipy.optimize
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
 
 import optperm
@@ -51,6 +52,8 @@ REFERENCE = pathlib.Path(__file__).with_name("posterior_reference.npz")
 CHAINS, STEPS, START, THINNING = 4, 40_000, 8_000, 10
 # What sds and means of the draws have to keep to.
 SD_RATIOS, MEAN_ERROR = (0.8, 1.25), 0.3
+# And of constant SGD by its defaults.
+GOAL_RATIOS, GOAL_ERROR = (0.9, 1.1), 0.1
 # Largest eigenvalues of a step's h A.
 GRID = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 RESULTS = results.Results()
@@ -176,16 +179,106 @@ def scales() -> Problem:
     return linear("scales", x, y, np.full(6, 1e-8))
 
 
+def general(
+    name: str, data: Any, size: int, log_likelihood: Callable[..., jax.Array], log_prior: Any
+) -> Problem:
+    """A model by the log likelihood of each example, (S,), and the log prior of params (D,)."""
+    n = len(jax.tree.leaves(data)[0])
+
+    def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
+        return -jnp.mean(log_likelihood(w, *batch)) - log_prior(w) / n
+
+    return Problem(name, jax.tree.map(jnp.float32, data), loss_fn, size, n)
+
+
+def standard_normal(w: jax.Array) -> jax.Array:
+    """The log density, up to a constant."""
+    return -0.5 * jnp.sum(w**2)
+
+
+def poisson() -> Problem:
+    """Counts of mean exp(x w), of 1,000 examples; intercept 2, prior N(0, 1)."""
+    rng = np.random.default_rng(0)
+    x = np.c_[np.ones(1000), rng.normal(size=(1000, 5))]
+    y = rng.poisson(np.exp(x @ np.array([2.0, 0.4, -0.3, 0.2, 0.0, 0.1])))
+
+    def log_likelihood(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return y * (x @ w) - jnp.exp(x @ w)
+
+    return general("Poisson", (x, y), 6, log_likelihood, standard_normal)
+
+
+def student() -> Problem:
+    """Errors of Student's t with 3 degrees of freedom, whose scale is a param as its logarithm."""
+    rng = np.random.default_rng(0)
+    x = np.c_[np.ones(1000), rng.normal(size=(1000, 5))]
+    y = x @ np.array([1.0, 0.5, -0.5, 0.3, 0.0, 2.0]) + 0.7 * rng.standard_t(3, 1000)
+
+    def log_likelihood(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        z = (y - x @ w[:-1]) * jnp.exp(-w[-1])
+        return -2 * jnp.log1p(z**2 / 3) - w[-1]
+
+    return general("Student t", (x, y), 7, log_likelihood, standard_normal)
+
+
+def hierarchical() -> Problem:
+    """Normal means of 8 groups of 25 with a mean, a spread and an error of their own."""
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(8), 25)
+    y = (1 + 0.8 * rng.normal(size=8))[group] + 0.7 * rng.normal(size=200)
+
+    def log_likelihood(w: jax.Array, group: jax.Array, y: jax.Array) -> jax.Array:
+        means, log_sigma = w[:8], w[10]
+        return -0.5 * ((y - means[group.astype(int)]) * jnp.exp(-log_sigma)) ** 2 - log_sigma
+
+    def log_prior(w: jax.Array) -> jax.Array:
+        # means ~ N(mu, tau), mu ~ N(0, 2), tau and sigma half normal, as their logarithms
+        means, mu, log_tau, log_sigma = w[:8], w[8], w[9], w[10]
+        of_means = -0.5 * jnp.sum(((means - mu) * jnp.exp(-log_tau)) ** 2) - 8 * log_tau
+        logs = jnp.stack([log_tau, log_sigma])
+        return of_means - mu**2 / 8 + jnp.sum(logs - 0.5 * jnp.exp(2 * logs))
+
+    return general("hierarchical", (group, y), 11, log_likelihood, log_prior)
+
+
+def logistic() -> Problem:
+    """Logistic regression on 20,000 examples of 50 features, prior N(0, 1)."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20_000, 50)) * np.exp(0.5 * rng.normal(size=50))
+    y = rng.random(20_000) < 1 / (1 + np.exp(-x @ (rng.normal(size=50) / 5)))
+
+    def log_likelihood(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return -jax.nn.softplus(-y * (x @ w))
+
+    return general("logistic", (x, 2 * y - 1), 50, log_likelihood, standard_normal)
+
+
+def raw_cancer() -> Problem:
+    """Breast cancer with features in their own units, from .004 to 600; prior N(0, 1)."""
+    x, y = load_breast_cancer(return_X_y=True)
+    x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+
+    def log_likelihood(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return -jax.nn.softplus(-y * (x @ w))
+
+    return general("raw cancer", (x, 2 * y - 1), 31, log_likelihood, standard_normal)
+
+
 PROBLEMS = {
     "cancer31": lambda: cancer(30),
     "cancer9": lambda: cancer(8),
     "diabetes": diabetes,
     "quadratic": quadratic,
-    "digits": digits,
     "raw diabetes": raw_diabetes,
     "collinear": collinear,
     "year": year,
+    "Poisson": poisson,
+    "Student t": student,
+    "hierarchical": hierarchical,
+    "logistic": logistic,
+    "raw cancer": raw_cancer,
     "scales": scales,
+    "digits": digits,
 }
 EXACT = ("diabetes", "quadratic", "raw diabetes", "collinear", "year", "scales")
 
@@ -199,17 +292,23 @@ class Reference(NamedTuple):
 
 
 def mode_and_hessian(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """By Newton's method in float64."""
+    """From zero in float64, by steps in a region of trust; then by Newton's."""
     with jax.enable_x64(True):
         data = jax.tree.map(
             lambda x: jnp.asarray(np.asarray(x), jnp.float64) if x.dtype == jnp.float32 else x,
             problem.data,
         )
-        w = jnp.zeros(problem.size, jnp.float64)
-        for _ in range(30):
-            hessian = jax.hessian(problem.loss_fn)(w, data)
-            w = w - jnp.linalg.solve(hessian, jax.grad(problem.loss_fn)(w, data))
-        return np.asarray(w), np.asarray(hessian)
+        of = [
+            jax.jit(f(lambda w: problem.loss_fn(w, data)))
+            for f in (jax.value_and_grad, jax.hessian)
+        ]
+        w = scipy.optimize.minimize(
+            lambda w: tuple(map(np.asarray, of[0](w))), np.zeros(problem.size), jac=True,
+            hess=lambda w: np.asarray(of[1](w)), method="trust-exact",
+        ).x  # fmt: skip
+        for _ in range(5):
+            w = w - np.linalg.solve(of[1](w), of[0](w)[1])
+        return np.asarray(w), np.asarray(of[1](w))
 
 
 @functools.cache
@@ -229,13 +328,16 @@ def reference(name: str) -> Reference:
         return Reference(mean, deviation, covariance)
 
 
-def make_reference(num_draws: int = 20_000, chains: int = 4) -> None:
+def make_reference(names: Sequence[str] = (), num_draws: int = 20_000, chains: int = 4) -> None:
     """Runs NUTS on the problems without an exact posterior, and writes what is kept of it."""
     import blackjax  # noqa: PLC0415
 
-    kept = {}
-    for name in ("cancer31", "cancer9", "digits"):
-        problem, draws = PROBLEMS[name](), num_draws if name != "digits" else num_draws // 8
+    kept = dict(np.load(REFERENCE)) if REFERENCE.exists() else {}
+    for name in names or [name for name in PROBLEMS if name not in EXACT]:
+        problem, draws = (
+            PROBLEMS[name](),
+            num_draws if PROBLEMS[name]().size < 50 else num_draws // 8,
+        )
         mode, hessian = mode_and_hessian(problem)
         root = np.linalg.cholesky(np.linalg.inv(problem.num_data * hessian))
         start, scale = jnp.float32(mode), jnp.float32(root)
@@ -322,7 +424,12 @@ def compared(draws: np.ndarray, name: str, seconds: float, says: str = "") -> Fo
     return Found(three, inside, float(error.max()), divergence, seconds, says)
 
 
-def draw(
+def draw(*arguments: Any, start: Any = None) -> np.ndarray:
+    """The draws of `samples_of`, (chain, draw, D)."""
+    return np.asarray(samples_of(*arguments, start=start).params)
+
+
+def samples_of(
     problem: Problem,
     tx: Any,
     batch_size: int,
@@ -330,9 +437,9 @@ def draw(
     steps: int,
     *,
     start: Any = None,
-    report: list[Any] | None = None,
-) -> np.ndarray:
-    """Every tenth iterate from a fifth of the steps on, (chain, draw, D); from zero, or from a start."""
+    chains: int = CHAINS,
+) -> optperm.Samples:
+    """Every tenth iterate from a fifth of the steps on; from zero, or from a start."""
     n = problem.num_data
 
     def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
@@ -347,19 +454,16 @@ def draw(
 
     first = jnp.zeros(problem.size) if start is None else jnp.float32(start)
     warmup = steps * START // STEPS
-    samples = optperm.draw_samples(
+    return optperm.draw_samples(
         step,
         first,
         tx.init(first),
         jax.random.key(seed),
-        num_chains=CHAINS,
+        num_chains=chains,
         num_draws=(steps - warmup) // THINNING,
         thinning=THINNING,
         warmup=warmup,
     )
-    if report is not None:
-        report.append(optperm.posterior_report(samples))
-    return np.asarray(samples.params)
 
 
 def _sentence(message: Any) -> str:
@@ -445,25 +549,14 @@ def blackjax_sgld(
 
 
 def rows_of(
-    problem: Problem, batch_size: int, seed: int, steps: int, *, everything: bool
+    problem: Problem, batch_size: int, seed: int, steps: int
 ) -> Iterator[tuple[str, Found]]:
     """Each sampler's name and what it came to."""
-    kinds = ("full", "diagonal") if problem.size < 100 else ("diagonal", "full")
-    for kind in kinds if everything else kinds[:1]:
+    for kind in ("full", "diagonal"):
         tx = filled(problem, batch_size, kind, steps)
-        reports, begin = [], time.process_time()
-        found = timed(
-            lambda tx=tx, reports=reports: draw(
-                problem, tx, batch_size, seed, steps, report=reports
-            ),
-            problem.name,
-        )
-        seconds = time.process_time() - begin
-        for each in reports:
-            size = f", ESS {each.ess_bulk:.0f}, {each.ess_bulk / seconds:.0f} a second;"
-            found = found._replace(says=size + found.says)
+        found = timed(lambda tx=tx: draw(problem, tx, batch_size, seed, steps), problem.name)
         yield f"constant_sgd {kind}", found
-    if not everything:
+    if seed > 0:
         return
     n, (mode, hessian) = problem.num_data, mode_and_hessian(problem)
     largest = float(np.linalg.eigvalsh(hessian)[-1])
@@ -518,6 +611,120 @@ def rows_of(
     yield "Laplace", compared(laplace, problem.name, 0.0)
 
 
+class Verdict(NamedTuple):
+    """What is right, and what the report says of it.
+
+    Attributes:
+      found: Draws beside the reference.
+      ess: The least bulk effective sample size.
+      warnings: The report's.
+    """
+
+    found: Found
+    ess: float
+    warnings: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether sds are within a tenth of the right ones, and means within a tenth of those."""
+        ratios, (low, high) = self.found.ratios, GOAL_RATIOS
+        return low <= ratios[0] and ratios[2] <= high and self.found.mean_error <= GOAL_ERROR
+
+
+def by_defaults(
+    problem: Problem, batch_size: int, seeds: int, steps: int
+) -> tuple[list[Verdict], float]:
+    """A verdict for the chains of each seed, which run side by side, and the processor's seconds."""
+    begin = time.process_time()
+    tx = filled(problem, batch_size, "full", steps)
+    samples = samples_of(problem, tx, batch_size, 0, steps, chains=CHAINS * seeds)
+    jax.block_until_ready(samples)
+    seconds, verdicts = time.process_time() - begin, []
+    for seed in range(seeds):
+        chains = slice(CHAINS * seed, CHAINS * (seed + 1))
+        mine = samples._replace(
+            **{
+                part: jax.tree.map(lambda x, chains=chains: x[chains], getattr(samples, part))
+                for part in ("params", "last_params", "last_opt_state", "starts")
+            }
+        )
+        report = optperm.posterior_report(mine)
+        found = compared(np.asarray(mine.params), problem.name, seconds / seeds)
+        verdicts.append(Verdict(found, report.ess_bulk, report.warnings))
+    return verdicts, seconds
+
+
+def nuts(problem: Problem, seed: int, draws: int = 1000) -> tuple[np.ndarray, float]:
+    """The draws of BlackJAX's NUTS, (chain, draw, D), after its own warm-up, and the seconds."""
+    import blackjax  # noqa: PLC0415
+
+    def log_density(w: jax.Array) -> jax.Array:
+        return -problem.num_data * problem.loss_fn(w, problem.data)
+
+    @jax.jit
+    @jax.vmap
+    def run(key: jax.Array) -> jax.Array:
+        warming, sampling = jax.random.split(key)
+        adaptation = blackjax.window_adaptation(blackjax.nuts, log_density)
+        (state, parameters), _ = adaptation.run(warming, jnp.zeros(problem.size), draws)
+        kernel = blackjax.nuts(log_density, **parameters)
+
+        def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+            state, _ = kernel.step(key, state)
+            return state, state.position
+
+        return jax.lax.scan(step, state, jax.random.split(sampling, draws))[1]
+
+    begin = time.process_time()
+    found = np.asarray(run(jax.random.split(jax.random.key(seed), CHAINS)))
+    return found, time.process_time() - begin
+
+
+def _cells(verdicts: list[Verdict], seconds: float) -> dict[str, str]:
+    """The extremes over seeds, and draws a second of all."""
+    ratios = [verdict.found.ratios for verdict in verdicts]
+    return {
+        "sd": f"{min(r[0] for r in ratios):.2f} to {max(r[2] for r in ratios):.2f}",
+        "mean": f"{max(v.found.mean_error for v in verdicts):.2f}",
+        "ESS": f"{min(v.ess for v in verdicts):,.0f}",
+        "ESS_a_second": f"{sum(v.ess for v in verdicts) / seconds:.0f}",
+    }
+
+
+def defaults_table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints and returns what constant SGD comes to with nothing chosen, beside NUTS."""
+    rows, steps, seeds = [], arguments.steps, arguments.seeds
+    for name in arguments.problems:
+        problem = PROBLEMS[name]()
+        size = {"N": f"{problem.num_data:,}", "D": problem.size}
+        if arguments.nuts:
+            draws, seconds = nuts(problem, 0)
+            chains = optperm.Samples(draws, draws[:, -1], (), jnp.int32(1), jnp.int32(1))
+            report = optperm.posterior_report(chains)
+            verdict = Verdict(compared(draws, name, seconds), report.ess_bulk, ())
+            cells = _cells([verdict], seconds) | {"seconds": f"{seconds:.0f}"}
+            print(f"{name:12} NUTS  {cells}", flush=True)
+            RESULTS.row("NUTS", problem=name, **size, **cells)
+        for batch_size in arguments.batch_sizes:
+            verdicts, seconds = by_defaults(problem, batch_size, seeds, steps)
+            right = [verdict.is_right for verdict in verdicts]
+            warned = [text for verdict in verdicts for text in verdict.warnings]
+            few = all("R-hat" in text or "draw more" in text for text in warned)
+            cells = _cells(verdicts, seconds) | {
+                "seconds": f"{seconds / seeds:.0f}",
+                "right": f"{sum(right)} of {seeds}",
+                "warnings": "nothing" if not warned else "ask for more draws" if few else "others",
+            }
+            says = sorted({_sentence(text) for verdict in verdicts for text in verdict.warnings})
+            print(f"{name:12} S {batch_size:3} {cells} {says}", flush=True)
+            for verdict in verdicts:
+                print(f"    {verdict.found}", flush=True)
+            title = f"Constant SGD, batches of {batch_size}"
+            RESULTS.row(title, problem=name, **size, **cells)
+            rows.append({"problem": name, "batch_size": batch_size, "verdicts": verdicts})
+    return rows
+
+
 def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Prints and returns all figures."""
     rows = []
@@ -528,10 +735,7 @@ def table(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         problem = PROBLEMS[name]()
         for batch_size in arguments.batch_sizes:
             for seed in range(arguments.seeds):
-                everything = not arguments.defaults and seed == 0
-                for method, found in rows_of(
-                    problem, batch_size, seed, arguments.steps, everything=everything
-                ):
+                for method, found in rows_of(problem, batch_size, seed, arguments.steps):
                     print(f"{name:10} S {batch_size:3} seed {seed} {method:26} {found}", flush=True)
                     least, _, most = (f"{ratio:.2f}" for ratio in found.ratios)
                     divergence = found.divergence
@@ -769,11 +973,12 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Runs what is asked for, and returns the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--make-reference", action="store_true")
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS)[:4])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 8, 32, 128])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=[])
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="1, 8, 32 and 128")
     parser.add_argument("--seeds", type=int, help="3, or 5 with --mlp")
     parser.add_argument("--steps", type=int, help=f"{STEPS}, or {MLP_STEPS} with --mlp")
-    parser.add_argument("--defaults", action="store_true", help="constant SGD alone")
+    parser.add_argument("--defaults", action="store_true", help="constant SGD alone, on twelve")
+    parser.add_argument("--nuts", action="store_true", help="NUTS as well, with --defaults")
     results.add_argument(parser)
     parser.add_argument("--mlp", action="store_true", help="the network on the digits")
     parser.add_argument(
@@ -788,9 +993,15 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         RESULTS.write(arguments.json)
         return rows
     if arguments.make_reference:
-        make_reference()
+        make_reference(arguments.problems)
         return []
-    rows = table(arguments)
+    arguments.batch_sizes = arguments.batch_sizes or (
+        [8, 32] if arguments.defaults else [1, 8, 32, 128]
+    )
+    arguments.problems = arguments.problems or list(PROBLEMS)[: 12 if arguments.defaults else 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if arguments.defaults else "default")  # they are in its rows
+        rows = defaults_table(arguments) if arguments.defaults else table(arguments)
     RESULTS.write(arguments.json)
     return rows
 

@@ -22,7 +22,8 @@ class Evaluation:
 
     Attributes:
       value: Scalar, the loss.
-      grad: The gradient, a tree like params.
+      grad: The gradient, a tree like params; of complex ones the conjugate of what `jax.grad` gives, so
+        that a step against it descends, as Optax's rules take it.
       aux: What the loss function returned beside the loss; None without `has_aux`.
       extra_args: Everything a transformation of this library may ask for, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
@@ -126,8 +127,9 @@ def evaluate(
         grad_fn: Any = None,
         per_example_grad_fn: Any = None,
         example_grad_fn: Any = None,
+        full_grad_fn: Any = None,
     ) -> jax.Array:
-        del grad_fn, per_example_grad_fn, example_grad_fn
+        del grad_fn, per_example_grad_fn, example_grad_fn, full_grad_fn
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
@@ -135,7 +137,8 @@ def evaluate(
         params: optax.Params, examples: Any
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
         local = varying_like(trained_part(params), examples, axis_name)
-        return jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
+        found, grad = jax.value_and_grad(loss_and_aux, has_aux=True)(local, examples)
+        return found, jax.tree.map(jnp.conj, grad)
 
     # The opaque mode of Optax's SAM passes the number of its inner step too.
     def grad_fn(
@@ -154,7 +157,8 @@ def evaluate(
         local = varying_like(trained_part(params), batch, axis_name)
 
         def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
-            return jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
+            grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
+            return jax.tree.map(jnp.conj, grad)
 
         return map_examples(grad_of_one, loss_fn, part_of(batch, start, size), first=start)
 
@@ -207,7 +211,7 @@ def checked_loss(
         what = f"{jnp.result_type(loss)}{list(shape)}" if is_number else type(loss).__name__
         raise TypeError(
             f"loss_fn must return a real scalar, the mean loss over the batch, got {what}. "
-            "If it returns (loss, aux), pass has_aux=True."
+            "If it returns (loss, aux), pass has_aux=True; optperm.with_loss takes the loss alone."
         )
     return loss, aux
 

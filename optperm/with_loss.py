@@ -11,7 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import as_key, is_key, key_data
-from optperm.contract.transformation import transformation
+from optperm.contract.transformation import known_extra_args, transformation
 from optperm.evaluation import LossFn, evaluate, num_examples
 
 if TYPE_CHECKING:
@@ -97,14 +97,13 @@ def with_loss(
     if batch_size is not None:
         checks.check_static_count("batch_size", batch_size)
     checks.check_seed("seed", seed)
-    inner = optax.with_extra_args_support(tx)
 
     def drawn(key: jax.Array, number: int) -> Any:
         indices = jax.random.randint(key, (number,), 0, size)
         return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
 
     def init(params: optax.Params) -> WithLossState:
-        return WithLossState(jnp.zeros([], jnp.int32), key_data(seed), inner.init(params))
+        return WithLossState(jnp.zeros([], jnp.int32), key_data(seed), tx.init(params))
 
     def update(
         updates: optax.Updates, state: WithLossState, params: optax.Params, **extra_args: Any
@@ -126,7 +125,8 @@ def with_loss(
             return evaluate(loss_fn, params, fresh(data)).grad
 
         extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
-        moves, inner_state = inner.update(e.grad, state.inner_state, params, **extras)
+        extras = known_extra_args(tx, extras)
+        moves, inner_state = tx.update(e.grad, state.inner_state, params, **extras)
         count = optax.safe_increment(state.count)
         return cast_like(moves, params), WithLossState(count, state.key, inner_state)
 

@@ -43,6 +43,13 @@ def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
         chex.assert_trees_all_close(after, by_hand["w"], rtol=1e-5)
 
 
+def test_line_searches_of_optax_and_methods_that_take_no_extra_arguments_run(lenient):
+    search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
+    for tx in (optax.lbfgs(), search, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))):
+        params, _ = run(optperm.with_loss(tx, loss_fn, DATA), num_steps=40)
+        assert loss_fn(jax.tree.map(lambda w: w[-1], params), DATA) < 0.3 * loss_fn(START, DATA)
+
+
 def recorded(num_examples):
     """Keeps the gradient, the loss and the examples' gradients that it is given."""
 

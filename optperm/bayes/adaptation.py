@@ -28,8 +28,10 @@ _ERRORS = 2.0
 _SPREAD = 0.5
 # The largest eigenvalue is looked for in the first ten estimates and every tenth, with five in memory.
 _POWER_EVERY, _FORGETTING = 10, 5.0
-# In units of its largest, what is no eigenvalue of C but rounding.
+# In units of its largest, what is no eigenvalue of a matrix of correlations but rounding.
 _NOTHING = 1e-7
+# Gradients are rounded by so many of their dtype's epsilon.
+_ROUNDING = 10.0
 
 
 class Adaptation(NamedTuple):
@@ -37,7 +39,9 @@ class Adaptation(NamedTuple):
 
     Attributes:
       estimates: Estimates in this window.
-      covariance: The mean of :math:`\hat C`: (D, D), a tree like params, or the mean of its diagonal.
+      covariance: The mean of :math:`\hat C`: of the full preconditioner :math:`W^\top \hat C W`, (D, D),
+        in the coordinates of the kernel; else its diagonal, a tree like params, or the mean of that.
+      units: Of the full preconditioner, the mean of the diagonal of :math:`\hat C` itself, (D,).
       noise: The last :math:`w_i^\top \hat C w_i`, of the form of the kernel's noise.
       repeated: The mean over entries of the product of two :math:`w_i^\top \hat C w_i h_i / s` in a row.
       curvature: The mean of :math:`q_i = z_i (H^{1/2} A H^{1/2} z)_i`.
@@ -49,6 +53,7 @@ class Adaptation(NamedTuple):
 
     estimates: Int32[Array, ""]
     covariance: PyTree[Float[Array, "..."]]
+    units: Any  # Float[Array, "d"], or ()
     noise: PyTree[Float[Array, "..."]]
     repeated: Float32[Array, ""]
     curvature: PyTree[Float[Array, "..."]]
@@ -85,9 +90,50 @@ def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKer
         zero() + 1, zero() + 1, jnp.zeros([], jnp.int32), zero() > 0,
     )  # fmt: skip
     return kernel, Adaptation(
-        jnp.zeros([], jnp.int32), covariance, zeros(), zero(), zeros(), zeros(),
-        normal_like(key_data(0), params), zero(), zero(),
+        jnp.zeros([], jnp.int32), covariance, zeros() if is_full else (), zeros(), zero(), zeros(),
+        zeros(), normal_like(key_data(0), params), zero(), zero(),
     )  # fmt: skip
+
+
+def warm_up(
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    batch: BatchGradients,
+    estimator: Any,
+    h: Any,
+    scale: jax.Array,
+    key: jax.Array,
+    *,
+    is_open: jax.Array,
+    ends_window: jax.Array,
+    **limits: Any,
+) -> tuple[NoiseKernel, Adaptation, jax.Array]:
+    """Return the kernel of the next step, what its window has seen, and whether a gradient is no mean.
+
+    Args:
+      seen: What the window had seen before.
+      kernel: Its kernel.
+      batch: The gradients.
+      estimator: Which estimator of C.
+      h: The steps by this kernel.
+      scale: s.
+      key: A raw key.
+      is_open: Whether this step learns.
+      ends_window: Whether the window ends with it.
+      **limits: Those of `hand_over`.
+    """
+    h = probing_steps(kernel, h)
+    seen, is_uneven = cond(
+        is_open & (scale > 0),
+        lambda: learn(seen, kernel, batch, estimator, h, scale, key),
+        lambda: (seen, jnp.zeros([], jnp.bool_)),
+    )
+    kernel, seen = cond(
+        ends_window,
+        lambda: hand_over(seen, kernel, h, scale, **limits),
+        lambda: (kernel, seen),
+    )
+    return kernel, seen, is_uneven
 
 
 def learn(
@@ -121,12 +167,16 @@ def learn(
     def outer(deviations: optax.Updates) -> Any:
         if not is_full:
             return OUTER[form](deviations), jnp.sum(_along(deviations, v) ** 2)
-        rows = jnp.matmul(rows_of(deviations), kernel.basis, precision="highest")
-        return matrix(deviations), jnp.sum(rows**2, axis=0)
+        # W^T C W keeps what C itself would lose in rounding: its condition is squared
+        rows = rows_of(deviations)
+        coordinates = jnp.matmul(rows, kernel.basis, precision="highest")
+        return matrix(coordinates), jnp.sum(rows**2, axis=0)
 
     (c_hat, noise), is_uneven = ESTIMATES[estimator](batch, outer)
-    correlation = seen.correlation
-    if not is_full:
+    correlation, units = seen.correlation, ()
+    if is_full:
+        units, noise = _towards(seen.units, noise, n), jnp.diagonal(c_hat)
+    else:
         # v^T (C + b) v over v^T diag(C + b) v, v = H s
         assumed, b = (
             inner(v, times(x, v)).astype(jnp.float32)
@@ -154,6 +204,7 @@ def learn(
     new = seen._replace(
         estimates=seen.estimates + 1,
         covariance=covariance,
+        units=units,
         noise=noise,
         repeated=repeated.astype(jnp.float32),
         correlation=correlation.astype(jnp.float32),
@@ -251,9 +302,13 @@ def hand_over(
       rho: The largest rho.
     """
     n = jnp.maximum(seen.estimates, 1).astype(jnp.float32)
-    noise, basis = seen.covariance, kernel.basis
+    found, noise, basis = seen.covariance, seen.covariance, kernel.basis
     if not isinstance(basis, tuple):
-        noise, basis = decompose(seen.covariance)
+        # W_new = W R, with R^T (W^T C W) R = Lambda
+        units = jnp.matmul(basis.T * seen.units[None], basis, precision="highest")
+        found = jnp.diagonal(seen.covariance)
+        noise, rotation = decompose(seen.covariance, units)
+        basis = jnp.matmul(basis, rotation, precision="highest")
 
     # What was seen of the curvature is in the coordinates of the old kernel's steps
     def curvature_of(mean: jax.Array, square: jax.Array, h: jax.Array) -> jax.Array:
@@ -266,15 +321,11 @@ def hand_over(
 
     curvature = jax.tree.map(curvature_of, seen.curvature, seen.square, h)
     if not isinstance(basis, tuple):
-        # W_new = W_old R, and W_old^-1 = W_old^T diag(C_old)
-        diagonal = 1 / jnp.sum(kernel.basis**2, axis=1)
-        rotation = jnp.matmul(kernel.basis.T * diagonal[None], basis, precision="highest")
         curvature = jnp.matmul((rotation**2).T, curvature, precision="highest")
 
     # Var(share of the batches in a step's noise), over places
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
     weights = jax.tree.map(jnp.multiply, kernel.noise, share)
-    found = _noise_in(kernel, seen.covariance)
     level = jax.tree.map(lambda c, r: (c * r) ** 2, found, share)
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.rho / (1 + kernel.rho)
@@ -309,20 +360,34 @@ def hand_over(
     return optax.tree.where(is_sound, new, kernel), fresh
 
 
-def decompose(covariance: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return Lambda and W with W^T C W = Lambda, by the eigenvectors of the correlations of C.
+def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.Array]:
+    r"""Return Lambda, of ones and zeros, and R with R^T C R = Lambda and R^T U R diagonal.
 
-    So a feature's units do not decide what of C is lost in rounding.
+    C is divided by its own diagonal first, and U decides between the bases that make it one: in float32,
+    neither the units of coordinates nor the condition of C decide what is lost in rounding.
+
+    Args:
+      covariance: C, in some coordinates.
+      units: U, that of gradients whose entries vary as much and are independent: diag(C) for entries.
     """
+    least = (_ROUNDING * jnp.finfo(units.dtype).eps) ** 2 * jnp.diagonal(units)
     diagonal = jnp.diagonal(covariance)
-    logarithms = jnp.where(diagonal > 0, jnp.log(jnp.where(diagonal > 0, diagonal, 1.0)), 0.0)
-    typical = jnp.exp(
-        jnp.sum(logarithms) / jnp.maximum(jnp.sum(diagonal > 0), 1).astype(logarithms.dtype)
+    is_seen = diagonal > least
+    root = jnp.sqrt(jnp.where(is_seen, diagonal, jnp.where(least > 0, jnp.diagonal(units), 1.0)))
+    scale = root[:, None] * root[None]
+    noise, vectors = jnp.linalg.eigh(
+        jnp.where(is_seen[:, None] & is_seen[None], covariance / scale, 0.0)
     )
-    root = jnp.sqrt(jnp.where(diagonal > 0, diagonal, typical))
-    noise, vectors = jnp.linalg.eigh(covariance / (root[:, None] * root[None]))
-    noise = jnp.where(noise > _NOTHING * len(noise), noise, 0.0)
-    return noise, vectors / root[:, None]
+    is_noise = noise > _NOTHING * len(noise)
+    whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
+    within = jnp.matmul(whitened.T, jnp.matmul(units / scale, whitened, precision="highest"))
+    # What has no noise comes first here as well.
+    first = jnp.diag(jnp.where(is_noise, 0.0, -jnp.max(jnp.diagonal(within))))
+    _, rotation = jnp.linalg.eigh(
+        jnp.where(is_noise[:, None] & is_noise[None], within, 0.0) + first
+    )
+    basis = jnp.matmul(whitened, rotation, precision="highest") / root[:, None]
+    return is_noise.astype(noise.dtype), basis
 
 
 def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
@@ -334,14 +399,6 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
     typical = total / jnp.maximum(count, 1).astype(total.dtype)
     return jax.tree.map(lambda h: jnp.where(h > 0, h, typical.astype(h.dtype)), h)
-
-
-def _noise_in(kernel: NoiseKernel, covariance: Any) -> Any:
-    """Return w_i^T C w_i."""
-    if isinstance(kernel.basis, tuple):
-        return covariance
-    product = jnp.matmul(covariance, kernel.basis, precision="highest")
-    return jnp.sum(kernel.basis * product, axis=0)
 
 
 def _along(rows: Any, v: Any) -> jax.Array:

@@ -128,7 +128,7 @@ def interval_coverage(
       The share for each level, (levels,).
 
     Raises:
-      ValueError: If shapes do not match, or a level is out of range.
+      ValueError: If shapes do not match, a number is not finite, or a level is out of range.
 
     Example:
       >>> import numpy as np, optperm
@@ -142,6 +142,8 @@ def interval_coverage(
             "draws must have shape (chain, draw, n) and targets (n,), got "
             f"{values.shape} and {y.shape}."
         )
+    if not (np.all(np.isfinite(values)) and np.all(np.isfinite(y))):
+        raise ValueError("draws and targets must be finite.")
     p = np.asarray(levels, np.float64)
     if p.ndim != 1 or not np.all((p > 0) & (p < 1)):
         raise ValueError(f"levels must be numbers in (0, 1), got {levels}.")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.adaptation import Adaptation, begin, hand_over, learn, probing_steps
+from optperm.bayes.adaptation import Adaptation, begin, warm_up
 from optperm.bayes.covariance import (
     NEEDS,
     Estimator,
@@ -21,16 +21,14 @@ from optperm.bayes.covariance import (
     check_noise_arguments,
 )
 from optperm.bayes.kernel import NoiseKernel, flat, times
-from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, three_point_like
-from optperm.bayes.warmup import diagonal_newton, warmup
+from optperm.bayes.warmup import after_burn_in, diagonal_newton, warmup
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.switching import switch_after
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32, UInt32
@@ -190,7 +188,7 @@ def constant_sgd(
       and nothing that scales updates behind. The diagonal and the scalar preconditioner do not know how
       gradients are correlated: there variances are between half and twice the right ones.
 
-      The full preconditioner keeps three matrices of D x D, decomposes one of them at the end of each
+      The full preconditioner keeps three matrices of D x D, decomposes two at the end of each
       window, and multiplies by two of them in a step. Params of 16 bits have a copy in float32.
       `optperm.sample` owns the loop, and `optperm.posterior_report` says whether draws can be trusted.
     """
@@ -254,21 +252,14 @@ def constant_sgd(
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
 
         # While the warm-up is open it learns; what a window learned is the next one's kernel
-        probing = probing_steps(kernel, h)
-        adaptation, is_uneven = cond(
-            schedule.is_open(count) & (scale > 0),
-            lambda: learn(
-                state.adaptation, kernel, batch, estimator, probing, scale, fold(state.key, ~count)
-            ),
-            lambda: (state.adaptation, jnp.zeros([], jnp.bool_)),
-        )
-        next_kernel, adaptation = cond(
-            schedule.ends_window(count + 1),
-            lambda: hand_over(
-                adaptation, kernel, probing, scale,
+        next_kernel, adaptation, is_uneven = cond(
+            schedule.is_over(count),
+            lambda: (kernel, state.adaptation, jnp.zeros([], jnp.bool_)),
+            lambda: warm_up(
+                state.adaptation, kernel, batch, estimator, h, scale, fold(state.key, ~count),
+                is_open=schedule.is_open(count), ends_window=schedule.ends_window(count + 1),
                 limit=c * rate, momentum_factor=momentum_factor, rho=rho,
             ),
-            lambda: (kernel, adaptation),
         )  # fmt: skip
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),
@@ -290,11 +281,12 @@ def constant_sgd(
         needs=NEEDS[estimator] | _NEEDS_CURVATURE,
         axis_name=axis_name,
     )
-    steps = [sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu)]
     if burn_in_optimizer is None:
         burn_in_optimizer = diagonal_newton(axis_name)
-    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return with_masters(switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True))
+    return after_burn_in(
+        burn_in, burn_in_optimizer, sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
+        learning_rate=learning_rate, temperature=temperature,
+    )  # fmt: skip
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.special
-import scipy.stats
 
 from optperm.bayes.constant_sgd import ConstantSgdState
 from optperm.bayes.langevin import SghmcState, SgldState
@@ -117,7 +115,7 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
       variance added by the steps    0.02...
       not checked: All chains began at one point, so R-hat cannot tell of other modes.
       not checked: The variance that the noise of the batches adds: no gradients of examples were seen.
-      not checked: That batches are drawn with replacement.
+      not checked: That batches are drawn with replacement, and nothing changes updates behind.
       >>> report.warnings
       ()
 
@@ -226,7 +224,11 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
     kernels = [state.kernel for state in find_states(opt_state, ConstantSgdState)]
     if samples.starts is not None and _is_same(samples.starts):
         unchecked.insert(0, _ONE_START)
-    unchecked.append("That batches are drawn with replacement.")
+    unchecked.append("That batches are drawn with replacement, and nothing changes updates behind.")
+    if not find_states(opt_state, SAMPLERS):
+        unchecked.append(
+            "That the steps sample this posterior: there is no state of a sampler here."
+        )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         unchecked.append(f"Other entries than {_MOST_ENTRIES}, spread evenly.")
     one = kernels[0] if len(kernels) == 1 else None
@@ -240,7 +242,7 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
         drift=None if one is None else float(np.mean(one.drift)),
         step_bias=step_bias,
         batch_bias=batch_bias,
-        unmoved=int(np.sum(~moving)),
+        unmoved=int(np.sum(~moving)) if values.shape[1] > 1 else 0,
         not_checked=tuple(unchecked),
         warnings=tuple(found),
     )
@@ -496,6 +498,9 @@ def _split(values: np.ndarray) -> np.ndarray:
 
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
+    import scipy.special  # noqa: PLC0415 - it takes as long as all of JAX
+    import scipy.stats  # noqa: PLC0415
+
     # Blom's offsets, as in the paper.
     flat = values.reshape(-1, values.shape[2])
     ranks = scipy.stats.rankdata(flat, axis=0)

@@ -24,12 +24,12 @@ from optperm.bayes.covariance import (
 )
 from optperm.bayes.kernel import NoiseKernel, times
 from optperm.bayes.masters import with_masters
+from optperm.bayes.warmup import after_burn_in
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.switching import switch_after
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
@@ -270,8 +270,8 @@ def mandt_sgd(
         steps.insert(1, optax.trace(momentum))
     if burn_in_optimizer is None:
         return with_masters(optax.with_extra_args_support(optax.chain(*steps)))
-    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    return with_masters(switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True))
+    schedules = {"learning_rate": learning_rate, "temperature": temperature}
+    return after_burn_in(burn_in, burn_in_optimizer, *steps, **schedules)
 
 
 def _estimate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from optperm.bayes.sampling import Samples, run_chains, steps_to_learn
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import is_key
+from optperm.contract.shardings import explicit_sharding
 from optperm.contract.states import without_variables
 from optperm.evaluation import evaluate
 from optperm.placement import apply_updates
@@ -31,7 +33,7 @@ _WARMUP = 1000
 Sampler = Callable[[int, int], optax.GradientTransformation]
 
 
-def sample(  # noqa: PLR0915
+def sample(
     loss_fn: Callable[[Any, Any], jax.Array],
     data: Any,
     params: optax.Params,
@@ -87,7 +89,7 @@ def sample(  # noqa: PLR0915
     Raises:
       TypeError: If an argument is of the wrong type.
       ValueError: If a count is below 1, leaves of the data differ in length, there are fewer examples
-        than in a batch, or starts do not match the params.
+        than in a batch, starts do not match the params, or those lie on a mesh with explicit axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -122,12 +124,13 @@ def sample(  # noqa: PLR0915
     num_data = _num_examples(data)
     if num_data < batch_size:
         raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
-    tx = optax.with_extra_args_support(sampler(num_data, batch_size))
+    with warnings.catch_warnings():
+        # Of all examples drawn with replacement the gradient has its noise.
+        warnings.filterwarnings("ignore", "batch_size is num_data")
+        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
     jax.eval_shape(tx.init, params)  # which refuses what cannot be sampled
 
-    def loss(params: Any, batch: Any) -> jax.Array:
-        value = loss_fn(params, batch)
-        return value if log_prior is None else value - log_prior(params) / num_data
+    loss = loss_fn if log_prior is None else _with_prior(loss_fn, log_prior, num_data)
 
     def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
@@ -136,14 +139,11 @@ def sample(  # noqa: PLR0915
         return apply_updates(params, updates, opt_state), opt_state
 
     keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
-    if starts is None:
-        size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-        begun = jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
-        if size <= _MOST_TO_SEARCH:
-            begun = _spread(params, keys[0], num_chains)
-            begun = jax.jit(jax.vmap(functools.partial(_search, lambda p: loss(p, data))))(begun)
-    else:
-        begun = _given(starts, params, keys[0], num_chains)
+    begun = (
+        _searched(lambda p: loss(p, data), params, keys[0], num_chains)
+        if starts is None
+        else _given(starts, params, keys[0], num_chains)
+    )
     part = -(-num_draws // _PARTS)
 
     counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
@@ -193,6 +193,23 @@ def sample(  # noqa: PLR0915
     return samples
 
 
+def _with_prior(
+    loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
+) -> Callable[[Any, Any], jax.Array]:
+    """Return the loss of a batch less the share of one example in the log prior."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        density = jnp.asarray(log_prior(params))
+        if density.ndim or not jnp.issubdtype(density.dtype, jnp.floating):
+            raise TypeError(
+                "log_prior must return a single real number, got "
+                f"{density.dtype}{list(density.shape)}: sum the log densities of all params."
+            )
+        return loss_fn(params, batch) - density / num_data
+
+    return loss
+
+
 def _num_examples(data: Any) -> int:
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
     if len(lengths) != 1 or lengths == {()}:
@@ -201,6 +218,21 @@ def _num_examples(data: Any) -> int:
         )
     ((length,),) = lengths
     return int(length)
+
+
+def _searched(
+    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
+) -> Any:
+    """Return an optimum for each chain, or the params themselves where there are many of them."""
+    if any(map(explicit_sharding, jax.tree.leaves(params))):
+        raise ValueError(
+            "params lie on a mesh with explicit axes, where sample cannot search for starts: use a mesh "
+            "with automatic axes, or a loop of your own and draw_samples."
+        )
+    if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
+        return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
+    begun = _spread(params, key, num_chains)
+    return jax.jit(jax.vmap(functools.partial(_search, loss)))(begun)
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
@@ -226,9 +258,14 @@ def _given(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -
     return cast_like(starts, wanted)
 
 
-def _search(loss: Callable[[Any], jax.Array], params: optax.Params) -> Any:
+def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
     """Return an optimum by L-BFGS; where its loss is not finite or no lower, the start."""
-    tx = optax.lbfgs()
+    # Optax's line search takes losses and params of one dtype, and 16 bits are too few for it.
+    dtype, given, tx = jnp.result_type(jnp.float32, *jax.tree.leaves(params)), params, optax.lbfgs()
+    params = optax.tree.cast(params, dtype)
+
+    def loss(params: Any) -> jax.Array:
+        return loss_fn(params).astype(dtype)
 
     def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
         at, state = carry
@@ -239,4 +276,4 @@ def _search(loss: Callable[[Any], jax.Array], params: optax.Params) -> Any:
 
     (found, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=_SEARCHES)
     is_lower = loss(found) < loss(params)
-    return optax.tree.where(is_lower, found, params)
+    return cast_like(optax.tree.where(is_lower, found, params), given)

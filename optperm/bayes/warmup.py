@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes.covariance import BatchGradients
+from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import AxisName
+from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
+from optperm.switching import switch_after
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
@@ -56,6 +59,10 @@ class Warmup(NamedTuple):
         start, *_, last = self.ends()
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
+    def is_over(self, count: jax.Array) -> jax.Array:
+        """Return whether nothing is learned any more."""
+        return count >= jnp.asarray(self.freeze_after, jnp.int32)
+
     def ends_window(self, count: jax.Array) -> jax.Array:
         """Return whether a window ends where so many steps have been taken."""
         _, *ends = self.ends()
@@ -93,6 +100,35 @@ def warmup(
         enough = (int(freeze_after) - int(burn_in)) // _ENOUGH
         every = max(1, min(int(batch_size) // 2 if is_seen else 1, enough, _ESTIMATE_EVERY))
     return Warmup(burn_in, freeze_after, every)
+
+
+def after_burn_in(
+    burn_in: int | jax.Array,
+    burn_in_optimizer: optax.GradientTransformation,
+    *steps: optax.GradientTransformation,
+    **schedules: optax.ScalarOrSchedule,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the steps of a sampler, which another optimizer moves to an optimum in the burn-in.
+
+    Args:
+      burn_in: For how many steps.
+      burn_in_optimizer: That optimizer.
+      *steps: The sampler's, which see the burn-in too.
+      **schedules: Its schedules by their names. In the conditional of the burn-in they are traced, so
+        that one which is out of range has to be named here.
+    """
+    checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
+    inner = switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True)
+
+    def update(
+        g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        found = inner.update(g, state, params, **extra_args)
+        for name, schedule in schedules.items():
+            resolve_schedule(name, schedule, state.count)
+        return found
+
+    return with_masters(transformation(inner.init, update, method="constant_sgd", is_wrapper=True))
 
 
 class NewtonState(NamedTuple):

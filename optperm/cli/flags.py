@@ -27,13 +27,6 @@ def finite(kind: Any, value: float) -> None:
         raise ValueError("Must be a finite number.")
 
 
-def known_model(kind: Any, value: str) -> None:
-    """Raise a ValueError for what is neither a network of the command nor a class."""
-    module, _, name = value.partition(":")
-    if value not in ("mlp", "cnn") and not (module and name.isidentifier()):
-        raise ValueError('Choose from: "mlp", "cnn", or module:Class of your own.')
-
-
 Whole = Annotated[int, whole_from(1)]
 Share = Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))]
 Switch = Annotated[bool, Parameter(negative=())]
@@ -64,7 +57,7 @@ class Network:
 
     data: str = "digits"
     valid_share: Share = 0.0
-    model: Annotated[str, Parameter(validator=known_model)] = "mlp"
+    model: str = "mlp"
     hidden: Annotated[int, whole_from(1, 2**20)] = 256
     batch_size: Whole = 50
     devices: Whole = 1

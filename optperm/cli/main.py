@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line: some arguments, by default those of the process.
 
     The exit code is 0; 1 if data, files, the installation or a loss that diverged are at fault; 2 if the
-    command line is; 130 if Ctrl-C ended it.
+    command line is; 130 if Ctrl-C ended it, 143 if SIGTERM did.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 import optax.contrib
+from docstring_parser import DocstringStyle, parse
 
 import optperm
 from optperm.contract import checks
@@ -76,7 +77,8 @@ class Method:
             default, about = entry if isinstance(entry, tuple) else (entry, "")
             found[name] = Flag(default, about, type(default))
         for function in self.of or (self.build,):
-            described = _descriptions(function)
+            docstring = parse(inspect.getdoc(function) or "", DocstringStyle.GOOGLE)
+            described = {each.arg_name: each.description or "" for each in docstring.params}
             for name, parameter in inspect.signature(function).parameters.items():
                 default, about, _ = found.get(name, (parameter.default, "", None))
                 # A flag is a number, where a function may take a schedule.
@@ -87,7 +89,7 @@ class Method:
                 if kind is str or default is None:  # then its choices, or the type that it may have
                     kind = parameter.annotation
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
-                found[name] = Flag(default, about or described.get(name, ""), kind)
+                found[name] = Flag(default, about or _plain(described.get(name, "")), kind)
         return found
 
     def defaults(self) -> dict[str, Hyperparameter]:
@@ -105,14 +107,8 @@ class Method:
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
 
 
-def _descriptions(function: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of each parameter, its mathematics as plain text."""
-    section = re.split(r"^\w+:\n", inspect.getdoc(function) or "", flags=re.MULTILINE)[1]
-    entries = re.findall(r"^  (\w+): (.*?)(?=^  \w|\Z)", section, flags=re.MULTILINE | re.DOTALL)
-    return {name: _plain(text) for name, text in entries}
-
-
 def _plain(text: str) -> str:
+    """Return what a docstring says of a parameter, its mathematics as plain text."""
     text = " ".join(text.split())
     for written, read in (
         (r",? (a number or a schedule|either fixed or evolving)[^;]*?(?=;|\.?$)", ""),
@@ -228,6 +224,11 @@ def _constant_sgd(
     return optperm.mandt_sgd(num_data, batch_size, **options)
 
 
+_IN_SUBSPACES = {
+    "learning_rate": (3e-3, "The step size."),
+    "weight_decay": (0.0, "The decay of all weights, times the step size."),
+    "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+}
 _ENTRIES = (
     Method(
         "sgperm",
@@ -318,9 +319,7 @@ _ENTRIES = (
         "--rank 0.125 --hidden 512",
         (optperm.low_rank,),
         {
-            "learning_rate": (3e-3, "The step size."),
-            "weight_decay": (0.0, "The decay of all weights, times the step size."),
-            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            **_IN_SUBSPACES,
             "residual": (True, "Whether what is outside of the subspace is scaled in."),
         },
     ),
@@ -330,9 +329,7 @@ _ENTRIES = (
         "--rank 1 --by tensor --scale 11.3",
         (optperm.apollo,),
         {
-            "learning_rate": (3e-3, "The step size."),
-            "weight_decay": (0.0, "The decay of all weights, times the step size."),
-            "rank": (0.25, "The rank, or from 0 to 1 the share of each matrix's smaller side."),
+            **_IN_SUBSPACES,
             "scale": (0.0, "A factor on the steps of matrices; 0 for the root of d / r."),
         },
     ),

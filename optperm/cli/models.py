@@ -68,7 +68,7 @@ def _he_uniform(fan_in: int) -> dict[str, Any]:
 
 def build(spec: NetworkSpec) -> nn.Module:
     """Return the network that a spec describes; raise a UsageError if it cannot take such examples."""
-    if ":" in spec.model:
+    if spec.model not in ("mlp", "cnn"):
         return _own(spec)
     if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
         raise UsageError(
@@ -81,6 +81,10 @@ def build(spec: NetworkSpec) -> nn.Module:
 def _own(spec: NetworkSpec) -> nn.Module:
     """Make a linen module of the user's, with those of `num_classes` and `hidden` that it has."""
     module, _, name = spec.model.partition(":")
+    if not (module and name.isidentifier()):
+        raise UsageError(
+            f"--model {spec.model}: choose from mlp, cnn, or module:Class of your own."
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # a program that pip has installed does not look where it is called
     try:
@@ -145,5 +149,5 @@ def _metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
 def accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
     state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
-    found = evaluate_all(_metrics(model), {"x": x, "y": y}, state, batch_size=CHUNK)
+    found = evaluate_all(_metrics(model), {"x": x, "y": y}, CHUNK, state=state)
     return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

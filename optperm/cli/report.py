@@ -1,12 +1,15 @@
 """What a run shows: lines of progress, a table at the end, and pictures."""
 
+import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from optperm.training.history import History
+import numpy as np
+
+from optperm.cli.errors import import_extra
 
 # This many lines of progress at most.
 _LINES = 10
@@ -55,7 +58,8 @@ class Reporter:
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
         if shown["devices"] == 1:
             del shown["devices"]
-        self.table([(_words(name), _plain(value)) for name, value in shown.items()])
+        plain = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
+        self.table([(name.replace("_", " "), value) for name, value in plain.items()])
         self.files(folder)
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
@@ -70,18 +74,30 @@ class Reporter:
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def draw_curve(path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Any) -> None:
-    """Draws what `History.plot` does: each metric over the steps, in training and in testing."""
-    names = {"loss": "train_loss", "accuracy": "train_accuracy", "share_moved": "share_moved"}
-    tested = "test_accuracy" if records[0]["valid_accuracy"] is None else "valid_accuracy"
-    names |= {"step": "step", "eval_accuracy": tested}
-    rows = [{name: r[key] for name, key in names.items() if r[key] is not None} for r in records]
-    History(steps, rows[1:] or rows).plot(path)
+def draw_curve(
+    path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Mapping[str, Any]
+) -> None:
+    """Draw each metric over the steps, beside its means over epochs and its evaluation."""
+    tested = "test" if records[0]["valid_accuracy"] is None else "valid"
+    names = {"loss": ["train_loss"], "accuracy": ["train_accuracy", f"{tested}_accuracy"]}
+    names |= {"share_moved": ["share_moved"]} if "share_moved" in steps else {}
+    with picture(path, figsize=(6, 2.1 * len(names) + 0.6)) as figure:
+        column = figure.subplots(len(names), sharex=True)
+        for axes, (name, means) in zip(column, names.items(), strict=True):
+            each = steps.get(name, ())
+            axes.plot(range(1, len(each) + 1), each, color="0.7", linewidth=0.8, label="steps")
+            for key in means:
+                rows = [(r["step"], r[key]) for r in records[1:] or records if r[key] is not None]
+                axes.plot(*np.reshape(rows, (-1, 2)).T, ".-", label=key.replace("_", " "))
+            axes.set(ylabel=name.replace("_", " "))
+            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.set(xlabel="step")
 
 
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _plain(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+@contextlib.contextmanager
+def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
+    """A figure in the style of the package, which is saved in the end."""
+    # No pyplot: it would look for a display and keep the figure in its global state.
+    with import_extra("matplotlib.style").context("optperm.pictures"):
+        yield (figure := import_extra("matplotlib.figure").Figure(**options))
+        figure.savefig(path)

@@ -17,7 +17,7 @@ import optax
 
 import optperm
 from optperm.cli import datasets, models, report, run_folder
-from optperm.cli.errors import INTERRUPTED, CliError, UsageError, import_extra
+from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.flags import Network, Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
@@ -253,7 +253,7 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         return 0
     again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
     reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
-    return INTERRUPTED
+    return 128 + int(result.signal)
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:

@@ -286,5 +286,6 @@ def check_axis_is_bound(
     except NameError as error:
         raise ValueError(
             f"{name} {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
-            f"jax.vmap over an axis of that name, or leave {name} out for a single replica."
+            f"jax.vmap over an axis of that name (optperm.training.fit maps over one with devices, mesh "
+            f"or replicas), or leave {name} out for a single replica."
         ) from error

@@ -4,6 +4,7 @@ What each of them promises beside its algorithm is kept once: params that are th
 extra arguments that are there, an axis that is bound, and results of the types in which everything came.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -104,6 +105,14 @@ def transformation(
         return cast_like(new_updates, other), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def known_extra_args(tx: Any, extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra arguments that a transformation takes: `optax.contrib.sam` takes one of them."""
+    parameters = inspect.signature(tx.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(extra_args)
+    return {name: value for name, value in extra_args.items() if name in parameters}
 
 
 def _check_extras(method: str, needs: Mapping[str, str], extra_args: Mapping[str, Any]) -> None:

@@ -60,8 +60,8 @@ Callback = Callable[[Event], bool | None]
 class EarlyStopping:
     """Stops training once a metric of the history's rows has not improved for some time.
 
-    It looks at the rows of epochs, and of evaluations within epochs with `eval_every`; at nothing else:
-    a run that is resumed stops where it would have.
+    It looks at the rows of epochs, and of evaluations within epochs with `eval_every`, which a stream
+    without an end needs; at nothing else: a run that is resumed stops where it would have.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
@@ -85,17 +85,16 @@ class EarlyStopping:
         checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf)
 
     def __call__(self, event: Event) -> bool:
-        """Whether to stop; a ValueError if the epochs have no column of that name."""
+        """Whether to stop; a ValueError if rows have no column of that name."""
         epochs = event.history.epochs
-        if self.monitor not in epochs:
+        if epochs and self.monitor not in epochs:
             raise ValueError(
                 f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
-                f"{', '.join(map(repr, epochs)) or 'no row yet'}. Metrics of the evaluation begin "
-                "with eval_; eval_every=1000 evaluates within epochs, every 1000 steps."
+                f"{', '.join(map(repr, epochs))}. Metrics of the evaluation begin with eval_."
             )
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
-        for value in sign * epochs[self.monitor]:
+        for value in sign * epochs.get(self.monitor, np.zeros(0)):
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
         return since >= self.patience

@@ -1,7 +1,6 @@
 """Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
 import base64
-import functools
 import inspect
 import json
 import math
@@ -18,7 +17,7 @@ from optperm.contract.dtypes import as_array
 from optperm.training import processes
 from optperm.training.history import join_rows
 from optperm.training.layout import Layout
-from optperm.training.terminal import Interrupt
+from optperm.training.terminal import Interrupt, wait_for
 
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
@@ -64,6 +63,7 @@ def is_arrays(name: str, data: Any) -> bool:
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
+        checks.check_arrays(name, data)
         return num_examples(name, data) > 0
     _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
     return False
@@ -179,14 +179,6 @@ class Fed(NamedTuple):
     error: Exception | None = None  # what came instead of the next step
 
 
-def array_facts(data: Any, batch_size: int, seed: int, replace: bool) -> dict[str, Any]:
-    """Tells the batches of arrays from others."""
-    forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", data)
-    facts = {"seed": seed, "batch_size": batch_size, "train_data": str(forms)}
-    facts |= {"batches": "drawn with replacement"} if replace else {}
-    return facts | {"the digest of train_data": processes.digest(data)}
-
-
 class ArrayFeed:
     """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
 
@@ -206,8 +198,6 @@ class ArrayFeed:
         if batch_size % parts:
             says = f"counts the examples of all {parts} devices or replicas, and must be"
             raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
-        # Bound to the data alone: what keeps it keeps none of the arrays on the devices.
-        self.facts = functools.partial(array_facts, data, int(batch_size), seed, replace)
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
         self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
@@ -215,6 +205,13 @@ class ArrayFeed:
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
         self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
         self._began = -math.inf
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells the batches from others."""
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
+        facts = {"seed": self._seed, "batch_size": self._batch_size, "train_data": str(forms)}
+        facts |= {"batches": "drawn with replacement"} if self._replace else {}
+        return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Takes at most so many steps, or until the epoch is over. The carry is given up."""
@@ -233,9 +230,7 @@ class ArrayFeed:
         # Calls that are soon over do not wait for one another.
         while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
             done, count = self._calls.pop(0)
-            start = time.perf_counter()
-            while not done["loss"].is_ready():  # Python hears no signal while it waits for an array
-                time.sleep(min(max(0.01 * (time.perf_counter() - start) - 1e-5, 0.0), 0.1))
+            wait_for(done["loss"])
             done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
         return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 

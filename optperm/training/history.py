@@ -1,16 +1,11 @@
-"""What training recorded: a row for each step and one for each epoch, as arrays, CSV or a plot."""
+"""What training recorded: a row for each step and one for each epoch, as arrays."""
 
-import contextlib
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from optperm.contract.extras import import_optional
-
 Columns = dict[str, np.ndarray]
-Rows = Literal["epochs", "steps"]
 
 
 def join_rows(parts: Sequence[Columns]) -> Columns:
@@ -121,48 +116,3 @@ class History:
         row = {"epoch": epoch, "step": step, "seconds": seconds}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws each metric over the steps, that of the evaluation beside that of training.
-
-        Args:
-          path: Where to save the picture, in the format that its name says; None for nowhere.
-
-        Returns:
-          The `matplotlib.figure.Figure`, which a notebook shows.
-
-        Raises:
-          ImportError: If matplotlib is not installed.
-          ValueError: If there is nothing to draw.
-        """
-        steps, epochs = self.steps, self.epochs
-        names = list(dict.fromkeys([*steps, *(n[5:] for n in epochs if n.startswith("eval_"))]))
-        with picture(path, figsize=(6, 2.1 * len(names) + 0.6)) as figure:
-            if not names:
-                raise ValueError("There is nothing to draw: no step has been recorded yet.")
-            column = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
-            for axes, name in zip(column, names, strict=True):
-                axes.set(ylabel=name)
-                lines = {"evaluation": f"eval_{name}"}
-                if name in steps:
-                    lines = {"epochs": name} | lines
-                    at = np.arange(1, len(steps[name]) + 1)
-                    axes.plot(at, steps[name], color="0.7", linewidth=0.8, label="steps")
-                for label, column_name in lines.items():
-                    if column_name in epochs:
-                        axes.plot(epochs["step"], epochs[column_name], ".-", label=label)
-                axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-            axes.set(xlabel="step")
-        return figure
-
-
-@contextlib.contextmanager
-def picture(path: str | os.PathLike[str] | None, **options: Any) -> Iterator[Any]:
-    """A figure in the house's style, which is saved in the end, if there is a path."""
-    what: Any = {"needed_by": "A picture", "install": "optperm[training]"}
-    figures = import_optional("matplotlib.figure", **what)
-    with import_optional("matplotlib.style", **what).context("optperm.pictures"):
-        # No pyplot: it would look for a display and keep the figure in its global state.
-        yield (figure := figures.Figure(**options))
-        if path is not None:
-            figure.savefig(path)

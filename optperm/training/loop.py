@@ -1,11 +1,12 @@
 """`fit`: trains a Flax model by any method."""
 
+import dataclasses
 import difflib
 import math
 import signal
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Never, get_args
 
 import jax
@@ -25,6 +26,11 @@ _ELSEWHERE = {
     "callbacks": "Pass on_epoch_end, or every={100: callback} for one that is called by steps.",
     "verbose": "Pass progress=True for a bar.",
 }
+# What functions among the arguments are called with, and which arguments need another one.
+_FUNCTIONS = dict.fromkeys(("loss_fn", "eval_fn"), "(params, batch) or (model, batch)")
+_FUNCTIONS["epoch_start"] = "(opt_state, params, full_gradient)"
+_TOGETHER = [("eval_fn", "eval_data"), ("eval_data", "eval_fn"), ("eval_every", "eval_fn")]
+_TOGETHER += [(name, "checkpoints") for name in ("resume", "checkpoint_every", "checkpoint_keep")]
 
 
 def fit(
@@ -58,7 +64,7 @@ def fit(
     on_signal: Literal["raise", "return"] = "raise",
     **unknown: Never,
 ) -> FitResult:
-    r"""Trains a linen `TrainState`, or a model of `flax.nnx` with its optimizer.
+    r"""Train a linen `TrainState`, or a model of `flax.nnx` with its optimizer.
 
     Every step is `optperm.evaluate` on one batch, the method's update with all extra arguments it may
     ask for, and `optperm.apply_updates`. Line searches and second gradients within a step see the batch
@@ -71,37 +77,32 @@ def fit(
 
     Args:
       state_or_model: A `TrainState`, which is left alone; or a model of `flax.nnx`, trained in place.
-      loss_fn: For a `TrainState` `loss_fn(params, batch)`, as `optperm.evaluate` takes it: the scalar
-        mean loss. It may take `model_state` by name as well, and then returns `(loss, new_model_state)`,
-        and `rng`, a key of each step. For a model `loss_fn(model, batch)`, which may change its state.
-        What was compiled of a function object is used again in later calls: as with `jax.jit`, a value
-        from outside that has changed since is not seen.
-      train_data: A tree of arrays that agree in their leading axis (a dict, a tuple or an array),
-        shuffled anew each epoch by `seed` alone (`optperm.training.shuffled`), for a method that samples
-        (`optperm.constant_sgd`, `sgld`, `sghmc`) drawn with replacement; a last part that fills no batch
-        is left out. Or an iterable of batches (a list, a data loader), gone through in each epoch,
-        or a function of the epoch's number, from 1, that gives one. No batch is asked for before the
-        step that takes it. With several processes an iterable brings in each its part of a batch.
-        To `resume`, those of its epoch that were taken before are dropped, unless the iterator has a
-        state to set: pass a new one, as the run began with, as one that has gone on would lose more.
+      loss_fn: For a `TrainState` `loss_fn(params, batch)`, the scalar mean loss as in
+        `optperm.evaluate`. It may take `model_state` by name as well, and then returns
+        `(loss, new_model_state)`, and `rng`, a key of each step. For a model `loss_fn(model, batch)`,
+        which may change its state. As with `jax.jit`, what is compiled of a function object is used in
+        later calls too: a value from outside that has changed since is not seen.
+      train_data: A tree of arrays that agree in their leading axis, shuffled anew each epoch by `seed`
+        alone (`optperm.training.shuffled`), for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`)
+        drawn with replacement; a last part that fills no batch is left out. Or an iterable of batches
+        (a list, a data loader), of each process its part, or a function of the epoch's number, from 1,
+        that gives one; no batch is asked for before its step. To `resume` within an epoch, pass a new
+        iterator: it drops the batches that were taken, or takes the kept state of one that has such.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
       batch_size: Examples a step of all devices together, for arrays.
       seed: Seed of the shuffles.
-      has_aux: Whether `loss_fn` returns metrics as well, as the last of a tuple: a dict of scalars, the
-        means over the batch.
+      has_aux: Whether `loss_fn` returns a dict of scalar metrics, means over the batch, as the last of a
+        tuple.
       eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
-        `model_state`, or `eval_fn(model, batch)`, whose model is a copy in eval mode (`model.eval()`:
-        no dropout, BatchNorm by its running statistics), while training keeps the mode of the model
-        that was passed. It returns a dict of metrics, each a scalar, its mean over the batch, or a pair
-        of scalars, a sum and a count: with masked or weighted examples, or tokens, the sum of the
-        weighted values and that of the weights.
+        `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It returns a dict of metrics,
+        each a scalar, its mean over the batch, or a pair of scalars, a sum and a count: with masked or
+        weighted examples, or tokens, the sum of the weighted values and that of the weights.
       eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
-      eval_every: After how many steps each to evaluate as well, and to add a row to `history.epochs`;
-        for a stream without an end. `EarlyStopping` and `metrics_writer` see each row, wherever they are
-        passed.
+      eval_every: After how many steps each to evaluate as well, and to add a row to `history.epochs`,
+        which `EarlyStopping` and `metrics_writer` see; for a stream without an end.
       keep_best: The column of `history.epochs` by which the result's `best_state` is chosen, such as
         `"eval_loss"`, of which less is better, or `("eval_accuracy", "max")`.
       mesh: A `jax.sharding.Mesh`, whose first axis (or that which the method names) shards batches, or
@@ -123,14 +124,14 @@ def fit(
       checkpoint_keep: How many of the newest to keep; None for all.
       resume: Whether to go on from the newest checkpoint, if there is one, or from that of a step; what
         was kept after it is overwritten. On the same devices it ends bit for bit as if it had never
-        stopped; to another number of replicas with params of their own the kept ones are dealt out in
-        turn. What `loss_fn` computes and the method's hyperparameters are not compared.
+        stopped; another number of replicas takes the kept ones in turn. Neither `loss_fn` nor the
+        method's hyperparameters are compared.
       progress: Whether to show a bar.
       steps_per_call: The most steps by one call of a compiled program, for arrays. Ctrl-C and SIGTERM
         take effect after a call; a second Ctrl-C at once.
-      on_signal: What follows Ctrl-C or SIGTERM once the last checkpoint is written: `"raise"` says so
-        on stderr and sends the signal again, which ends a program that does not handle the signal;
-        `"return"` is for a program that looks at `result.ended`.
+      on_signal: What follows Ctrl-C or SIGTERM after the last checkpoint: `"raise"` says so on stderr
+        and sends the signal again, which ends a program that does not handle it; `"return"` is for a
+        program that looks at `result.ended`.
       **unknown: None; what other libraries call by another name is refused with the name here.
 
     Raises:
@@ -157,13 +158,12 @@ def fit(
     """
     given = dict(locals())
     _check(given)
-    given["keep_best"] = (keep_best, "min") if isinstance(keep_best, str) else keep_best
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
-    result = run.result(ended)
+    result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
     run.warn_if_diverged()
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
@@ -175,54 +175,49 @@ def fit(
     return result
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    """Raises what `fit` says about arguments that can be judged by themselves."""
-    _check_names(given)
+def _check(given: dict[str, Any]) -> None:
+    """Raise what `fit` says about arguments that can be judged by themselves."""
+    for name in given["unknown"]:
+        near = difflib.get_close_matches(name, given, n=1)
+        hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
+        raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
     for name in COUNTS:
         if given[name] is not None:
             checks.check_count(name, given[name])
     checks.check_seed("seed", given["seed"])
     checks.check_flag("has_aux", given["has_aux"])
     checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
-    checks.check_function("loss_fn", given["loss_fn"], "(params, batch) or (model, batch)")
+    for name, arguments in _FUNCTIONS.items():
+        if name == "loss_fn" or given[name] is not None:
+            checks.check_function(name, given[name], arguments)
     if given["epochs"] is None and given["steps"] is None:
         raise ValueError("Pass epochs or steps: how long to train.")
-    _check_evaluation(given)
     if not isinstance(given["resume"], bool):
         checks.check_count("resume", given["resume"], minimum=0)
-    for name in ("resume", "checkpoint_every", "checkpoint_keep"):
-        if given["checkpoints"] is None and not (given[name] is None or given[name] is False):
-            raise ValueError(f"{name} goes with checkpoints: pass those.")
+    for name, needed in _TOGETHER:
+        if given[needed] is None and not (given[name] is None or given[name] is False):
+            raise ValueError(f"{name} goes with {needed}: pass {needed} as well.")
     if not isinstance(given["every"], Mapping | None):
         raise TypeError(f"every must be a dict such as {{100: log}}, got {given['every']!r}.")
     for n in given["every"] or {}:
         checks.check_count("a key of every", n)
-    if given["epoch_start"] is not None:
-        says = "(opt_state, params, full_gradient)"
-        checks.check_function("epoch_start", given["epoch_start"], says)
+    _check_evaluation(given)
 
 
-def _check_names(given: Mapping[str, Any]) -> None:
-    for name in given["unknown"]:
-        near = difflib.get_close_matches(name, given, n=1)
-        hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
-        raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
-
-
-def _check_evaluation(given: Mapping[str, Any]) -> None:
-    for names in (("eval_fn", "eval_data"), ("eval_data", "eval_fn")):
-        if given[names[0]] is not None and given[names[1]] is None:
-            raise ValueError(f"eval_fn and eval_data go together: pass {names[1]} as well.")
-    if given["eval_every"] is not None and given["eval_fn"] is None:
-        raise ValueError("eval_every goes with eval_fn and eval_data: pass those as well.")
-    match given["keep_best"]:
-        case None | str():
-            pass
-        case (str(), mode):
-            checks.check_choice("the mode of keep_best", mode, get_args(Mode))
-        case other:
-            wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
-            raise TypeError(f"keep_best must be {wanted}, got {other!r}.")
-    if given["eval_fn"] is not None:
-        checks.check_function("eval_fn", given["eval_fn"], "(params, batch) or (model, batch)")
-        is_arrays("eval_data", given["eval_data"])
+def _check_evaluation(given: dict[str, Any]) -> None:
+    """Look at what to evaluate and to keep; spell out `keep_best` as a column and a mode."""
+    data, best = given["eval_data"], given["keep_best"]
+    if data is not None and not is_arrays("eval_data", data) and isinstance(data, Iterator):
+        says = "a list, a data loader, or a function of the epoch's number that gives one"
+        raise TypeError(
+            f"eval_data is an iterator, which can be gone through only once: pass {says}."
+        )
+    if best is None:
+        return
+    given["keep_best"] = best = (best, "min") if isinstance(best, str) else best
+    if not (isinstance(best, tuple) and len(best) == 2 and isinstance(best[0], str)):
+        wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
+        raise TypeError(f"keep_best must be {wanted}, got {best!r}.")
+    checks.check_choice("the mode of keep_best", best[1], get_args(Mode))
+    if best[0].startswith("eval_") and given["eval_fn"] is None:
+        raise ValueError(f"keep_best={best[0]!r} goes with eval_fn: pass eval_fn as well.")

@@ -12,10 +12,6 @@ from jax.experimental import multihost_utils
 from optperm.contract.keys import is_key
 
 
-class LostProcessError(RuntimeError):
-    """Another process of the run has ended, and what this one still runs may never come to an end."""
-
-
 def gather(value: Any) -> np.ndarray:
     """An array of each process, stacked."""
     if jax.process_count() == 1:
@@ -24,7 +20,7 @@ def gather(value: Any) -> np.ndarray:
         gathered = np.asarray(multihost_utils.process_allgather(np.asarray(value)))
     except (ValueError, RuntimeError) as error:  # a collective that fails raises either
         says = f"another process has ended or cannot be reached ({error})."
-        raise LostProcessError(says) from error
+        raise RuntimeError(says) from error
     return gathered.reshape(jax.process_count(), *np.shape(value))
 
 

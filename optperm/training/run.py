@@ -40,12 +40,6 @@ from optperm.variance.svrg import warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-# What `fit` has to say on messages that are for loops by hand.
-_ADVICE = {
-    "is not bound here": "fit maps over an axis with devices, mesh or replicas.",
-    "full_grad_fn": "fit takes full gradients between steps: leave out refresh_every and "
-    "refresh_probability, and pass epoch_start=optperm.take_snapshot.",
-}
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
 # Weights stand still if in so many steps less than so much of what first moved still does.
@@ -73,6 +67,7 @@ class FitResult:
       best_state: With `keep_best` the `TrainState`, or a model of `flax.nnx`, of the best row of the
         history; None without, or where the metric was never finite.
       best_step: The steps done by then.
+      signal: The number of the signal that interrupted training; 0 for none.
     """
 
     state: TrainState | None
@@ -84,6 +79,7 @@ class FitResult:
     step: int
     best_state: Any
     best_step: int | None
+    signal: int = 0
 
 
 class Run:
@@ -124,20 +120,15 @@ class Run:
             self.feed = StreamFeed(data, size, layout)
         if jax.process_count() > 1:
             processes.check_same(self.feed.facts())
-        whole: Any = {"model": self.model, "layout": Layout(layout.mesh, layout.batch)}
-        evaluate = functools.partial(
-            evaluate_all, batch_size=given.eval_batch_size or size, **whole
-        )
+        how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
         self.evaluate = given.eval_fn and functools.partial(
-            evaluate, given.eval_fn, given.eval_data
+            evaluate_all, given.eval_fn, given.eval_data, *how
         )
         every = (given.every or {}).items()
         self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
         self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
-        self.eval_every, self.checkpoint_every = (
-            math.inf if every is None else int(every)
-            for every in (given.eval_every, given.checkpoint_every)
-        )
+        self.eval_every = given.eval_every or math.inf
+        self.checkpoint_every = given.checkpoint_every or math.inf
         self.keep_best, self.best = given.keep_best, dict[str, Any]()
         self.at, self.history = Position(), History()
         if given.checkpoints is not None:
@@ -157,16 +148,18 @@ class Run:
             run = checkpoints.read(chosen, self.facts)
             is_dealt = layout.own and run["replicas"] != layout.parts
             like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
-            trees, best = {"state": like}, run["best"] if self.keep_best else {}
-            if best:
+            best, trees = dict(run["best"]), {"state": like}
+            is_kept = best.pop("by", None) == list(self.keep_best or ())
+            if is_kept and "step" in best:
                 trees["best"] = unwrap_keys(whole := merge_replicas(self.carry, layout))
             held, rows = checkpoints.read_arrays(chosen, trees)
-            if best:
-                self.best = best | {"state": wrap_keys(held["best"], whole)}
+            if "best" in trees:
+                best["state"] = wrap_keys(held["best"], whole)
             arrays = layout.deal(held["state"]) if is_dealt else held["state"]
             self.carry = copy_arrays(wrap_keys(arrays, self.carry))
             self.at = Position(*run["position"])
             self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
+            self.best = best if is_kept else self._best_so_far()
             if isinstance(self.feed, StreamFeed):
                 self.feed.go_to(self.at, run["iterator"])
 
@@ -174,8 +167,10 @@ class Run:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
         self._since, stop, code = time.perf_counter(), False, 0
         error: BaseException | None = None
-        if self.at.epoch <= epochs and self.at.step < steps:
-            self._drop_part()
+        goes_on = self.at.epoch <= epochs and self.at.step < steps
+        if goes_on and self.at.offset and self._row is not None and not self._evaluates:
+            row = self.history.epoch_rows.pop()  # of a part: the epoch gets one row when it is over
+            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
             self._add_row()  # an error came between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
@@ -205,19 +200,10 @@ class Run:
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
-    def _drop_part(self) -> None:
-        """Forgets the row of a part of an epoch, which goes on: it gets one row when it is over."""
-        if self.at.offset and self._row is not None and not self._evaluates:
-            row = self.history.epoch_rows.pop()
-            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
-
     def _limit(self, steps: float) -> int:
         """How many steps may be taken until something happens."""
-        at = self.at.step
-        most = min(self.steps_per_call, steps - at, *(n - at % n for n in (2**31, *self.every)))
-        for every in (self.eval_every, self.checkpoint_every):
-            most = min(most, every - at % every)
-        return int(most)
+        at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
+        return int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
 
     def _start_epoch(self) -> None:
         self._warn_if_still()
@@ -237,9 +223,8 @@ class Run:
             opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start's function returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        self.carry = copy_arrays(
-            carry.replace(opt_state=opt_state)
-        )  # it may share the params' memory
+        # It may share the params' memory.
+        self.carry = copy_arrays(carry.replace(opt_state=opt_state))
 
     def _after(self, fed: Fed, steps: float) -> bool:
         """What happens after some steps; whether a callback wants to stop."""
@@ -297,6 +282,22 @@ class Run:
             state = copy_arrays(merge_replicas(self.carry, self.layout))
             self.best = {"value": value, "step": self.at.step, "state": state}
 
+    def _best_so_far(self) -> dict[str, Any]:
+        """Return what has to be beaten where the params of the best row so far were not kept."""
+        name, mode = self.keep_best or ("", "")
+        column = self.history.epochs.get(name, np.zeros(0)) * (1.0 if mode == "min" else -1.0)
+        if not np.any(column < math.inf):
+            return {}
+        best = int(np.nanargmin(column))
+        step = self.history.epochs["step"][best]
+        warnings.warn(
+            "keep_best is new to this run: the params of the best row so far, of step "
+            f"{step}, were not kept. Until a row beats that one best_state is None.",
+            RuntimeWarning,
+            stacklevel=5,  # where fit is called
+        )
+        return {"value": float(column[best])}
+
     def _metrics_of_row(self) -> dict[str, float]:
         return {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
 
@@ -353,8 +354,9 @@ class Run:
         iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
         run |= {"iterator": iterator, "replicas": self.layout.parts}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
+        run["best"]["by"] = list(self.keep_best or ())
         trees = {"state": unwrap_keys(self.carry)}
-        trees |= {"best": unwrap_keys(self.best["state"])} if self.best else {}
+        trees |= {"best": unwrap_keys(self.best["state"])} if "state" in self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
@@ -387,9 +389,6 @@ class Run:
 
     def _rescue(self, error: BaseException) -> None:
         """Saves what has been trained before an error is raised."""
-        for part, advice in _ADVICE.items():
-            if part in str(error):
-                error.add_note(advice)
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
             return
         try:
@@ -419,7 +418,7 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            self._brought_home(self.best["state"]) if self.best else None,
+            self._brought_home(self.best["state"]) if "state" in self.best else None,
             self.best.get("step"),
         )
         if self.checkpoints is not None:

@@ -212,12 +212,12 @@ def _step(
 def evaluate_all(
     eval_fn: Callable[..., Any],
     data: Any,
-    state: TrainState,
-    *,
-    epoch: int = 1,
-    batch_size: int | None = None,
+    batch_size: int | None,
     model: Model = Model(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
+    *,
+    state: TrainState,
+    epoch: int = 1,
 ) -> dict[str, float]:
     """Return the means of metrics over all examples, of arrays so many at once.
 

@@ -34,6 +34,19 @@ def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int, str], 
         yield lambda step, text: bars.update(task, completed=step, description=text)
 
 
+def wait_for(array: jax.Array) -> None:
+    """Wait for an array. Python hears signals meanwhile, unlike in `block_until_ready`."""
+    is_ready = threading.Event()
+
+    def block() -> None:
+        with contextlib.suppress(Exception):  # raised where the array is read
+            array.block_until_ready()
+        is_ready.set()
+
+    threading.Thread(target=block, daemon=True).start()
+    is_ready.wait()
+
+
 class Interrupt:
     """A context in which SIGTERM and the first Ctrl-C are noted; the second raises KeyboardInterrupt.
 

@@ -15,6 +15,7 @@ from jax.tree_util import Partial
 from optperm.contract import checks
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName
+from optperm.contract.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
 
@@ -263,8 +264,8 @@ class TrainState(train_state.TrainState):
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
         """The state after one step, by what `evaluate` gave; without a model state it keeps its own."""
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, self.opt_state, self.params, **extra_args)
+        extras = known_extra_args(self.tx, extra_args)
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extras)
         return self.replace(
             step=self.step + 1,
             params=apply_updates(self.params, updates, opt_state),
@@ -323,8 +324,8 @@ class Optimizer(nnx.Optimizer[Any]):
         leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
         if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
             grads = nnx.as_pure(nnx.state(grads, self.wrt))
-        tx = optax.with_extra_args_support(self.tx)
-        updates, opt_state = tx.update(grads, opt_state, params, **nnx.as_pure(extra_args))
+        extras = nnx.as_pure(known_extra_args(self.tx, extra_args))
+        updates, opt_state = self.tx.update(grads, opt_state, params, **extras)
         nnx.update(model, apply_updates(params, updates, opt_state))
         nnx.update(self.opt_state, nnx.state(opt_state))
         self.step[...] += 1

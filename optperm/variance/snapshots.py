@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 GradFn = Callable[[optax.Params], optax.Updates]
 BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}
 _FULL_GRADIENT = {
-    "full_grad_fn": "the gradient over all examples at given params, beside those of the batch: "
-    "full_grad_fn=lambda params: optperm.evaluate(loss_fn, params, all_examples).grad, with"
+    "full_grad_fn": "the gradient over all examples at given params, beside those of the batch (fit "
+    "takes it between steps: leave out refresh_every and refresh_probability, and pass "
+    "epoch_start=optperm.take_snapshot): full_grad_fn=lambda params: optperm.evaluate(loss_fn, params, "
+    "all_examples).grad, with"
 }
 
 

@@ -93,6 +93,8 @@ def test_intervals_cover_what_they_say():
     for change in (
         {"draws": draws[0]},
         {"targets": targets[1:]},
+        {"targets": np.full_like(targets, np.nan)},
+        {"draws": np.full_like(draws, np.inf)},
         {"levels": [1.0]},
         {"levels": 0.5},
     ):

@@ -84,7 +84,8 @@ def test_figures_and_limits(capsys):
     assert text == ""
     out = capsys.readouterr().out
     assert f"{report.r_hat:.3f}" in out
-    assert "not checked: That batches are drawn with replacement." in out
+    assert "not checked: That batches are drawn with replacement, and nothing changes" in out
+    assert "there is no state of a sampler here" in out
     assert report.mcse == pytest.approx(1 / np.sqrt(4000 * 0.7 / 1.3), rel=0.15)
     assert "effective sample size" in report_of(samples_of(autoregressive(0.9, (4, 600, 3))))[0]
     drifting = (
@@ -95,6 +96,7 @@ def test_figures_and_limits(capsys):
     assert report_of(samples_of(wild))[0].startswith("The chains diverge")
     assert "R-hat" not in report_of(samples_of(wild))[0]
     assert "There are 3 draws a chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
+    assert report_of(samples_of(np.ones((2, 1, 3))))[1].unmoved == 0
 
 
 def test_starts_are_told():

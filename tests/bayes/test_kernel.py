@@ -19,12 +19,16 @@ def covariance(seed=0):
     return root @ root.T
 
 
+def decomposed(c):
+    return decompose(jnp.float32(c), jnp.diag(jnp.float32(np.diag(c))))
+
+
 def kernel_of(form, c, curvature, rho=2.0):
     """A kernel of a covariance, with a curvature for each direction."""
     noise, basis = {
         "scalar": lambda: (jnp.float32(np.trace(c) / D), ()),
         "diagonal": lambda: (jnp.float32(np.diag(c)), ()),
-        "full": lambda: decompose(jnp.float32(c)),
+        "full": lambda: decomposed(c),
     }[form]()
     one = jnp.float32(1)
     a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
@@ -73,16 +77,32 @@ def test_shorter_steps_keep_the_law():
 def test_the_decomposition_does_not_depend_on_units():
     """Features from e^-8 to e^8, in float32; entries without noise get a direction of their own."""
     c, units = covariance(), np.exp([-8.0, -2.0, 3.0, 8.0])
-    noise, basis = decompose(jnp.float32(c))
-    scaled, other = decompose(jnp.float32(c * np.outer(units, units)))
+    noise, basis = decomposed(c)
+    scaled, other = decomposed(c * np.outer(units, units))
     np.testing.assert_allclose(scaled, noise, rtol=1e-4)
     np.testing.assert_allclose(
         np.abs(other * jnp.float32(units)[:, None]), np.abs(basis), rtol=1e-3, atol=1e-5
     )
     c[1] = c[:, 1] = 0.0
-    noise, basis = decompose(jnp.float32(c))
+    noise, basis = decomposed(c)
     assert np.sum(np.asarray(noise) == 0) == 1
     np.testing.assert_allclose(basis.T @ jnp.float32(c) @ basis, np.diag(noise), atol=2e-5)
+
+
+def test_a_second_look_in_the_coordinates_of_the_first_is_precise():
+    """Of a feature that is 3,000 times as far from zero as it varies C in float32 says nothing."""
+    rng = np.random.default_rng(0)
+    x = np.float32(np.c_[np.ones(4000), 3000 + rng.normal(size=4000), rng.normal(size=(4000, 2))])
+    exact, basis = np.float64(x).T @ np.float64(x) / 4000, np.eye(D, dtype=np.float32)
+    units, off = jnp.float32(np.diag(exact)), []
+    for _ in range(3):
+        rows = jnp.float32(x) @ basis
+        _, rotation = decompose(rows.T @ rows / 4000, (basis.T * units[None]) @ basis)
+        basis = basis @ rotation
+        w = np.float64(basis)
+        off.append(np.abs(w.T @ exact @ w - np.eye(D)).max())
+    assert off[0] > 0.1
+    assert off[-1] < 0.01
 
 
 def test_what_has_neither_noise_nor_curvature_takes_no_step():

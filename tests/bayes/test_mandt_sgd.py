@@ -254,6 +254,12 @@ def test_bad_arguments():
         state = tx.init(w)
         with pytest.raises(ValueError, match=message):
             tx.update(w, state, w)
+    # In the conditional of the burn-in a schedule is traced.
+    tx = optperm.mandt_sgd(
+        N, S, temperature=lambda count: -1.0, burn_in_optimizer=optax.set_to_zero()
+    )
+    with pytest.raises(ValueError, match=r"schedule temperature returns must be .*, got -1"):
+        tx.update(w, tx.init(w), w, per_example_grad_fn=lambda w: jnp.ones((S, D)))
     for estimator in ("single_example", "two_batches"):
         tx = optperm.mandt_sgd(N, S, estimator=estimator)
         e = optperm.evaluate(

@@ -68,9 +68,14 @@ def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
     optimum = 3 / scales
     found = _search(lambda w: jnp.mean(((w - optimum) * scales) ** 2), jnp.zeros(3))
     np.testing.assert_allclose(found, optimum, rtol=0.05)
+    found = _search(lambda w: jnp.sum((w - jnp.float32(3)) ** 2), jnp.zeros(2, jnp.bfloat16))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(found), 3, rtol=0.01)
 
 
 def test_bad_arguments():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    on_mesh = jax.device_put(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
     good = {"loss_fn": loss_fn, "data": data(), "params": jnp.zeros(()), "key": jax.random.key(0)}
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "batch_size is 301, but there are 300 examples"),
@@ -82,6 +87,14 @@ def test_bad_arguments():
         ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
         ({"params": jnp.int32(1)}, TypeError, "params"),
         ({"num_draws": 0}, ValueError, "num_draws"),
+        (
+            {"log_prior": lambda w: -(w[None] ** 2)},
+            TypeError,
+            r"log_prior must return a single real number, got float32\[1\]",
+        ),
+        # All examples drawn with replacement are not warned of.
+        ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
+        ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
     ):
         with pytest.raises(error, match=message):
             optperm.sample(**good | change)
@@ -112,14 +125,14 @@ def test_both_modes_are_found_and_said():
 @pytest.mark.chains
 @pytest.mark.parametrize("which", ["collinear", "year"])
 def test_long_and_narrow_posteriors_are_sampled(which):
-    """By defaults, from zero: conditions of 3.8e3 and 4e6, in whose narrow directions isotropic noise
-    made some 15 effective draws."""
+    """By defaults, from zero: conditions of 3.8e3 and 2e11, in whose narrow directions isotropic noise
+    made some 15 effective draws, and C in the params' own coordinates is lost in float32."""
     rng = np.random.default_rng(0)
     if which == "collinear":
         z = rng.normal(size=(600, 2))
         x = np.c_[z, z @ rng.normal(size=(2, 4)) + 0.05 * rng.normal(size=(600, 4))]
     else:
-        x = np.c_[rng.uniform(19.6, 20.2, 500), rng.normal(size=(500, 2))]
+        x = np.c_[rng.normal(2000, 3, 500), rng.normal(size=(500, 2))]
     x = np.c_[np.ones(len(x)), x]
     y = x @ rng.normal(size=x.shape[1]) * 0.3 + rng.normal(size=len(x))
     precision = 0.01

@@ -94,7 +94,7 @@ def test_nothing_changes_after_the_warm_up():
     kernels = [run(tx, steps)[1].kernel for steps in (60, 90)]
     support.assert_same_bits(*kernels)
     assert bool(kernels[0].is_ready)
-    assert not np.array_equal(run(tx, 40)[1].kernel.noise, kernels[0].noise)
+    assert not np.array_equal(run(tx, 40)[1].kernel.basis, kernels[0].basis)
 
 
 @pytest.mark.chains

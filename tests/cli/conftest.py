@@ -127,7 +127,7 @@ def wait_for_epochs():
     """Waits until a run that a process has started has written so many epochs."""
 
     def wait(folder, process, count):
-        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+        metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
         while not (metrics.exists() and metrics.read_text().count("\n") > count):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline

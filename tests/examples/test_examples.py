@@ -92,9 +92,10 @@ def test_posterior_benchmark(capsys):
     """Constant SGD by its defaults, but for fewer steps, on the smallest problem: near the posterior."""
     flags = ["--problems", "quadratic", "--batch-sizes", "32", "--seeds", "1", "--steps", "5000"]
     (row,) = load("../benchmarks/posterior.py")["main"]([*flags, "--defaults"])
-    assert row["passes"]
-    assert row["divergence"] < 0.1
-    assert "constant_sgd full" in capsys.readouterr().out
+    (verdict,) = row["verdicts"]
+    assert verdict.found.passes
+    assert verdict.found.divergence < 0.1
+    assert "quadratic    S  32" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("lenient")

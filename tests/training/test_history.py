@@ -1,7 +1,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from optperm.training import History
 
@@ -31,15 +30,3 @@ def test_arrays_and_json_hold_all_of_it():
     assert copy.means(2) == {"loss": 1.0}
     assert copy.means(4) == {"loss": float(np.mean(np.float32([0.1, 1, 1, 1]), dtype=float))}
     assert copy.means(99)["loss"] == np.mean(copy.steps["loss"], dtype=float)
-
-
-def test_a_plot_has_steps_epochs_and_evaluation(tmp_path):
-    figure = recorded().plot(tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["epochs"] == [[2.0, 3.0], [4.0, float(np.mean([1.0, np.float32(0.1)]))]]
-    assert lines["evaluation"][0] == [2.0, 2.5]
-    assert len(lines["steps"]) == 4
-    with pytest.raises(ValueError, match="nothing to draw"):
-        History().plot()

@@ -61,13 +61,12 @@ def test_early_stopping_ends_a_stream(tmp_path):
     """Wherever it is passed; a run that it has stopped stops at once when it is resumed."""
     still = {"eval_fn": lambda *args: {"loss": jnp.float32(1.0)}, "eval_data": data()}
     stop = training.EarlyStopping("eval_loss", 2)
-    for options in ({"on_epoch_end": stop}, {"every": {3: stop}}):
-        options |= {"checkpoints": tmp_path / "-".join(options), "eval_every": 3, **still}
+    for options in ({"on_epoch_end": stop}, {"every": {3: stop}}, {"every": {1: stop}}):
+        options |= {"checkpoints": tmp_path / str(len(list(tmp_path.iterdir()))), **still}
+        options["eval_every"] = 3
         for resume in (False, True):
             result = linear_fit(train_data=endless, steps=99, resume=resume, **options)
             assert (result.ended, result.step) == ("stopped", 9)
-    with pytest.raises(ValueError, match=r"has no row yet.*eval_every=1000 evaluates within"):
-        linear_fit(train_data=endless, steps=9, every={3: stop}, **still)
 
 
 @pytest.mark.parametrize("kind", fitting.KINDS)
@@ -97,6 +96,21 @@ def test_the_best_params_are_kept(kind, tmp_path):
     assert fitting.fit(kind, "adam", epochs=1).best_state is None
 
 
+def test_the_best_row_of_a_run_that_did_not_keep_it_has_to_be_beaten(tmp_path):
+    """Params of rows before the run was resumed are gone, where it kept others or none."""
+    values = iter([0.5, 0.1, 0.3, 0.2, 0.05])
+    data_of = lambda epoch: [np.full((4, 1), next(values), np.float32)]  # noqa: E731
+    options = {"eval_fn": lambda params, batch: {"value": jnp.mean(batch)}, "eval_data": data_of}
+    options |= {"checkpoints": tmp_path, "resume": True}
+    linear_fit(epochs=3, keep_best=("eval_value", "max"), **options)
+    with pytest.warns(RuntimeWarning, match="best row so far, of step 10, were not kept"):
+        result = linear_fit(epochs=4, keep_best="eval_value", **options)
+    assert (result.best_state, result.best_step) == (None, None)
+    result = linear_fit(epochs=5, keep_best="eval_value", **options)
+    assert result.best_step == 25
+    support.assert_same_bits(result.best_state.params, result.state.params)
+
+
 def test_the_least_is_the_best_and_nan_never():
     rates = iter([1.0, np.nan, 0.5, 0.7])
     data_of = lambda epoch: [np.full((4, 1), next(rates), np.float32)]  # noqa: E731
@@ -110,8 +124,12 @@ def test_the_least_is_the_best_and_nan_never():
     ]:
         with pytest.raises(error, match=says):
             linear_fit(epochs=1, keep_best=keep_best, **EVALUATION)
-    with pytest.raises(ValueError, match="eval_every goes with eval_fn"):
-        linear_fit(epochs=1, eval_every=2)
+    for options in ({"eval_every": 2}, {"keep_best": "eval_loss"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}.* goes with eval_fn"):
+            linear_fit(epochs=1, **options)
+    once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
+    with pytest.raises(TypeError, match=r"eval_data is an iterator, .* only once"):
+        linear_fit(epochs=1, **once)
 
 
 def test_padded_batches_are_evaluated_by_sums_and_counts():
