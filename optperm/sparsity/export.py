@@ -133,7 +133,7 @@ def _stays(
 
     def is_used(chosen: Iterator[tuple[str, int]]) -> np.ndarray:
         slices = [np.moveaxis(leaves[path], axis, 0) for path, axis in chosen]
-        nonzero = [np.any(s.reshape(len(s), -1) != 0, axis=1) for s in slices]
+        nonzero = [np.any(s != 0, axis=tuple(range(1, s.ndim))) for s in slices]
         return np.any(np.stack(nonzero), axis=0)
 
     leaves_it = is_used((p, a) for p, a in members if not _enters(leaves[p], a))

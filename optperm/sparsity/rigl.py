@@ -109,7 +109,9 @@ def rigl(
       cost here, ends at a better accuracy. After Adam a fresh weight moves further than an old one,
       since its moments are fresh and their count is not: 3.2 times at once, 6.6 times at most, for
       decays of .9 and .999; take b2=.99 where that hurts. Under `jax.vmap` every step costs a
-      selection.
+      selection. A step in which the mask stays costs within `jax.lax.scan` what one of the
+      optimizer with `optperm.mask_elements` does; a program of a single step also allocates, in
+      every call, what a selection needs, four times the bytes of the params.
     """
     checks.check_transformation("optimizer", optimizer)
     check_shares("sparsity", sparsity)

@@ -65,6 +65,11 @@ def test_units_that_contribute_nothing_are_removed():
         np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
     same = optperm.remove_units(network(), GROUPS, zero_at_zero=True)
     support.assert_same_bits(same, network())
+    # Where nothing leaves a layer, all before it goes too, and the outputs are the last biases.
+    params["c"]["kernel"] = jnp.zeros_like(params["c"]["kernel"])
+    small = optperm.remove_units(params, GROUPS)
+    assert [small[name]["kernel"].shape for name in "abc"] == [(6, 0), (0, 0), (0, 3)]
+    np.testing.assert_array_equal(outputs(small, x), outputs(params, x))
 
 
 def test_bad_arguments():
