@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 
 import jax
 import numpy as np
@@ -408,7 +409,10 @@ def test_the_help_of_a_method_shows_what_it_takes_first_and_an_example(capsys):
 def test_every_flag_has_a_type_a_default_and_help():
     for method in methods.METHODS.values():
         for name, flag in method.flags.items():
-            assert type(flag.default) in (bool, int, float, str), (method.name, name)
+            # None where the method chooses by itself; the flag then says what may be given.
+            kinds = (bool, int, float, str)
+            of = typing.get_args(flag.kind) if flag.default is None else (type(flag.default),)
+            assert set(of) & set(kinds), (method.name, name)
             assert len(flag.help) > 5, (method.name, name)
             assert not set(flag.help) & set("\\`"), (method.name, name)
 
