@@ -108,6 +108,8 @@ def proximal(
     penalties = {"l1": l1, "l2": l2} | ({} if group is None else {"group": group})
     for name, strength in penalties.items():
         checks.check_in_range(name, strength, 0.0, float("inf"), may_be_schedule=False)
+    if not (isinstance(group_axes, tuple) and all(type(axis) is int for axis in group_axes)):
+        raise TypeError(f"group_axes must be a tuple of axes, such as (0,), got {group_axes!r}.")
     low, high = -float("inf"), float("inf")
     if lower is not None:
         checks.check_in_range("lower", lower, low, high, may_be_schedule=False)
@@ -124,10 +126,12 @@ def proximal(
 
     def _check_axes(path: Any, leaf: Any) -> None:
         number = jnp.ndim(leaf)
-        if number >= 2 and not all(-number <= axis < number for axis in group_axes):
+        own = {axis % number for axis in group_axes if -number <= axis < number}
+        if number >= 2 and len(own) < len(group_axes):
             raise ValueError(
-                f"group_axes={group_axes!r} must be axes of params{jax.tree_util.keystr(path)}, which "
-                f"has {number}: leave other leaves out with optax.masked."
+                f"group_axes={group_axes!r} must be different axes of params"
+                f"{jax.tree_util.keystr(path)}, which has {number}: leave other leaves out with "
+                "optax.masked."
             )
 
     def update(
