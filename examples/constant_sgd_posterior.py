@@ -1,10 +1,9 @@
 """Bayesian linear regression on the diabetes data by constant SGD, beside the exact posterior.
 
-The noise has the variance of the residuals, and the prior is a unit Gaussian. Chains of constant SGD
-start at the mode, with the diagonal and with the full preconditioner; a draw is taken after every pass
-over the data. The features are collinear, which a diagonal cannot follow. Printed beside it is what the
-divergence must come to if the gradients' noise is everywhere what it is at the mode, and, with ArviZ
-(pip install "optperm[arviz]"), R-hat and the effective sample size.
+Chains start at the mode: of Mandt, Hoffman and Blei's method with the full and the diagonal
+preconditioner, and of `optperm.constant_sgd`, which injects noise. The features are collinear, which a
+diagonal cannot follow. Printed beside it is what the divergence must come to if the gradients' noise is
+everywhere what it is at the mode, and, with ArviZ (pip install "optperm[arviz]"), R-hat and the ESS.
 
     python examples/constant_sgd_posterior.py [--draws 1000] [--out FILE.png]
 """
@@ -72,19 +71,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     mode = covariance @ x.T @ y
     noise = np.cov((x * (x @ mode - y)[:, None]).T) / BATCH
     steps = {"full": 2 / n * np.linalg.inv(noise), "diagonal": 2 / n / np.diag(noise)}
+    known = {"burn_in": ESTIMATION, "freeze_after": ESTIMATION}
+    samplers = {name: optperm.mandt_sgd(n, BATCH, preconditioner=name, **known) for name in steps}
+    samplers["injected"] = optperm.constant_sgd(n, BATCH, burn_in=ESTIMATION)
     divergence = functools.partial(
         optperm.gaussian_kl, other_mean=mode, other_covariance=covariance
     )
 
     data = {"x": jnp.float32(x), "y": jnp.float32(y), "ridge": 1 / n}
     found, draws = {}, {}
-    for name, preconditioner in steps.items():
-        tx = optperm.mandt_sgd(
-            n, BATCH, preconditioner=name, burn_in=ESTIMATION, freeze_after=ESTIMATION
-        )
+    for name, tx in samplers.items():
         samples = sample(tx, mode, data, arguments.draws)
         flat = draws[name] = np.asarray(samples.params["w"]).reshape(-1, d)
-        computed = optperm.stationary_covariance(preconditioner, hessian, noise)
+        computed = covariance
+        if name in steps:
+            computed = optperm.stationary_covariance(steps[name], hessian, noise)
         found[name] = (
             float(divergence(flat.mean(axis=0), np.cov(flat.T))),
             float(divergence(mode, computed)),
@@ -102,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     above, below = figure.subplots(2, 1, height_ratios=(2, 3))
     exact = {"exact": np.random.default_rng(0).multivariate_normal(mode, covariance, len(flat))}
     for index, (name, points) in enumerate((exact | draws).items()):
-        center, error = np.arange(d) + 0.2 * (index - 1), 2 * points.std(axis=0)
-        above.errorbar(center, points.mean(axis=0), error, fmt="o^s"[index], label=name)
-        below.plot(*points[:600, 4:6].T, "o^s"[index], markersize=2.5, alpha=0.6)
+        center, error = np.arange(d) + 0.2 * (index - 1.5), 2 * points.std(axis=0)
+        above.errorbar(center, points.mean(axis=0), error, fmt="o^sD"[index], label=name)
+        below.plot(*points[:600, 4:6].T, "o^sD"[index], markersize=2.5, alpha=0.6)
     above.set(xticks=range(d), xticklabels=load_diabetes().feature_names, ylabel="coefficient")
     above.set_title("posterior mean, and 2 standard deviations")
     below.set(xlabel="coefficient of s1", ylabel="of s2", title="600 draws of two coefficients")
-    figure.legend(loc="outside lower center", ncols=3)
+    figure.legend(loc="outside lower center", ncols=4)
     figure.savefig(arguments.out)
     return found
 

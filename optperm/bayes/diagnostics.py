@@ -134,7 +134,6 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
         "effective draws, tail, least": report.ess_tail,
         "Monte Carlo error over sd": report.mcse,
         "lambda_max(H A)": report.stability,
-        "noise of batches over injected": report.rho,
         "noise of last two windows": report.drift,
         "variance added by the steps": report.step_bias,
         "variance added by the batches": report.batch_bias,

@@ -147,12 +147,14 @@ def _diloco(
     outer_learning_rate: float,
     outer_momentum: float,
     mixing: float,
+    commit: Any,
     axis_name: str | None = None,
     **adamw: Any,
 ) -> Transformation:
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     inner = optax.adamw(**adamw)
-    return optperm.diloco(inner, outer, sync_every, mixing=mixing, axis_name=axis_name)
+    how: dict[str, Any] = {"mixing": mixing, "commit": commit, "axis_name": axis_name}
+    return optperm.diloco(inner, outer, sync_every, **how)
 
 
 def _low_rank(*, residual: bool, seed: int, **options: Any) -> Transformation:

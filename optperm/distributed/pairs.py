@@ -55,7 +55,7 @@ def in_pairs(
     weight: Any,
     count: jax.Array,
 ) -> tuple[Center, jax.Array]:
-    """One step by the weighted mean n of two replicas, from the weighted mean of their centers."""
+    """One step by the weighted mean n of two replicas, from the mean of their centers."""
     center, center_state = at
     _, is_finite = replicas.as_gradient(n, center)
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
@@ -64,8 +64,10 @@ def in_pairs(
     share, share_theirs = mean((w, w_theirs), weights)
     has_any = share + share_theirs > 0
     wide, wide_theirs = (optax.tree.cast_like(c, n) for c in (center, theirs[0]))
-    c, n = optax.tree.add(scale((wide, n), share), scale((wide_theirs, theirs[1]), share_theirs))
-    c = jax.tree.map(lambda new, old: jnp.where(has_any, new.astype(old.dtype), old), c, center)
+    n = optax.tree.add(scale(n, share), scale(theirs[1], share_theirs))
+    # Centers are worth the same, whatever the last period was: their mean over all replicas stays.
+    c = jax.tree.map(lambda own, other: own / 2 + other / 2, wide, wide_theirs)
+    c = jax.tree.map(lambda new, old: new.astype(old.dtype), c, center)
     gradient, is_valid = replicas.as_gradient(n, c)
     at = step((c, center_state), gradient, is_valid & has_any)
     return at, takes_part & ((is_valid & has_any) | (weights == 0))

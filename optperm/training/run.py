@@ -42,8 +42,8 @@ from optperm.variance.svrg import warn_without
 Ended = Literal["finished", "stopped", "interrupted"]
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
-# Weights stand still if in so many steps less than so much of what first moved still does.
-_WINDOW, _STILL = 50, 0.1
+# Weights stand still if in so many steps no more than so much of what moved in the first few does.
+_WINDOW, _FIRST, _STILL = 50, 5, 0.1
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
@@ -364,9 +364,9 @@ class Run:
         """Warns once if a method that permutes weights hardly moves them any more, and goes on."""
         if self.is_still or self.history.num_steps < 2 * _WINDOW:
             return
-        first, last = (self.history.means(_WINDOW, end) for end in (_WINDOW, None))
-        moved = first.get("share_moved", 0.0), last.get("share_moved", 0.0)
-        self.is_still = moved[1] < _STILL * moved[0]
+        first, last = self.history.means(_FIRST, _FIRST), self.history.means(_WINDOW)
+        moved = first.get("share_moved", 0.0), last.get("share_moved", 1.0)
+        self.is_still = moved[1] <= _STILL * moved[0]
         if self.is_still:
             warnings.warn(
                 f"After step {self.at.step} the weights hardly trade places any more: {moved[1]:.1%} of "

@@ -161,6 +161,9 @@ def proximal(
 
 def _shrink_groups(q: jax.Array, strength: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return each group, shortened by strength times the root of its size, or zeros."""
-    norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=axes, keepdims=True))
+    # |q_g| = m |q_g / m|, so that no square is too large or too small
+    m = jnp.max(jnp.abs(q), axis=axes, keepdims=True, initial=0.0)
+    unit = q / jnp.where(m > 0, m, 1)
+    norm = m * jnp.sqrt(jnp.sum(jnp.square(unit), axis=axes, keepdims=True))
     root = math.sqrt(q.size // max(norm.size, 1))
     return q * jnp.maximum(1 - strength * root / jnp.where(norm > 0, norm, 1), 0)

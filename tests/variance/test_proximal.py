@@ -52,6 +52,11 @@ def test_groups_shrink_as_one():
         q = np.asarray(proximal_step({"w": v, "b": v[0]}, rate, group_axes=axes, **penalty)["w"])
         norms = np.sqrt(np.sum(q**2, axis=axes, keepdims=True))
         assert 0 < np.sum(norms == 0) < norms.size, each
+        # A scale at which squares leave float32 changes nothing.
+        for scale in np.float32([2**-90, 2**90]):
+            scaled = penalty | {"l1": l1 * scale, "group": group * scale}
+            far = proximal_step({"w": v * scale, "b": v[0]}, rate, group_axes=axes, **scaled)
+            np.testing.assert_allclose(np.asarray(far["w"]) / scale, q, rtol=1e-5, atol=1e-6)
         # v - q = rate (l1 s + l2 q + group sqrt|g| q / |q|) wherever q is not 0, with s its sign
         size = v.shape[axes[0]]
         force = l1 * np.sign(q) + l2 * q + group * np.sqrt(size) * q / np.where(norms > 0, norms, 1)
