@@ -100,6 +100,17 @@ def test_posterior_benchmark(capsys):
 
 
 @pytest.mark.usefixtures("lenient")
+def test_low_rank_bytes(tmp_path):
+    """In less than half of Adam's numbers, with about its loss; a decoder that guesses has 5.5 nats."""
+    found = run("low_rank_bytes.py", tmp_path, "--steps", 40, "--batch", 4)
+    full, most = found.pop("AdamW")
+    assert full == pytest.approx(2, abs=0.01)
+    for words, nats in found.values():
+        assert words < 1
+        assert nats < most + 0.3 < 4
+
+
+@pytest.mark.usefixtures("lenient")
 def test_dldr_digits(tmp_path):
     """In the subspace of its trajectory P-BFGS ends at half the loss of SGD, and P-SGD beside it; TWA
     lowers the loss of the mean that it begins at."""
