@@ -77,6 +77,6 @@ class Interrupt:
         says = b"SIGTERM: stopping after this step.\n"
         if number == signal.SIGINT:
             says = b"\nStopping after this step; Ctrl-C again to quit.\n"
+        self.number = number  # before anybody is told that the next one quits
         with contextlib.suppress(OSError):
             os.write(2, says)
-        self.number = number
