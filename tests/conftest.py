@@ -20,6 +20,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import shutil
+import signal
 import time
 import warnings
 
@@ -33,6 +34,9 @@ from optperm.permutation import cycles
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# What a shell starts in its background ignores Ctrl-C, which some tests raise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of processor time, for a test of the default tier, and the markers that leave a test out of it.
 LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or 5.0)
