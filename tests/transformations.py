@@ -528,6 +528,6 @@ SPANNING = (
     "diloco-streaming",
     "dim_reduce",
     "svrg",
-    "constant_sgd",
+    "mandt_sgd",
     "mask_elements",
 )

@@ -128,6 +128,7 @@ class Narrow(nn.Module):
 """
 
 
+@pytest.mark.programs
 @pytest.mark.filterwarnings("default:In Dense_0/bias")
 def test_a_network_of_ones_own_is_trained_and_rebuilt(
     flags, files, tmp_path, monkeypatch, error_line, capsys

@@ -39,6 +39,7 @@ def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags,
     assert capsys.readouterr().out == f"test accuracy {on_four.summary['test_accuracy']:.4f}\n"
 
 
+@pytest.mark.programs
 def test_what_is_saved_and_tested_is_the_center(train, files, capsys):
     out = train("agn", "--communication-period", "7", devices=4)
     assert files(out).summary["steps_since_commit"] == 2
