@@ -95,8 +95,10 @@ def sample(
       >>> import jax, jax.numpy as jnp, optperm
       >>> x = 3.0 + jax.random.normal(jax.random.key(0), (500,))  # the posterior: N(mean of x, 1/500)
       >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2
+      >>> starts = jnp.linspace(1.0, 5.0, 4)  # one a chain; without, they are found by a search
+      >>> key, counts = jax.random.key(1), {"num_draws": 500, "thinning": 10}
       >>> samples = optperm.sample(
-      ...     loss_fn, x, jnp.zeros(()), jax.random.key(1), batch_size=16, num_draws=500
+      ...     loss_fn, x, jnp.zeros(()), key, batch_size=16, starts=starts, **counts
       ... )
       >>> bool(abs(samples.params.mean() - x.mean()) < 0.01), samples.params.shape
       (True, (4, 500))

@@ -14,7 +14,10 @@ import support
 from optperm.cli import models, run_folder
 from optperm.cli.main import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning")
+pytestmark = [
+    pytest.mark.programs,
+    pytest.mark.filterwarnings("ignore:optperm (runs|calls):RuntimeWarning"),
+]
 
 
 def metrics(files):
@@ -152,7 +155,6 @@ def test_a_damaged_checkpoint_is_refused(train, data, files, tmp_path, capsys):
         assert err.count("\n") == 1
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_stopped_goes_on_from_its_newest_checkpoint(
     data, files, tmp_path, start, wait_for_epochs, by
