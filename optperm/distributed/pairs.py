@@ -67,7 +67,7 @@ def in_pairs(
     n = optax.tree.add(scale(n, share), scale(theirs[1], share_theirs))
     # Centers are worth the same, whatever the last period was: their mean over all replicas stays.
     c = jax.tree.map(lambda own, other: own / 2 + other / 2, wide, wide_theirs)
-    c = jax.tree.map(lambda new, old: new.astype(old.dtype), c, center)
+    c = optax.tree.cast_like(c, center)
     gradient, is_valid = replicas.as_gradient(n, c)
     at = step((c, center_state), gradient, is_valid & has_any)
     return at, takes_part & ((is_valid & has_any) | (weights == 0))
