@@ -28,10 +28,11 @@ from optperm.distributed.local_steps import (
     ends_period,
     finite_local,
     flags_like,
+    replace_center,
 )
 from optperm.distributed.pairs import check_can_be_paired, in_pairs
 from optperm.distributed.plans import Every
-from optperm.placement import Placement, placing_states, replace_targets
+from optperm.placement import Placement, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
@@ -76,11 +77,7 @@ class AgnState(NamedTuple):
         Args:
           other: One of the same form.
         """
-        return self._replace(
-            center=other.center,
-            local_state=replace_targets(self.local_state, other.local_state),
-            center_state=replace_targets(self.center_state, other.center_state),
-        )
+        return replace_center(self, other)
 
 
 def agn(

@@ -187,6 +187,15 @@ def _common_extras(
     return common
 
 
+def replace_center(state: Any, other: Any) -> Any:
+    """Return the state of replicas with the center of another, and what its optimizers place."""
+    return state._replace(
+        center=other.center,
+        local_state=replace_targets(state.local_state, other.local_state),
+        center_state=replace_targets(state.center_state, other.center_state),
+    )
+
+
 def after_pull(
     local_state: Any, center_state: Any, pulled: jax.Array, axis_name: AxisName | None
 ) -> Any:

@@ -28,9 +28,10 @@ from optperm.distributed.local_steps import (
     check_can_be_pulled,
     ends_period,
     finite_local,
+    replace_center,
 )
 from optperm.distributed.plans import Due, Every, Exchange, due_at
-from optperm.placement import Placement, apply_updates, placing_states, replace_targets
+from optperm.placement import Placement, apply_updates, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
@@ -93,11 +94,7 @@ class DilocoState(NamedTuple):
         Args:
           other: One of the same form.
         """
-        return self._replace(
-            center=other.center,
-            local_state=replace_targets(self.local_state, other.local_state),
-            center_state=replace_targets(self.center_state, other.center_state),
-        )
+        return replace_center(self, other)
 
 
 def streaming_steps(
