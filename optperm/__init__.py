@@ -90,7 +90,7 @@ from optperm.variance.mars import mars as mars
 from optperm.variance.proximal import ProximalState as ProximalState
 from optperm.variance.proximal import proximal as proximal
 from optperm.variance.recursive import recursive_gradient as recursive_gradient
-from optperm.variance.snapshots import SvrgState as SvrgState
+from optperm.variance.svrg import SvrgState as SvrgState
 from optperm.variance.svrg import svrg as svrg
 from optperm.variance.svrg import take_snapshot as take_snapshot
 from optperm.with_loss import WithLossState as WithLossState

@@ -7,7 +7,7 @@ DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,9 @@ from optperm.contract.mapped_axes import AxisName, cond, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 from optperm.placement import apply_updates
+from optperm.subspace.line_searches import LINE_SEARCHES, Trial, search
 from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
-from optperm.subspace.quasi_newton import (
-    LineSearch,
-    QuasiNewtonState,
-    after_search,
-    dot,
-    first_length,
-    judge,
-    norm,
-    nothing_learned,
-    search,
-    with_pair,
-)
+from optperm.subspace.quasi_newton import QuasiNewtonState, dot, norm, nothing_learned
 from optperm.subspace.subspace import Subspace, coordinates, empty_subspace, lift
 
 if TYPE_CHECKING:
@@ -73,7 +63,7 @@ def dim_reduce(
     alpha: optax.ScalarOrSchedule = 1e-3,
     sigma: optax.ScalarOrSchedule = 0.4,
     max_search_steps: int | jax.Array | None = None,
-    line_search: LineSearch = "safeguarded",
+    line_search: Literal["safeguarded", "mindspore"] = "safeguarded",
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Quasi-Newton steps within a subspace, and small ones of gradient descent outside of it.
@@ -202,9 +192,9 @@ def dim_reduce(
     limits = dict.fromkeys(numbers, 1.0) | {"alpha": float("inf")}
     for name, number in numbers.items():
         checks.check_in_range(name, number, 0.0, limits[name])
-    checks.check_choice("line_search", line_search, get_args(LineSearch))
-    is_safe = line_search == "safeguarded"
-    max_trials = (10 if is_safe else 2) if max_search_steps is None else max_search_steps
+    checks.check_choice("line_search", line_search, tuple(LINE_SEARCHES))
+    rule = LINE_SEARCHES[line_search]
+    max_trials = rule.max_trials if max_search_steps is None else max_search_steps
     checks.check_count("max_search_steps", max_trials)
     checks.check_axis_name("axis_name", axis_name)
 
@@ -234,7 +224,7 @@ def dim_reduce(
         # g_k = P g
         gk = coordinates(P, g, dtype)
         # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
-        learned = with_pair(held, gk, line_search)
+        learned = rule.learn(held, gk)
         # d = -B g_k
         d = -dot(learned.inverse_hessian, gk)
         p_d, p_gk = lift(P, jnp.stack([d, gk]))  # P'd and P'g_k
@@ -243,7 +233,7 @@ def dim_reduce(
         size = norm(gk)
         length = jnp.where(size > 0, size, jnp.ones_like(size))
         is_finite, is_rounding = _size_of_residual(r, size)
-        share = jnp.where(is_safe & is_rounding, 0.0, jnp.ones_like(f))
+        share = rule.share_of_residual(is_rounding)
         m = jax.tree.map(_decayed(gamma_t, share, is_finite), state.residual, r)
         # XLA would compute it anew for the step, from a copy of the old one.
         m = jax.lax.optimization_barrier(m)
@@ -255,13 +245,13 @@ def dim_reduce(
         def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
             step, stepped = u(_scaled(-c, p_d))
             trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
-            is_plain = optimizer is None or not is_safe
             # In this order nothing overflows, whatever the scale of the loss.
-            slope = length * dot(gk / length, c * d)
-            predicted = slope if is_plain else _predicted(g, step, f)
-            return judge(c, f, trial, predicted, sigma=sigma_t, rho=rho_t, line_search=line_search)
+            predicted = length * dot(gk / length, c * d)
+            if optimizer is not None:
+                predicted = rule.predict(predicted, lambda: _predicted(g, step, f))
+            return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
 
-        first = first_length(learned, f, gk, line_search)
+        first = rule.init(learned, f, gk)
         num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
         found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
         c = found.step_length
@@ -269,7 +259,7 @@ def dim_reduce(
         within = optax.tree.where(found.is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
         moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
         # s <- c d and g_k^last <- g_k, or they and B stay what they were
-        new = after_search(held, learned, found, d, gk, line_search)
+        new = rule.after(held, learned, found, d, gk)
         count = optax.safe_increment(state.count)
         return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
 

@@ -35,8 +35,7 @@ from optperm.training.steps import (
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
-from optperm.variance.snapshots import SvrgState
-from optperm.variance.svrg import warn_without
+from optperm.variance.svrg import SvrgState, warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]

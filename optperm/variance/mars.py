@@ -16,7 +16,13 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, zero_if_not_finite
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.variance.snapshots import BATCH_GRADIENT, GradFn, gradient_at, in_order, where_finite
+from optperm.variance.batch_gradients import (
+    BATCH_GRADIENT,
+    GradFn,
+    gradient_at,
+    in_order,
+    where_finite,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree

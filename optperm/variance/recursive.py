@@ -11,17 +11,14 @@ from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.variance.snapshots import (
-    GradFn,
+from optperm.variance.batch_gradients import GradFn, gradient_at, in_order, where_finite
+from optperm.variance.svrg import (
     Snapshot,
     SvrgState,
     corrected_by,
-    gradient_at,
-    in_order,
     initial_state,
     is_due,
     needs_of,
-    where_finite,
 )
 
 
