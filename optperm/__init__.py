@@ -85,6 +85,7 @@ from optperm.subspace.twa import twa as twa
 from optperm.switching import SwitchAfterState as SwitchAfterState
 from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
+from optperm.variance.learning_rate import svrg_learning_rate as svrg_learning_rate
 from optperm.variance.mars import MarsState as MarsState
 from optperm.variance.mars import mars as mars
 from optperm.variance.proximal import ProximalState as ProximalState
