@@ -27,6 +27,11 @@ USUAL = [
         "--only steps --repetitions 3",
         {"samplers": ("SGD", "diagonal, single_example", "sgld")},
     ),
+    (
+        "convex.py",
+        "--examples 100 --passes 4 --saga-passes 2 --svrg-passes 5 --rate-passes 1 --batch-sizes 50",
+        {"FACTORS": (1.0,)},
+    ),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
