@@ -117,6 +117,13 @@ FUNCTIONS = {
     "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
     "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
+    "svrg_learning_rate": {
+        "loss_fn": lambda params, batch: loss_fn(params, batch) + 0 * jnp.mean(batch),
+        "params": PARAMS,
+        "data": BATCH,
+        "batch_size": 1,
+        "num_passes": 0,
+    },
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
@@ -195,6 +202,7 @@ LIMITS = {
     "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "low_rank_report": {"tx_or_rank": None},
     "pca_basis": {"num_snapshots": None},
+    "svrg_learning_rate": {"num_passes": {"minimum": 0}, "seed": {"minimum": 0}},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
     "with_loss": {"seed": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}

@@ -103,10 +103,17 @@ SCHEDULED = [
     (name, argument)
     for name in CASES
     for argument, parameter in inspect.signature(getattr(optperm, name)).parameters.items()
-    if "Schedule" in str(parameter.annotation) or (argument == "sync_every" and name == "laperm")
+    if "Schedule" in str(parameter.annotation)
+    or parameter.annotation == optax.ScalarOrSchedule
+    or (argument == "sync_every" and name == "laperm")
 ]
 
 
+# Methods whose schedules Python does not see: they are read where a rare step is made.
+READ_IN_A_CONDITIONAL = {"rigl"}
+
+
+@pytest.mark.filterwarnings("ignore:svrg has no snapshot yet")
 @pytest.mark.parametrize(("name", "argument"), SCHEDULED)
 def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
     """It is named where Python sees it, and moved to the nearest limit where it is traced."""
@@ -116,8 +123,9 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
 
     low = build(-1)
     message = f"What the schedule {argument} returns must be .*, got -1"
-    with pytest.raises(ValueError, match=message):
-        loops.make_step(low, everything)(PARAMS, low.init(PARAMS), BATCH)
+    if name not in READ_IN_A_CONDITIONAL:
+        with pytest.raises(ValueError, match=message):
+            loops.make_step(low, everything)(PARAMS, low.init(PARAMS), BATCH)
 
     @jax.jit
     def step(number):

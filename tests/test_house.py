@@ -94,6 +94,7 @@ def test_transformations_are_made_by_one_door():
         assert "GradientTransformationExtraArgs(" not in text, path
         assert 'check_real_floating("params"' not in text or path.stem in (
             "full_gradient",
+            "learning_rate",
             "prior",
             "sampling",
         ), path
