@@ -162,7 +162,7 @@ def classification_scores(
     # A label that calibration refuses where it is traced makes NaN here too.
     nan = found.expected_calibration_error * 0
     return Scores(
-        accuracy=jnp.sum(found.accuracy * found.counts) / len(p),
+        accuracy=jnp.sum(found.accuracy * found.counts.astype(p.dtype)) / len(p),
         nll=nan - jnp.mean(jax.scipy.special.xlogy(right, p).sum(axis=1)),
         brier=nan + jnp.mean(jnp.sum((p - right) ** 2, axis=1)),
         calibration_error=found.expected_calibration_error,

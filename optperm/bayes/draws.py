@@ -126,7 +126,7 @@ def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.
             return theta
         # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves
         z_2 = jax.random.normal(of_deviations, (rank,), rows.dtype)
-        scale = jnp.sqrt(2.0 * jnp.maximum(columns - 1, 1)).astype(rows.dtype)
+        scale = jnp.sqrt(2 * jnp.maximum(columns - 1, 1).astype(rows.dtype))
         return theta + jnp.tensordot(z_2 / scale, rows, axes=1)
 
     return jax.tree.map(draw, state.mean, state.squares, state.deviations, z)

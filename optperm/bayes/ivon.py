@@ -16,18 +16,13 @@ import optax
 from optperm.bayes.masters import with_masters
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.mapped_axes import AxisName, axis_names
+from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
-
-_DRAW = {
-    "draw": "the params at which the gradient was taken: "
-    "draw = optperm.sample_params(opt_state, params, key), then evaluate at draw in the place of params"
-}
 
 
 class IvonState(NamedTuple):
@@ -164,25 +159,29 @@ def ivon(
         state: IvonState,
         params: optax.Params,
         *,
-        draw: optax.Params,
+        draw: optax.Params | None = None,
         grads_of_draws: optax.Updates | None = None,
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
+        if draw is None:
+            raise ValueError(
+                "ivon needs the extra argument draw, the params at which the gradient was taken: "
+                "draw = optperm.sample_params(opt_state, params, key), then "
+                "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)."
+            )
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
         products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
         if axis_name is not None:
-            axes = axis_names(axis_name)
-            grads, products = jax.lax.pmean((grads, products), axes)
-        first, second = jnp.asarray(1.0 - beta1), jnp.asarray(1.0 - beta2)
-        debias = 1.0 - jnp.asarray(beta1) ** count
+            grads, products = jax.lax.pmean((grads, products), axis_name)
+        debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
             delta, lam, b1, b2, debiasing, radius, alpha = (
                 jnp.asarray(x, dtype)
-                for x in (weight_decay, ess, first, second, debias, clip_radius, rate)
+                for x in (weight_decay, ess, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
             )
             m, g_hat = m.astype(dtype), g_hat.astype(dtype)
             is_finite = jnp.isfinite(g_hat) & jnp.isfinite(product)
@@ -200,8 +199,8 @@ def ivon(
             return -alpha * moved, g, h
 
         out = jax.tree.map(step, params, state.momentum, grads, state.hessian, products)
-        updates, momentum, hessian = jax.tree.transpose(
-            jax.tree.structure(params), jax.tree.structure((0, 0, 0)), out
+        updates, momentum, hessian = (
+            jax.tree.map(lambda _, found, i=i: found[i], params, out) for i in range(3)
         )
         return updates, IvonState(
             count, momentum, hessian, jnp.asarray(ess), jnp.asarray(weight_decay)
@@ -214,7 +213,6 @@ def ivon(
             method="ivon",
             like=lambda state: state.momentum,
             dtypes=False,
-            needs=_DRAW,
             axis_name=axis_name,
         )
     )
@@ -234,7 +232,7 @@ def ivon(
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(single.init, update_by_draws)
+    return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
 
 
 def _mean_product(mc_samples: int) -> Any:
@@ -243,7 +241,8 @@ def _mean_product(mc_samples: int) -> Any:
     def product(g: Any, draw: Any, m: Any) -> jax.Array:
         dtype = accumulation_dtype(m)
         g, draw, m = (jnp.asarray(x, dtype) for x in (g, draw, m))
-        noisy = (draw - m) * g
-        return noisy if mc_samples == 1 else jnp.mean(noisy, axis=0)
+        if mc_samples == 1:
+            return (draw - m) * g
+        return jnp.mean((draw - m[None]) * g, axis=0)
 
     return product
