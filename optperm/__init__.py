@@ -5,12 +5,19 @@ import types as _types
 import typing as _typing
 
 from optperm.bayes.calibration import Calibration as Calibration
+from optperm.bayes.calibration import Scores as Scores
+from optperm.bayes.calibration import auroc as auroc
 from optperm.bayes.calibration import calibration as calibration
+from optperm.bayes.calibration import classification_scores as classification_scores
 from optperm.bayes.calibration import interval_coverage as interval_coverage
 from optperm.bayes.constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
 from optperm.bayes.diagnostics import PosteriorReport as PosteriorReport
 from optperm.bayes.diagnostics import posterior_report as posterior_report
+from optperm.bayes.draws import sample_params as sample_params
+from optperm.bayes.draws import swag_mean as swag_mean
+from optperm.bayes.ivon import IvonState as IvonState
+from optperm.bayes.ivon import ivon as ivon
 from optperm.bayes.kernel import NoiseKernel as NoiseKernel
 from optperm.bayes.kernel import adapted_kernel as adapted_kernel
 from optperm.bayes.langevin import SghmcState as SghmcState
@@ -20,6 +27,7 @@ from optperm.bayes.langevin import sgld as sgld
 from optperm.bayes.mandt_sgd import MandtSgdState as MandtSgdState
 from optperm.bayes.mandt_sgd import mandt_sgd as mandt_sgd
 from optperm.bayes.masters import MasterState as MasterState
+from optperm.bayes.predictive import Ensemble as Ensemble
 from optperm.bayes.predictive import Predictions as Predictions
 from optperm.bayes.predictive import posterior_predictive as posterior_predictive
 from optperm.bayes.prior import normal_prior as normal_prior
@@ -29,6 +37,8 @@ from optperm.bayes.sampling import draw_samples as draw_samples
 from optperm.bayes.sampling import samples_as_dict as samples_as_dict
 from optperm.bayes.stationary import gaussian_kl as gaussian_kl
 from optperm.bayes.stationary import stationary_covariance as stationary_covariance
+from optperm.bayes.swag import SwagState as SwagState
+from optperm.bayes.swag import swag as swag
 from optperm.distributed.agn import AgnState as AgnState
 from optperm.distributed.agn import agn as agn
 from optperm.distributed.center import center_params as center_params

@@ -64,6 +64,17 @@ FUNCTIONS = {
         "thinning": 1,
         "warmup": 4,
     },
+    "auroc": {"scores": jnp.ones(2), "other_scores": jnp.ones(2)},
+    "classification_scores": {
+        "probabilities": jnp.array([[0.25, 0.75]] * 2),
+        "labels": jnp.array([0, 1]),
+    },
+    "sample_params": {
+        "opt_state": state(optperm.ivon(0.1, 10.0)),
+        "params": PARAMS,
+        "key": jax.random.key(0),
+    },
+    "swag_mean": {"opt_state": state(optperm.swag(1))},
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "compress_quantized": {"bits": 4},
@@ -287,6 +298,8 @@ STATES = {
     "center_params": "AgnState or DilocoState .*optperm.agn or optperm.diloco",
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
+    "sample_params": r"IvonState or SwagState \(the state of optperm.ivon or optperm.swag\)",
+    "swag_mean": r"SwagState \(the state of optperm.swag\)",
     "adapted_kernel": "NoiseKernel .*optperm.constant_sgd or optperm.mandt_sgd",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
@@ -349,6 +362,10 @@ REFUSED = {
         value_error(r"labels must lie in \[0, 1\].*got 2", labels=np.array([0, 2])),
         value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
     ],
+    "auroc": [value_error(r"must be numbers of shape \(n,\)", scores=Each([TWO, np.zeros(0)]))],
+    "sample_params": [type_error("must be a random key", key=0)],
+    "swag": [value_error("at least 2", rank=1)],
+    "ivon.update": [value_error(r"extra argument draw.*sample_params")],
     "constant_sgd": [
         value_error("num_data must be at least batch_size, got 5", num_data=5, batch_size=10)
     ],

@@ -41,6 +41,11 @@ USUAL = [
         {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
     ),
     ("permutation.py", "--seeds 1 --epochs 0.15", {}),
+    (
+        "uncertainty.py",
+        "--seeds 1 --epochs 0.2 --methods Adam IVON",
+        {},
+    ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
     ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),

@@ -139,7 +139,7 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
 def everything(params, batch):
     """The gradient, and all that a method may ask for."""
     e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
-    return e.grad, {"full_grad_fn": lambda p: p, **e.extra_args}
+    return e.grad, {"full_grad_fn": lambda p: p, "draw": params, **e.extra_args}
 
 
 def exercise(tx):

@@ -136,6 +136,18 @@ def two_examples(params: optax.Params, **part: int) -> optax.Updates:
     return jax.tree.map(lambda p: jnp.stack([p + jnp.ones_like(p), p - jnp.ones_like(p)]), params)
 
 
+@functools.wraps(optperm.ivon)
+def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+    """IVON, with a draw at a known distance from the params where none is passed."""
+    tx = optperm.ivon(*args, **kwargs)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        draw = None if params is None else jax.tree.map(lambda p: p * 1.01, params)
+        return tx.update(updates, state, params, **{"draw": draw, **extra_args})
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
 INF = float("inf")
 # What numbers may be, where it is not anything from 0, and integers, where it is not anything from 1.
 SHARE = {"high": 1.0}
@@ -503,6 +515,28 @@ TRANSFORMATIONS = (
         lenient=True,
         knows="shapes",
         extra_args={"per_example_grad_fn": two_examples},
+        hands_on=True,
+    ),
+    Transformation(
+        ivon,
+        {"learning_rate": 1e-3, "ess": 1000.0, "beta2": 0.9},
+        limits={
+            **dict.fromkeys(("ess", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
+            **dict.fromkeys(("beta1", "beta2"), SHARE),
+        },
+        static=("mc_samples",),
+        knows="shapes",
+        no_minimum="its gradients have to be those at draws",
+    ),
+    Transformation(
+        optperm.swag,
+        {"every": 2, "rank": 2},
+        limits={"start": FROM_ZERO, "rank": None},
+        static=("rank",),
+        is_identity=True,
+        knows="shapes",
+        rows=(2,),
+        no_minimum="hands on the updates as they came",
         hands_on=True,
     ),
     Transformation(

@@ -17,6 +17,22 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
 
+class Scores(NamedTuple):
+    """What `classification_scores` found, means over the examples.
+
+    Attributes:
+      accuracy: The share of right predictions.
+      nll: The negative log-likelihood, in nats.
+      brier: The squared distance of the probabilities from the label's.
+      calibration_error: The expected calibration error.
+    """
+
+    accuracy: Float[Array, ""]
+    nll: Float[Array, ""]
+    brier: Float[Array, ""]
+    calibration_error: Float[Array, ""]
+
+
 class Calibration(NamedTuple):
     """What `calibration` found. Where a bin is empty, `confidence` and `accuracy` are 0.
 
@@ -104,6 +120,87 @@ def calibration(
         confidence=sum_by_bin(confidences) / safe_counts,
         accuracy=checked(sum_by_bin(is_right) / safe_counts),
     )
+
+
+def classification_scores(
+    probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
+) -> Scores:
+    r"""Return accuracy, negative log-likelihood, Brier score and calibration error of a classifier.
+
+    .. math::
+      \mathrm{NLL} = -\frac1n \sum_i \log p_{i, y_i}, \qquad
+      \mathrm{Brier} = \frac1n \sum_i \sum_k (p_{i k} - 1[k = y_i])^2
+
+    The NLL is infinite where a label has a probability of zero; the Brier score is at most 2 for an
+    example. `optperm.calibration` returns the bins of the calibration error.
+
+    Args:
+      probabilities: (n, classes), rows that sum to one, of any real floating dtype.
+      labels: (n,), integers in [0, classes).
+
+    Returns:
+      `Scores`.
+
+    Raises:
+      TypeError: As `optperm.calibration`.
+      ValueError: As `optperm.calibration`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> found = optperm.classification_scores(jnp.array([[0.5, 0.5], [0.0, 1.0]]), jnp.array([0, 1]))
+      >>> [round(float(score), 3) for score in found]
+      [1.0, 0.347, 0.25, 0.25]
+
+    References:
+      Brier, `Verification of Forecasts Expressed in Terms of Probability
+      <https://doi.org/10.1175/1520-0493(1950)078%3C0001:VOFEIT%3E2.0.CO;2>`_, 1950
+    """
+    found = calibration(probabilities, labels)
+    p = jnp.asarray(probabilities)
+    p = p.astype(accumulation_dtype(p))
+    right = jax.nn.one_hot(jnp.asarray(labels), p.shape[1], dtype=p.dtype)
+    # A label that calibration refuses where it is traced makes NaN here too.
+    nan = found.expected_calibration_error * 0
+    return Scores(
+        accuracy=jnp.sum(found.accuracy * found.counts.astype(p.dtype)) / len(p),
+        nll=nan - jnp.mean(jax.scipy.special.xlogy(right, p).sum(axis=1)),
+        brier=nan + jnp.mean(jnp.sum((p - right) ** 2, axis=1)),
+        calibration_error=found.expected_calibration_error,
+    )
+
+
+def auroc(scores: jax.Array | np.ndarray, other_scores: jax.Array | np.ndarray) -> float:
+    r"""Return how well a score tells inputs from elsewhere: the area under the ROC curve.
+
+    .. math::
+      P(s < s') + \tfrac12 P(s = s')
+
+    for a score :math:`s` of an input like the training's and :math:`s'` of one from elsewhere; 1 where
+    all of those are larger, and 0.5 where the score says nothing.
+
+    Args:
+      scores: (n,), of inputs like those of the training: the entropy or the mutual information of
+        `optperm.posterior_predictive`, for instance.
+      other_scores: (m,), of inputs from elsewhere.
+
+    Returns:
+      The area, in [0, 1].
+
+    Raises:
+      ValueError: If one of them is empty or not of rank 1, or holds NaN.
+
+    Example:
+      >>> import optperm, numpy as np
+      >>> optperm.auroc(np.array([0.1, 0.2]), np.array([0.2, 0.3]))
+      0.875
+    """
+    one, two = np.asarray(scores, np.float64), np.asarray(other_scores, np.float64)
+    for name, values in {"scores": one, "other_scores": two}.items():
+        if values.ndim != 1 or not values.size or np.isnan(values).any():
+            raise ValueError(f"{name} must be numbers of shape (n,), got shape {values.shape}.")
+    one = np.sort(one)
+    below = np.searchsorted(one, two, side="left") + np.searchsorted(one, two, side="right")
+    return float(below.mean() / (2 * one.size))
 
 
 def interval_coverage(

@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped
 
 
+class Ensemble(NamedTuple):
+    """Params of several models: draws of `sample_params`, or models trained side by side by `jax.vmap`.
+
+    Attributes:
+      params: Params with one leading axis over the models.
+    """
+
+    params: Any
+
+
 class Predictions(NamedTuple):
     """What `posterior_predictive` predicted.
 
@@ -42,9 +52,24 @@ class Predictions(NamedTuple):
         values = np.asarray(self.draws, np.float64)
         return np.quantile(values.reshape(-1, *values.shape[2:]), levels, axis=0)
 
+    def entropy(self) -> jax.Array:
+        r"""Return how uncertain the mean class probabilities are: :math:`H[\bar p]`, in nats."""
+        return _entropy(self.mean)
+
+    def mutual_information(self) -> jax.Array:
+        r"""Return how far the draws disagree: :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
+
+        It is large where data are unlike those of the training, and small where classes overlap.
+        """
+        return self.entropy() - jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
+
+
+def _entropy(probabilities: jax.Array) -> jax.Array:
+    return -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities), axis=-1)
+
 
 def posterior_predictive(
-    predict_fn: Callable[[Any, Any], jax.Array], samples: Samples, inputs: Any
+    predict_fn: Callable[[Any, Any], jax.Array], samples: Samples | Ensemble, inputs: Any
 ) -> Predictions:
     r"""Return a model's predictions by each draw of its params, their mean and their spread.
 
@@ -58,7 +83,8 @@ def posterior_predictive(
     Args:
       predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
         `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
-      samples: What `optperm.draw_samples` or `optperm.sample` returned.
+      samples: What `optperm.draw_samples` or `optperm.sample` returned, or an `optperm.Ensemble` of
+        models, which count as one chain.
       inputs: What to predict for, a tree of arrays.
 
     Returns:
@@ -80,12 +106,14 @@ def posterior_predictive(
       ([1.5, 15.0], [0.5, 5.0], (1, 2, 2))
     """
     checks.check_function("predict_fn", predict_fn, "(params, inputs)")
-    if not isinstance(samples, Samples):
+    if not isinstance(samples, Samples | Ensemble):
         raise TypeError(
             "samples must be what draw_samples or sample returned, whose params have axes of chains and "
-            f"draws; got {type(samples).__name__}."
+            f"draws, or optperm.Ensemble(stacked_params); got {type(samples).__name__}."
         )
     params = without_variables(samples.params)
+    if isinstance(samples, Ensemble):
+        params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
     checks.check_arrays("inputs", inputs)
     draws = _predict(predict_fn, params, inputs)

@@ -1,0 +1,132 @@
+"""Draws of params from the normal laws that `ivon` and `swag` have learned."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes.ivon import IvonState
+from optperm.bayes.normal_noise import normal_like
+from optperm.bayes.swag import SwagState
+from optperm.contract import checks
+from optperm.contract.dtypes import cast_like
+from optperm.contract.keys import as_key
+from optperm.contract.shardings import can_be_seen
+from optperm.contract.states import fill_masked, find_state, find_states, mask_like
+
+
+def sample_params(
+    opt_state: Any, params: optax.Params, key: jax.Array, num_draws: int | None = None
+) -> optax.Params:
+    r"""Draw params from the normal law of `optperm.ivon` or of `optperm.swag`.
+
+    .. math::
+      \theta = m + \frac{z}{\sqrt{\lambda (h + \delta)}}, \qquad
+      \theta = \bar\theta + \sqrt{\tfrac12 \Sigma_{\mathrm{diag}}}\, z_1
+      + \frac{1}{\sqrt{2 (K - 1)}} D z_2
+
+    with :math:`z` standard normal numbers. They follow from the key and from the path of each leaf, so
+    that sharded params draw what others do.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
+      params: The current params: the mean of `ivon`'s law.
+      key: A key of `jax.random`. Replicas that are to draw apart bring keys of their own, for instance
+        `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      num_draws: How many draws to stack along a leading axis; None for one without such an axis.
+
+    Returns:
+      A tree like params, of their dtypes. What a mask keeps from the method is as it is in params.
+
+    Raises:
+      TypeError: If `key` is no key.
+      ValueError: If there is no such state, or more than one; if nothing was collected by `swag` yet,
+        where Python can see it; or within `optax.MultiSteps`, which would mix the gradients of several
+        draws: take the mean loss over microbatches at one draw, or `mc_samples`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> w = jnp.zeros(1000)
+      >>> opt_state = optperm.ivon(0.1, ess=25.0, hess_init=4.0, weight_decay=1e-6).init(w)
+      >>> draws = optperm.sample_params(opt_state, w, jax.random.key(0), num_draws=100)
+      >>> draws.shape, round(float(draws.std()), 2)  # 1 / sqrt(25 * 4)
+      ((100, 1000), 0.1)
+    """
+    checks.check_key("key", key)
+    if num_draws is not None:
+        checks.check_static_count("num_draws", num_draws)
+    state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")
+    for accumulating in find_states(opt_state, optax.MultiStepsState):
+        if find_states(accumulating, IvonState):
+            raise ValueError(
+                "ivon inside optax.MultiSteps would mix the gradients of several draws: take the mean "
+                "loss over microbatches at one draw, or mc_samples."
+            )
+    if isinstance(state, SwagState) and can_be_seen(state.num_models) and not state.num_models:
+        raise ValueError(
+            "swag has collected no params yet: it does at steps start, start + every, ..., in update."
+        )
+    draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
+    seen = mask_like(params, state.momentum if isinstance(state, IvonState) else state.mean)
+
+    def draw(key: jax.Array) -> optax.Params:
+        threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
+        return fill_masked(cast_like(draw_one(state, seen, threefry), seen), params)
+
+    return draw(key) if num_draws is None else jax.vmap(draw)(jax.random.split(key, num_draws))
+
+
+def swag_mean(opt_state: Any) -> optax.Params:
+    """Return the mean of the params that `optperm.swag` has collected: stochastic weight averaging.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
+
+    Returns:
+      A tree like params, in float32 or wider; zeros before anything was collected.
+
+    Raises:
+      ValueError: If there is no such state, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> tx = optperm.swag(every=1)
+      >>> opt_state = tx.init(jnp.zeros(2))
+      >>> _, opt_state = tx.update(jnp.zeros(2), opt_state, jnp.array([1.0, 2.0]))
+      >>> optperm.swag_mean(opt_state).tolist()
+      [1.0, 2.0]
+    """
+    return find_state(opt_state, SwagState, method="swag").mean
+
+
+def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.Params:
+    """Draw m + z / sqrt(lambda (h + delta))."""
+
+    def draw(m: Any, h: jax.Array, z: jax.Array) -> jax.Array:
+        precision = state.ess.astype(h.dtype) * (h + state.weight_decay.astype(h.dtype))
+        return m.astype(h.dtype) + z.astype(h.dtype) * jax.lax.rsqrt(precision)
+
+    return jax.tree.map(draw, params, state.hessian, normal_like(key, params))
+
+
+def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:
+    """Draw from the diagonal, and from what the last deviations span where they are kept."""
+    rank = next((leaf.shape[0] for leaf in jax.tree.leaves(state.deviations)), 0)
+    n = state.num_models
+    columns = jnp.minimum(n, rank)
+    of_deviations, of_entries = jax.random.split(as_key(key))
+    z = normal_like(jax.random.key_data(of_entries), params)
+
+    def draw(mean: jax.Array, squares: jax.Array, rows: jax.Array, z: jax.Array) -> jax.Array:
+        share = 0.5 if rank else 1.0
+        variance = share * squares / jnp.maximum(n, 1).astype(squares.dtype)
+        theta = mean + jnp.sqrt(variance) * z.astype(mean.dtype)
+        if not rank:
+            return theta
+        # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves
+        z_2 = jax.random.normal(of_deviations, (rank,), rows.dtype)
+        scale = jnp.sqrt(2 * jnp.maximum(columns - 1, 1).astype(rows.dtype))
+        return theta + jnp.tensordot(z_2 / scale, rows, axes=1)
+
+    return jax.tree.map(draw, state.mean, state.squares, state.deviations, z)

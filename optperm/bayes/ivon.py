@@ -1,0 +1,248 @@
+"""IVON: variational learning of a normal law with a diagonal covariance, at the cost of Adam.
+
+Y. Shen, N. Daheim, B. Cong, P. Nickl, G. M. Marconi, C. Bazan, R. Yokota, I. Gurevych, D. Cremers,
+M. E. Khan and T. Moellenhoff, "Variational Learning is Effective for Large Deep Networks", ICML 2024,
+arXiv 2402.17641, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes.masters import with_masters
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.mapped_axes import AxisName
+from optperm.contract.schedules import resolve_schedule
+from optperm.contract.shardings import shard_like
+from optperm.contract.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+
+class IvonState(NamedTuple):
+    r"""State of `ivon`, in float32 or the parameter's dtype if wider.
+
+    Attributes:
+      count: Steps taken.
+      momentum: :math:`g`, the running mean of gradients at draws.
+      hessian: :math:`h`, the estimate of the Hessian's diagonal.
+      ess: :math:`\lambda`, and
+      weight_decay: :math:`\delta`, with which the law's variances are :math:`1 / (\lambda (h +
+        \delta))`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    momentum: PyTree[Float[Array, "?*shape"], "Params"]
+    hessian: PyTree[Float[Array, "?*shape"], "Params"]
+    ess: Float[Array, ""]
+    weight_decay: Float[Array, ""]
+
+
+def ivon(
+    learning_rate: optax.ScalarOrSchedule,
+    ess: float | jax.Array,
+    *,
+    hess_init: float = 1.0,
+    beta1: float | jax.Array = 0.9,
+    beta2: float | jax.Array = 0.99999,
+    weight_decay: float | jax.Array = 1e-4,
+    mc_samples: int = 1,
+    clip_radius: float | jax.Array = float("inf"),
+    rescale_lr: bool = True,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Learn the mean and the variances of a normal law over the params, which are its mean.
+
+    Each step takes the gradient :math:`\hat g` of the batch's mean loss at a draw
+    :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. With
+    all products by entry:
+
+    .. math::
+      \hat h &= \lambda (h + \delta)\, \epsilon\, \hat g \\
+      g &\leftarrow \beta_1 g + (1 - \beta_1) \hat g \\
+      h &\leftarrow \beta_2 h + (1 - \beta_2) \hat h
+        + \tfrac12 (1 - \beta_2)^2 \frac{(h - \hat h)^2}{h + \delta} \\
+      \bar g &= g / (1 - \beta_1^t) \\
+      m &\leftarrow m - \alpha\, \mathrm{clip}_\xi \frac{\bar g + \delta m}{h + \delta}
+
+    :math:`\hat h` estimates the Hessian's diagonal by Price's theorem, from the gradient alone; the last
+    term of the third line keeps :math:`h + \delta` positive. Where the gradient's noise by the batches
+    can be neglected the law is the best one of its kind: on a quadratic with Hessian :math:`H` its
+    variances are :math:`1 / (\lambda (\mathrm{diag} H + \delta))`.
+
+    The gradient is that of a mean loss per example, and :math:`\lambda` is the number of examples. A
+    larger one makes the law narrower ("cold"). Params, and with them every evaluation, are the mean of
+    the law; draws are made by `optperm.sample_params`, and `optperm.posterior_predictive` averages
+    predictions over them.
+
+    Args:
+      learning_rate: :math:`\alpha`, a number or a schedule of the step. Near 0.1 for ResNets from
+        scratch, which is that of SGD with momentum.
+      ess: :math:`\lambda > 0`, the effective sample size.
+      hess_init: :math:`h_0 > 0`. What the paper varies first: too small a value makes wide draws, and
+        the training diverges.
+      beta1: :math:`\beta_1 \in [0, 1)`.
+      beta2: :math:`\beta_2 \in [0, 1)`. Large, since a single draw says little of the Hessian.
+      weight_decay: :math:`\delta > 0`, the precision of the prior over :math:`\lambda`.
+      mc_samples: Draws in a step. With more than one, `updates` and `draw` have a leading axis of that
+        length.
+      clip_radius: :math:`\xi > 0`, of each entry.
+      rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
+        step is that of SGD.
+      axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
+        Each replica then has its own part of the batch and its own draw: give it a key of its own.
+
+    Returns:
+      A transformation whose state is an `IvonState`. Its `update` needs the params, the gradient at a
+      draw, and that draw as the extra argument `draw`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `draw` is missing, or trees do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> curvature = jnp.array([1.0, 100.0])
+      >>> grad_fn = jax.grad(lambda w: 0.5 * jnp.sum(curvature * (w - 1.0) ** 2))
+      >>> tx = optperm.ivon(0.05, ess=1000.0, beta2=0.999)
+      >>> def step(carry, key):
+      ...     w, opt_state = carry
+      ...     draw = optperm.sample_params(opt_state, w, key)
+      ...     updates, opt_state = tx.update(grad_fn(draw), opt_state, w, draw=draw)
+      ...     return (optax.apply_updates(w, updates), opt_state), None
+      >>> w = jnp.zeros(2)
+      >>> keys = jax.random.split(jax.random.key(0), 10_000)
+      >>> (w, opt_state), _ = jax.lax.scan(step, (w, tx.init(w)), keys)
+      >>> bool(jnp.allclose(w, 1.0, atol=0.05) & jnp.allclose(opt_state.hessian, curvature, rtol=0.2))
+      True
+
+    References:
+      Shen et al., `Variational Learning is Effective for Large Deep Networks
+      <https://arxiv.org/abs/2402.17641>`_, ICML 2024
+    """
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    positive = {
+        "ess": ess,
+        "hess_init": hess_init,
+        "weight_decay": weight_decay,
+        "clip_radius": clip_radius,
+    }
+    for name, number in positive.items():
+        checks.check_positive(name, number)
+    for name, number in {"beta1": beta1, "beta2": beta2}.items():
+        checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
+    checks.check_static_count("mc_samples", mc_samples)
+    checks.check_flag("rescale_lr", rescale_lr)
+    checks.check_axis_name("axis_name", axis_name)
+
+    def init(params: optax.Params) -> IvonState:
+        def full(p: Any, number: Any) -> jax.Array:
+            return shard_like(jnp.full_like(p, number, accumulation_dtype(p)), p)
+
+        dtype = accumulation_dtype(params)
+        return IvonState(
+            count=jnp.zeros([], jnp.int32),
+            momentum=jax.tree.map(lambda p: full(p, 0.0), params),
+            hessian=jax.tree.map(lambda p: full(p, hess_init), params),
+            ess=jnp.asarray(ess, dtype),
+            weight_decay=jnp.asarray(weight_decay, dtype),
+        )
+
+    def update(
+        grads: optax.Updates,
+        state: IvonState,
+        params: optax.Params,
+        *,
+        draw: optax.Params | None = None,
+        grads_of_draws: optax.Updates | None = None,
+        **_: Any,
+    ) -> tuple[optax.Updates, IvonState]:
+        if draw is None:
+            raise ValueError(
+                "ivon needs the extra argument draw, the params at which the gradient was taken: "
+                "draw = optperm.sample_params(opt_state, params, key), then "
+                "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)."
+            )
+        count = optax.safe_increment(state.count)
+        rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
+        of_draws = grads if grads_of_draws is None else grads_of_draws
+        products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
+        if axis_name is not None:
+            grads, products = jax.lax.pmean((grads, products), axis_name)
+        debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
+
+        def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
+            dtype = h.dtype
+            delta, lam, b1, b2, debiasing, radius, alpha = (
+                jnp.asarray(x, dtype)
+                for x in (weight_decay, ess, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
+            )
+            m, g_hat = m.astype(dtype), g_hat.astype(dtype)
+            is_finite = jnp.isfinite(g_hat) & jnp.isfinite(product)
+            # h^ = lambda (h + delta) epsilon g^
+            h_hat = lam * (h + delta) * product
+            # g <- beta_1 g + (1 - beta_1) g^
+            g = jnp.where(is_finite, g + b1 * (g_hat - g), g)
+            # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
+            new_h = h + b2 * (h_hat - h) + 0.5 * (b2 * (h - h_hat)) ** 2 / (h + delta)
+            h = jnp.where(is_finite & jnp.isfinite(new_h), new_h, h)
+            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta))
+            moved = jnp.clip((g / debiasing + delta * m) / (h + delta), -radius, radius)
+            if rescale_lr:
+                alpha = alpha * (jnp.asarray(hess_init, dtype) + delta)
+            return -alpha * moved, g, h
+
+        out = jax.tree.map(step, params, state.momentum, grads, state.hessian, products)
+        updates, momentum, hessian = (
+            jax.tree.map(lambda _, found, i=i: found[i], params, out) for i in range(3)
+        )
+        return updates, IvonState(
+            count, momentum, hessian, jnp.asarray(ess), jnp.asarray(weight_decay)
+        )
+
+    single = with_masters(
+        transformation(
+            init,
+            update,
+            method="ivon",
+            like=lambda state: state.momentum,
+            dtypes=False,
+            axis_name=axis_name,
+        )
+    )
+    if mc_samples == 1:
+        return single
+
+    def update_by_draws(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        for leaf in jax.tree.leaves((updates, extra_args.get("draw"))):
+            if jnp.shape(leaf)[:1] != (mc_samples,):
+                raise ValueError(
+                    f"With mc_samples={mc_samples} updates and draw have a leading axis of that length, "
+                    f"got a leaf of shape {jnp.shape(leaf)}: draw = optperm.sample_params(opt_state, "
+                    f"params, key, {mc_samples}), and jax.vmap of the gradient over it."
+                )
+        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
+        return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
+
+    return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
+
+
+def _mean_product(mc_samples: int) -> Any:
+    """Return the function (g^, draw, m) -> epsilon g^, of a leaf, its mean over stacked draws."""
+
+    def product(g: Any, draw: Any, m: Any) -> jax.Array:
+        dtype = accumulation_dtype(m)
+        g, draw, m = (jnp.asarray(x, dtype) for x in (g, draw, m))
+        if mc_samples == 1:
+            return (draw - m) * g
+        return jnp.mean((draw - m[None]) * g, axis=0)
+
+    return product

@@ -1,0 +1,138 @@
+"""IVON against a transcription of the authors' code, its law on a quadratic, and draws."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optperm
+
+CURVATURE = np.array([0.5, 2.0, 30.0])
+SETTINGS = {"hess_init": 0.3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.01}
+
+
+def authors_step(m, state, draws, grads, *, rate, ess, radius=np.inf):
+    """A step of the authors' torch code (commit 14fe91c), in NumPy."""
+    g, h, count = state
+    b1, b2, delta = SETTINGS["beta1"], SETTINGS["beta2"], SETTINGS["weight_decay"]
+    mean_grad = np.mean(grads, axis=0)
+    noise_times_grad = np.mean((draws - m) * grads, axis=0)
+    count += 1
+    g = b1 * g + (1 - b1) * mean_grad
+    f = noise_times_grad * (h + delta) * ess
+    h = b2 * h + (1 - b2) * f + (0.5 * (1 - b2) ** 2) * (h - f) ** 2 / (h + delta)
+    moved = np.clip((g / (1 - b1**count) + delta * m) / (h + delta), -radius, radius)
+    return m - rate * (SETTINGS["hess_init"] + delta) * moved, (g, h, count)
+
+
+@pytest.mark.parametrize(("mc_samples", "radius"), [(1, np.inf), (3, 0.4)])
+def test_the_sequence_of_the_authors(mc_samples, radius):
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        tx = optperm.ivon(
+            0.1, ess=50.0, mc_samples=mc_samples, clip_radius=float(radius), **SETTINGS
+        )
+        m = np.array([1.0, -2.0, 0.5])
+        theta, state = jnp.array(m), tx.init(jnp.array(m))
+        expected = (np.zeros(3), np.full(3, SETTINGS["hess_init"]), 0)
+        update = jax.jit(tx.update)
+        for _ in range(20):
+            scale = 1 / np.sqrt(50.0 * (expected[1] + SETTINGS["weight_decay"]))
+            draws = m + rng.normal(size=(mc_samples, 3)) * scale
+            grads = CURVATURE * (draws - 0.3) + 0.1 * rng.normal(size=draws.shape)
+            shape = (3,) if mc_samples == 1 else draws.shape
+            updates, state = update(
+                jnp.array(grads.reshape(shape)), state, theta, draw=jnp.array(draws.reshape(shape))
+            )
+            theta = optax.apply_updates(theta, updates)
+            m, expected = authors_step(m, expected, draws, grads, rate=0.1, ess=50.0, radius=radius)
+            np.testing.assert_allclose(theta, m, rtol=1e-12)
+            np.testing.assert_allclose(state.hessian, expected[1], rtol=1e-12)
+            np.testing.assert_allclose(state.momentum, expected[0], rtol=1e-12)
+
+
+def test_the_law_on_a_quadratic_is_the_best_normal_one():
+    """Variances 1 / (ess (h + delta)), the mean the minimum with the prior's pull."""
+    tx = optperm.ivon(0.1, ess=100.0, hess_init=1.0, beta2=0.9995, weight_decay=0.1)
+
+    def step(carry, key):
+        m, state = carry
+        draw = optperm.sample_params(state, m, key)
+        updates, state = tx.update(
+            jnp.asarray(CURVATURE, jnp.float32) * (draw - 1), state, m, draw=draw
+        )
+        return (optax.apply_updates(m, updates), state), (m, state.hessian)
+
+    m = jnp.zeros(3)
+    keys = jax.random.split(jax.random.key(0), 60_000)
+    _, (means, hessians) = jax.jit(lambda m: jax.lax.scan(step, (m, tx.init(m)), keys))(m)
+    np.testing.assert_allclose(
+        means[30_000:].mean(axis=0), CURVATURE / (CURVATURE + 0.1), rtol=0.02
+    )
+    np.testing.assert_allclose(hessians[30_000:].mean(axis=0), CURVATURE, rtol=0.05)
+
+
+def test_draws_have_the_laws_mean_and_variance():
+    m = {"w": jnp.full((400, 50), 3.0), "b": jnp.zeros(5)}
+    tx = optax.chain(optax.clip(1.0), optperm.ivon(0.1, ess=25.0, hess_init=3.5, weight_decay=0.5))
+    draw = optperm.sample_params(tx.init(m), m, jax.random.key(1))
+    noise = np.asarray(draw["w"] - 3.0)
+    np.testing.assert_allclose([noise.mean(), noise.std()], [0.0, 0.1], atol=2e-3)
+    draws = optperm.sample_params(tx.init(m), m, jax.random.key(1), num_draws=2)
+    assert draws["b"].shape == (2, 5)
+    assert not np.allclose(draws["b"][0], draws["b"][1])
+
+
+def test_replicas_average_over_their_own_draws():
+    """Two replicas with a draw each are one process with two draws in a step."""
+    m = jnp.array([1.0, -2.0, 0.5])
+    draws = m[None] + jnp.array([[0.1, 0.2, -0.3], [0.2, -0.1, 0.1]])
+    grads = jnp.asarray(CURVATURE, jnp.float32)[None] * draws
+    both = optperm.ivon(0.1, ess=50.0, mc_samples=2)
+    expected = both.update(grads, both.init(m), m, draw=draws)
+    tx = optperm.ivon(0.1, ess=50.0, axis_name="replica")
+
+    def update(g, draw):
+        updates, state = tx.update(g[0], tx.init(m), m, draw=draw[0])
+        return updates, state.hessian
+
+    mesh = Mesh(jax.devices()[:2], ("replica",))
+    one = jax.shard_map(
+        update, mesh=mesh, in_specs=(P("replica"), P("replica")), out_specs=(P(), P())
+    )
+    updates, hessian = jax.jit(one)(grads, draws)
+    np.testing.assert_allclose(updates, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(hessian, expected[1].hessian, rtol=1e-6)
+
+
+def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
+    m = jnp.array([1.0, 2.0])
+    tx = optperm.ivon(0.1, ess=50.0)
+    _, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(m), m, draw=m + 0.1)
+    assert state.hessian[0] == 1.0
+    assert state.momentum[0] == 0.0
+    assert state.momentum[1] > 0.0
+
+
+def test_misuse_is_named():
+    m = jnp.zeros(2)
+    tx = optperm.ivon(0.1, ess=50.0)
+    stacked = optperm.ivon(0.1, ess=50.0, mc_samples=3)
+    accumulating = optax.MultiSteps(tx, 2)
+    key = jax.random.key(0)
+    calls = [
+        (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
+        (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
+        (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
+        (lambda: stacked.update(m, stacked.init(m), m, draw=m), "leading axis"),
+        (lambda: optperm.sample_params(accumulating.init(m), m, key), "MultiSteps"),
+        (lambda: optperm.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
+        (lambda: optperm.sample_params(optperm.swag(1).init(m), m, key), "collected no params"),
+        (lambda: optperm.swag(1, rank=1), "at least 2"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
