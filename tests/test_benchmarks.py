@@ -35,7 +35,11 @@ USUAL = [
         "--seeds 1 --epochs 0.1 --sparsity 0.9",
         {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
     ),
-    ("permutation.py", "--seeds 1 --epochs 0.15", {}),
+    (
+        "permutation.py",
+        "--seeds 1 --epochs 0.15",
+        {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
+    ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
     ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
