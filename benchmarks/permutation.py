@@ -1,17 +1,29 @@
-"""Training by permuting beside training freely: MNIST, an MLP with 256 hidden units.
+"""Training by permuting beside training freely: an MLP on MNIST, a convolutional network on CIFAR-10.
 
-SGPerm and LaPerm (around Adam), Adam, SGD with momentum, and Adam on the last layer alone, behind
-random weights that stay as they are. All begin at the same He-uniform weights and biases and take the
-same batches of 50 for the same number of epochs. Each first takes the number of its grid, which is
-printed, that is best on a validation split (the last 5,000 training images), with one seed and a third
-of the steps: for SGPerm the aggressiveness, for LaPerm the steps between two synchronizations, for the
-others the learning rate.
+`methods`: SGPerm and LaPerm (around Adam), Adam, SGD with momentum, and Adam on the last layer alone,
+behind random weights that stay as they are. All begin at the same He-uniform weights and biases, and
+take the same batches of 50 for the same number of epochs.
 
-    python benchmarks/permutation.py --data mnist.npz [--seeds 3] [--epochs 3] [--methods SGPerm Adam]
+`values`: networks of 2, 4 and 16 values in each layer, evenly spaced, by SGPerm from the start, by Adam
+and rounding afterwards (k-means), and by Adam on weights that the forward pass rounds (straight-through,
+with a learned scale a layer).
+
+`bytes`: what a trained network takes on disk: float32, a seed and an arrangement (the logarithm of the
+number of arrangements: no file can be smaller for all of them), and that arrangement as it is exported,
+compressed.
+
+Each takes the number of its grid, which is printed, that is best on a validation split (5,000 training
+images), with one seed and a third of the steps: the aggressiveness, the steps between two
+synchronizations, or the rate.
+
+    python benchmarks/permutation.py --data mnist.npz [--seeds 3] [--epochs 3] [--examples 10000]
+        [--only methods values bytes] [--methods SGPerm Adam]
 """
 
 import argparse
 import functools
+import lzma
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -25,13 +37,18 @@ import results
 
 import optperm
 
-HIDDEN, BATCH, VALIDATION = 256, 50, 5000
+HIDDEN, BATCH, VALIDATION, CHANNELS = 256, 50, 5000, (16, 32, 64)
+VALUES = (2, 4, 16)
 RESULTS = results.Results()
+Params = dict[str, jax.Array]
 
 
 def last_layer(rate: Any) -> optax.GradientTransformation:
     """Adam for the last layer, nothing for the rest."""
-    kinds = {"w0": "frozen", "b0": "frozen", "w1": "trained", "b1": "trained"}
+
+    def kinds(params: Params) -> dict[str, str]:
+        return {name: "trained" if "last" in name else "frozen" for name in params}
+
     return optax.partition({"trained": optax.adam(rate), "frozen": optax.set_to_zero()}, kinds)
 
 
@@ -40,52 +57,118 @@ def sgperm(alpha: Any, steps: int) -> optax.GradientTransformation:
     return optperm.sgperm(alpha, num_steps=steps, centralize=True)
 
 
+ALPHAS, RATES = (0.03, 0.1, 0.3), (3e-4, 1e-3, 3e-3)
 # By name: from a number and the steps of the run to an optimizer, and the grid of the number.
 METHODS: dict[str, tuple[Callable[[Any, int], Any], tuple[float, ...]]] = {
-    "SGPerm": (sgperm, (0.03, 0.1, 0.3)),
+    "SGPerm": (sgperm, ALPHAS),
     "LaPerm": (lambda every, _: optperm.laperm(optax.adam(1e-3), every), (100, 300, 900)),
-    "Adam": (lambda rate, _: optax.adam(rate), (3e-4, 1e-3, 3e-3)),
+    "Adam": (lambda rate, _: optax.adam(rate), RATES),
     "SGD": (lambda rate, _: optax.sgd(rate, momentum=0.9), (0.01, 0.03, 0.1)),
     "Adam, last layer": (lambda rate, _: last_layer(rate), (1e-3, 3e-3, 1e-2)),
 }
+# The ways to networks of a few values, and the method that trains.
+PERMUTED, ROUNDED, PASSED = "permuted (SGPerm)", "Adam, rounded", "Adam, straight-through"
+WAYS = {PERMUTED: "SGPerm", ROUNDED: "Adam", PASSED: "Adam"}
 
 
-def initial(seed: Any) -> dict[str, jax.Array]:
-    """He's uniform weights, and biases of the same law: equal ones could not be permuted."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    shapes = {"w0": (784, HIDDEN), "b0": (HIDDEN,), "w1": (HIDDEN, 10), "b1": (10,)}
-    bounds = [np.sqrt(6 / fan_in) for fan_in in (784, 784, HIDDEN, HIDDEN)]
-    return {
-        name: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-        for key, (name, shape), bound in zip(keys, shapes.items(), bounds, strict=True)
-    }
+def initial(seed: Any, shape: tuple[int, ...], values: int | None = None) -> Params:
+    """He's uniform weights, or as many values evenly spaced in their place, and biases of the same law.
+
+    Equal ones could not be permuted.
+    """
+    if len(shape) == 1:
+        shapes = {"w0": (shape[0], HIDDEN), "b0": (HIDDEN,), "w_last": (HIDDEN, 10)}
+    else:
+        wide = (shape[-1], *CHANNELS)
+        shapes = {f"w{i}": (3, 3, wide[i], wide[i + 1]) for i in range(3)}
+        shapes |= {f"b{i}": (wide[i + 1],) for i in range(3)}
+        shapes |= {"w_last": (shape[0] // 8 * (shape[1] // 8) * wide[-1], 10)}
+    shapes |= {"b_last": (10,)}
+    params = {}
+    for index, (name, of_leaf) in enumerate(shapes.items()):
+        weights = shapes["w" + name[1:]]
+        bound = math.sqrt(6 / math.prod(weights[:-1]))
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        if values is None:
+            params[name] = jax.random.uniform(key, of_leaf, minval=-bound, maxval=bound)
+        else:
+            steps = jax.random.randint(key, of_leaf, 0, values)
+            params[name] = bound * ((2 * steps + 1) / values - 1)
+    return params
 
 
-def logits(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Of images (n, 784)."""
-    return jax.nn.relu(x @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
+def logits(params: Params, x: jax.Array) -> jax.Array:
+    """Of images (n, pixels) or (n, height, width, channels)."""
+    if x.ndim == 2:
+        x = jax.nn.relu(x @ params["w0"] + params["b0"])
+    else:
+        for i in range(3):
+            dimensions = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(
+                x, params[f"w{i}"], (1, 1), "SAME", dimension_numbers=dimensions
+            )
+            x = jax.nn.relu(x + params[f"b{i}"])
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        x = x.reshape(len(x), -1)
+    return x @ params["w_last"] + params["b_last"]
 
 
-def loss_fn(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+def straight_through(params: Params, values: int) -> Params:
+    """The weights that the forward pass sees: scale times the nearest of evenly spaced values."""
+
+    def of_leaf(w: jax.Array) -> jax.Array:
+        bound = 2 * jnp.mean(jnp.abs(w))  # of a uniform law, so that the scale is learned too
+        step = jnp.clip(jnp.floor((w / bound + 1) / 2 * values), 0, values - 1)
+        nearest = bound * ((2 * step + 1) / values - 1)
+        return w + jax.lax.stop_gradient(nearest - w)
+
+    return jax.tree.map(of_leaf, params)
+
+
+def rounded(params: Params, count: int) -> Params:
+    """Each leaf with the nearest of as many values, found by k-means."""
+
+    def leaf(w: jax.Array) -> jax.Array:
+        flat = np.ravel(w)
+        values = np.quantile(flat, (np.arange(count) + 0.5) / count)
+        for _ in range(20):
+            nearest = np.searchsorted((values[1:] + values[:-1]) / 2, flat)
+            sums, counts = np.bincount(nearest, flat, count), np.bincount(nearest, None, count)
+            values = np.where(counts, sums / np.maximum(counts, 1), values)
+        return jnp.asarray(values[nearest].reshape(w.shape), jnp.float32)
+
+    return jax.tree.map(leaf, params)
+
+
+def loss_fn(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Mean cross-entropy."""
     of = optax.softmax_cross_entropy_with_integer_labels
     return of(logits(params, batch[0]), batch[1]).mean()
 
 
-@jax.jit
-def accuracy(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+def accuracy(params: Params, x: jax.Array, y: jax.Array) -> float:
     """The share of right answers."""
-    return jnp.mean(logits(params, x).argmax(axis=-1) == y)
+    parts = range(0, len(x), 1000)
+    right = [jnp.sum(_logits(params, x[i : i + 1000]).argmax(1) == y[i : i + 1000]) for i in parts]
+    return float(sum(right)) / len(x)
 
 
-@functools.partial(jax.jit, static_argnames="name")
-def trained(name: str, number: Any, params: Any, batches: jax.Array, data: Any) -> Any:
+_logits = jax.jit(logits)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "passed"))
+def trained(
+    name: str, number: Any, params: Params, batches: jax.Array, data: Any, passed: int | None
+) -> Any:
     """The params after batches of indices (steps, BATCH): one program for all numbers and seeds."""
     tx = METHODS[name][0](number, len(batches))
 
+    def loss(params: Params, batch: Any) -> jax.Array:
+        return loss_fn(straight_through(params, passed) if passed else params, batch)
+
     def step(carried: Any, chosen: jax.Array) -> Any:
         params, state = carried
-        grads = jax.grad(loss_fn)(params, (data[0][chosen], data[1][chosen]))
+        grads = jax.grad(loss)(params, (data[0][chosen], data[1][chosen]))
         updates, state = tx.update(grads, state, params)
         return (optperm.apply_updates(params, updates, state), state), None
 
@@ -93,66 +176,128 @@ def trained(name: str, number: Any, params: Any, batches: jax.Array, data: Any) 
     return optperm.permuted_params(state, params) if name == "LaPerm" else params
 
 
-def run(name: str, number: float, seed: int, epochs: float, data: Any) -> Any:
-    """The trained params of a method."""
+def run(
+    name: str, number: float, seed: int, epochs: float, data: Any, values: int | None, way: str
+) -> Params:
+    """The trained params of a method, of a few values where a way to them is named."""
     size = len(data[0])
     rng = np.random.default_rng(seed)
-    orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(int(np.ceil(epochs)))]
+    orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(math.ceil(epochs))]
     batches = np.concatenate(orders).reshape(-1, BATCH)[: round(epochs * size / BATCH)]
-    return trained(name, number, initial(seed), jnp.asarray(batches), data)
+    start = initial(seed, data[0].shape[1:], values if way == PERMUTED else None)
+    passed = values if way == PASSED else None
+    params = trained(name, number, start, jnp.asarray(batches), data, passed)
+    if way == ROUNDED:
+        return rounded(params, values or 0)
+    return straight_through(params, passed) if passed else params
 
 
-def table(options: argparse.Namespace, train: Any, test: Any) -> None:
-    """Accuracy of each method, at the number that is best on the validation split."""
+def compare(
+    title: str,
+    options: argparse.Namespace,
+    train: Any,
+    test: Any,
+    shown: str,
+    name: str,
+    values: int | None = None,
+    way: str = "",
+) -> None:
+    """Print and keep the row of one method, at the number that is best on the validation split."""
     fitted, held = (
         tuple(leaf[part] for leaf in train) for part in (np.s_[:-VALIDATION], np.s_[-VALIDATION:])
     )
-    for name in options.methods:
-        start, tried = time.process_time(), dict[float, float]()
-        for number in METHODS[name][1]:
-            params = run(name, number, 0, options.epochs / 3, fitted)
-            tried[number] = float(accuracy(params, *held))
-        best = max(tried, key=lambda number: tried[number])
-        nets = [run(name, best, seed, options.epochs, train) for seed in range(options.seeds)]
-        scores = [float(accuracy(params, *test)) for params in nets]
-        seconds = time.process_time() - start
-        spread = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
-        grid = ", ".join(f"{number:g}: {score:.4f}" for number, score in tried.items())
-        RESULTS.row(
-            f"MNIST, {options.epochs:g} epochs, {options.seeds} seeds",
-            method=name,
-            test_accuracy=f"{np.mean(scores):.4f}{spread}",
-            number=f"{best:g}",
-            validation_of_the_grid=grid,
-        )
-        RESULTS.write(options.json)
-        each = " ".join(f"{score:.4f}" for score in scores)
-        print(f"{name:16} {best:g}: test {each}; grid {grid}; {seconds:.0f} s", flush=True)
+    start, tried = time.process_time(), dict[float, float]()
+    for number in METHODS[name][1]:
+        params = run(name, number, 0, options.epochs / 3, fitted, values, way)
+        tried[number] = accuracy(params, *held)
+    best = max(tried, key=lambda number: tried[number])
+    scores = [
+        accuracy(run(name, best, seed, options.epochs, train, values, way), *test)
+        for seed in range(options.seeds)
+    ]
+    seconds = time.process_time() - start
+    spread = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+    grid = ", ".join(f"{number:g}: {score:.4f}" for number, score in tried.items())
+    RESULTS.row(
+        title,
+        method=shown,
+        test_accuracy=f"{np.mean(scores):.4f}{spread}",
+        number=f"{best:g}",
+        validation_of_the_grid=grid,
+    )
+    RESULTS.write(options.json)
+    each = " ".join(f"{score:.4f}" for score in scores)
+    print(f"{shown:34} {best:g}: test {each}; grid {grid}; {seconds:.0f} s", flush=True)
+
+
+def compare_bytes(options: argparse.Namespace, train: Any) -> None:
+    """Print what a network that SGPerm has trained for an epoch takes on disk."""
+    start = initial(0, train[0].shape[1:])
+    tx = optperm.sgperm(0.1)
+    state = tx.init(start)
+    grads = jax.grad(loss_fn)(start, (train[0][:BATCH], train[1][:BATCH]))
+    _, state = jax.jit(tx.update)(grads, state, start)
+    exported = jax.tree.leaves(optperm.export_permutation(start, state))
+    count = sum(leaf.size for leaf in start.values())
+    vectors = [leaf.shape for leaf in start.values()]
+    sizes = [(math.prod(s[:-1]), s[-1]) if len(s) > 1 else (s[0], 1) for s in vectors]
+    nats = sum(number * math.lgamma(length + 1) for length, number in sizes)
+    arranged = sum(np.asarray(leaf).nbytes for leaf in exported)
+    packed = sum(len(lzma.compress(np.asarray(leaf).tobytes())) for leaf in exported)
+    rows = {
+        "float32": 4.0 * count,
+        "float16": 2.0 * count,
+        "seed and arrangement, at least": nats / math.log(2) / 8,
+        "seed and arrangement, as exported": float(arranged),
+        "the same, compressed (LZMA)": float(packed),
+    }
+    for name, size in rows.items():
+        bits = f"{8 * size / count:.2f}"
+        RESULTS.row("A checkpoint", what=name, bytes=f"{size:,.0f}", bits_a_weight=bits)
+        print(f"{name:34} {size:12,.0f} bytes, {bits} bits a weight", flush=True)
+    RESULTS.write(options.json)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, help="an npz of MNIST; random images without")
+    parser.add_argument("--data", type=pathlib.Path, help="an npz of images; random ones without")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--examples", type=int, help="a random part of the training images")
+    parts = ["methods", "values", "bytes"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     results.add_argument(parser)
     options = parser.parse_args()
+    rng = np.random.default_rng(0)
     if options.data is None:
-        rng = np.random.default_rng(0)
         arrays = {"x_train": rng.integers(0, 256, (6000, 28, 28)), "y_train": np.arange(6000) % 10}
         arrays |= {"x_test": arrays["x_train"][:300], "y_test": arrays["y_train"][:300]}
     else:
         arrays = dict(np.load(options.data))
-    train, test = (
-        (
-            jnp.asarray(np.reshape(arrays[f"x_{part}"], (-1, 784)) / np.float32(255), jnp.float32),
-            jnp.asarray(arrays[f"y_{part}"], jnp.int32),
-        )
-        for part in ("train", "test")
-    )
-    table(options, train, test)
+    chosen = rng.permutation(len(arrays["x_train"]))[: options.examples]
+    arrays["x_train"], arrays["y_train"] = arrays["x_train"][chosen], arrays["y_train"][chosen]
+
+    def images(part: str) -> tuple[jax.Array, jax.Array]:
+        x = np.asarray(arrays[f"x_{part}"], np.float32) / 255
+        x = x.reshape(len(x), -1) if x.ndim == 3 else x
+        return jnp.asarray(x), jnp.asarray(np.ravel(arrays[f"y_{part}"]), jnp.int32)
+
+    train, test = images("train"), images("test")
+    source = options.data.stem if options.data else "random images"
+    title = f"{source}, {len(train[0])} images, {options.epochs:g} epochs, {options.seeds} seeds"
+    if "methods" in options.only:
+        for name in options.methods:
+            compare(title, options, train, test, name, name)
+    if "values" in options.only:
+        for way, name in WAYS.items():
+            for values in VALUES:
+                title_of_values = f"{title}: few values"
+                shown = f"{way}, {values} values"
+                compare(title_of_values, options, train, test, shown, name, values, way)
+    if "bytes" in options.only:
+        compare_bytes(options, train)
 
 
 if __name__ == "__main__":

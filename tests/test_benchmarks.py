@@ -40,11 +40,15 @@ USUAL = [
         "--seeds 1 --epochs 0.1 --sparsity 0.9",
         {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
     ),
-    ("permutation.py", "--seeds 1 --epochs 0.15", {}),
     (
         "uncertainty.py",
         "--seeds 1 --epochs 0.2 --methods Adam IVON",
         {},
+    ),
+    (
+        "permutation.py",
+        "--seeds 1 --epochs 0.15",
+        {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
     ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),

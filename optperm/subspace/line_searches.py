@@ -166,7 +166,10 @@ class Safeguarded:
         return _after(held, learned, _where(found.num_trials > 0, rejected, held), found, d, gk)
 
 
-LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {"safeguarded": Safeguarded(), "mindspore": MindSpore()}
+LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
+    "safeguarded": Safeguarded(),
+    "mindspore": MindSpore(),
+}
 
 
 def search(
