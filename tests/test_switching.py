@@ -91,7 +91,7 @@ def test_is_the_two_by_hand(both, track):
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("track", [False, True])
+@pytest.mark.parametrize("track", support.every_night([False, True], [False]))
 def test_the_number_of_steps_may_be_traced_zero_or_never_reached(track):
     """Under `inject_hyperparams`; 0 leaves only the second, a number too large only the first."""
     first, then = sgd(), OPTIMIZERS["sgperm"]
@@ -208,7 +208,7 @@ def test_extra_arguments_reach_line_searches_in_both_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("mapping", ["pmap", "shard_map"])
+@pytest.mark.parametrize("mapping", support.every_night(["pmap", "shard_map"], ["shard_map"]))
 def test_replicas_of_their_own_switch_as_one_does(mapping):
     """Each of four replicas, with other gradients, holds the bits of its run alone."""
     tx = optperm.switch_after(SWITCH, sgd(), OPTIMIZERS["agn"])
@@ -221,7 +221,7 @@ def test_replicas_of_their_own_switch_as_one_does(mapping):
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("track", [False, True])
+@pytest.mark.parametrize("track", support.every_night([False, True], [True]))
 def test_a_scan_in_checked_shard_map_keeps_its_types(track):
     """Init, steps and switch inside the mapped function: what does not vary stays so."""
     tx = optperm.switch_after(2, optax.adam(0.1), sgd(), track=track)

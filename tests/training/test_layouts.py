@@ -223,10 +223,12 @@ def by_hand(name, size, start):
 PLAIN = [optax.sgd(0.05), optax.sgd(0.1)]
 
 
-CHAINS = [pytest.param(name, marks=pytest.mark.chains) for name in ("sgperm", "constant_sgd")]
+CHAINS = [
+    pytest.param(name, marks=pytest.mark.chains) for name in ("svrg", "sgperm", "constant_sgd")
+]
 
 
-@pytest.mark.parametrize("name", ["svrg", "agn", *CHAINS])
+@pytest.mark.parametrize("name", ["agn", *CHAINS])
 def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
     """Four devices; from weights that can all be permuted."""
     start = jax.tree.map(
