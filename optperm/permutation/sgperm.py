@@ -207,14 +207,13 @@ def permute_by_cycles(
         )
         weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
         size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
+        is_counted = is_mismatch & (state.mismatches < jnp.iinfo(jnp.int32).max)
         new_state = state._replace(
             count=optax.safe_increment(state.count),
             weights=weights,
             ranks=ranks,
             share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
-            mismatches=jnp.where(
-                is_mismatch, optax.safe_increment(state.mismatches), state.mismatches
-            ),
+            mismatches=state.mismatches + is_counted.astype(jnp.int32),
         )
         return optax.tree.sub(weights, params), new_state
 
