@@ -57,14 +57,14 @@ def sgperm(alpha: Any, steps: int) -> optax.GradientTransformation:
     return optperm.sgperm(alpha, num_steps=steps, centralize=True)
 
 
-ALPHAS, RATES = (0.03, 0.1, 0.3), (3e-4, 1e-3, 3e-3)
+ALPHAS, RATES = (0.1, 0.3, 1.0), (1e-3, 3e-3, 1e-2)
 # By name: from a number and the steps of the run to an optimizer, and the grid of the number.
 METHODS: dict[str, tuple[Callable[[Any, int], Any], tuple[float, ...]]] = {
     "SGPerm": (sgperm, ALPHAS),
-    "LaPerm": (lambda every, _: optperm.laperm(optax.adam(1e-3), every), (100, 300, 900)),
+    "LaPerm": (lambda every, _: optperm.laperm(optax.adam(1e-3), every), (10, 30, 100)),
     "Adam": (lambda rate, _: optax.adam(rate), RATES),
-    "SGD": (lambda rate, _: optax.sgd(rate, momentum=0.9), (0.01, 0.03, 0.1)),
-    "Adam, last layer": (lambda rate, _: last_layer(rate), (1e-3, 3e-3, 1e-2)),
+    "SGD": (lambda rate, _: optax.sgd(rate, momentum=0.9), (0.03, 0.1, 0.3)),
+    "Adam, last layer": (lambda rate, _: last_layer(rate), (3e-3, 1e-2, 3e-2)),
 }
 # The ways to networks of a few values, and the method that trains.
 PERMUTED, ROUNDED, PASSED = "permuted (SGPerm)", "Adam, rounded", "Adam, straight-through"
@@ -231,12 +231,19 @@ def compare(
 
 
 def compare_bytes(options: argparse.Namespace, train: Any) -> None:
-    """Print what a network that SGPerm has trained for an epoch takes on disk."""
+    """Print what a network takes on disk that SGPerm has trained for an epoch."""
     start = initial(0, train[0].shape[1:])
-    tx = optperm.sgperm(0.1)
-    state = tx.init(start)
-    grads = jax.grad(loss_fn)(start, (train[0][:BATCH], train[1][:BATCH]))
-    _, state = jax.jit(tx.update)(grads, state, start)
+    batches = np.random.default_rng(0).permutation(len(train[0]))
+    batches = jnp.asarray(batches[: len(batches) // BATCH * BATCH].reshape(-1, BATCH))
+    tx = sgperm(0.3, len(batches))
+
+    def step(carried: Any, chosen: jax.Array) -> Any:
+        params, state = carried
+        grads = jax.grad(loss_fn)(params, (train[0][chosen], train[1][chosen]))
+        updates, state = tx.update(grads, state, params)
+        return (optperm.apply_updates(params, updates, state), state), None
+
+    _, state = jax.jit(lambda c: jax.lax.scan(step, c, batches)[0])((start, tx.init(start)))
     exported = jax.tree.leaves(optperm.export_permutation(start, state))
     count = sum(leaf.size for leaf in start.values())
     vectors = [leaf.shape for leaf in start.values()]
