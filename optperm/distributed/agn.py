@@ -27,7 +27,6 @@ from optperm.distributed.local_steps import (
     check_period,
     ends_period,
     finite_local,
-    flags_like,
     replace_center,
 )
 from optperm.distributed.pairs import check_can_be_paired, in_pairs
@@ -69,7 +68,11 @@ class AgnState(NamedTuple):
         """Where the local optimizer places params, and over it the center after a pull."""
         local = placing_states(self.local_state)
         within = [placement for state in local for placement in state.placements()]
-        return [*within, (self.center, flags_like(self.center, self.pulled))]
+        flags = jax.tree.map(
+            lambda leaf: jnp.expand_dims(self.pulled, range(self.pulled.ndim, leaf.ndim)),
+            self.center,
+        )
+        return [*within, (self.center, flags)]
 
     def replace_targets(self, other: Any) -> AgnState:
         """This state with the center of another, and what its optimizers place.
@@ -144,11 +147,11 @@ def agn(
         same as `"sum"`); or `"pairs"`, gossip: a step by the mean contribution of two replicas from the
         mean of their centers, each replica with another partner in each commit and a center of its
         own. The first two are one all-reduce of float32 (float64 where a parameter is); the third is an
-        all-gather, or an all-reduce of rows where a replica's params are cut; the last permutes centers
+        all-gather, or an all-reduce of rows where a replica is sharded; the last permutes centers
         and contributions.
       center_optimizer: An optimizer for the center instead, whose schedules count commits.
-      shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
-        `check_vma=False`. Elsewhere they are told from the types.
+      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
+        with `check_vma=False`. Elsewhere the types of arrays name them.
 
     Returns:
       A transformation whose state is a `AgnState`. Its `update` needs `params`, the local ones.

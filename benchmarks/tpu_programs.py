@@ -1,15 +1,20 @@
 """Programs compiled ahead of time for TPUs that are not there, as `libtpu` does for a named topology."""
 
 import os
+import pathlib
 import re
-from typing import NamedTuple
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import replicas
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from collectives import Collective, find_collectives
 
 # Read when the library is loaded: no metadata server is asked, and several processes may load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -35,7 +40,7 @@ class Transfer(NamedTuple):
     meanwhile: int
 
 
-def mesh(shape, topology="v5e:2x2", slices=1):
+def mesh(shape: dict[str, int], topology: str = "v5e:2x2", slices: int = 1) -> Mesh:
     """A mesh of devices of a topology; of several slices the first axis goes over them."""
     more = {"num_slices": slices} if slices > 1 else {}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **more).devices
@@ -45,10 +50,10 @@ def mesh(shape, topology="v5e:2x2", slices=1):
     return Mesh(chosen, tuple(shape), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def shapes(tree, mesh, spec=lambda leaf: P()):
+def shapes(tree: Any, mesh: Mesh, spec: Callable[[Any], P] = lambda leaf: P()) -> Any:
     """Shapes that lie on the mesh, by a function of a leaf: nothing is allocated."""
 
-    def place(leaf):
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf))
         )
@@ -56,7 +61,7 @@ def shapes(tree, mesh, spec=lambda leaf: P()):
     return jax.tree.map(place, tree)
 
 
-def stacked(tree, mesh, axis):
+def stacked(tree: Any, mesh: Mesh, axis: str) -> Any:
     """The shapes of one tree for each device of an axis, along a leading axis."""
     size = mesh.shape[axis]
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)
@@ -66,24 +71,24 @@ def stacked(tree, mesh, axis):
 class Program:
     """A compiled program: what it needs, and what it sends."""
 
-    def __init__(self, step, *arguments, **options):
+    def __init__(self, step: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Compiles it, with params and state donated."""
         options = {"donate_argnums": (0, 1), **options}
         compiled = jax.jit(step, **options).lower(*arguments).compile()
-        memory = compiled.memory_analysis()
-        self.text = compiled.as_text()
+        memory: Any = compiled.memory_analysis()
+        self.text = compiled.as_text() or ""
         self.temp_bytes = memory.temp_size_in_bytes
         self.not_donated = memory.output_size_in_bytes - memory.alias_size_in_bytes
 
-    def fusions(self):
+    def fusions(self) -> int:
         """How many fused computations the program schedules, outside of conditionals."""
         return self.text.split("\nENTRY ")[1].count(" fusion(")
 
-    def collectives(self):
+    def collectives(self) -> list[Collective]:
         """What crosses devices of one slice."""
-        return replicas.collectives(self.text)
+        return find_collectives(self.text)
 
-    def transfers(self):
+    def transfers(self) -> list[Transfer]:
         """What crosses slices, where no collective stands in the program but pairs of send and recv."""
         found = []
         for name, body in _COMPUTATION.findall(self.text):
@@ -107,17 +112,17 @@ class Program:
         return found
 
 
-def _of_start(starts, operands):
+def _of_start(starts: dict[str, Any], operands: str) -> str | None:
     names = re.findall(r"%([\w.-]+)", operands.split(")")[0])
     return next((_attribute(starts[n][3], "rendezvous") for n in names if n in starts), None)
 
 
-def _attribute(line, name):
+def _attribute(line: str, name: str) -> str:
     found = re.search(f'{name}="([^"]*)"', line)
     return found.group(1) if found else ""
 
 
-def _bytes(types):
+def _bytes(types: str) -> int:
     total = 0
     for bits, shape in re.findall(r"\b(?:[a-z]+)(\d+)\w*\[([\d,]*)\]", types):
         total += int(np.prod([int(n) for n in shape.split(",") if n], dtype=int)) * int(bits) // 8
