@@ -30,7 +30,7 @@ class Results:
         self._rows.setdefault(title, []).append(row)
 
     def write(self, path: pathlib.Path | None, machine: str | None = None) -> None:
-        """Writes all tables with the command, the machine (None: this) and the date, if there is a file."""
+        """Writes all tables with command, machine (None: this one) and date, if there is a file."""
         if path is None:
             return
         tables = []

@@ -103,7 +103,9 @@ def main() -> None:
         found.row("A step on four v5e", step=name, **cells)
         print(f"{name:48}", *(f"{cell!s:>8}" for cell in cells.values()))
     version = importlib.metadata.version("libtpu")
-    found.write(chosen.json, f"any: compiled for four v5e by libtpu {version}, jax {jax.__version__}")
+    found.write(
+        chosen.json, f"any: compiled for four v5e by libtpu {version}, jax {jax.__version__}"
+    )
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Program:
 
 
 def _of_start(starts: dict[str, Any], operands: str) -> str | None:
-    names = re.findall(r"%([\w.-]+)", operands.split(")")[0])
+    names = re.findall(r"%([\w.-]+)", operands.split(")", maxsplit=1)[0])
     return next((_attribute(starts[n][3], "rendezvous") for n in names if n in starts), None)
 
 

@@ -37,7 +37,6 @@ from optperm.distributed.compression import compress_top_k as compress_top_k
 from optperm.distributed.diloco import DilocoState as DilocoState
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.plans import Every as Every
-
 from optperm.evaluation import Evaluation as Evaluation
 from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation

@@ -47,8 +47,7 @@ class AgnState(NamedTuple):
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica but for `commit="pairs"`.
-      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider; the
-        step after a commit starts it anew.
+      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits without this replica's contribution, because that was not finite, or because
         all contributions together were not.
@@ -239,42 +238,40 @@ def agn(
         # theta <- theta + u(g; s)
         g, extras = finite_local(grads, extra_args, state.local_state)
         local_state = after_pull(state.local_state, state.center_state, state.pulled, axis_name)
-        moves, local_state = inner.update(g, local_state, params, **extras)
-        moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
+        u, local_state = inner.update(g, local_state, params, **extras)
+        u, local_state = cast_like(u, params), cast_like(local_state, state.local_state)
 
-        # a <- a + g, from nothing after a commit
-        def add(a: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.where(state.since_commit == 0, g.astype(a.dtype), a + g.astype(a.dtype))
-
-        accumulator = jax.tree.map(add, state.accumulator, grads)
+        # a <- a + g
+        add = functools.partial(jax.tree.map, lambda a, g: a + g.astype(a.dtype))
 
         # n = a / T, c <- c + u(n; s_c)
+        kept = (state.center, state.center_state), jnp.array(True)
+
         def make_commit() -> tuple[Center, jax.Array]:
-            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
+            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator, grads))
             step = center_step(outer, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(in_pairs, count=state.count)
-            (c, s_c), took_part = combine(at, n, step, replicas, weight)
+            (c, s_c), took_part = combine(kept[0], n, step, replicas, weight)
             if center_optimizer is None:
                 s_c = advance_schedules(s_c, state.center_state, steps)
             return (c, s_c), took_part
 
-        at = state.center, state.center_state
-        (center, center_state), took_part = cond(
-            is_commit, make_commit, lambda: (at, jnp.array(True))
-        )
+        (center, center_state), took_part = cond(is_commit, make_commit, lambda: kept)
+        accumulator = state.accumulator
+        if not isinstance(is_commit, bool):
+            # Tied to what comes of the commit, the old sum is overwritten after that has read it.
+            accumulator = jax.lax.optimization_barrier((accumulator, took_part))[0]
 
-        # theta <- c
-        def pull(c: jax.Array, move: jax.Array, p: jax.Array) -> jax.Array:
-            return jnp.where(is_commit, c - p, move)
-
-        return jax.tree.map(pull, center, moves, params), AgnState(
+        # theta <- c, a <- 0
+        updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
+        return updates, AgnState(
             count=optax.safe_increment(state.count),
             since_commit=jnp.where(is_commit, 0, steps),
             commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
             center_state=center_state,
             center=center,
-            accumulator=accumulator,
+            accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator, grads)),
             pulled=jnp.asarray(is_commit),
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
         )

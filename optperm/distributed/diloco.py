@@ -22,7 +22,7 @@ from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
 from optperm.distributed.commits import Replicas, check_weight
 from optperm.distributed.compression import Compression
-from optperm.distributed.exchanges import NOTHING, Exchanger, Part
+from optperm.distributed.exchanges import NOTHING, Exchanger
 from optperm.distributed.fragments import FragmentOf, Fragments
 from optperm.distributed.local_steps import (
     Period,
@@ -218,35 +218,15 @@ def diloco(
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
     replicas = Replicas.of(axis_name, shard_axes)
-    checks.check_choice("commit", commit, ("mean", "pairs"))
-    is_paired = commit == "pairs"
-    if is_paired:
-        check_can_be_paired(axis_name)
-        if compress is not None:
-            raise ValueError(
-                'compress is of a sum over all replicas, which commit="pairs" has not.'
-            )
-    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
-    if compress is not None and not isinstance(compress, Compression):
-        raise TypeError(
-            "compress must be what optperm.compress_quantized or optperm.compress_top_k returns, got "
-            f"{compress!r}."
-        )
-    if center_dtype is not None and not _is_floating(center_dtype):
-        raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
-    if not isinstance(sync_every, Every):
-        check_period("sync_every", sync_every)
+    is_paired, axis_name = commit == "pairs", replicas.axis_name
+    _check_options(commit, axis_name, mixing, compress, center_dtype, sync_every, fragment_of)
     plan = sync_every if isinstance(sync_every, Every) else Every(1)
-    if fragment_of is not None and plan.fragments == 1:
-        raise ValueError(
-            "fragment_of needs a plan of several: sync_every=optperm.Every(period, n)."
-        )
     local_optimizer = optax.with_extra_args_support(inner)
     center_optimizer = optax.with_extra_args_support(outer)
-    axis_name = replicas.axis_name
     # The replicas of whose batches the extra arguments of a step of the center speak.
     speaks_for = None if is_paired else axis_name
     is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
+    pull = functools.partial(_pull, mixing if is_mixed else None)
     is_one = plan.fragments == 1
     is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
 
@@ -277,20 +257,6 @@ def diloco(
             skipped=jnp.zeros([], jnp.int32),
         )
 
-    def due_now(commit: Any, state: DilocoState) -> list[Due]:
-        if isinstance(sync_every, Every):
-            return due_at(commit, plan, state.count, axis_name)
-        is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
-        return [(is_commit, is_commit)]
-
-    def pull(arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array) -> Any:
-        if arrived is False:
-            return move
-        if is_mixed:
-            # Of local params that are not finite nothing is kept.
-            c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
-        return jnp.where(arrived, c.astype(p.dtype) - p, move)
-
     def update(
         grads: optax.Updates,
         state: DilocoState,
@@ -303,7 +269,7 @@ def diloco(
         replicas.check_are_local(grads, params, "diloco")
         check_weight(weight)
         _check_same_plan(state, plan)
-        due = due_now(commit, state)
+        due = _due_now(commit, state, sync_every, axis_name)
 
         # theta <- theta + u(g; s)
         def step(at: Any) -> tuple[Any, Any]:
@@ -328,27 +294,25 @@ def diloco(
         exchanger = Exchanger(
             fragments, move, plan.delay, compress, replicas, weight, theta, drawn_by
         )
-        exchanged = Part(*(getattr(state, name) for name in Part._fields))
-        exchanged, outcomes = exchanger.exchange(exchanged, due)
+        exchanged, outcomes = exchanger.exchange(state, due)
         # Tied to what comes of the exchange, the old state is overwritten after that has read it.
         tied = jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
         moves, local_state = known or step(tied)
 
         # theta <- mixing theta + (1 - mixing) c, where a fragment has arrived
-        arrived, bad = [o.has_arrived for o in outcomes], [o.is_bad for o in outcomes]
+        arrived, bad, missed = zip(*outcomes, strict=True)
         flags = fragments.flags(arrived, params), fragments.flags(bad, params)
         updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
-        steps = optax.safe_increment(state.since_commit)
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
         placed = [a & (b if is_mixed else True) for a, b in zip(arrived, bad, strict=True)]
         return updates, DilocoState(
             count=optax.safe_increment(state.count),
-            since_commit=jnp.where(is_whole, 0, steps),
+            since_commit=jnp.where(is_whole, 0, optax.safe_increment(state.since_commit)),
             commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
             **exchanged._asdict(),
             pulled=fragments.table(placed),
-            skipped=state.skipped + sum(o.has_missed.astype(jnp.int32) for o in outcomes),
+            skipped=state.skipped + sum(each.astype(jnp.int32) for each in missed),
         )
 
     return transformation(
@@ -359,6 +323,59 @@ def diloco(
         dtypes=center_dtype is None,
         axis_name=axis_name,
     )
+
+
+def _due_now(
+    commit: object, state: DilocoState, sync_every: Period | Every, axis_name: AxisName | None
+) -> list[Due]:
+    if isinstance(sync_every, Every):
+        return due_at(commit, sync_every, state.count, axis_name)
+    is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
+    return [(is_commit, is_commit)]
+
+
+def _pull(
+    mixing: Any, arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array
+) -> Any:
+    """The update of a leaf, where its fragment has arrived to alpha theta + (1 - alpha) c."""
+    if arrived is False:
+        return move
+    if mixing is not None:
+        # Of local params that are not finite nothing is kept.
+        c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+    return jnp.where(arrived, c.astype(p.dtype) - p, move)
+
+
+def _check_options(
+    commit: object,
+    axis_name: AxisName | None,
+    mixing: Any,
+    compress: object,
+    center_dtype: object,
+    sync_every: object,
+    fragment_of: object,
+) -> None:
+    checks.check_choice("commit", commit, ("mean", "pairs"))
+    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
+    if commit == "pairs":
+        check_can_be_paired(axis_name)
+        if compress is not None:
+            raise ValueError(
+                'compress is of a sum over all replicas, which commit="pairs" has not.'
+            )
+    if compress is not None and not isinstance(compress, Compression):
+        raise TypeError(
+            "compress must be what optperm.compress_quantized or optperm.compress_top_k returns, got "
+            f"{compress!r}."
+        )
+    if center_dtype is not None and not _is_floating(center_dtype):
+        raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
+    if not isinstance(sync_every, Every):
+        check_period("sync_every", sync_every)
+    if fragment_of is not None and getattr(sync_every, "fragments", 1) == 1:
+        raise ValueError(
+            "fragment_of needs a plan of several: sync_every=optperm.Every(period, n)."
+        )
 
 
 def _check_same_plan(state: DilocoState, plan: Every) -> None:

@@ -23,7 +23,7 @@ NOTHING = -1.0
 
 
 class Part(NamedTuple):
-    """What an exchange changes of a `DilocoState`, for all fragments or for the leaves of one."""
+    """What an exchange changes of the state, for all fragments or for the leaves of one."""
 
     center: Any
     center_state: Any
@@ -70,8 +70,9 @@ class Exchanger:
     theta: Callable[[], optax.Params]
     drawn_by: jax.Array | None
 
-    def exchange(self, whole: Part, due: list[Due]) -> tuple[Part, list[Outcome]]:
-        """Return what all fragments that are due change."""
+    def exchange(self, state: Any, due: list[Due]) -> tuple[Part, list[Outcome]]:
+        """Return what all fragments that are due change of a `DilocoState`."""
+        whole = Part(*(getattr(state, name) for name in Part._fields))
         has_flight, has_residual = bool(self.delay), self.compress is not None
         outcomes, center_states, weights = list[Outcome](), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
@@ -92,7 +93,8 @@ class Exchanger:
                 in_flight=replace(whole.in_flight, part.in_flight) if has_flight else (),
                 residual=replace(whole.residual, part.residual) if has_residual else (),
             )
-        return whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights)), outcomes
+        whole = whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights))
+        return whole, outcomes
 
     def _exchange_one(self, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
         """Return fragment p after a step, and what came of that."""
