@@ -58,9 +58,9 @@ RUNS = [
     ),
 ]
 # What has tests of its own.
-ELSEWHERE = {"kills.py", "dim_reduce.py", "tpu.py"}
+ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
 # What they share.
-SHARED = {"results.py", "tpu_programs.py"}
+SHARED = {"results.py", "accelerator_programs.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 

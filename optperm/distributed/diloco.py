@@ -174,7 +174,8 @@ def diloco(
       compress: What of a displacement is sent, `optperm.compress_top_k(...)` or
         `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
-        params. None for that of the params.
+        params. None for that of the params. A center moves by no less than the rounding of its dtype,
+        so that with `commit="pairs"` those of the replicas stay about that far apart.
       fragment_of: To which fragment of a plan a leaf belongs: a function `(path, leaf)`, or a tree like
         params, of integers below `fragments`; or of a sequence of them, one for each slice of the leaf's
         leading axis, as of layers that `jax.lax.scan` runs over. None for `fragments` runs of whole

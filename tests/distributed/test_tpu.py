@@ -1,10 +1,10 @@
 """What AGN and DiLoCo compile to on TPUs; skipped where `libtpu` is not installed."""
 
+import accelerator_programs
+import accelerators
 import jax
 import jax.numpy as jnp
 import pytest
-import tpu
-import tpu_programs
 from jax.sharding import PartitionSpec as P
 
 import optperm
@@ -12,8 +12,8 @@ import optperm
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("lenient")]
 pytest.importorskip("libtpu")
 
-PARAMS, BYTES = tpu.square_leaves(4), 4 * 4 * tpu.SIDE**2
-AGN, DILOCO = optperm.agn(tpu.ADAMW, 10), optperm.diloco(tpu.ADAMW, sync_every=10)
+PARAMS, BYTES = accelerators.square_leaves(4), 4 * 4 * accelerators.SIDE**2
+AGN, DILOCO = optperm.agn(accelerators.ADAMW, 10), optperm.diloco(accelerators.ADAMW, sync_every=10)
 PLAN = optperm.Every(10, fragments=2, delay=2)
 
 
@@ -22,15 +22,15 @@ PLAN = optperm.Every(10, fragments=2, delay=2)
 )
 def test_a_step_needs_less_than_half_the_params_beside_them(tx, commit):
     """As AdamW it writes all that is donated in place; a commit needs a part of one more copy."""
-    mesh = tpu_programs.mesh({"replica": 1}, "v5e:1x1")
-    given = tpu_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS), mesh)
-    program = tpu_programs.Program(tpu.make_step(tx, commit), *given)
+    mesh = accelerator_programs.tpu_mesh({"replica": 1}, "v5e:1x1")
+    given = accelerator_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS), mesh)
+    program = accelerator_programs.Program(accelerators.make_step(tx, commit), *given)
     assert program.temp_bytes < 0.5 * BYTES
     assert program.not_donated < 1e-3 * BYTES
 
 
 def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
-    program = tpu.compiled(tpu.Case(tpu.DILOCO()))
+    program = accelerators.compiled(accelerators.Case(accelerators.DILOCO()))
     assert program.temp_bytes < 0.5 * BYTES
     (found,) = program.collectives()
     assert (found.operation, found.is_conditional) == ("all-reduce", True)
@@ -47,7 +47,9 @@ def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
 )
 def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param):
     """Neither padded to lanes while they are packed, nor summed as everybody's rows."""
-    program = tpu.compiled(tpu.Case(tpu.DILOCO(compress=compress), True, leaves=1))
+    program = accelerators.compiled(
+        accelerators.Case(accelerators.DILOCO(compress=compress), True, leaves=1)
+    )
     assert program.temp_bytes < 2 * 4 * 1024**2
     (found,) = program.collectives()
     assert found.operation == "all-gather"
@@ -56,7 +58,9 @@ def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param)
 
 def test_contributions_in_turn_are_gathered():
     """By one all-gather of each replica's own."""
-    program = tpu.compiled(tpu.Case(tpu.AGN(commit="sequential"), True, leaves=1))
+    program = accelerators.compiled(
+        accelerators.Case(accelerators.AGN(commit="sequential"), True, leaves=1)
+    )
     (found,) = program.collectives()
     assert found.operation == "all-gather"
     assert found.bytes <= 4 * 1024**2 + 1024
@@ -64,23 +68,23 @@ def test_contributions_in_turn_are_gathered():
 
 def test_pairs_permute_in_a_conditional():
     """A device sends its params, and AGN its contribution too; what arrives needs as much memory."""
-    for factory, trees in ((tpu.AGN, 2), (tpu.DILOCO, 1)):
-        program = tpu.compiled(tpu.Case(factory(commit="pairs")))
+    for factory, trees in ((accelerators.AGN, 2), (accelerators.DILOCO, 1)):
+        program = accelerators.compiled(accelerators.Case(factory(commit="pairs")))
         assert program.temp_bytes < (trees + 0.5) * BYTES
         found = program.collectives()
-        assert {(each.operation, each.is_conditional) for each in found} == {
-            ("collective-permute", True)
-        }
+        kinds = {each.operation.removesuffix("-start") for each in found}
+        assert kinds == {"collective-permute"}
+        assert all(each.is_conditional for each in found)
         # In a branch for each of the two ways to pair four replicas.
         assert sum(each.bytes for each in found) <= 2 * (trees * BYTES + 1024)
 
 
 def on_two_slices(step, tx, **options):
     """A step of two replicas, each sharded over the four devices of a slice."""
-    mesh = tpu_programs.mesh({"replica": 2, "model": 4}, slices=2)
+    mesh = accelerator_programs.tpu_mesh({"replica": 2, "model": 4}, slices=2)
     trees = PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), trees)
-    given = tpu_programs.shapes(
+    given = accelerator_programs.shapes(
         wide, mesh, lambda leaf: P("replica", "model") if leaf.ndim == 3 else P("replica")
     )
     mapped = jax.shard_map(
@@ -90,7 +94,7 @@ def on_two_slices(step, tx, **options):
         out_specs=P("replica"),
         axis_names={"replica"},
     )
-    return tpu_programs.Program(mapped, *given, **options)
+    return accelerator_programs.Program(mapped, *given, **options)
 
 
 def is_large(found):
@@ -99,12 +103,12 @@ def is_large(found):
 
 def test_shards_cross_slices_within_a_conditional():
     """Each device sends its own shard, and nothing is gathered; a local step sends nothing."""
-    tx = tpu.DILOCO()
-    program = on_two_slices(tpu.make_step(tx), tx)
+    tx = accelerators.DILOCO()
+    program = on_two_slices(accelerators.make_step(tx), tx)
     assert all(each.is_conditional for each in program.transfers())
     assert sum(each.bytes for each in program.transfers()) == pytest.approx(BYTES / 4, rel=1e-3)
     assert not list(filter(is_large, program.collectives()))
-    assert not on_two_slices(tpu.make_step(tx, False), tx).transfers()
+    assert not on_two_slices(accelerators.make_step(tx, False), tx).transfers()
 
 
 def loss_fn(params, x):
@@ -115,12 +119,14 @@ def loss_fn(params, x):
 
 def test_a_delay_overlaps_steps_of_one_program():
     """Of three steps in one program two lie between sending and arrival."""
-    tx = optperm.diloco(tpu.ADAMW, None, PLAN, axis_name=tpu.AXIS)
+    tx = optperm.diloco(accelerators.ADAMW, None, PLAN, axis_name=accelerators.AXIS)
 
     def three(params, opt_state, _):
         for number in (10, 11, 12):
             grads = jax.grad(loss_fn)(params, jnp.ones((8, 1024)))
-            params, opt_state = tpu.make_step(tx, PLAN.at(number))(params, opt_state, grads)
+            params, opt_state = accelerators.make_step(tx, PLAN.at(number))(
+                params, opt_state, grads
+            )
         return params, opt_state
 
     program = on_two_slices(three, tx, keep_unused=True)

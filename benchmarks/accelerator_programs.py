@@ -1,5 +1,10 @@
-"""Programs compiled ahead of time for TPUs that are not there, as `libtpu` does for a named topology."""
+"""Programs compiled ahead of time for TPUs and GPUs that are not there.
 
+For TPUs `libtpu` does that by the name of a topology; for GPUs the wheels `jax-cuda12-plugin` and
+`jax-cuda12-pjrt` do, without a driver, by a description of the device.
+"""
+
+import math
 import os
 import pathlib
 import re
@@ -19,9 +24,47 @@ from collectives import Collective, find_collectives
 # Read when the library is loaded: no metadata server is asked, and several processes may load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# To compile, no cuDNN is loaded.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
+
+
+# What XLA asks of a device that it compiles for: that of an H100.
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  device_memory_size: 84942979072
+  device_address_bits: 64
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 
 
 class Transfer(NamedTuple):
@@ -40,13 +83,26 @@ class Transfer(NamedTuple):
     meanwhile: int
 
 
-def mesh(shape: dict[str, int], topology: str = "v5e:2x2", slices: int = 1) -> Mesh:
-    """A mesh of devices of a topology; of several slices the first axis goes over them."""
+def tpu_mesh(shape: dict[str, int], topology: str = "v5e:2x2", slices: int = 1) -> Mesh:
+    """A mesh of TPUs of a topology; of several slices the first axis goes over them."""
     more = {"num_slices": slices} if slices > 1 else {}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **more).devices
     devices = sorted(found, key=lambda device: (getattr(device, "slice_index", 0), device.id))
+    return _mesh(shape, devices)
+
+
+def gpu_mesh(shape: dict[str, int]) -> Mesh:
+    """A mesh of H100 of one host."""
+    name = f"1x1x{math.prod(shape.values())}"
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, topology=name, target_config=_H100
+    )
+    return _mesh(shape, found.devices)
+
+
+def _mesh(shape: dict[str, int], devices: Any) -> Mesh:
     sizes = tuple(shape.values())
-    chosen = np.array(devices[: int(np.prod(sizes))]).reshape(sizes)
+    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
     return Mesh(chosen, tuple(shape), axis_types=(AxisType.Auto,) * len(sizes))
 
 

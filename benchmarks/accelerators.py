@@ -1,9 +1,10 @@
-"""What AGN and DiLoCo compile to on TPUs that need not be there: memory of a step, and what it sends.
+"""What AGN and DiLoCo compile to on TPUs and GPUs that need not be there: memory, and what is sent.
 
-`libtpu` (`pip install libtpu`, on Linux) compiles the steps of four replicas, one on each of four v5e,
-with AdamW within and params and state donated.
+The steps of four replicas, one on each of four devices, with AdamW within and params and state donated,
+for TPU v5e by `libtpu` (`pip install libtpu`, on Linux) and for H100 by `jax-cuda12-plugin` and
+`jax-cuda12-pjrt` (`pip install --no-deps`, of the version of jaxlib; no driver is needed).
 
-    python benchmarks/tpu.py [--json FILE]
+    python benchmarks/accelerators.py [--json FILE]
 """
 
 import argparse
@@ -12,11 +13,12 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import accelerator_programs
 import jax
 import jax.numpy as jnp
 import optax
 import results
-import tpu_programs
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optperm
@@ -69,29 +71,27 @@ def make_step(tx: Any, commit: Any = None) -> Callable[..., Any]:
     return step
 
 
-def compiled(case: Case) -> tpu_programs.Program:
-    """The step of four replicas, one on each device."""
+def compiled(case: Case, mesh: Mesh | None = None) -> accelerator_programs.Program:
+    """The step of four replicas, one on each device: of four v5e, or of a mesh."""
     params = square_leaves(case.leaves)
     trees = params, jax.eval_shape(case.tx.init, params), params
-    mesh = tpu_programs.mesh({AXIS: REPLICAS})
-    given = [tpu_programs.stacked(tree, mesh, AXIS) for tree in trees]
+    mesh = mesh or accelerator_programs.tpu_mesh({AXIS: REPLICAS})
+    given = [accelerator_programs.stacked(tree, mesh, AXIS) for tree in trees]
     block = jax.vmap(make_step(case.tx, case.commit))
     mapped = jax.shard_map(block, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))
-    return tpu_programs.Program(mapped, *given)
+    return accelerator_programs.Program(mapped, *given)
 
 
-def main() -> None:
-    """Compiles all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    results.add_argument(parser)
-    chosen, found = parser.parse_args(), results.Results()
+def measure(title: str, mesh: Mesh, found: results.Results) -> None:
+    """Compiles all steps for a mesh, and prints what they need."""
+    print(title)
     for name, case in CASES.items():
-        program, size = compiled(case), case.leaves * SIDE**2
+        program, size = compiled(case, mesh), case.leaves * SIDE**2
         sent = program.collectives()
+        operations = sorted({each.operation.removesuffix("-start") for each in sent})
         # A switch has a branch for each way to pair the replicas, of which an exchange takes one.
-        is_paired = any(each.operation == "collective-permute" for each in sent)
+        is_paired = "collective-permute" in operations
         each = sum(each.bytes for each in sent) / (REPLICAS // 2 if is_paired else 1) / size
-        operations = sorted({each.operation for each in sent})
         where = " in a conditional" if sent and all(each.is_conditional for each in sent) else ""
         cells = {
             "leaves": case.leaves,
@@ -100,12 +100,23 @@ def main() -> None:
             "sent,_bytes_a_param": f"{each:.2f}" if sent else "nothing",
             "by": ", ".join(operations) + where,
         }
-        found.row("A step on four v5e", step=name, **cells)
+        found.row(title, step=name, **cells)
         print(f"{name:48}", *(f"{cell!s:>8}" for cell in cells.values()))
-    version = importlib.metadata.version("libtpu")
-    found.write(
-        chosen.json, f"any: compiled for four v5e by libtpu {version}, jax {jax.__version__}"
-    )
+
+
+def main() -> None:
+    """Compiles for both."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    results.add_argument(parser)
+    chosen, found = parser.parse_args(), results.Results()
+    shape, versions = {AXIS: REPLICAS}, []
+    for name, make_mesh, wheel in (
+        ("TPU v5e", accelerator_programs.tpu_mesh, "libtpu"),
+        ("H100", accelerator_programs.gpu_mesh, "jax-cuda12-pjrt"),
+    ):
+        measure(f"A step on four {name}", make_mesh(shape), found)
+        versions.append(f"{wheel} {importlib.metadata.version(wheel)}")
+    found.write(chosen.json, f"any: compiled by {', '.join(versions)}, jax {jax.__version__}")
 
 
 if __name__ == "__main__":
