@@ -96,7 +96,7 @@ def measure(title: str, mesh: Mesh, found: results.Results) -> None:
         cells = {
             "leaves": case.leaves,
             "temporary_memory,_of_the_params": f"{program.temp_bytes / (4 * size):.2f}",
-            "not_written_in_place": program.not_donated,
+            "not_written_in_place,_bytes": program.not_donated,
             "sent,_bytes_a_param": f"{each:.2f}" if sent else "nothing",
             "by": ", ".join(operations) + where,
         }
