@@ -29,8 +29,8 @@ class Results:
         row = {name.replace("_", " "): str(cell) for name, cell in cells.items()}
         self._rows.setdefault(title, []).append(row)
 
-    def write(self, path: pathlib.Path | None) -> None:
-        """Writes all tables with the command, the machine and the date, if there is a file."""
+    def write(self, path: pathlib.Path | None, machine: str | None = None) -> None:
+        """Writes all tables with command, machine (None: this one) and date, if there is a file."""
         if path is None:
             return
         tables = []
@@ -41,7 +41,7 @@ class Results:
         found = {
             "benchmark": f"benchmarks/{pathlib.Path(sys.argv[0]).name}",
             "command": _command(),
-            "machine": _machine(),
+            "machine": machine or _machine(),
             "date": datetime.date.today().isoformat(),
             "tables": tables,
         }

@@ -53,7 +53,8 @@ def train(chosen: argparse.Namespace, seed: int) -> dict[str, tuple[float, float
     for name, method in methods(steps).items():
         if chosen.only and name not in chosen.only:
             continue
-        for point in method.grid if grid else [method.best]:
+        best = method.best if chosen.rate is None else (chosen.rate, *method.best[1:])
+        for point in method.grid if grid else [best]:
             trained, sent = run(name, *method.make(*point), params, batches(steps, 1), mesh)
             label = f"{name} {point}" if grid else name
             results[label] = float(evaluate(trained, test)), sum(sent) / len(sent), max(sent)
@@ -70,6 +71,7 @@ def main(argv: list[str] | None = None) -> Rows:
     parser.count("layers", library_bytes.LAYERS, "layers of the decoder")
     parser.count("width", library_bytes.WIDTH, f"its width, a multiple of {library_bytes.HEADS}")
     parser.add_argument("--data", type=Path, help="a text to learn")
+    parser.add_argument("--rate", type=float, help="of the replicas, instead of the best")
     parser.add_argument("--only", action="append", help="a method; may be given more than once")
     parser.count("processes", 1, f"processes, a divisor of {REPLICAS}")
     parser.add_argument("--grid", action="store_true", help="all of the grid")

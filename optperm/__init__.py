@@ -44,9 +44,9 @@ from optperm.distributed.agn import agn as agn
 from optperm.distributed.center import center_params as center_params
 from optperm.distributed.compression import compress_quantized as compress_quantized
 from optperm.distributed.compression import compress_top_k as compress_top_k
+from optperm.distributed.diloco import DilocoState as DilocoState
 from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.plans import Every as Every
-from optperm.distributed.streaming import DilocoState as DilocoState
 from optperm.evaluation import Evaluation as Evaluation
 from optperm.evaluation import evaluate as evaluate
 from optperm.permutation.export import apply_permutation as apply_permutation

@@ -71,10 +71,10 @@ RUNS = [
         {"MARS": ("mars",)},
     ),
 ]
-# What has tests of its own: in training/test_checkpoints.py and benchmarks/test_dim_reduce.py.
-ELSEWHERE = {"kills.py", "dim_reduce.py"}
+# What has tests of its own.
+ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
 # What they share.
-SHARED = {"results.py"}
+SHARED = {"results.py", "accelerator_programs.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 

@@ -27,7 +27,6 @@ from optperm.distributed.local_steps import (
     check_period,
     ends_period,
     finite_local,
-    flags_like,
     replace_center,
 )
 from optperm.distributed.pairs import check_can_be_paired, in_pairs
@@ -48,8 +47,7 @@ class AgnState(NamedTuple):
       local_state: State of the optimizer of the local params.
       center_state: State of the optimizer of the center.
       center: The params as of the last commit, the same on every replica but for `commit="pairs"`.
-      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider; the
-        step after a commit starts it anew.
+      accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits without this replica's contribution, because that was not finite, or because
         all contributions together were not.
@@ -69,7 +67,11 @@ class AgnState(NamedTuple):
         """Where the local optimizer places params, and over it the center after a pull."""
         local = placing_states(self.local_state)
         within = [placement for state in local for placement in state.placements()]
-        return [*within, (self.center, flags_like(self.center, self.pulled))]
+        flags = jax.tree.map(
+            lambda leaf: jnp.expand_dims(self.pulled, range(self.pulled.ndim, leaf.ndim)),
+            self.center,
+        )
+        return [*within, (self.center, flags)]
 
     def replace_targets(self, other: Any) -> AgnState:
         """This state with the center of another, and what its optimizers place.
@@ -144,11 +146,11 @@ def agn(
         same as `"sum"`); or `"pairs"`, gossip: a step by the mean contribution of two replicas from the
         mean of their centers, each replica with another partner in each commit and a center of its
         own. The first two are one all-reduce of float32 (float64 where a parameter is); the third is an
-        all-gather, or an all-reduce of rows where a replica's params are cut; the last permutes centers
+        all-gather, or an all-reduce of rows where a replica is sharded; the last permutes centers
         and contributions.
       center_optimizer: An optimizer for the center instead, whose schedules count commits.
-      shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
-        `check_vma=False`. Elsewhere they are told from the types.
+      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
+        with `check_vma=False`. Elsewhere the types of arrays name them.
 
     Returns:
       A transformation whose state is a `AgnState`. Its `update` needs `params`, the local ones.
@@ -236,42 +238,40 @@ def agn(
         # theta <- theta + u(g; s)
         g, extras = finite_local(grads, extra_args, state.local_state)
         local_state = after_pull(state.local_state, state.center_state, state.pulled, axis_name)
-        moves, local_state = inner.update(g, local_state, params, **extras)
-        moves, local_state = cast_like(moves, params), cast_like(local_state, state.local_state)
+        u, local_state = inner.update(g, local_state, params, **extras)
+        u, local_state = cast_like(u, params), cast_like(local_state, state.local_state)
 
-        # a <- a + g, from nothing after a commit
-        def add(a: jax.Array, g: jax.Array) -> jax.Array:
-            return jnp.where(state.since_commit == 0, g.astype(a.dtype), a + g.astype(a.dtype))
-
-        accumulator = jax.tree.map(add, state.accumulator, grads)
+        # a <- a + g
+        add = functools.partial(jax.tree.map, lambda a, g: a + g.astype(a.dtype))
 
         # n = a / T, c <- c + u(n; s_c)
+        kept = (state.center, state.center_state), jnp.array(True)
+
         def make_commit() -> tuple[Center, jax.Array]:
-            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), accumulator)
+            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator, grads))
             step = center_step(outer, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(in_pairs, count=state.count)
-            (c, s_c), took_part = combine(at, n, step, replicas, weight)
+            (c, s_c), took_part = combine(kept[0], n, step, replicas, weight)
             if center_optimizer is None:
                 s_c = advance_schedules(s_c, state.center_state, steps)
             return (c, s_c), took_part
 
-        at = state.center, state.center_state
-        (center, center_state), took_part = cond(
-            is_commit, make_commit, lambda: (at, jnp.array(True))
-        )
+        (center, center_state), took_part = cond(is_commit, make_commit, lambda: kept)
+        accumulator = state.accumulator
+        if not isinstance(is_commit, bool):
+            # Tied to what comes of the commit, the old sum is overwritten after that has read it.
+            accumulator = jax.lax.optimization_barrier((accumulator, took_part))[0]
 
-        # theta <- c
-        def pull(c: jax.Array, move: jax.Array, p: jax.Array) -> jax.Array:
-            return jnp.where(is_commit, c - p, move)
-
-        return jax.tree.map(pull, center, moves, params), AgnState(
+        # theta <- c, a <- 0
+        updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
+        return updates, AgnState(
             count=optax.safe_increment(state.count),
             since_commit=jnp.where(is_commit, 0, steps),
             commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
             center_state=center_state,
             center=center,
-            accumulator=accumulator,
+            accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator, grads)),
             pulled=jnp.asarray(is_commit),
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
         )

@@ -9,7 +9,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.states import fill_masked, find_state
 from optperm.distributed.agn import AgnState
-from optperm.distributed.streaming import DilocoState
+from optperm.distributed.diloco import DilocoState
 
 # The states of methods whose replicas train each by itself.
 LOCAL_STATES = (AgnState, DilocoState)

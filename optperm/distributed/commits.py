@@ -33,7 +33,7 @@ CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """The mapped axes over which replicas are spread, and over which the params of one are cut."""
+    """The mapped axes over which replicas are spread, and over which one is sharded."""
 
     axis_name: AxisName | None
     shard_axes: AxisName
@@ -171,7 +171,7 @@ def _rows(tree: Any, axis_name: AxisName) -> Any:
     if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
         packed, unpack = ravel_pytree(tree)
         return jax.vmap(unpack)(gather(packed, axis_name))
-    # A replica's leaves may be cut, and one vector of them would gather them. As a sum of rows they
+    # A replica may be sharded, and one vector of them would gather them. As a sum of rows they
     # travel as they lie.
     return _sum_of_rows(tree, axis_name)
 

@@ -1,31 +1,105 @@
 """DiLoCo: many local steps of one optimizer, and rare steps of another on how far they went.
 
 A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-arXiv 2311.08105, 2023.
+arXiv 2311.08105, 2023; in fragments that may arrive some steps later, "Streaming DiLoCo with
+overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
 """
 
-from typing import Any, Literal
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.mapped_axes import AxisName
-from optperm.distributed.commits import Replicas
+from optperm.contract.shardings import shard_like
+from optperm.contract.transformation import transformation
+from optperm.distributed.commits import Replicas, check_weight
 from optperm.distributed.compression import Compression
-from optperm.distributed.fragments import FragmentOf
-from optperm.distributed.local_steps import Period, check_period
+from optperm.distributed.exchanges import NOTHING, Exchanger
+from optperm.distributed.fragments import FragmentOf, Fragments
+from optperm.distributed.local_steps import (
+    Period,
+    after_pull,
+    center_step,
+    check_can_be_pulled,
+    check_period,
+    ends_period,
+    finite_local,
+    replace_center,
+)
 from optperm.distributed.pairs import check_can_be_paired
-from optperm.distributed.plans import Every
-from optperm.distributed.streaming import streaming_steps
+from optperm.distributed.plans import Due, Every, Exchange, due_at
+from optperm.placement import Placement, apply_updates, placing_states
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
 
 
-def _dtype(value: Any) -> Any:
-    try:
-        return jnp.dtype(value)
-    except TypeError as error:
-        raise TypeError(f"center_dtype must be a real floating dtype, got {value!r}.") from error
+class DilocoState(NamedTuple):
+    """State of `diloco`, one on each replica.
+
+    Attributes:
+      count: Steps taken.
+      since_commit: Steps since all params were exchanged in one step.
+      commits: Steps that exchanged all params.
+      local_state: State of the optimizer of the local params.
+      center_state: For each fragment the state of the optimizer of the center.
+      center: The params that all replicas agree on.
+      in_flight: What the replicas contributed last, combined; nothing without a delay.
+      weights: For each fragment the sum of the weights that contributed last; -1 where nothing is on its
+        way or has been.
+      residual: What compression has held back so far; nothing without compression.
+      pulled: For each leaf whether the last step put it on the center; where slices of leaves are
+        exchanged by themselves, for each slice.
+      skipped: Exchanges without this replica's contribution, because its params were not finite, or
+        because all contributions together were not.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    since_commit: Int32[Array, ""]
+    commits: Int32[Array, ""]
+    local_state: Any
+    center_state: Any
+    center: PyTree[Float[Array, "..."]]
+    in_flight: PyTree[Float[Array, "..."]]
+    weights: Float32[Array, " fragments"]
+    residual: PyTree[Float[Array, "..."]]
+    pulled: Bool[Array, "leaves slices"]
+    skipped: Int32[Array, ""]
+
+    def placements(self) -> list[Placement]:
+        """Where the local optimizer places params, and over it the center after a pull."""
+        local = placing_states(self.local_state)
+        within = [placement for state in local for placement in state.placements()]
+        stack, longest = self.count.ndim, self.pulled.shape[-1]
+        leaves, structure = jax.tree.flatten(self.center)
+
+        def flag(index: int, leaf: jax.Array) -> jax.Array:
+            row = self.pulled[..., index, :]
+            # The row of a whole leaf holds one flag in all places.
+            length = leaf.shape[stack] if leaf.ndim > stack and leaf.shape[stack] <= longest else 1
+            length = 1 if longest == 1 else length
+            shape = leaf.shape[:stack] + (length,) * (leaf.ndim > stack)
+            row = row[..., :length].reshape(*shape, *(1,) * (leaf.ndim - len(shape)))
+            return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
+
+        flags = [flag(index, leaf) for index, leaf in enumerate(leaves)]
+        return [*within, (self.center, jax.tree.unflatten(structure, flags))]
+
+    def replace_targets(self, other: Any) -> DilocoState:
+        """This state with the center of another, and what its optimizers place.
+
+        Args:
+          other: One of the same form.
+        """
+        return replace_center(self, other)
 
 
 def diloco(
@@ -100,13 +174,14 @@ def diloco(
       compress: What of a displacement is sent, `optperm.compress_top_k(...)` or
         `optperm.compress_quantized(...)`, with error feedback. None sends all of it in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
-        params. None for that of the params.
+        params. None for that of the params. A center moves by no less than the rounding of its dtype,
+        so that with `commit="pairs"` those of the replicas stay about that far apart.
       fragment_of: To which fragment of a plan a leaf belongs: a function `(path, leaf)`, or a tree like
         params, of integers below `fragments`; or of a sequence of them, one for each slice of the leaf's
         leading axis, as of layers that `jax.lax.scan` runs over. None for `fragments` runs of whole
         leaves of about equal size.
-      shard_axes: The mapped axes over which the params of one replica are cut, in `jax.shard_map` with
-        `check_vma=False`. Elsewhere they are told from the types.
+      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
+        with `check_vma=False`. Elsewhere the types of arrays name them.
 
     Returns:
       A transformation whose state is a `DilocoState`. Its `update` needs `params`, the local ones.
@@ -144,20 +219,157 @@ def diloco(
     checks.check_transformation("inner", inner)
     checks.check_transformation("outer", outer)
     replicas = Replicas.of(axis_name, shard_axes)
+    is_paired, axis_name = commit == "pairs", replicas.axis_name
+    _check_options(commit, axis_name, mixing, compress, center_dtype, sync_every, fragment_of)
+    plan = sync_every if isinstance(sync_every, Every) else Every(1)
+    local_optimizer = optax.with_extra_args_support(inner)
+    center_optimizer = optax.with_extra_args_support(outer)
+    # The replicas of whose batches the extra arguments of a step of the center speak.
+    speaks_for = None if is_paired else axis_name
+    is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
+    pull = functools.partial(_pull, mixing if is_mixed else None)
+    is_one = plan.fragments == 1
+    is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
+
+    def init(params: optax.Params) -> DilocoState:
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        local_state = local_optimizer.init(params)
+        if placing_states(local_state) and not is_plain:
+            raise ValueError(
+                "The inner optimizer of diloco places params where its own state says. That needs one "
+                "fragment without delay, and no mixing, compress or center_dtype."
+            )
+        center = optax.tree.cast(jax.tree.map(jnp.copy, params), center_dtype)
+        parts = [fragments.rows(center, p) for p in range(plan.fragments)]
+        center_state = tuple(map(center_optimizer.init, parts))
+        check_can_be_pulled(local_state, center_state, "diloco")
+        wide = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
+        return DilocoState(
+            count=jnp.zeros([], jnp.int32),
+            since_commit=jnp.zeros([], jnp.int32),
+            commits=jnp.zeros([], jnp.int32),
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            in_flight=wide if plan.delay else (),
+            weights=jnp.full([plan.fragments], NOTHING, jnp.float32),
+            residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
+            pulled=fragments.table([False] * plan.fragments),
+            skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update(
+        grads: optax.Updates,
+        state: DilocoState,
+        params: optax.Params,
+        *,
+        commit: bool | jax.Array | Exchange | None = None,
+        weight: float | jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DilocoState]:
+        replicas.check_are_local(grads, params, "diloco")
+        check_weight(weight)
+        _check_same_plan(state, plan)
+        due = _due_now(commit, state, sync_every, axis_name)
+
+        # theta <- theta + u(g; s)
+        def step(at: Any) -> tuple[Any, Any]:
+            g, extras = finite_local(grads, extra_args, at)
+            at = after_pull(at, state.center_state, state.pulled.all(), axis_name)
+            moves, after = local_optimizer.update(g, at, params, **extras)
+            return cast_like(moves, params), cast_like(after, state.local_state)
+
+        # An exchange that a conditional may leave out makes the step by itself: moves that it were given
+        # would be stored and copied in every step.
+        is_known = all(isinstance(flag, bool) for pair in due for flag in pair)
+        known = step(state.local_state) if is_known else None
+
+        # Delta = c - theta, c <- c + u(Delta; s_c), for each fragment that is due
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        move = center_step(center_optimizer, extra_args if is_one else {}, params, speaks_for)
+
+        def theta() -> optax.Params:
+            return apply_updates(params, *(known or step(state.local_state)))
+
+        drawn_by = state.count if is_paired else None
+        exchanger = Exchanger(
+            fragments, move, plan.delay, compress, replicas, weight, theta, drawn_by
+        )
+        exchanged, outcomes = exchanger.exchange(state, due)
+        # Tied to what comes of the exchange, the old state is overwritten after that has read it.
+        tied = jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
+        moves, local_state = known or step(tied)
+
+        # theta <- mixing theta + (1 - mixing) c, where a fragment has arrived
+        arrived, bad, missed = zip(*outcomes, strict=True)
+        flags = fragments.flags(arrived, params), fragments.flags(bad, params)
+        updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
+        is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
+        placed = [a & (b if is_mixed else True) for a, b in zip(arrived, bad, strict=True)]
+        return updates, DilocoState(
+            count=optax.safe_increment(state.count),
+            since_commit=jnp.where(is_whole, 0, optax.safe_increment(state.since_commit)),
+            commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
+            local_state=local_state,
+            **exchanged._asdict(),
+            pulled=fragments.table(placed),
+            skipped=state.skipped + sum(each.astype(jnp.int32) for each in missed),
+        )
+
+    return transformation(
+        init,
+        update,
+        method="diloco",
+        like=lambda state: state.center,
+        dtypes=center_dtype is None,
+        axis_name=axis_name,
+    )
+
+
+def _due_now(
+    commit: object, state: DilocoState, sync_every: Period | Every, axis_name: AxisName | None
+) -> list[Due]:
+    if isinstance(sync_every, Every):
+        return due_at(commit, sync_every, state.count, axis_name)
+    is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
+    return [(is_commit, is_commit)]
+
+
+def _pull(
+    mixing: Any, arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array
+) -> Any:
+    """The update of a leaf, where its fragment has arrived to alpha theta + (1 - alpha) c."""
+    if arrived is False:
+        return move
+    if mixing is not None:
+        # Of local params that are not finite nothing is kept.
+        c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+    return jnp.where(arrived, c.astype(p.dtype) - p, move)
+
+
+def _check_options(
+    commit: object,
+    axis_name: AxisName | None,
+    mixing: Any,
+    compress: object,
+    center_dtype: object,
+    sync_every: object,
+    fragment_of: object,
+) -> None:
     checks.check_choice("commit", commit, ("mean", "pairs"))
+    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
     if commit == "pairs":
         check_can_be_paired(axis_name)
         if compress is not None:
             raise ValueError(
                 'compress is of a sum over all replicas, which commit="pairs" has not.'
             )
-    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
     if compress is not None and not isinstance(compress, Compression):
         raise TypeError(
             "compress must be what optperm.compress_quantized or optperm.compress_top_k returns, got "
             f"{compress!r}."
         )
-    if center_dtype is not None and not jnp.issubdtype(_dtype(center_dtype), jnp.floating):
+    if center_dtype is not None and not _is_floating(center_dtype):
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
     if not isinstance(sync_every, Every):
         check_period("sync_every", sync_every)
@@ -165,14 +377,19 @@ def diloco(
         raise ValueError(
             "fragment_of needs a plan of several: sync_every=optperm.Every(period, n)."
         )
-    return streaming_steps(
-        inner,
-        outer,
-        sync_every,
-        mixing=mixing,
-        compress=compress,
-        center_dtype=center_dtype,
-        fragment_of=fragment_of,
-        replicas=replicas,
-        in_pairs=commit == "pairs",
-    )
+
+
+def _check_same_plan(state: DilocoState, plan: Every) -> None:
+    has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
+    if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
+        raise ValueError(
+            f"The optimizer state is of another plan than {plan}: it has {len(state.center_state)} "
+            "fragments. All replicas and all steps need the same plan."
+        )
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False

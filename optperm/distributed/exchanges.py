@@ -23,7 +23,7 @@ NOTHING = -1.0
 
 
 class Part(NamedTuple):
-    """What an exchange changes of a `DilocoState`, for all fragments or for the leaves of one."""
+    """What an exchange changes of the state, for all fragments or for the leaves of one."""
 
     center: Any
     center_state: Any
@@ -32,18 +32,18 @@ class Part(NamedTuple):
     residual: Any
 
 
-class Told(NamedTuple):
-    """What exchanges tell, for each fragment.
+class Outcome(NamedTuple):
+    """What came of the exchange of a fragment.
 
     Attributes:
       has_arrived: Whether the local params are to be pulled.
       is_bad: Whether they were not finite then.
-      has_missed: 1 where this replica had no part in the exchange, or where that was lost, else 0.
+      has_missed: Whether this replica had no part in the exchange, or that was lost.
     """
 
-    has_arrived: list[bool | jax.Array]
-    is_bad: list[jax.Array]
-    has_missed: list[jax.Array]
+    has_arrived: bool | jax.Array
+    is_bad: jax.Array
+    has_missed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,11 @@ class Exchanger:
     theta: Callable[[], optax.Params]
     drawn_by: jax.Array | None
 
-    def exchange(self, whole: Part, due: list[Due]) -> tuple[Part, Told]:
-        """Return what all fragments that are due change."""
+    def exchange(self, state: Any, due: list[Due]) -> tuple[Part, list[Outcome]]:
+        """Return what all fragments that are due change of a `DilocoState`."""
+        whole = Part(*(getattr(state, name) for name in Part._fields))
         has_flight, has_residual = bool(self.delay), self.compress is not None
-        told, center_states, weights = Told([], [], []), list[Any](), list[jax.Array]()
+        outcomes, center_states, weights = list[Outcome](), list[Any](), list[jax.Array]()
         for p, is_due in enumerate(due):
             part = Part(
                 center=self.fragments.only(whole.center, p),
@@ -82,10 +83,8 @@ class Exchanger:
                 weights=whole.weights[p],
                 residual=self.fragments.only(whole.residual, p) if has_residual else (),
             )
-            part, has_arrived, is_bad, has_missed = self._exchange_one(part, p, is_due)
-            told.has_arrived.append(has_arrived)
-            told.is_bad.append(is_bad)
-            told.has_missed.append(has_missed)
+            part, outcome = self._exchange_one(part, p, is_due)
+            outcomes.append(outcome)
             center_states.append(part.center_state)
             weights.append(part.weights)
             replace = self.fragments.replace
@@ -94,19 +93,18 @@ class Exchanger:
                 in_flight=replace(whole.in_flight, part.in_flight) if has_flight else (),
                 residual=replace(whole.residual, part.residual) if has_residual else (),
             )
-        return whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights)), told
+        whole = whole._replace(center_state=tuple(center_states), weights=jnp.stack(weights))
+        return whole, outcomes
 
-    def _exchange_one(
-        self, part: Part, p: int, due: Due
-    ) -> tuple[Part, bool | jax.Array, jax.Array, jax.Array]:
-        """Return fragment p after a step, whether it arrives, and the rest of what is told."""
+    def _exchange_one(self, part: Part, p: int, due: Due) -> tuple[Part, Outcome]:
+        """Return fragment p after a step, and what came of that."""
         is_sent, is_received = due
         no = jnp.array(False)
 
         def leave_and_arrive() -> tuple[Part, jax.Array, jax.Array]:
             n, sent, has_missed = self._leave(part, p)
             arrived, is_bad, is_lost = self._arrive(sent, n, p)
-            return arrived, is_bad, (has_missed | is_lost).astype(jnp.int32)
+            return arrived, is_bad, has_missed | is_lost
 
         def leave() -> tuple[Part, jax.Array]:
             n, sent, has_missed = self._leave(part, p)
@@ -120,14 +118,13 @@ class Exchanger:
             return taken, is_bad, is_lost
 
         if not self.delay:
-            kept = part, no, no.astype(jnp.int32)
-            new, is_bad, has_missed = cond(is_sent, leave_and_arrive, lambda: kept)
-            return new, is_sent, is_bad, has_missed
+            new, is_bad, has_missed = cond(is_sent, leave_and_arrive, lambda: (part, no, no))
+            return new, Outcome(is_sent, is_bad, has_missed)
         sent, has_missed = cond(is_sent, leave, lambda: (part, no))
         new, is_bad, is_lost = cond(is_received, arrive, lambda: (sent, no, no))
         # Of what nobody has sent the center makes no step, and no params are pulled.
         has_arrived = is_received is not False and is_received & (sent.weights != NOTHING)
-        return new, has_arrived, is_bad, (has_missed | is_lost).astype(jnp.int32)
+        return new, Outcome(has_arrived, is_bad, has_missed | is_lost)
 
     def _leave(self, part: Part, p: int) -> tuple[Any, Part, jax.Array]:
         """Delta = c - theta: its mean over the replicas, and whether this one has no part in it."""

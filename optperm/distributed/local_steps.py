@@ -209,13 +209,6 @@ def after_pull(
     )
 
 
-def flags_like(tree: Any, flag: jax.Array) -> Any:
-    """A flag for each leaf of a tree, where both may have leading axes of replicas alike."""
-    return jax.tree.map(
-        lambda leaf: flag.reshape(flag.shape + (1,) * (leaf.ndim - flag.ndim)), tree
-    )
-
-
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     """Raises if the center's optimizer accumulates, or does not place what the local one places."""
     # It only sees one gradient a commit.

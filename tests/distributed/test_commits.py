@@ -106,6 +106,15 @@ def test_a_step_that_is_told_to_be_local_is_the_optimizer_alone(method):
     assert "conditional" in texts[None]
 
 
+def test_a_counted_step_copies_nothing():
+    """Params and state are written in place, after the conditional has read them."""
+    params = {f"w{i}": jnp.ones(1000) for i in range(6)}
+    for tx in (optperm.agn(optax.sgd(0.1), 5), optperm.diloco(optax.sgd(0.1), sync_every=5)):
+        step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
+        program = step.lower(params, tx.init(params), params).compile()
+        assert program.as_text().count(" copy(") < len(params)
+
+
 def test_flags_travel_through_chain_and_multi_steps():
     """Under jit, and by `functools.partial` where an optimizer's update takes no flag."""
     inner = optperm.agn(optax.sgd(0.1), communication_period=1000)

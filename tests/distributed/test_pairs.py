@@ -220,6 +220,26 @@ def test_centers_come_together():
     assert float(center.std()) < 0.75 * targets.std()
 
 
+def test_centers_meet_to_the_rounding_of_their_dtype():
+    """Of replicas that stand still, at any scale: what is left is no part of the method."""
+    start = 1 + 0.1 * np.random.default_rng(0).normal(size=(4, 16))
+    for dtype, scale in ((jnp.bfloat16, 1.0), (jnp.bfloat16, 16.0), (jnp.float32, 1.0)):
+        tx = optperm.diloco(
+            optax.sgd(0.1), sync_every=1, axis_name=AXIS, commit="pairs", center_dtype=dtype
+        )
+        step = jax.vmap(loops.make_step(tx, lambda p, _: (jnp.zeros_like(p), {})), axis_name=AXIS)
+        params = jnp.asarray(scale * start, jnp.float32)
+
+        @jax.jit
+        def run(params, opt_state, step=step):
+            body = lambda carry, _: (step(*carry, params), ())  # noqa: E731
+            return jax.lax.scan(body, (params, opt_state), length=200)[0]
+
+        center = optperm.center_params(run(params, jax.vmap(tx.init)(params))[1])
+        apart = np.ptp(np.asarray(center, np.float32), axis=0).max() / scale
+        assert np.ptp(start, axis=0).max() > 0.2 > 4 * jnp.finfo(dtype).eps >= apart
+
+
 def test_what_pairs_cannot_do_is_refused():
     """Several axes, compression, centers that are placed, and replicas under a vmap without a name."""
     sgd = optax.sgd(0.1)

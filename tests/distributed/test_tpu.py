@@ -1,10 +1,10 @@
 """What AGN and DiLoCo compile to on TPUs; skipped where `libtpu` is not installed."""
 
+import accelerator_programs
+import accelerators
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-import tpu_programs
 from jax.sharding import PartitionSpec as P
 
 import optperm
@@ -12,21 +12,9 @@ import optperm
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("lenient")]
 pytest.importorskip("libtpu")
 
-SIZE = 4
-PARAMS = {f"w{i}": jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for i in range(4)}
-BYTES = 4 * 4 * 1024**2
-ADAMW = optax.adamw(1e-3)
-AGN = optperm.agn(ADAMW, 10)
-DILOCO = optperm.diloco(ADAMW, sync_every=10)
+PARAMS, BYTES = accelerators.square_leaves(4), 4 * 4 * accelerators.SIDE**2
+AGN, DILOCO = optperm.agn(accelerators.ADAMW, 10), optperm.diloco(accelerators.ADAMW, sync_every=10)
 PLAN = optperm.Every(10, fragments=2, delay=2)
-
-
-def make_step(tx, commit=None):
-    def step(params, opt_state, grads):
-        updates, opt_state = tx.update(grads, opt_state, params, commit=commit)
-        return optperm.apply_updates(params, updates, opt_state), opt_state
-
-    return step
 
 
 @pytest.mark.parametrize(
@@ -34,34 +22,19 @@ def make_step(tx, commit=None):
 )
 def test_a_step_needs_less_than_half_the_params_beside_them(tx, commit):
     """As AdamW it writes all that is donated in place; a commit needs a part of one more copy."""
-    mesh = tpu_programs.mesh({"replica": 1}, "v5e:1x1")
-    given = tpu_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS), mesh)
-    program = tpu_programs.Program(make_step(tx, commit), *given)
+    mesh = accelerator_programs.tpu_mesh({"replica": 1}, "v5e:1x1")
+    given = accelerator_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS), mesh)
+    program = accelerator_programs.Program(accelerators.make_step(tx, commit), *given)
     assert program.temp_bytes < 0.5 * BYTES
     assert program.not_donated < 1e-3 * BYTES
 
 
-def on_replicas(flag=None, params=PARAMS, factory=optperm.diloco, **options):
-    """The step of four replicas, one on each device."""
-    tx = factory(ADAMW, axis_name="replica", **options)
-    mesh = tpu_programs.mesh({"replica": SIZE})
-    trees = params, jax.eval_shape(tx.init, params), params
-    given = [tpu_programs.stacked(tree, mesh, "replica") for tree in trees]
-    mapped = jax.shard_map(
-        jax.vmap(make_step(tx, flag)), mesh=mesh, in_specs=P("replica"), out_specs=P("replica")
-    )
-    return tpu_programs.Program(mapped, *given)
-
-
 def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
-    program = on_replicas(sync_every=10)
+    program = accelerators.compiled(accelerators.Case(accelerators.DILOCO()))
     assert program.temp_bytes < 0.5 * BYTES
     (found,) = program.collectives()
     assert (found.operation, found.is_conditional) == ("all-reduce", True)
     assert BYTES <= found.bytes <= BYTES + 1024
-
-
-SMALL = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +47,9 @@ SMALL = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
 )
 def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param):
     """Neither padded to lanes while they are packed, nor summed as everybody's rows."""
-    program = on_replicas(True, SMALL, compress=compress)
+    program = accelerators.compiled(
+        accelerators.Case(accelerators.DILOCO(compress=compress), True, leaves=1)
+    )
     assert program.temp_bytes < 2 * 4 * 1024**2
     (found,) = program.collectives()
     assert found.operation == "all-gather"
@@ -83,20 +58,33 @@ def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param)
 
 def test_contributions_in_turn_are_gathered():
     """By one all-gather of each replica's own."""
-    program = on_replicas(
-        True, SMALL, factory=optperm.agn, communication_period=10, commit="sequential"
+    program = accelerators.compiled(
+        accelerators.Case(accelerators.AGN(commit="sequential"), True, leaves=1)
     )
     (found,) = program.collectives()
     assert found.operation == "all-gather"
     assert found.bytes <= 4 * 1024**2 + 1024
 
 
+def test_pairs_permute_in_a_conditional():
+    """A device sends its params, and AGN its contribution too; what arrives needs as much memory."""
+    for factory, trees in ((accelerators.AGN, 2), (accelerators.DILOCO, 1)):
+        program = accelerators.compiled(accelerators.Case(factory(commit="pairs")))
+        assert program.temp_bytes < (trees + 0.5) * BYTES
+        found = program.collectives()
+        kinds = {each.operation.removesuffix("-start") for each in found}
+        assert kinds == {"collective-permute"}
+        assert all(each.is_conditional for each in found)
+        # In a branch for each of the two ways to pair four replicas.
+        assert sum(each.bytes for each in found) <= 2 * (trees * BYTES + 1024)
+
+
 def on_two_slices(step, tx, **options):
-    """A step of two replicas, each cut over the four devices of a slice."""
-    mesh = tpu_programs.mesh({"replica": 2, "model": 4}, slices=2)
+    """A step of two replicas, each sharded over the four devices of a slice."""
+    mesh = accelerator_programs.tpu_mesh({"replica": 2, "model": 4}, slices=2)
     trees = PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), trees)
-    given = tpu_programs.shapes(
+    given = accelerator_programs.shapes(
         wide, mesh, lambda leaf: P("replica", "model") if leaf.ndim == 3 else P("replica")
     )
     mapped = jax.shard_map(
@@ -106,7 +94,7 @@ def on_two_slices(step, tx, **options):
         out_specs=P("replica"),
         axis_names={"replica"},
     )
-    return tpu_programs.Program(mapped, *given, **options)
+    return accelerator_programs.Program(mapped, *given, **options)
 
 
 def is_large(found):
@@ -115,12 +103,12 @@ def is_large(found):
 
 def test_shards_cross_slices_within_a_conditional():
     """Each device sends its own shard, and nothing is gathered; a local step sends nothing."""
-    tx = optperm.diloco(ADAMW, sync_every=10, axis_name="replica")
-    program = on_two_slices(make_step(tx), tx)
+    tx = accelerators.DILOCO()
+    program = on_two_slices(accelerators.make_step(tx), tx)
     assert all(each.is_conditional for each in program.transfers())
     assert sum(each.bytes for each in program.transfers()) == pytest.approx(BYTES / 4, rel=1e-3)
     assert not list(filter(is_large, program.collectives()))
-    assert not on_two_slices(make_step(tx, False), tx).transfers()
+    assert not on_two_slices(accelerators.make_step(tx, False), tx).transfers()
 
 
 def loss_fn(params, x):
@@ -131,12 +119,14 @@ def loss_fn(params, x):
 
 def test_a_delay_overlaps_steps_of_one_program():
     """Of three steps in one program two lie between sending and arrival."""
-    tx = optperm.diloco(ADAMW, None, PLAN, axis_name="replica")
+    tx = optperm.diloco(accelerators.ADAMW, None, PLAN, axis_name=accelerators.AXIS)
 
     def three(params, opt_state, _):
         for number in (10, 11, 12):
             grads = jax.grad(loss_fn)(params, jnp.ones((8, 1024)))
-            params, opt_state = make_step(tx, PLAN.at(number))(params, opt_state, grads)
+            params, opt_state = accelerators.make_step(tx, PLAN.at(number))(
+                params, opt_state, grads
+            )
         return params, opt_state
 
     program = on_two_slices(three, tx, keep_unused=True)

@@ -1,22 +1,70 @@
-"""Programs compiled ahead of time for TPUs that are not there, as `libtpu` does for a named topology."""
+"""Programs compiled ahead of time for TPUs and GPUs that are not there.
 
+For TPUs `libtpu` does that by the name of a topology; for GPUs the wheels `jax-cuda12-plugin` and
+`jax-cuda12-pjrt` do, without a driver, by a description of the device.
+"""
+
+import math
 import os
+import pathlib
 import re
-from typing import NamedTuple
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import replicas
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+from collectives import Collective, find_collectives
+
 # Read when the library is loaded: no metadata server is asked, and several processes may load it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+# To compile, no cuDNN is loaded.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.-]+) \(.*?\{$(.*?)^\}", re.MULTILINE | re.DOTALL)
 _INSTRUCTION = re.compile(r"^ *(?:ROOT )?%([\w.-]+) = (.*?) ([a-z][a-z-]*)\((.*)$", re.MULTILINE)
+
+
+# What XLA asks of a device that it compiles for: that of an H100.
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  device_memory_size: 84942979072
+  device_address_bits: 64
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  driver_version: "13.0.0"
+  runtime_version: "12.8.0"
+  compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 
 
 class Transfer(NamedTuple):
@@ -35,20 +83,33 @@ class Transfer(NamedTuple):
     meanwhile: int
 
 
-def mesh(shape, topology="v5e:2x2", slices=1):
-    """A mesh of devices of a topology; of several slices the first axis goes over them."""
+def tpu_mesh(shape: dict[str, int], topology: str = "v5e:2x2", slices: int = 1) -> Mesh:
+    """A mesh of TPUs of a topology; of several slices the first axis goes over them."""
     more = {"num_slices": slices} if slices > 1 else {}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **more).devices
     devices = sorted(found, key=lambda device: (getattr(device, "slice_index", 0), device.id))
+    return _mesh(shape, devices)
+
+
+def gpu_mesh(shape: dict[str, int]) -> Mesh:
+    """A mesh of H100 of one host."""
+    name = f"1x1x{math.prod(shape.values())}"
+    found = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, topology=name, target_config=_H100
+    )
+    return _mesh(shape, found.devices)
+
+
+def _mesh(shape: dict[str, int], devices: Any) -> Mesh:
     sizes = tuple(shape.values())
-    chosen = np.array(devices[: int(np.prod(sizes))]).reshape(sizes)
+    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
     return Mesh(chosen, tuple(shape), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def shapes(tree, mesh, spec=lambda leaf: P()):
+def shapes(tree: Any, mesh: Mesh, spec: Callable[[Any], P] = lambda leaf: P()) -> Any:
     """Shapes that lie on the mesh, by a function of a leaf: nothing is allocated."""
 
-    def place(leaf):
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(leaf))
         )
@@ -56,7 +117,7 @@ def shapes(tree, mesh, spec=lambda leaf: P()):
     return jax.tree.map(place, tree)
 
 
-def stacked(tree, mesh, axis):
+def stacked(tree: Any, mesh: Mesh, axis: str) -> Any:
     """The shapes of one tree for each device of an axis, along a leading axis."""
     size = mesh.shape[axis]
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), tree)
@@ -66,24 +127,24 @@ def stacked(tree, mesh, axis):
 class Program:
     """A compiled program: what it needs, and what it sends."""
 
-    def __init__(self, step, *arguments, **options):
+    def __init__(self, step: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Compiles it, with params and state donated."""
         options = {"donate_argnums": (0, 1), **options}
         compiled = jax.jit(step, **options).lower(*arguments).compile()
-        memory = compiled.memory_analysis()
-        self.text = compiled.as_text()
+        memory: Any = compiled.memory_analysis()
+        self.text = compiled.as_text() or ""
         self.temp_bytes = memory.temp_size_in_bytes
         self.not_donated = memory.output_size_in_bytes - memory.alias_size_in_bytes
 
-    def fusions(self):
+    def fusions(self) -> int:
         """How many fused computations the program schedules, outside of conditionals."""
         return self.text.split("\nENTRY ")[1].count(" fusion(")
 
-    def collectives(self):
+    def collectives(self) -> list[Collective]:
         """What crosses devices of one slice."""
-        return replicas.collectives(self.text)
+        return find_collectives(self.text)
 
-    def transfers(self):
+    def transfers(self) -> list[Transfer]:
         """What crosses slices, where no collective stands in the program but pairs of send and recv."""
         found = []
         for name, body in _COMPUTATION.findall(self.text):
@@ -107,17 +168,17 @@ class Program:
         return found
 
 
-def _of_start(starts, operands):
-    names = re.findall(r"%([\w.-]+)", operands.split(")")[0])
+def _of_start(starts: dict[str, Any], operands: str) -> str | None:
+    names = re.findall(r"%([\w.-]+)", operands.split(")", maxsplit=1)[0])
     return next((_attribute(starts[n][3], "rendezvous") for n in names if n in starts), None)
 
 
-def _attribute(line, name):
+def _attribute(line: str, name: str) -> str:
     found = re.search(f'{name}="([^"]*)"', line)
     return found.group(1) if found else ""
 
 
-def _bytes(types):
+def _bytes(types: str) -> int:
     total = 0
     for bits, shape in re.findall(r"\b(?:[a-z]+)(\d+)\w*\[([\d,]*)\]", types):
         total += int(np.prod([int(n) for n in shape.split(",") if n], dtype=int)) * int(bits) // 8
