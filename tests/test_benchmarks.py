@@ -27,6 +27,7 @@ USUAL = [
         "--only steps --repetitions 3",
         {"samplers": ("SGD", "diagonal, single_example", "sgld")},
     ),
+    ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),

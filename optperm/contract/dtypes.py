@@ -46,5 +46,6 @@ def zero_if_not_finite(tree: Any) -> Any:
 
 def as_array(leaf: Any) -> Any:
     """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = jax.Array | np.ndarray | np.generic | bool | int | float
+    # NumPy's first: a loop asks for every leaf of every batch, and JAX's type is slow to answer.
+    known = (np.ndarray, jax.Array, np.generic, bool, int, float)
     return leaf if isinstance(leaf, known) else np.asarray(leaf)
