@@ -51,7 +51,9 @@ class Training:
         self.replicas, self.batch_size = flags.devices, flags.batch_size * flags.devices
         self.steps_per_epoch = len(data.x_train) // self.batch_size
         if not self.steps_per_epoch:
-            says = f"is {self.batch_size} examples a step, more than the {len(data.x_train)} to train"
+            says = (
+                f"is {self.batch_size} examples a step, more than the {len(data.x_train)} to train"
+            )
             raise UsageError(f"--batch-size times --devices {says}. Choose a smaller one.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
         # How long the run is, where the method asks and nothing else says how fast its moves shrink.

@@ -33,7 +33,7 @@ def warn_if_still(share_moved: np.ndarray, *, stacklevel: int) -> bool:
 
 
 def warn_if_past_end(opt_state: Any, steps: int, *, stacklevel: int) -> None:
-    """Warn if SGPerm came to the end of its `num_steps` within the last steps, of which these are many."""
+    """Warn if SGPerm came to the end of its `num_steps` within the last `steps`."""
     for state in find_states(opt_state, RecommendationState):
         if 0 < int(np.max(state.steps_past_end)) <= steps:
             says = "sgperm is past its num_steps: it goes on with the last aggressiveness."

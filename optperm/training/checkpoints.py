@@ -96,8 +96,8 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint of a step, unless there is one. To be called in all processes.
 
-        `rows` are the metrics of all steps, float32 (metrics, steps); of the JSON values in `run` `facts`
-        tell the run from others. All must not change while they are written.
+        `rows` are the metrics of all steps, float32 (metrics, steps); among the JSON values of `run`
+        are `facts`, which tell it from others. Nothing of it may change while it is written.
         """
         if step == self._last_kept:  # nothing has come of it yet
             return

@@ -136,7 +136,9 @@ class Run:
         is_dealt = layout.own and run["replicas"] != layout.parts
         trees = {"state": layout.lead(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
-            trees["best"] = programs.unwrap_keys(whole := programs.merge_replicas(self.carry, layout))
+            trees["best"] = programs.unwrap_keys(
+                whole := programs.merge_replicas(self.carry, layout)
+            )
         held, rows = checkpoints.read_arrays(chosen, trees)
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
@@ -162,7 +164,9 @@ class Run:
             stop = self._call_row(is_end=not self.at.offset)
         due = [f for n, f in self.every.items() if self.at.step % n == 0]
         early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
-        if self._row is not None and callbacks.wants_to_stop("", tuple(early), self._event(dict, True)):
+        if self._row is not None and callbacks.wants_to_stop(
+            "", tuple(early), self._event(dict, True)
+        ):
             return "stopped"  # where the run that is resumed had stopped
         compiled = programs.compile_steps(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
@@ -321,7 +325,7 @@ class Run:
             )
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
-        """Return what `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far.
+        """Return the result, once a model of `flax.nnx` and the last checkpoint have come so far.
 
         With the error that ended training it hands that the result, or a note if nothing could be saved.
         """

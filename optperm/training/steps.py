@@ -216,11 +216,11 @@ class Evaluator:
     eval_fn: Callable[..., Any]
     data: Any
     batch_size: int | None
-    model: Model = Model()
-    layout: Layout = Layout()
+    model: Model = dataclasses.field(default_factory=Model)
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
     def columns(self, state: TrainState) -> list[str] | None:
-        """Return the columns of the history that it gives; None if a batch would have to be asked for."""
+        """Return the columns of a row that it gives; None if a batch would have to be asked for."""
         if not datas.is_arrays("eval_data", self.data):
             return None
         batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))

@@ -79,7 +79,7 @@ class Model:
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
     def evaluated(self, state: Any, batch: Any, eval_fn: Callable[..., Any]) -> dict[str, Any]:
-        """Return the metrics of a batch, (2,) each: a sum over examples, and what it is to be divided by.
+        """Return the metrics of a batch, (2,) each: a sum over examples, and what to divide it by.
 
         A model of `flax.nnx` is in eval mode.
         """
@@ -94,7 +94,9 @@ class Model:
         metrics = scalar_metrics("What eval_fn returns", out, pairs=True)
         size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
         return {
-            name: jnp.stack(value if isinstance(value, tuple) else [size * value, jnp.float32(size)])
+            name: jnp.stack(
+                value if isinstance(value, tuple) else [size * value, jnp.float32(size)]
+            )
             for name, value in metrics.items()
         }
 
@@ -113,10 +115,12 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def scalar_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[str, Any]:
-    """Return metrics, which may be pairs if so, as float32 scalars; raise a TypeError if they are none."""
+    """Return metrics, or pairs of them, as float32 scalars; raise a TypeError if they are none."""
     wanted = f"{source} must be a dict of scalar metrics by name"
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"{wanted}, such as {{'accuracy': accuracy}}, got {type(metrics).__name__}.")
+        raise TypeError(
+            f"{wanted}, such as {{'accuracy': accuracy}}, got {type(metrics).__name__}."
+        )
     for name, value in metrics.items():
         is_pair = pairs and isinstance(value, tuple) and len(value) == 2
         for part in value if is_pair else (value,):

@@ -404,7 +404,11 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
         ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder, got int"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        ({"epochs": 1, "devices": 2, "mesh": 3}, ValueError, "mesh and devices exclude one another"),
+        (
+            {"epochs": 1, "devices": 2, "mesh": 3},
+            ValueError,
+            "mesh and devices exclude one another",
+        ),
         ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
         ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
         ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),
