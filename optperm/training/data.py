@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from optperm.contract import checks
-from optperm.contract.dtypes import as_array
+from optperm.contract.dtypes import as_arrays
 from optperm.training import processes
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt, wait_for
@@ -119,10 +119,10 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
     """Return the next batch, or `END` where some process has none. All of them have to ask."""
     batch, size, failure = END, 0, None
     if is_alone:  # one process
-        return batch if (batch := next(iterator, END)) is END else jax.tree.map(as_array, batch)
+        return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
     try:
         if (batch := next(iterator, END)) is not END:
-            batch = jax.tree.map(as_array, batch)
+            batch = as_arrays(batch)
             size = checks.count_examples(f"A batch of {name}", batch, has_scalars=True)
     except Exception as error:
         size, failure = -1, error
