@@ -72,11 +72,9 @@ class Checkpoints:
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := differences(run["facts"], json.loads(json.dumps(facts))):
-            is_form = "the form of the state" in which
-            what = "The optimizer, the model or their shapes are others. " if is_form else ""
             raise ValueError(
-                f"The checkpoint {path} is of another run: {which}. {what}Pass what that run was "
-                "started with, or another folder."
+                f"The checkpoint {path} is of another run: {which}. Pass what that run was started with, "
+                "or another folder."
             )
         return dict(run)
 

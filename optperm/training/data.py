@@ -109,9 +109,9 @@ def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
 
 
 def no_batch(name: str, epoch: int) -> ValueError:
-    """What is wrong where an epoch has no batch."""
-    advice = f"pass a function that makes one, {name}=lambda epoch: batches()"
-    says = f"{name} gives no batch in epoch {epoch}. A generator can be gone through only once"
+    """Return what is wrong where an epoch has no batch."""
+    advice = f"pass a list, a data loader that begins anew, or a function, {name}=lambda epoch: ..."
+    says = f"{name} gives no batch in epoch {epoch}. An iterator can be gone through only once"
     return ValueError(f"{says}: {advice}.")
 
 
@@ -237,20 +237,12 @@ class StreamFeed:
         """Return what tells the batches from others, which are not known before they come."""
         return {"train_data": "an iterable of batches"}
 
-    def _reopened(self) -> Any:
-        if self._iterator is not None and self._iterator is self._source:
-            raise ValueError(
-                "train_data is an iterator that can be gone through only once, and is needed again. "
-                "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
-            )
-        return self._source
-
     def go_to(self, at: Position, states: list[str] | None = None) -> None:
         """Go to a step of an epoch, where it is not there, by what `states` gave or dropping batches."""
         epoch, offset = at.epoch, at.offset
         if self._at == (epoch, offset):
             return
-        self._iterator = open_stream("train_data", self._reopened(), epoch)
+        self._iterator = open_stream("train_data", self._source, epoch)
         self._at = epoch, offset
         if states is not None:
             state = json.loads(states[jax.process_index()])
@@ -308,7 +300,7 @@ class StreamFeed:
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return read_all("train_data", self._reopened(), epoch, None, self._layout)
+        return read_all("train_data", self._source, epoch, None, self._layout)
 
     def states(self) -> list[str] | None:
         """Return where an iterator that can say so, as Grain's, has come in each process, as JSON."""

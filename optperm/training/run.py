@@ -128,7 +128,7 @@ class Run:
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        self.facts["the form of the state"] = f"{len(form)} arrays, {digest}"
+        self.facts["the form of optimizer and model"] = f"{len(form)} arrays, {digest}"
         self.facts["each replica with its own"] = layout.own
         if (chosen := checkpoints.choose(resume)) is None:
             return

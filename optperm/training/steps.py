@@ -117,8 +117,7 @@ def _center(carry: TrainState, layout: Layout) -> TrainState:
     first = first.replace(model_state=jax.tree.map(mean, first.model_state, carry.model_state))
     if find_states(first.opt_state, LOCAL_STATES):
         first = first.replace(params=center_params(first.opt_state))
-    whole = layout.sharding()
-    return first if whole is None else jax.lax.with_sharding_constraint(first, whole)
+    return jax.lax.with_sharding_constraint(first, layout.sharding())
 
 
 def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
