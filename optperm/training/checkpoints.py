@@ -72,10 +72,8 @@ class Checkpoints:
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := differences(run["facts"], json.loads(json.dumps(facts))):
-            raise ValueError(
-                f"The checkpoint {path} is of another run: {which}. Pass what that run was started with, "
-                "or another folder."
-            )
+            advice = "Pass what that run was started with, or another folder"
+            raise ValueError(f"The checkpoint {path} is of another run: {which}. {advice}.")
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
