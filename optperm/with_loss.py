@@ -12,7 +12,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import as_key, is_key, key_data
 from optperm.contract.transformation import known_extra_args, transformation
-from optperm.evaluation import LossFn, evaluate, num_examples
+from optperm.evaluation import LossFn, evaluate
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, UInt32
@@ -93,7 +93,7 @@ def with_loss(
     checks.check_function("loss_fn", loss_fn, "(params, batch)")
     checks.check_arrays("data", data)
     data = jax.tree.map(jnp.asarray, data)
-    size = _common_length(data)
+    size = checks.count_examples("data", data, has_scalars=True)
     if batch_size is not None:
         checks.check_static_count("batch_size", batch_size)
     checks.check_seed("seed", seed)
@@ -131,14 +131,3 @@ def with_loss(
         return cast_like(moves, params), WithLossState(count, state.key, inner_state)
 
     return transformation(init, update, method="with_loss", is_wrapper=True)
-
-
-def _common_length(data: Any) -> int:
-    """The number of examples, or a ValueError if the leaves disagree on it or have none."""
-    lengths = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(data) if jnp.ndim(leaf)}
-    if len(lengths) != 1 or 0 in lengths:
-        raise ValueError(
-            "All leaves of data must have the same leading axis, that of the examples; the lengths are "
-            f"{sorted(lengths)}."
-        )
-    return num_examples(data)

@@ -167,9 +167,9 @@ def subject(kind, tx):
     return (model,), {"optimizer": training.Optimizer(model, tx, wrt=nnx.Param)}
 
 
-def fit(kind, name, *, devices=None, replicas=None, train_data=None, **options):
+def fit(kind, name, *, devices=None, train_data=None, **options):
     """`training.fit` of a model by a method, from the start."""
-    tx = method(name, None if devices is None and replicas is None else "replica")
+    tx = method(name, None if devices is None else "replica")
     positional, keywords = subject(kind, tx)
     train_data = data() if train_data is None else train_data
     if train_data is data():
@@ -179,7 +179,6 @@ def fit(kind, name, *, devices=None, replicas=None, train_data=None, **options):
         LOSS[kind],
         train_data,
         devices=devices,
-        replicas=replicas,
         epoch_start=epoch_start_of(name),
         **keywords,
         **options,

@@ -32,6 +32,7 @@ USUAL = [
         "--examples 100 --passes 4 --saga-passes 2 --svrg-passes 5 --rate-passes 1 --batch-sizes 50",
         {"FACTORS": (1.0,)},
     ),
+    ("compare.py", "sgd svrg --seeds 1 --epochs 1 --hidden 4", {}),
     ("fit.py", "--repetitions 1 --seconds 0.01 --hidden 4", {}),
     ("low_rank.py", "--only memory --smallest", {}),
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),

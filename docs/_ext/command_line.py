@@ -19,8 +19,6 @@ def _type(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if isinstance(hint, types.UnionType):
         return _type(next(kind for kind in typing.get_args(hint) if kind is not types.NoneType))
-    if typing.get_origin(hint) is tuple:
-        return _type(typing.get_args(hint)[0])
     names = {int: "whole number", float: "number", bool: "switch", str: "text"}
     return names.get(hint, "path")
 
@@ -77,9 +75,8 @@ def commands_page() -> str:
         for group, rows in own[name].items():
             if group not in common:
                 lines += _table(rows)
-    for name in ("compare", "evaluate"):
-        lines += [f"## optperm {name}", "", *_said(app[name])]
-        lines += _table([row for rows in _groups(app[name]).values() for row in rows])
+    lines += ["## optperm evaluate", "", *_said(app["evaluate"])]
+    lines += _table([row for rows in _groups(app["evaluate"]).values() for row in rows])
     return "\n".join(lines)
 
 

@@ -123,7 +123,7 @@ def sample(
         checks.check_static_count(name, count)
     params = without_variables(params)
     data = jax.tree.map(jnp.asarray, data)
-    num_data = _num_examples(data)
+    num_data = checks.count_examples("data", data)
     if num_data < batch_size:
         raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
     with warnings.catch_warnings():
@@ -210,16 +210,6 @@ def _with_prior(
         return loss_fn(params, batch) - density / num_data
 
     return loss
-
-
-def _num_examples(data: Any) -> int:
-    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
-    if len(lengths) != 1 or lengths == {()}:
-        raise ValueError(
-            f"data must have leaves with one leading axis of examples, got lengths {sorted(lengths)}."
-        )
-    ((length,),) = lengths
-    return int(length)
 
 
 def _searched(

@@ -1,23 +1,23 @@
 """The commands and their flags, by cyclopts."""
 
 import dataclasses
+import importlib.metadata
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
 from optperm.cli import datasets, models, run_folder
-from optperm.cli.compare import Comparison, compare
 from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import DATA_AND_MODEL, Run, finite
 from optperm.cli.methods import METHODS, Method
-from optperm.cli.training import train, version
+from optperm.cli.training import train
 
 _App = App(
     name="optperm",
     help="Trains networks by optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
-    version=lambda: f"optperm {version('optperm')}",
+    version=lambda: f"optperm {importlib.metadata.version('optperm')}",
     help_format="markdown",
     default_parameter=Parameter(allow_repeating=True),
     suppress_keyboard_interrupt=False,
@@ -60,21 +60,6 @@ def _of_method(method: Method) -> Callable[..., int]:
     return command
 
 
-@_App.command(name="compare")
-def _compare(
-    *methods: Annotated[
-        Literal[tuple(METHODS)],  # type: ignore[valid-type]
-        Parameter(help="Each with its default hyperparameters; without any, all."),
-    ],
-    flags: Annotated[Comparison, Parameter(name="*", group=DATA_AND_MODEL)] = Comparison(),  # noqa: B008
-) -> int:
-    """Train by several methods from several seeds, and tabulate what each of them buys.
-
-    Example: optperm compare sgperm adam --epochs 10 --seeds 5
-    """
-    return compare(methods, flags)
-
-
 @_App.command(name="evaluate")
 def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
     """Rebuild the network of a run from its files, bit for bit, and test it.
@@ -86,15 +71,15 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
       data: Other data than the run's.
     """
     spec, params = run_folder.rebuild(folder)
-    source, tested = run_folder.read_summary(folder)
-    found = datasets.load(source if data is None else data)
+    summary = run_folder.read_json(folder / "summary.json")
+    found = datasets.load(summary["data"] if data is None else data)
     if found.x_test.shape[1:] != spec.input_shape:
         raise CliError(
             f"{found.source} holds examples of shape {list(found.x_test.shape[1:])}, but the network "
             f"was trained on shape {list(spec.input_shape)}."
         )
     accuracy = models.accuracy(models.build(spec), params, found.x_test, found.y_test)
-    if data is None and accuracy != tested:
+    if data is None and accuracy != (tested := summary["test_accuracy"]):
         raise CliError(
             f"the test accuracy is {accuracy}, but summary.json says {tested}: "
             "the data have changed, or the run was on another kind of device."

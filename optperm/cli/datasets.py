@@ -11,7 +11,6 @@ import numpy as np
 
 from optperm.cli.errors import CliError, UsageError
 from optperm.contract.extras import import_optional
-from optperm.training import processes
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 # Where the library `datasets` finds what it is asked for by name, and in which column the images are.
@@ -40,11 +39,6 @@ class Dataset:
     num_classes: int
     x_valid: np.ndarray | None = None
     y_valid: np.ndarray | None = None
-
-    @property
-    def digest(self) -> str:
-        """Tells whether two data sets hold the same examples in the same order."""
-        return processes.digest([getattr(self, key) for key in KEYS])
 
     @property
     def about(self) -> str:
@@ -152,12 +146,11 @@ def _checked(name: str, source: str, arrays: dict[str, np.ndarray]) -> Dataset:
             f"{x_train.dtype}{list(x_train.shape)} and {x_test.dtype}{list(x_test.shape)}."
         )
     for part, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if 0 in (*x.shape[:1], y.size):
-            raise CliError(f"{source}: x_{part} and y_{part} must hold one example at least.")
-        if y.dtype.kind not in "iu" or y.shape != x.shape[:1]:
+        if y.dtype.kind not in "iu" or y.shape != x.shape[:1] or not y.size:
             raise CliError(
-                f"{source}: y_{part} must be a vector of integer labels, one for each of the "
-                f"{len(x)} examples in x_{part}, got {y.dtype}{list(y.shape)}."
+                f"{source}: y_{part} must be a vector of integer labels, one for each example in "
+                f"x_{part} and one at least, got {y.dtype}{list(y.shape)} for x_{part} of shape "
+                f"{list(x.shape)}."
             )
         if y.min() < 0 or y.max() >= _MAX_CLASSES:
             raise CliError(

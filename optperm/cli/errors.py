@@ -4,9 +4,6 @@ import functools
 
 from optperm.contract.extras import import_optional
 
-# What a command ends with that Ctrl-C has cut short.
-INTERRUPTED = 130
-
 
 class CliError(Exception):
     """Something outside the program is wrong: data, files, the installation."""

@@ -28,13 +28,11 @@ def finite(kind: Any, value: float) -> None:
 
 
 Whole = Annotated[int, whole_from(1)]
-Share = Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))]
-Switch = Annotated[bool, Parameter(negative=())]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
-    """What is trained on what, and where it is written.
+class Run:
+    """What is trained on what, and what is kept.
 
     Attributes:
       data: 'digits' (scikit-learn's), 'mnist', 'fashion_mnist' or 'cifar10' (by the library `datasets`),
@@ -47,16 +45,20 @@ class Network:
       batch_size: Examples a step, on each device.
       devices: Devices, each with a replica of the network. Where JAX has fewer, the processor stands in
         for them.
-      seed: Seed of the initial params, the shuffles and the method; the first one, of several.
+      seed: Seed of the initial params, the shuffles and the method.
       epochs: Passes through the data.
       out: Folder for the results, which must be new or empty. Without it one in runs/ that is named by
         METHOD-MODEL-DATA-sSEED, with -2, -3, ... where that exists.
       quiet: Print nothing but errors.
       cache: Keep compiled programs in the cache folder of the user, for a second run.
+      checkpoint_every: Epochs from one checkpoint to the next, from which the run can be resumed; where
+        it ends it leaves one as well, after Ctrl-C too. 0 for none.
+      resume: Go on from the newest checkpoint of this run folder, in a new one, up to --epochs in all;
+        the other flags have to be those of that run.
     """
 
     data: str = "digits"
-    valid_share: Share = 0.0
+    valid_share: Annotated[float, Parameter(validator=validators.Number(gte=0, lt=1))] = 0.0
     model: str = "mlp"
     hidden: Annotated[int, whole_from(1, 2**20)] = 256
     batch_size: Whole = 50
@@ -64,21 +66,8 @@ class Network:
     seed: Annotated[int, whole_from(0, 2**32 - 1)] = 0
     epochs: Whole = 10
     out: str | None = None
-    quiet: Switch = False
+    quiet: Annotated[bool, Parameter(negative=())] = False
     cache: bool = True
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Network):
-    """What to keep.
-
-    Attributes:
-      checkpoint_every: Epochs from one checkpoint to the next, from which the run can be resumed; where
-        it ends it leaves one as well, after Ctrl-C too. 0 for none.
-      resume: Go on from the newest checkpoint of this run folder, in a new one, up to --epochs in all;
-        the other flags have to be those of that run.
-    """
-
     checkpoint_every: Annotated[int, whole_from(0)] = 0
     resume: pathlib.Path | None = None
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import jax
 
-from optperm.cli.errors import INTERRUPTED, CliError, import_extra
+from optperm.cli.errors import CliError, import_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,9 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except jax.errors.JaxRuntimeError as error:
             return _fail(f"JAX: {error}", 1)
         except KeyboardInterrupt:
-            _fail("stopped by Ctrl-C.", INTERRUPTED)
+            code = _fail("stopped by Ctrl-C.", 130)
             sys.stdout.flush()
-            os._exit(INTERRUPTED)  # Python would wait for a compiled call in another thread
+            os._exit(code)  # Python would wait for a compiled call in another thread
 
 
 def _fail(message: str, code: int) -> int:

@@ -17,7 +17,7 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.steps import evaluate_all
+from optperm.training.steps import Evaluator
 
 _NOTHING = optax.identity()  # one object, so that what was compiled for it is found again
 CHUNK = 1000  # examples on a device at once
@@ -118,12 +118,6 @@ def initial_params(spec: NetworkSpec) -> optax.Params:
     return params
 
 
-def logits(model: nn.Module, params: optax.Params, x: jax.Array) -> jax.Array:
-    """The network's outputs (batch, num_classes) for (batch, *input_shape)."""
-    outputs: jax.Array = model.apply({"params": params}, x)  # type: ignore[assignment]
-    return outputs
-
-
 @functools.cache
 def loss_function(
     model: nn.Module, prior_precision: float = 0.0, num_data: int = 1
@@ -131,7 +125,7 @@ def loss_function(
     """The mean loss over a batch, perhaps with a normal prior, and the share classified right."""
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        outputs = logits(model, params, batch["x"])
+        outputs: Any = model.apply({"params": params}, batch["x"])
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
         loss = jnp.mean(losses)
         if prior_precision:
@@ -149,5 +143,5 @@ def _metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
 def accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
     """The share of examples (x, y) that a network classifies right, on one device."""
     state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
-    found = evaluate_all(_metrics(model), {"x": x, "y": y}, CHUNK, state=state)
+    found = Evaluator(_metrics(model), {"x": x, "y": y}, CHUNK)(state)
     return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded

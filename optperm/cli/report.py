@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from optperm.cli.errors import import_extra
+from optperm.cli.flags import Run
 
 # This many lines of progress at most.
 _LINES = 10
@@ -23,9 +24,9 @@ _SHOWN = (
 class Reporter:
     """Prints what becomes of a run, with `quiet` nothing at all."""
 
-    def __init__(self, epochs: int, *, quiet: bool) -> None:
-        self._epochs, self.quiet = epochs, quiet
-        self.has_bar = not quiet and sys.stdout.isatty()  # a progress bar
+    def __init__(self, run: Run) -> None:
+        self._epochs, self.quiet = run.epochs, run.quiet
+        self.has_bar = not run.quiet and sys.stdout.isatty()  # a progress bar
 
     def say(self, line: str) -> None:
         """Prints a line."""
@@ -43,34 +44,21 @@ class Reporter:
         epoch, every = record["epoch"], -(-self._epochs // _LINES)
         if epoch != self._epochs and epoch % every:
             return
-        names = {"loss": "train_loss", "train": "train_accuracy"}
-        names |= {"valid": "valid_accuracy", "test": "test_accuracy"}
-        parts = [f"epoch {epoch}/{self._epochs}"]
-        parts += [record["phase"]] if record["phase"] else []
-        parts += [
-            f"{name} {record[key]:.4f}" for name, key in names.items() if record[key] is not None
-        ]
-        parts += [f"moved {record['share_moved']:.1%}"] if record["share_moved"] is not None else []
-        self.say(" ".join(parts))
+        names = {"loss": "train_loss", "train": "train_accuracy", "valid": "valid_accuracy"}
+        names |= {"test": "test_accuracy", "moved": "share_moved"}
+        known = {name: record[key] for name, key in names.items() if record[key] is not None}
+        parts = [record["phase"] or "", *(f"{name} {x:.4f}" for name, x in known.items())]
+        self.say(f"epoch {epoch}/{self._epochs} {' '.join(parts).strip()}")
 
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
         """Prints the result as a table, by the names of summary.json, and where the files are."""
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
         if shown["devices"] == 1:
             del shown["devices"]
-        plain = {k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in shown.items()}
-        self.table([(name.replace("_", " "), value) for name, value in plain.items()])
-        self.files(folder)
-
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        """Prints rows, each column as wide as it has to be."""
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self.say("  ".join(cells).rstrip())
-
-    def files(self, folder: pathlib.Path) -> None:
-        """Prints what is in a folder."""
+        width = max(map(len, shown))
+        for name, value in shown.items():
+            text = f"{value:.4f}" if isinstance(value, float) else value
+            self.say(f"{name.replace('_', ' '):{width}}  {text}")
         self.say(f"Files in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 

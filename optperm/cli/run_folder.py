@@ -31,18 +31,20 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
+from optperm.cli.flags import Run
 from optperm.contract.states import find_states
 from optperm.permutation.export import PERMUTED_STATES
 from optperm.training.checkpoints import differences
 from optperm.training.processes import digest
 
-METRICS_FILE, CHECKPOINTS, _IDENTITY_FILE = "metrics.jsonl", "checkpoints", "run.json"
+METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
+_IDENTITY_FILE = f"{CHECKPOINTS}/run.json"
 # What reading a file of another program, or a damaged one, ends in.
 _DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
 _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 
-def create(out: str | None, name: str) -> pathlib.Path:
+def _create(out: str | None, name: str) -> pathlib.Path:
     """Makes the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 where that exists."""
     name = name.replace(":", ".")  # of a network of one's own
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
@@ -61,13 +63,13 @@ def create(out: str | None, name: str) -> pathlib.Path:
     return folder
 
 
-def prepare(run: Any, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
+def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
     """Make the folder of a run, with what tells it from others; return also the step it goes on from."""
     step = 0 if run.resume is None else _find_checkpoint(run.resume, identity)
-    folder = create(run.out, name)
+    folder = _create(run.out, name)
     if run.keeps:
         (folder / CHECKPOINTS).mkdir()
-        write_json(folder / CHECKPOINTS / _IDENTITY_FILE, identity)
+        write_json(folder / _IDENTITY_FILE, identity)
     if run.resume is not None:
         part = pathlib.Path(CHECKPOINTS, str(step))
         shutil.copytree(run.resume / part, folder / part)
@@ -93,10 +95,17 @@ def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
     path.write_text(_json(values, indent=2) + "\n", encoding="utf-8")
 
 
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Read what `write_json` wrote."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, *_DAMAGE) as error:
+        raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
+
+
 def _json(values: Mapping[str, Any], **options: Any) -> str:
     # JSON has no NaN and no infinity: null stands for the loss of a run that diverged.
-    known = json.loads(json.dumps(values), parse_constant=lambda _: None)
-    return json.dumps(known, **options)
+    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), **options)
 
 
 def _find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
@@ -108,12 +117,7 @@ def _find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
         raise CliError(
             f"--resume {folder}: this run left no checkpoints. Train with --checkpoint-every."
         )
-    path = folder / CHECKPOINTS / _IDENTITY_FILE
-    try:
-        there = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, *_DAMAGE) as error:
-        raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
-    if which := differences(there, identity):
+    if which := differences(read_json(folder / _IDENTITY_FILE), identity):
         says = f"the checkpoint is of another run: {which}. Pass the flags of that run."
         raise UsageError(f"--resume {folder}: {says}")
     return max(kept)
@@ -176,13 +180,3 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
             "params. summary.json says what the run was trained with."
         )
     return spec, params
-
-
-def read_summary(folder: pathlib.Path) -> tuple[str, float]:
-    """The data and the test accuracy of summary.json."""
-    path = folder / "summary.json"
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        return summary["data"], summary["test_accuracy"]
-    except (OSError, *_DAMAGE) as error:
-        raise CliError(f"{path} is not the summary of a run ({error!r}).") from error

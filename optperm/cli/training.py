@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import pathlib
 import platform
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,14 +17,14 @@ import optax
 import optperm
 from optperm.cli import datasets, models, report, run_folder
 from optperm.cli.errors import CliError, UsageError, import_extra
-from optperm.cli.flags import Network, Run
+from optperm.cli.flags import Run
 from optperm.cli.methods import Hyperparameter, Method
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES
 from optperm.permutation.export import PERMUTED_STATES
-from optperm.permutation.weight_vectors import warn_of_constant_vectors
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
 from optperm.training.history import find_divergence
+from optperm.training.processes import digest
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
@@ -46,17 +45,16 @@ class Training:
         self,
         method: Method,
         hyperparameters: Mapping[str, Hyperparameter],
-        flags: Network,
+        flags: Run,
         data: datasets.Dataset,
     ) -> None:
         self.replicas, self.batch_size = flags.devices, flags.batch_size * flags.devices
-        if self.batch_size > len(data.x_train):
-            each = f" on each of {self.replicas} devices" if self.replicas > 1 else ""
-            raise UsageError(
-                f"--batch-size {flags.batch_size}{each} is more than the {len(data.x_train)} "
-                "training examples. Choose a smaller one."
-            )
         self.steps_per_epoch = len(data.x_train) // self.batch_size
+        if not self.steps_per_epoch:
+            says = (
+                f"is {self.batch_size} examples a step, more than the {len(data.x_train)} to train"
+            )
+            raise UsageError(f"--batch-size times --devices {says}. Choose a smaller one.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
         # How long the run is, where the method asks and nothing else says how fast its moves shrink.
         if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
@@ -99,14 +97,10 @@ class Training:
             self.records.append(self._record(event.epoch, event.step, params, event.metrics))
             on_record(self.records[-1])
 
-        opt_state = None  # of several devices `fit` makes it where it is to lie
-        if self.replicas == 1:
-            opt_state = jax.jit(self._tx.init)(self.initial)
-            # Inside of jit `init` does not see the values of the params.
-            if ":" in self.spec.model and find_states(opt_state, PERMUTED_STATES):
-                warn_of_constant_vectors(
-                    self.initial, (-1,), example=f"optperm.{self.method.name}(...)"
-                )
+        # Outside of jit `init` sees the values of params, and warns of those that are all equal, as only
+        # a network of one's own may have. With several devices `fit` makes the state where it will lie.
+        init = self._tx.init if ":" in self.spec.model else jax.jit(self._tx.init)
+        opt_state = init(self.initial) if self.replicas == 1 else None
         prior = float(self.hyperparameters.get("prior_precision") or 0.0)
         try:
             result = fit(
@@ -174,21 +168,6 @@ class Training:
         }
 
 
-def begin(flags: Network) -> tuple[datasets.Dataset, report.Reporter]:
-    """Load the data, and get ready what every command needs that trains."""
-    for extra in ("rich", "matplotlib"):  # what is missing must come out before the training
-        import_extra(extra)
-    if flags.cache:
-        keep_programs()
-    known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined, unused-ignore]
-    if 1 < flags.devices > known:
-        # Refused once the backend has started: then its devices must do.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", flags.devices)
-    data = datasets.load(flags.data, flags.valid_share)
-    return data, report.Reporter(flags.epochs, quiet=flags.quiet)
-
-
 def keep_programs() -> None:
     """Keep compiled programs in the user's cache folder, if it can be written and no other is set."""
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined, unused-ignore]
@@ -197,7 +176,6 @@ def keep_programs() -> None:
     folder = pathlib.Path(cache, "optperm", f"programs-jax-{jax.__version__}").expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         says = f"compiled programs are not kept: {folder} cannot be written ({error.strerror})"
         warnings.warn(f"{says}. --no-cache leaves that out.", stacklevel=2)
@@ -209,9 +187,17 @@ def keep_programs() -> None:
 
 def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Run) -> int:
     """Train a network, and write what came of it; return the exit code."""
-    if run.keeps:
-        import_extra("orbax.checkpoint")
-    data, reporter = begin(run)
+    # What is missing must come out before the training.
+    for extra in ("rich", "matplotlib", *["orbax.checkpoint"] * run.keeps):
+        import_extra(extra)
+    if run.cache:
+        keep_programs()
+    known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined, unused-ignore]
+    if 1 < run.devices > known:
+        # Refused once the backend has started: then its devices must do.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", run.devices)
+    data, reporter = datasets.load(run.data, run.valid_share), report.Reporter(run)
     training = Training(method, hyperparameters, run, data)
     name, a_epoch = f"{method.name}-{run.model}-{data.name}-s{run.seed}", training.steps_per_epoch
     folder, step = run_folder.prepare(run, name, _identity(training, run))
@@ -222,11 +208,8 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
         options["checkpoint_every"] = run.checkpoint_every * a_epoch or None
     if run.resume is not None:
         options |= {"resume": step, "records": run_folder.read_metrics(run.resume, step)}
-        done = step // a_epoch
-        says = f"Going on after epoch {done} of {run.resume}."
-        if step >= run.epochs * a_epoch:
-            says = f"Nothing to train: {run.resume} is at epoch {done}. To go on, raise --epochs."
-        reporter.say(says)
+        until = f"up to epoch {run.epochs} (--epochs)"
+        reporter.say(f"Going on after epoch {step // a_epoch} of {run.resume}, {until}.")
 
     def on_record(record: Record) -> None:
         run_folder.append_metrics(folder, record)
@@ -242,10 +225,9 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     np.savez_compressed(folder / "steps.npz", **columns)
     report.draw_curve(folder / "curve.png", training.records, steps)
     run_folder.write_json(folder / "summary.json", summary)
-    history = result.history
-    if (bad := find_divergence(history)) is not None:
+    if (bad := find_divergence(result.history)) is not None:
         raise CliError(
-            f"the loss stopped being finite at step {bad} of {history.num_steps}: try a smaller "
+            f"the loss stopped being finite at step {bad} of {result.step}: try a smaller "
             f"--learning-rate. What there is lies in {folder}."
         )
     reporter.summary(summary, folder)
@@ -263,7 +245,7 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
         "the method": training.method.name,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         "the number of examples a step": training.batch_size,
-        "the digest of the data": training.data.digest,
+        "the digest of the data": digest([getattr(training.data, key) for key in datasets.KEYS]),
     }
 
 
@@ -272,6 +254,7 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
     local: Any = find_states(result.state.opt_state, LOCAL_STATES)
     names = ("train_accuracy", "train_loss", "valid_accuracy", "phase")
     flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices")
+    packages = ("optperm", "jax", "flax", "optax", "numpy")
     return {
         "method": training.method.name,
         "test_accuracy": training.test(training.params),
@@ -296,14 +279,6 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("optperm", "jax", "flax", "optax", "numpy")},
+            **{name: importlib.metadata.version(name) for name in packages},
         },
     }
-
-
-def version(package: str) -> str:
-    """Return the installed version of a package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -159,6 +159,25 @@ def check_arrays(name: str, tree: Any) -> None:
         dtype_of(f"{name}{jax.tree_util.keystr(path)}", leaf)
 
 
+def count_examples(name: str, tree: Any, *, has_scalars: bool = False) -> int:
+    """Return the length of the leading axis of all leaves, which counts examples.
+
+    With `has_scalars` leaves without an axis may stand beside them, which all examples share.
+
+    Raises:
+      ValueError: If there is no such axis, leaves do not agree on it, or it is empty.
+    """
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
+    lengths = {shape[:1] for shape in shapes if shape or not has_scalars}
+    if len(lengths) != 1 or lengths == {()}:
+        wanted = "arrays that agree in their leading axis, which counts examples"
+        raise ValueError(f"{name} must be {wanted}, got shapes {shapes}.")
+    ((length,),) = lengths
+    if not length:
+        raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
+    return int(length)
+
+
 def check_key(name: str, value: Any) -> None:
     """Raises a TypeError unless `value` is one random key, typed or the raw data of one."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -286,6 +305,6 @@ def check_axis_is_bound(
     except NameError as error:
         raise ValueError(
             f"{name} {axis_name!r} is not bound here: call this within jax.pmap, jax.shard_map or "
-            f"jax.vmap over an axis of that name (optperm.training.fit maps over one with devices, mesh "
-            f"or replicas), or leave {name} out for a single replica."
+            f"jax.vmap over an axis of that name (optperm.training.fit maps over one with devices or "
+            f"mesh), or leave {name} out for a single replica."
         ) from error

@@ -44,7 +44,10 @@ def zero_if_not_finite(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), tree)
 
 
-def as_array(leaf: Any) -> Any:
-    """The leaf as something that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    known = jax.Array | np.ndarray | np.generic | bool | int | float
-    return leaf if isinstance(leaf, known) else np.asarray(leaf)
+def as_arrays(tree: Any) -> Any:
+    """Return the tree as one that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    # NumPy's first, as JAX's type is slow to answer; a loop asks for every leaf of every batch.
+    known = (np.ndarray, jax.Array, np.generic, bool, int, float)
+    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), tree)

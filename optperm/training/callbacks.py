@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -86,18 +86,26 @@ class EarlyStopping:
 
     def __call__(self, event: Event) -> bool:
         """Whether to stop; a ValueError if rows have no column of that name."""
-        epochs = event.history.epochs
-        if epochs and self.monitor not in epochs:
-            raise ValueError(
-                f"EarlyStopping monitors {self.monitor!r}, but the history of the epochs has "
-                f"{', '.join(map(repr, epochs))}. Metrics of the evaluation begin with eval_."
-            )
+        if epochs := event.history.epochs:
+            check_columns([self.monitor], epochs, epochs)
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
         for value in sign * epochs.get(self.monitor, np.zeros(0)):
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
         return since >= self.patience
+
+
+def check_columns(
+    monitored: Iterable[str], of_evaluation: Iterable[str] | None, of_steps: Iterable[str] | None
+) -> None:
+    """Raise a ValueError for a column that rows do not have, where it is known which they have."""
+    for name in monitored:
+        known = of_evaluation if name.startswith("eval_") else of_steps
+        if known is not None and name not in known:
+            columns = ", ".join(map(repr, known)) or "nothing of the kind"
+            says = f"EarlyStopping or keep_best looks at {name!r}, but rows of the history have"
+            raise ValueError(f"{says} {columns}. Metrics of the evaluation begin with eval_.")
 
 
 @dataclasses.dataclass

@@ -1,9 +1,8 @@
 """Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
 
-Its items are `state`, the arrays of the carry, each written by the processes that have it, and `best`,
-those of the best row with `keep_best`; `history`, the rows of the steps as one float32 array; and `run`,
-as JSON all else. Orbax writes a checkpoint under
-another name and renames it at the end: a run that dies meanwhile leaves the others as they were.
+Its items are `state`, the arrays of the carry, and `best`, those of the best row with `keep_best`;
+`history`, the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a
+checkpoint under another name and renames it at the end: a run that dies meanwhile leaves the others.
 """
 
 import contextlib
@@ -40,9 +39,7 @@ class Checkpoints:
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
         if not isinstance(where, str | os.PathLike):
             raise TypeError(f"checkpoints must be a folder, got {type(where).__name__}.")
-        if set(str(where)) & set(
-            "*?[]"
-        ):  # Orbax takes them for a pattern, and loses what it writes
+        if set(str(where)) & {*"*?[]"}:  # Orbax takes them for a pattern, and loses what it writes
             raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
@@ -53,11 +50,11 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
-    def choose(self, resume: bool | int, step: int) -> int | None:
-        """The step of the checkpoint from which a run at a step is to go on; None for none."""
+    def choose(self, resume: bool | int) -> int | None:
+        """Return the step of the checkpoint from which a run is to go on; None for none."""
         known = sorted(self._manager.all_steps())
         names = ", ".join(map(str, known)) or "none at all"
-        if resume is False and known and known[-1] > step:
+        if resume is False and any(known):
             raise ValueError(
                 f"{self.folder} holds checkpoints of an earlier run (after steps {names}). Pass "
                 "resume=True to go on from it, or another folder."
@@ -75,12 +72,8 @@ class Checkpoints:
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
         if which := differences(run["facts"], json.loads(json.dumps(facts))):
-            is_form = "the form of the state" in which
-            what = "The optimizer, the model or their shapes are others. " if is_form else ""
-            raise ValueError(
-                f"The checkpoint {path} is of another run: {which}. {what}Pass what that run was "
-                "started with, or another folder."
-            )
+            advice = "Pass what that run was started with, or another folder"
+            raise ValueError(f"The checkpoint {path} is of another run: {which}. {advice}.")
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
@@ -94,19 +87,13 @@ class Checkpoints:
         self._last_kept = step
         return arrays, np.asarray(arrays.history["steps"])
 
-    def _drop_later(self) -> None:
-        for later in [step for step in self._manager.all_steps() if step > self._last_kept]:
-            self._manager.delete(later)
-        self._last_kept = math.inf
-
     def write(
         self, step: int, trees: Mapping[str, Any], rows: np.ndarray, run: dict[str, Any]
     ) -> None:
         """Write the checkpoint of a step, unless there is one. To be called in all processes.
 
-        `rows` are the metrics of all steps, float32 (metrics, steps); `run` is JSON values, of which
-        `facts` tell the run from others. They are written while training goes on, and must not change
-        meanwhile.
+        `rows` are the metrics of all steps, float32 (metrics, steps); among the JSON values of `run`
+        are `facts`, which tell it from others. Nothing of it may change while it is written.
         """
         if step == self._last_kept:  # nothing has come of it yet
             return
@@ -115,7 +102,9 @@ class Checkpoints:
         items["history"] = save({"steps": rows})
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
         with _errors(f"cannot write {self.folder / str(step)}"):
-            self._drop_later()
+            for later in [each for each in self._manager.all_steps() if each > self._last_kept]:
+                self._manager.delete(later)
+            self._last_kept = math.inf
             self._wait()
             if step not in self._manager.all_steps():
                 self._manager.save(step, args=args, force=True)

@@ -1,6 +1,5 @@
 """Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
 
-import base64
 import inspect
 import json
 import math
@@ -9,13 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
-from optperm.contract.dtypes import as_array
+from optperm.contract.dtypes import as_arrays
 from optperm.training import processes
-from optperm.training.history import join_rows
 from optperm.training.layout import Layout
 from optperm.training.terminal import Interrupt, wait_for
 
@@ -64,7 +61,7 @@ def is_arrays(name: str, data: Any) -> bool:
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
         checks.check_arrays(name, data)
-        return num_examples(name, data) > 0
+        return checks.count_examples(name, data) > 0
     _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
     return False
 
@@ -73,10 +70,8 @@ def takes_epoch(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with the number of an epoch alone."""
     try:
         inspect.signature(function).bind(1)
-    except TypeError:
+    except (TypeError, ValueError):  # a ValueError of a builtin, which does not say
         return False
-    except ValueError:  # a builtin does not say
-        return True
     return True
 
 
@@ -89,33 +84,17 @@ def _check_stream(name: str, value: Any, is_one: bool) -> None:
         )
 
 
-def num_examples(name: str, data: Any, *, is_batch: bool = False) -> int:
-    """Return the leading axis of all leaves; raise a ValueError if they have none or do not agree.
-
-    A batch may hold scalars beside them, which count for all of its examples.
-    """
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(data)]
-    shapes = [shape for shape in shapes if shape] if is_batch else shapes
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes:
-        wanted = "arrays that agree in their leading axis, which counts examples"
-        raise ValueError(f"{name} must be {wanted}, got shapes {shapes}.")
-    if sizes == {0}:
-        raise ValueError(f"{name} holds no examples: its arrays are of shapes {shapes}.")
-    return shapes[0][0]
-
-
 def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
     """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
     if is_arrays(name, data):
-        total, parts = num_examples(name, data), layout.parts
+        total, parts = checks.count_examples(name, data), layout.parts
         step = max((size or total) // parts * parts, parts)
         for low in range(0, total, step):
             part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
             yield layout.put_batch(part, local=False)
         return
-    iterator, count = open_stream(name, data, epoch), 0
-    while (batch := pull(name, iterator)) is not END:
+    iterator, count, is_alone = open_stream(name, data, epoch), 0, jax.process_count() == 1
+    while (batch := pull(name, iterator, is_alone)) is not END:
         count += 1
         yield layout.put_batch(batch, local=True)
     if not count:
@@ -130,21 +109,21 @@ def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
 
 
 def no_batch(name: str, epoch: int) -> ValueError:
-    """What is wrong where an epoch has no batch."""
-    advice = f"pass a function that makes one, {name}=lambda epoch: batches()"
-    says = f"{name} gives no batch in epoch {epoch}. A generator can be gone through only once"
+    """Return what is wrong where an epoch has no batch."""
+    advice = f"pass a list, a data loader that begins anew, or a function, {name}=lambda epoch: ..."
+    says = f"{name} gives no batch in epoch {epoch}. An iterator can be gone through only once"
     return ValueError(f"{says}: {advice}.")
 
 
-def pull(name: str, iterator: Iterator[Any]) -> Any:
-    """The next batch, or `END` where some process has none. All of them have to ask."""
+def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
+    """Return the next batch, or `END` where some process has none. All of them have to ask."""
     batch, size, failure = END, 0, None
-    if jax.process_count() == 1:
-        return batch if (batch := next(iterator, END)) is END else jax.tree.map(as_array, batch)
+    if is_alone:  # one process
+        return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
     try:
         if (batch := next(iterator, END)) is not END:
-            batch = jax.tree.map(as_array, batch)
-            size = num_examples(f"A batch of {name}", batch, is_batch=True)
+            batch = as_arrays(batch)
+            size = checks.count_examples(f"A batch of {name}", batch, has_scalars=True)
     except Exception as error:
         size, failure = -1, error
     sizes = processes.gather(np.int32(size))
@@ -161,12 +140,11 @@ def pull(name: str, iterator: Iterator[Any]) -> Any:
 
 
 class Position(NamedTuple):
-    """Steps done, the epoch of the next one, steps within it, and seconds since the row of an epoch."""
+    """Steps done, the epoch of the next one, and steps within it."""
 
     step: int = 0
     epoch: int = 1
     offset: int = 0
-    seconds: float = 0.0
 
 
 class Fed(NamedTuple):
@@ -188,7 +166,7 @@ class ArrayFeed:
     def __init__(
         self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
     ) -> None:
-        size, parts = num_examples("train_data", data), layout.parts
+        size, parts = checks.count_examples("train_data", data), layout.parts
         if batch_size is None:
             raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
         checks.check_count("batch_size", batch_size)
@@ -255,30 +233,20 @@ class StreamFeed:
         self._iterator: Any = None
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
-    @staticmethod
-    def facts() -> dict[str, Any]:
-        """What will come is not known."""
+    def facts(self) -> dict[str, Any]:
+        """Return what tells the batches from others, which are not known before they come."""
         return {"train_data": "an iterable of batches"}
 
-    def _reopened(self) -> Any:
-        if self._iterator is not None and self._iterator is self._source:
-            raise ValueError(
-                "train_data is an iterator that can be gone through only once, and is needed again. "
-                "Pass a list, a data loader that begins anew, or a function: lambda epoch: batches()."
-            )
-        return self._source
-
-    def go_to(self, at: Position, state: str | None = None) -> None:
-        """Goes to a step of an epoch, where it is not there, by a state or by dropping batches."""
+    def go_to(self, at: Position, states: list[str] | None = None) -> None:
+        """Go to a step of an epoch, where it is not there, by what `states` gave or dropping batches."""
         epoch, offset = at.epoch, at.offset
         if self._at == (epoch, offset):
             return
-        self._iterator = open_stream("train_data", self._reopened(), epoch)
+        self._iterator = open_stream("train_data", self._source, epoch)
         self._at = epoch, offset
-        if state is not None:
-            kind, content = json.loads(json.loads(state)[jax.process_index()])
-            content = base64.b64decode(content) if kind == "bytes" else content
-            self._iterator.set_state(content)
+        if states is not None:
+            state = json.loads(states[jax.process_index()])
+            self._iterator.set_state(state.encode("latin-1") if isinstance(state, str) else state)
             return
         for index in range(offset):
             if next(self._iterator, END) is END:
@@ -294,11 +262,11 @@ class StreamFeed:
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
-        alone = jax.process_count() == 1  # several end together, after a call
+        is_alone = jax.process_count() == 1  # several end together, after a call
         with self._layout.context():
-            while len(rows) < limit and not is_over and not (alone and interrupt.number):
+            while len(rows) < limit and not is_over and not (is_alone and interrupt.number):
                 try:
-                    batch = pull("train_data", self._iterator)
+                    batch = pull("train_data", self._iterator, is_alone)
                     if is_over := batch is END:
                         break
                     carry, row = steps[1](carry, (), self._placed(batch))
@@ -315,30 +283,30 @@ class StreamFeed:
             raise no_batch("train_data", epoch)
         self._at = None if failure else (epoch, offset + len(rows))
         host = jax.device_get(rows)
-        columns = join_rows([{name: value[None] for name, value in row.items()} for row in host])
+        names = dict.fromkeys(name for row in host for name in row)
+        columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)
 
     def _placed(self, batch: Any) -> Any:
-        parts = self._layout.parts // jax.process_count()
-        if self._layout.mapped and (size := num_examples("A batch", batch, is_batch=True)) % parts:
-            raise ValueError(
-                f"A batch of train_data must be one that {parts} replicas can share, got {size} "
-                "examples. Drop or fill up a last batch that is smaller."
-            )
+        if self._layout.mapped:
+            parts = self._layout.parts // jax.process_count()
+            size = checks.count_examples("A batch of train_data", batch, has_scalars=True)
+            if size % parts:
+                raise ValueError(
+                    f"A batch of train_data must be one that {parts} replicas can share, got {size} "
+                    "examples. Drop or fill up a last batch that is smaller."
+                )
         return self._layout.put_batch(batch, local=True)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """All batches of an epoch, placed, from the source anew."""
-        return read_all("train_data", self._reopened(), epoch, None, self._layout)
+        return read_all("train_data", self._source, epoch, None, self._layout)
 
-    def state(self) -> str | None:
-        """Where an iterator that can say so has come, in all processes."""
-        iterator = self._iterator
-        if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
-            return None
-        state = iterator.get_state()
-        is_bytes = isinstance(state, bytes)
-        content = ["bytes", base64.b64encode(state).decode()] if is_bytes else ["json", state]
-        is_known = self._at is not None  # else it has given more than was taken
-        texts = processes.gather_texts(json.dumps(content if is_known else None, default=int))
-        return None if "null" in texts else json.dumps(texts)
+    def states(self) -> list[str] | None:
+        """Return where an iterator that can say so, as Grain's, has come in each process, as JSON."""
+        state = None
+        if self._at is not None and hasattr(self._iterator, "set_state"):  # None: it has given more
+            state = self._iterator.get_state()
+        state = state.decode("latin-1") if isinstance(state, bytes) else state
+        texts = processes.gather_texts(json.dumps(state, default=int))
+        return None if "null" in texts else texts

@@ -1,21 +1,11 @@
 """What training recorded: a row for each step and one for each epoch, as arrays."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 Columns = dict[str, np.ndarray]
-
-
-def join_rows(parts: Sequence[Columns]) -> Columns:
-    """Rows one after another, NaN where some have no such column."""
-
-    def column(part: Columns, name: str) -> np.ndarray:
-        return part[name] if name in part else np.full_like(next(iter(part.values())), np.nan)
-
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: np.concatenate([column(part, name) for part in parts]) for name in names}
 
 
 def find_divergence(history: "History") -> int | None:
@@ -47,7 +37,7 @@ class History:
         self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
         # Columns with how many of their first rows count: they may still be computed on a device.
-        self.num_steps, self._parts = 0, list[tuple[dict[str, Any], int]]()
+        self.num_steps, self._parts = 0, list[tuple[Mapping[str, Any], int]]()
         self._names = frozenset[str]()  # of the last rows
         self.epoch_rows = [dict(row) for row in epoch_rows]
         self.add_steps(steps or {})
@@ -60,13 +50,24 @@ class History:
         `has_aux`; and `share_moved` where a method permutes weights. NaN where a step had none.
         """
         if len(self._parts) > 1:
-            parts = [self._rows(part, 0, self.num_steps) for part in range(len(self._parts))]
-            self._parts = [(join_rows(parts), self.num_steps)]
-        return self._rows(0, 0, self.num_steps) if self._parts else {}
+            self._parts = [(self._between(0, self.num_steps), self.num_steps)]
+        return self._between(0, self.num_steps)
 
-    def _rows(self, part: int, low: int, high: int) -> Columns:
-        columns, count = self._parts[part]
-        return {name: np.asarray(c)[low : min(high, count)] for name, c in columns.items()}
+    def _between(self, low: int, high: int) -> Columns:
+        """Return the rows from one to another, NaN where some have no such column."""
+        parts, start = list[Columns](), self.num_steps
+        for columns, count in reversed(self._parts):
+            start -= count
+            rows = slice(max(low - start, 0), max(min(high - start, count), 0))
+            parts.insert(0, {name: np.asarray(column)[rows] for name, column in columns.items()})
+            if start <= low:
+                break
+
+        def column(part: Columns, name: str) -> np.ndarray:
+            return part[name] if name in part else np.full_like(next(iter(part.values())), np.nan)
+
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: np.concatenate([column(part, name) for part in parts]) for name in names}
 
     @property
     def epochs(self) -> Columns:
@@ -95,19 +96,15 @@ class History:
         if columns:
             count = len(next(iter(columns.values()))) if count is None else count
             self._names = frozenset(columns)
-            self._parts.append((columns if isinstance(columns, dict) else dict(columns), count))
+            self._parts.append((columns, count))
             self.num_steps += count
 
     def means(self, count: int, end: int | None = None) -> dict[str, float]:
         """The means of the last rows of the steps, or of those before `end`, as many as there are."""
-        end, last, low = self.num_steps if end is None else end, list[Columns](), self.num_steps
-        for part in reversed(range(len(self._parts))):
-            low -= self._parts[part][1]
-            last.insert(0, self._rows(part, max(end - count - low, 0), max(end - low, 0)))
-            if low <= end - count:
-                break
-        rows = {name: column for name, column in join_rows(last).items() if name in self._names}
-        return {name: float(np.mean(column, dtype=np.float64)) for name, column in rows.items()}
+        end = self.num_steps if end is None else end
+        rows = self._between(max(end - count, 0), end)
+        means = {name: float(np.mean(rows[name], dtype=np.float64)) for name in rows}
+        return {name: mean for name, mean in means.items() if name in self._names}
 
     def add_epoch(
         self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]

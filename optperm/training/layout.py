@@ -2,7 +2,7 @@
 
 Most methods are compiled once for all devices: batches are sharded, params lie as the user has put them,
 and XLA moves what has to move. A method that was built with the name of a mapped axis runs by
-`jax.shard_map` over that axis of the mesh, or by `jax.vmap` on one device.
+`jax.shard_map` over that axis of the mesh.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ AXIS = "replica"
 class Layout:
     """Where arrays lie.
 
-    With `own` each replica along the mapped axes has a carry of its own: then a carry has a leading axis
-    of replicas, of which each device holds its part. With `local` each takes steps by its own gradient.
+    With `own` each replica along the mapped axes takes steps by its own gradient, and has a carry of its
+    own: then a carry has a leading axis of replicas, of which each device holds its part.
     """
 
     # Its axes are automatic. None is for wherever JAX puts what is not yet anywhere.
@@ -41,21 +41,18 @@ class Layout:
     batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
     mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
     own: bool = False
-    local: bool = False
-    replicas: int = 1  # how many are simulated on one device
     home: Mesh | None = None  # the mesh as the user has it, perhaps with explicit axes
 
     @property
     def parts(self) -> int:
         """In how many equal parts a batch is taken."""
-        if self.mesh is None:
-            return self.replicas
-        return math.prod(self.mesh.shape[name] for name in axis_names(self.batch[0]))
+        names = axis_names(self.batch[0]) if self.mesh is not None else ()
+        return math.prod(self.mesh.shape[name] for name in names)  # type: ignore[union-attr]
 
     @property
     def apart(self) -> tuple[str, ...]:
         """The axes of the mesh along which replicas have carries of their own."""
-        return self.mapped if self.own and self.mesh is not None else ()
+        return self.mapped if self.own else ()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """What steps are traced and called in."""
@@ -73,16 +70,6 @@ class Layout:
         """
         if not self.mapped:
             return function
-        if self.mesh is None:
-            size, name = self.replicas, self.mapped[0]
-            mapped = jax.vmap(function, (0, None, axis), axis_name=name, axis_size=size)
-
-            def on_all(carry: Any, shared: Any, whole: Any) -> tuple[Any, Any]:
-                parts = jax.tree.map(lambda x: jnp.stack(jnp.split(x, size, axis), axis), whole)
-                carry, results = mapped(carry, shared, parts)
-                return carry, jax.tree.map(lambda result: jnp.mean(result, axis=0), results)
-
-            return on_all
 
         def on_replica(carry: Any, shared: Any, part: Any) -> tuple[Any, Any]:
             carry = jax.tree.map(lambda x: x[0], carry) if self.own else carry
@@ -178,36 +165,32 @@ def average_varying(tree: Any) -> Any:
     return jax.tree.map(average, tree)
 
 
-def choose_layout(tx: optax.GradientTransformation, state: Any, **given: Any) -> Layout:
-    """Where a train state is to be trained by a method, from `mesh`, `devices`, `replicas` of `fit`."""
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} exclude one another: pass one of them.")
-    if (replicas := given.get("replicas")) is not None:
-        checks.check_count("replicas", replicas)
-        layout, axes = Layout(replicas=int(replicas)), [axis_names(AXIS)]
-    elif (layout := _on_mesh(state, given.get("mesh"), given.get("devices"))).mesh is None:
+def choose_layout(
+    tx: optax.GradientTransformation, state: Any, mesh: Any = None, devices: int | None = None
+) -> Layout:
+    """Return where a train state is to be trained by a method, from `mesh` or `devices` of `fit`."""
+    layout = _on_mesh(state, mesh, devices)
+    if layout.mesh is None:
         return layout
-    else:
-        axes = [axis_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
+    axes = [axis_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
     known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
-    there = f"With {names[0] if names else 'several devices'} there is the axis {known}"
+    there = f"On several devices there is the axis {known}"
     for mapped in ((), *axes):
         batch = layout.batch if mapped in ((), axes[0]) else (mapped,)
         candidate = dataclasses.replace(layout, mapped=mapped, batch=batch)
         if (found := _trace(tx, state.params, candidate)) is None:
             continue
         is_local, varies = found
-        if not mapped and (is_local or layout.mesh is None):
-            so = "replicas would never meet" if is_local else "there is nothing to simulate"
-            says = f"{there}, but the method was built without axis_name, so that {so}"
-            raise ValueError(f"{says}: pass axis_name={known} to it.")
-        own = bool(mapped and (varies or not layout.mesh))
-        return dataclasses.replace(candidate, own=own, local=own if layout.mesh else is_local)
+        if is_local and not mapped:
+            says = "the method was built without axis_name, so that replicas would never meet"
+            raise ValueError(f"{there}, but {says}: pass axis_name={known} to it.")
+        return dataclasses.replace(candidate, own=bool(mapped and varies))
     raise ValueError(f"{there}, but the method asks for another: pass that as its axis_name.")
 
 
 def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
+    if mesh is not None and devices is not None:
+        raise ValueError("mesh and devices exclude one another: pass one of them.")
     if mesh is None and (devices is not None or jax.process_count() > 1):
         return Layout(make_mesh(1 if devices is None else devices), (AXIS,))
     if mesh is None:
@@ -250,7 +233,7 @@ def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
     def step(_: Any, params: Any, batch: jax.Array) -> tuple[Any, Any]:
         nonlocal is_local, varies
         is_local = bool(find_states(tx.init(params), LOCAL_STATES))
-        own = layout.mapped if is_local and layout.mesh is not None else ()
+        own = layout.mapped if is_local else ()
         params = mark_varying(params, own)
         state, update = tx.init(params), optax.with_extra_args_support(tx).update
         varies = bool(varying_axes(state))

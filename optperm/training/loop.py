@@ -51,7 +51,6 @@ def fit(
     keep_best: str | tuple[str, str] | None = None,
     mesh: Mesh | NamedSharding | None = None,
     devices: int | None = None,
-    replicas: int | None = None,
     every: Mapping[int, Any] | None = None,
     epoch_start: Callable[..., Any] | None = None,
     on_epoch_end: Any = None,
@@ -80,14 +79,14 @@ def fit(
       loss_fn: For a `TrainState` `loss_fn(params, batch)`, the scalar mean loss as in
         `optperm.evaluate`. It may take `model_state` by name as well, and then returns
         `(loss, new_model_state)`, and `rng`, a key of each step. For a model `loss_fn(model, batch)`,
-        which may change its state. As with `jax.jit`, what is compiled of a function object is used in
-        later calls too: a value from outside that has changed since is not seen.
+        which may change its state. As with `jax.jit`, what is compiled of a function object is used
+        again: a value from outside that has changed since is not seen.
       train_data: A tree of arrays that agree in their leading axis, shuffled anew each epoch by `seed`
-        alone (`optperm.training.shuffled`), for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`)
-        drawn with replacement; a last part that fills no batch is left out. Or an iterable of batches
-        (a list, a data loader), of each process its part, or a function of the epoch's number, from 1,
-        that gives one; no batch is asked for before its step. To `resume` within an epoch, pass a new
-        iterator: it drops the batches that were taken, or takes the kept state of one that has such.
+        (`optperm.training.shuffled`), for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`) drawn with
+        replacement; a last part that fills no batch is left out. Or an iterable of batches (a list, a
+        data loader), of each process its part, or a function of the epoch's number, from 1, that gives
+        one; no batch is asked for before its step. To `resume` within an epoch, pass a new iterator: it
+        drops the batches that were taken, or takes the kept state of one that has such.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: When to end, counted from the start of the first run.
       steps: Likewise, in steps; with both, whatever comes first.
@@ -98,7 +97,7 @@ def fit(
       eval_fn: What to evaluate at the end of each epoch: `eval_fn(params, batch)`, which may take
         `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It returns a dict of metrics,
         each a scalar, its mean over the batch, or a pair of scalars, a sum and a count: with masked or
-        weighted examples, or tokens, the sum of the weighted values and that of the weights.
+        weighted examples, the sum of the weighted values and that of the weights.
       eval_data: What to evaluate on, as `train_data`. All devices share each batch.
       eval_batch_size: Examples at once, for arrays; `batch_size` by default.
       eval_every: After how many steps each to evaluate as well, and to add a row to `history.epochs`,
@@ -109,7 +108,6 @@ def fit(
         the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if it is.
       devices: Short for a mesh of so many devices of each process, along the axis `"replica"`; of
         several processes (`jax.distributed`) one each by default.
-      replicas: How many replicas of a method with `axis_name="replica"` to simulate on one device.
       every: Functions of an `Event`, or lists of such, by the number of steps between their calls:
         `{100: log, 1000: evaluate}`. True stops. With several processes all of them call them.
       epoch_start: A function `change(opt_state, params, full_gradient)` that gives the optimizer state
@@ -219,5 +217,3 @@ def _check_evaluation(given: dict[str, Any]) -> None:
         wanted = "a column such as 'eval_loss', or ('eval_accuracy', 'max')"
         raise TypeError(f"keep_best must be {wanted}, got {best!r}.")
     checks.check_choice("the mode of keep_best", best[1], get_args(Mode))
-    if best[0].startswith("eval_") and given["eval_fn"] is None:
-        raise ValueError(f"keep_best={best[0]!r} goes with eval_fn: pass eval_fn as well.")

@@ -15,23 +15,14 @@ from flax import nnx
 from optperm.bayes.diagnostics import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.states import find_states
-from optperm.permutation.sgperm import RecommendationState
-from optperm.training import processes
-from optperm.training.callbacks import OF_ROWS, EarlyStopping, Event, as_callbacks, wants_to_stop
+from optperm.permutation.standstill import warn_if_past_end, warn_if_still
+from optperm.training import callbacks, processes
+from optperm.training import steps as programs
+from optperm.training.callbacks import EarlyStopping, Event
 from optperm.training.checkpoints import CheckpointError, Checkpoints
 from optperm.training.data import ArrayFeed, Fed, Position, StreamFeed, is_arrays, takes_epoch
 from optperm.training.history import History, find_divergence
 from optperm.training.layout import Layout, choose_layout
-from optperm.training.steps import (
-    compile_steps,
-    copy_arrays,
-    evaluate_all,
-    merge_replicas,
-    place_state,
-    unwrap_keys,
-    wrap_keys,
-    wrap_model,
-)
 from optperm.training.terminal import Interrupt
 from optperm.training.train_state import TrainState
 from optperm.variance.full_gradient import full_gradient
@@ -41,8 +32,6 @@ from optperm.variance.svrg import SvrgState, warn_without
 Ended = Literal["finished", "stopped", "interrupted"]
 # What the processes say to one another before each call: a signal by its number, from 2 on.
 _STOPPED, _FAILED = 1, 1000
-# Weights stand still if in so many steps no more than so much of what moved in the first few does.
-_WINDOW, _FIRST, _STILL = 50, 5, 0.1
 # Arguments of `fit` that are numbers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
@@ -91,25 +80,16 @@ class Run:
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
         self.source = given.state_or_model, given.optimizer
-        self.model, initial = wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
-        places = {name: getattr(given, name) for name in ("mesh", "devices", "replicas")}
-        self.layout = choose_layout(initial.tx, initial, **places)
-        layout, data, size = self.layout, given.train_data, given.batch_size
-        if given.epoch_start is not None and layout.own:
-            says = "but here each replica has its own"
-            raise ValueError(f"epoch_start changes a shared state, {says}.")
-        if given.epoch_start is not None and isinstance(data, Iterator):
+        self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
+        self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.devices)
+        data, size = given.train_data, given.batch_size
+        if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
+            why = "each replica has its own" if layout.own else "this iterator gives them once"
             raise ValueError(
-                "epoch_start goes through all batches before an epoch, and this iterator gives them "
-                "once: pass a list, a data loader, or a function of the epoch's number that gives one."
+                "epoch_start goes through all batches before an epoch, and changes the state that all "
+                f"devices share, but {why}."
             )
-        kind = "linen" if self.model.graphdef is None else "nnx"
-        self.facts: dict[str, Any] = {"the kind of model": kind}
-        if jax.process_count() > 1:
-            digest = {"the digest of params": processes.digest(initial.params)}
-            counts = {name: getattr(given, name) for name in COUNTS}
-            processes.check_same({**self.facts, **counts, **digest})
-        self.carry = place_state(initial, layout)
+        self.carry = programs.place_state(initial, layout)
         self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
@@ -117,18 +97,25 @@ class Run:
             self.feed = ArrayFeed(data, size, int(given.seed), layout, self.steps_per_call, draws)
         else:
             self.feed = StreamFeed(data, size, layout)
+        kind = "linen" if self.model.graphdef is None else "nnx"
+        self.facts = {"the kind of model": kind, "keep_best": given.keep_best}
+        if jax.process_count() > 1 or given.checkpoints is not None:
+            self.facts |= self.feed.facts()
         if jax.process_count() > 1:
-            processes.check_same(self.feed.facts())
+            digest = {"the digest of params": processes.digest(initial.params)}
+            counts = {name: getattr(given, name) for name in COUNTS}
+            processes.check_same({**self.facts, **counts, **digest})
         how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
-        self.evaluate = given.eval_fn and functools.partial(
-            evaluate_all, given.eval_fn, given.eval_data, *how
-        )
+        self.evaluate = given.eval_fn and programs.Evaluator(given.eval_fn, given.eval_data, *how)
         every = (given.every or {}).items()
-        self.every = {int(n): as_callbacks(f"every[{n}]", f) for n, f in every}
-        self.epoch_end = as_callbacks("on_epoch_end", given.on_epoch_end)
+        self.every = {int(n): callbacks.as_callbacks(f"every[{n}]", f) for n, f in every}
+        self.epoch_end = callbacks.as_callbacks("on_epoch_end", given.on_epoch_end)
         self.eval_every = given.eval_every or math.inf
         self.checkpoint_every = given.checkpoint_every or math.inf
         self.keep_best, self.best = given.keep_best, dict[str, Any]()
+        called = (*self.epoch_end, *sum(self.every.values(), ()))
+        self.monitored = [f.monitor for f in called if isinstance(f, EarlyStopping)]
+        self.monitored += [given.keep_best[0]] if given.keep_best else []
         self.at, self.history = Position(), History()
         if given.checkpoints is not None:
             self.checkpoints = Checkpoints(given.checkpoints, given.checkpoint_keep)
@@ -136,48 +123,51 @@ class Run:
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
         """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
-        arrays, layout = unwrap_keys(self.carry), self.layout
+        arrays, layout = programs.unwrap_keys(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
         digest = processes.digest(np.frombuffer(str(form).encode(), np.uint8))
-        self.facts |= self.feed.facts()
-        self.facts["the form of the state"] = f"{len(form)} arrays, {digest}"
+        self.facts["the form of optimizer and model"] = f"{len(form)} arrays, {digest}"
         self.facts["each replica with its own"] = layout.own
-        if (chosen := checkpoints.choose(resume, self.at.step)) is not None:
-            run = checkpoints.read(chosen, self.facts)
-            is_dealt = layout.own and run["replicas"] != layout.parts
-            like = layout.lead(arrays, run["replicas"]) if is_dealt else arrays
-            best, trees = dict(run["best"]), {"state": like}
-            is_kept = best.pop("by", None) == list(self.keep_best or ())
-            if is_kept and "step" in best:
-                trees["best"] = unwrap_keys(whole := merge_replicas(self.carry, layout))
-            held, rows = checkpoints.read_arrays(chosen, trees)
-            if "best" in trees:
-                best["state"] = wrap_keys(held["best"], whole)
-            arrays = layout.deal(held["state"]) if is_dealt else held["state"]
-            self.carry = copy_arrays(wrap_keys(arrays, self.carry))
-            self.at = Position(*run["position"])
-            self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
-            self.best = best if is_kept else self._best_so_far()
-            if isinstance(self.feed, StreamFeed):
-                self.feed.go_to(self.at, run["iterator"])
+        if (chosen := checkpoints.choose(resume)) is None:
+            return
+        run = checkpoints.read(chosen, self.facts)
+        is_dealt = layout.own and run["replicas"] != layout.parts
+        trees = {"state": layout.lead(arrays, run["replicas"]) if is_dealt else arrays}
+        if run["best"]:
+            trees["best"] = programs.unwrap_keys(
+                whole := programs.merge_replicas(self.carry, layout)
+            )
+        held, rows = checkpoints.read_arrays(chosen, trees)
+        if run["best"]:
+            self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
+        arrays = layout.deal(held["state"]) if is_dealt else held["state"]
+        self.carry = programs.copy_arrays(programs.wrap_keys(arrays, self.carry))
+        self.at = Position(*run["position"])
+        self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
+        if isinstance(self.feed, StreamFeed):
+            self.feed.go_to(self.at, run["iterator"])
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
         """Trains until the end of a number of epochs or steps, whichever comes first."""
         self._since, stop, code = time.perf_counter(), False, 0
         error: BaseException | None = None
+        if self.monitored:
+            evaluated = self.evaluate.columns(self._merged()) if self.evaluate else ()
+            callbacks.check_columns(self.monitored, evaluated, None)
         goes_on = self.at.epoch <= epochs and self.at.step < steps
         if goes_on and self.at.offset and self._row is not None and not self._evaluates:
-            row = self.history.epoch_rows.pop()  # of a part: the epoch gets one row when it is over
-            self.at = self.at._replace(seconds=self.at.seconds + row["seconds"])
+            self.history.epoch_rows.pop()  # of a part: the epoch gets one row when it is over
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
             self._add_row()  # an error came between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
         due = [f for n, f in self.every.items() if self.at.step % n == 0]
         early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
-        if self._row is not None and wants_to_stop("", tuple(early), self._event(dict, True)):
+        if self._row is not None and callbacks.wants_to_stop(
+            "", tuple(early), self._event(dict, True)
+        ):
             return "stopped"  # where the run that is resumed had stopped
-        compiled = compile_steps(self.model, self.layout, self.carry, self.feed.rows)
+        compiled = programs.compile_steps(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
@@ -186,34 +176,31 @@ class Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
-                limit = self._limit(steps)
+                at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
+                limit = int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
                 fed = self.feed.run(compiled, self.carry, self.at, limit, interrupt)
                 stop, error = self._after(fed, steps), fed.error
-            except (Exception, SystemExit) as raised:  # what has been trained is saved first
+            except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
             error = RuntimeError("another process has failed: see what it says.")
         if error is not None:
-            self._rescue(error)
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
+                self.result("stopped", error)  # what has been trained is saved first
             raise error
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
-    def _limit(self, steps: float) -> int:
-        """How many steps may be taken until something happens."""
-        at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
-        return int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
-
     def _start_epoch(self) -> None:
-        self._warn_if_still()
+        if not self.is_still and "share_moved" in self.history.means(1):
+            moved = self.history.steps["share_moved"]
+            self.is_still = warn_if_still(moved, stacklevel=5)  # where fit is called
         change, carry, layout = self.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # else it is the change itself
             change = change(self.at.epoch)
         if change is None:
             return
         checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
-        if self.show is not None:
-            self.show(self.at.step, f"epoch {self.at.epoch} full gradient")
         with layout.context():
             bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
@@ -223,26 +210,28 @@ class Run:
         says = "The optimizer state that epoch_start's function returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
         # It may share the params' memory.
-        self.carry = copy_arrays(carry.replace(opt_state=opt_state))
+        self.carry = programs.copy_arrays(carry.replace(opt_state=opt_state))
 
     def _after(self, fed: Fed, steps: float) -> bool:
         """What happens after some steps; whether a callback wants to stop."""
         stop, at = False, self.at
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
-        self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset, at.seconds)
+        self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset)
         if offset == 0:  # the epoch's seconds are those of its steps, which may still be under way
             jax.block_until_ready(fed.columns)
-        self._tick()
         self.history.add_steps(fed.columns, fed.steps)
-        if fed.columns and self.show is not None:
-            self._say(self.history.means(1))
+        if self.feed.steps_per_epoch is not None:  # each step has the same columns
+            columns = ("epoch", "step", "seconds", *fed.columns)
+            callbacks.check_columns(self.monitored, None, columns)
+        if self.show is not None:
+            self.show(self.at.step)
         # That an epoch was over may be found only when a batch more is asked for.
         is_end = fed.is_over or self.at.step >= steps
         if is_row := (is_end or self._evaluates) and self._row is None:
             self._add_row()
         for n in [n for n in self.every if fed.columns and self.at.step % n == 0]:
             event = self._event(functools.partial(self.history.means, n, self.history.num_steps))
-            stop |= wants_to_stop(f"every[{n}]", self.every[n], event)
+            stop |= callbacks.wants_to_stop(f"every[{n}]", self.every[n], event)
         if is_end or is_row:
             stop |= self._call_row(is_end)
         if self.checkpoints is not None and self.at.step % self.checkpoint_every == 0:
@@ -256,55 +245,32 @@ class Run:
 
     def _add_row(self) -> None:
         """Adds a row to the history, with an evaluation."""
-        evaluated, at = self._evaluate() if self.evaluate else {}, self.at
-        self.history.add_epoch(self._epoch, at.step, at.seconds, evaluated)
-        self._say(self._metrics_of_row())
+        at, seconds = self.at, time.perf_counter() - self._since
+        evaluated = self._evaluate() if self.evaluate else {}
+        self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
         warn_of_samplers(self.carry.opt_state)
         if len(self.history.epoch_rows) == 1 and self.epoch_start is None:
             for state in find_states(self.carry.opt_state, SvrgState):
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
         before = sum(int(row["step"]) for row in self.history.epoch_rows[-2:-1])
-        for half in find_states(self.carry.opt_state, RecommendationState):
-            if 0 < int(np.max(half.steps_past_end)) <= at.step - before:  # not before that row
-                says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
-                warnings.warn(says, stacklevel=5)  # where fit is called
-        if self.keep_best:
-            self._keep_if_best(*self.keep_best)
-
-    def _keep_if_best(self, name: str, mode: str) -> None:
-        if name not in self.history.last:
-            known = ", ".join(map(repr, self.history.last))
-            raise ValueError(f"keep_best is {name!r}, but the rows of the history have {known}.")
-        value = self.history.last[name] * (1.0 if mode == "min" else -1.0)
+        warn_if_past_end(self.carry.opt_state, at.step - before, stacklevel=6)
+        if self.keep_best is None:
+            return
+        (name, mode), row = self.keep_best, self.history.last
+        callbacks.check_columns([name], row, row)
+        value = row[name] * (1.0 if mode == "min" else -1.0)
         if value < self.best.get("value", math.inf):
-            state = copy_arrays(merge_replicas(self.carry, self.layout))
-            self.best = {"value": value, "step": self.at.step, "state": state}
-
-    def _best_so_far(self) -> dict[str, Any]:
-        """Return what has to be beaten where the params of the best row so far were not kept."""
-        name, mode = self.keep_best or ("", "")
-        column = self.history.epochs.get(name, np.zeros(0)) * (1.0 if mode == "min" else -1.0)
-        if not np.any(column < math.inf):
-            return {}
-        best = int(np.nanargmin(column))
-        step = self.history.epochs["step"][best]
-        warnings.warn(
-            "keep_best is new to this run: the params of the best row so far, of step "
-            f"{step}, were not kept. Until a row beats that one best_state is None.",
-            RuntimeWarning,
-            stacklevel=5,  # where fit is called
-        )
-        return {"value": float(column[best])}
-
-    def _metrics_of_row(self) -> dict[str, float]:
-        return {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
+            state = programs.copy_arrays(self._merged())
+            self.best = {"value": value, "step": at.step, "state": state}
 
     def _call_row(self, is_end: bool) -> bool:
         """Calls the functions of `on_epoch_end`; within an epoch those that look at every row."""
-        callbacks = tuple(f for f in self.epoch_end if is_end or isinstance(f, OF_ROWS))
-        stop = wants_to_stop("on_epoch_end", callbacks, self._event(self._metrics_of_row, True))
-        self.at, self._since = self.at._replace(seconds=0.0), time.perf_counter()
+        called = tuple(f for f in self.epoch_end if is_end or isinstance(f, callbacks.OF_ROWS))
+        metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
+        event = self._event(lambda: metrics, True)
+        stop = callbacks.wants_to_stop("on_epoch_end", called, event)
+        self._since = time.perf_counter()
         return stop
 
     @property
@@ -318,93 +284,54 @@ class Run:
         row = self.history.last
         return row if row.get("step") == self.at.step else None
 
-    def _say(self, metrics: Mapping[str, float]) -> None:
-        if self.show is None:
-            return
-        text = [f"epoch {self._epoch}", *(f"{name} {v:.4g}" for name, v in metrics.items())]
-        self.show(self.at.step, " ".join(text))
-
     def _event(self, metrics: Callable[[], Mapping[str, float]], is_row: bool = False) -> Event:
         where = self._epoch, self.at.step, self.history, is_row
-        return Event(*where, metrics, self._shown, self._evaluate)
+        trained = lambda: self._brought_home(programs.copy_arrays(self._merged()))  # noqa: E731
+        return Event(*where, metrics, trained, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(state=merge_replicas(self.carry, self.layout), epoch=self._epoch)
+        return self.evaluate(self._merged(), self._epoch)
 
-    def _tick(self) -> None:
-        now = time.perf_counter()
-        self.at = self.at._replace(seconds=self.at.seconds + now - self._since)
-        self._since = now
-
-    def _shown(self) -> Any:
-        """A new train state, or a new model, of arrays of its own."""
-        return self._brought_home(copy_arrays(merge_replicas(self.carry, self.layout)))
+    def _merged(self) -> TrainState:
+        return programs.merge_replicas(self.carry, self.layout)
 
     def _brought_home(self, state: TrainState) -> Any:
         return self.model.shown(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        self._tick()
         # Copies, as they are written while training goes on.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
-        iterator = self.feed.state() if isinstance(self.feed, StreamFeed) else None
-        run |= {"iterator": iterator, "replicas": self.layout.parts}
+        states = self.feed.states() if isinstance(self.feed, StreamFeed) else None
+        run |= {"iterator": states, "replicas": self.layout.parts}
         run["best"] = {name: value for name, value in self.best.items() if name != "state"}
-        run["best"]["by"] = list(self.keep_best or ())
-        trees = {"state": unwrap_keys(self.carry)}
-        trees |= {"best": unwrap_keys(self.best["state"])} if "state" in self.best else {}
+        trees = {"state": programs.unwrap_keys(self.carry)}
+        trees |= {"best": programs.unwrap_keys(self.best["state"])} if self.best else {}
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
-
-    def _warn_if_still(self) -> None:
-        """Warns once if a method that permutes weights hardly moves them any more, and goes on."""
-        if self.is_still or self.history.num_steps < 2 * _WINDOW:
-            return
-        first, last = self.history.means(_FIRST, _FIRST), self.history.means(_WINDOW)
-        moved = first.get("share_moved", 0.0), last.get("share_moved", 1.0)
-        self.is_still = moved[1] <= _STILL * moved[0]
-        if self.is_still:
-            warnings.warn(
-                f"After step {self.at.step} the weights hardly trade places any more: {moved[1]:.1%} of "
-                f"them a step, {moved[0]:.1%} at first. Pass optperm.sgperm num_steps, the steps of the "
-                "whole run, or a larger min_aggressiveness.",
-                stacklevel=5,  # where fit is called
-            )
 
     def warn_if_diverged(self) -> None:
         """Says since when the loss is not finite, if it is not any more."""
         if (row := find_divergence(self.history)) is not None:
-            step = self.at.step - self.history.num_steps + row
             warnings.warn(
                 f"The loss is {self.history.steps['loss'][-1]} at the end, and stopped being finite at "
-                f"step {step} of {self.at.step}: try a smaller learning rate, and look for examples "
+                f"step {row} of {self.at.step}: try a smaller learning rate, and look for examples "
                 "that are not finite.",
                 RuntimeWarning,
                 stacklevel=3,  # where fit is called
             )
 
-    def _rescue(self, error: BaseException) -> None:
-        """Saves what has been trained before an error is raised."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-            return
-        try:
-            result = self.result("stopped")
-        except CheckpointError as other:
-            result = other.result
-            if not isinstance(error, CheckpointError):
-                error.add_note(f"What had been trained could not be saved: {other}")
-        if isinstance(error, CheckpointError):
-            error.result = result
+    def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
+        """Return the result, once a model of `flax.nnx` and the last checkpoint have come so far.
 
-    def result(self, ended: Ended) -> FitResult:
-        """What `fit` returns, once a model of `flax.nnx` and the last checkpoint have come so far."""
-        state = self.layout.bring_home(merge_replicas(self.carry, self.layout))
+        With the error that ended training it hands that the result, or a note if nothing could be saved.
+        """
+        state = self.layout.bring_home(self._merged())
         source, optimizer = self.source
         if self.model.graphdef is not None:
-            own = copy_arrays(state)
+            own = programs.copy_arrays(state)
             nnx.update(source, own.params, own.model_state[1])
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)
@@ -417,14 +344,18 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            self._brought_home(self.best["state"]) if "state" in self.best else None,
+            self._brought_home(self.best["state"]) if self.best else None,
             self.best.get("step"),
         )
         if self.checkpoints is not None:
             try:
                 self._save(self.checkpoints)
                 self.checkpoints.close()
-            except CheckpointError as error:
-                error.result = result
-                raise
+            except CheckpointError as failure:
+                failure.result = result
+                if error is None:
+                    raise
+                error.add_note(f"What had been trained could not be saved: {failure}")
+        if isinstance(error, CheckpointError):
+            error.result = result
         return result

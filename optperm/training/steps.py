@@ -24,15 +24,11 @@ from optperm.evaluation import evaluate
 from optperm.permutation.sgperm import PermuteByCyclesState
 from optperm.training import data as datas
 from optperm.training.layout import Layout, average_varying
-from optperm.training.train_state import (
-    RESERVED,
-    Model,
-    TrainState,
-    scalar_metrics,
-    split_model,
-)
+from optperm.training.train_state import Model, TrainState, scalar_metrics, split_model
 
 Metrics = dict[str, jax.Array]
+# Columns of the history that are not the loss function's to name.
+_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 # What was made of a function, by that function, as long as somebody else holds it.
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
@@ -47,15 +43,11 @@ def wrap_model(
             raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
         return Model(loss_fn, has_aux), source
     if not isinstance(source, nnx.Module):
-        raise TypeError(
-            "The first argument of fit must be a state from optperm.training.TrainState.create, such as "
-            f"the .state of what an earlier fit returned, or a model of flax.nnx, got {type(source)}."
-        )
+        wanted = "a state from optperm.training.TrainState.create, or a model of flax.nnx"
+        raise TypeError(f"The first argument of fit must be {wanted}, got {type(source)}.")
     if not isinstance(optimizer, nnx.Optimizer):
-        raise TypeError(
-            "A model of flax.nnx is trained by its optimizer: pass optimizer=optperm.training."
-            f"Optimizer(model, tx, wrt=nnx.Param), got {type(optimizer)}."
-        )
+        wanted = "pass optimizer=optperm.training.Optimizer(model, tx, wrt=nnx.Param)"
+        raise TypeError(f"A model of flax.nnx needs its own: {wanted}, got {type(optimizer)}.")
     graphdef, params, model_state = split_model(source, optimizer.wrt)
     state = TrainState(
         step=optimizer.step.get_value(),
@@ -125,8 +117,7 @@ def _center(carry: TrainState, layout: Layout) -> TrainState:
     first = first.replace(model_state=jax.tree.map(mean, first.model_state, carry.model_state))
     if find_states(first.opt_state, LOCAL_STATES):
         first = first.replace(params=center_params(first.opt_state))
-    whole = layout.sharding()
-    return first if whole is None else jax.lax.with_sharding_constraint(first, whole)
+    return jax.lax.with_sharding_constraint(first, layout.sharding())
 
 
 def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
@@ -189,7 +180,7 @@ def _step(
     state: TrainState, batch: Any, model: Model, layout: Layout
 ) -> tuple[TrainState, Metrics]:
     """Return the state after one step, of the same types, and float32 scalars by name."""
-    averaged = None if layout.local else layout.mapped or None
+    averaged = None if layout.own else layout.mapped or None
     bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
     new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
@@ -200,8 +191,12 @@ def _step(
     for each in find_states(new.opt_state, PermuteByCyclesState):
         metrics["share_moved"] = each.share_moved
     if e.aux.aux is not None:
-        source = "What loss_fn returns beside the loss (has_aux=True)"
-        metrics |= scalar_metrics(e.aux.aux, source=source, reserved=RESERVED)
+        aux = scalar_metrics("What loss_fn returns beside the loss (has_aux=True)", e.aux.aux)
+        if taken := [name for name in aux if name in _RESERVED or name.startswith("eval_")]:
+            says = f"a metric named {taken[0]!r}, which is a column of the history of its own"
+            others = f"{', '.join(_RESERVED)} and eval_..."
+            raise ValueError(f"loss_fn returns {says}: choose another name than {others}.")
+        metrics |= aux
     before, after = unwrap_keys(state), unwrap_keys(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
@@ -209,45 +204,46 @@ def _step(
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
 
-def evaluate_all(
-    eval_fn: Callable[..., Any],
-    data: Any,
-    batch_size: int | None,
-    model: Model = Model(),  # noqa: B008
-    layout: Layout = Layout(),  # noqa: B008
-    *,
-    state: TrainState,
-    epoch: int = 1,
-) -> dict[str, float]:
-    """Return the means of metrics over all examples, of arrays so many at once.
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """The means of metrics over all examples of some data, of arrays `batch_size` at once.
 
     A metric by itself is the mean over a batch and counts by the batch's examples; a pair is a sum and
     a count.
     """
-    rows, sizes, model = list[Any](), list[int](), dataclasses.replace(model, loss_fn=None)
 
-    def make(function: Callable[[], Any]) -> Any:
-        return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
+    eval_fn: Callable[..., Any]
+    data: Any
+    batch_size: int | None
+    model: Model = dataclasses.field(default_factory=Model)
+    layout: Layout = dataclasses.field(default_factory=Layout)
 
-    call = find_or_make(eval_fn, ("evaluated", model), make)
-    with layout.context():
-        for batch in datas.read_all("eval_data", data, epoch, batch_size, layout):
-            sizes.append(datas.num_examples("A batch of eval_data", batch, is_batch=True))
-            rows.append(call(state, batch))
-            # The next ones are loaded while these are computed.
-            jax.block_until_ready(rows[: -datas.AHEAD][-1:])
-    host = jax.device_get(rows)
-    if different := [list(row) for row in host if row.keys() != host[0].keys()]:
-        says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
-        raise ValueError(f"eval_fn must return {says}.")
+    def columns(self, state: TrainState) -> list[str] | None:
+        """Return the columns of a row that it gives; None if a batch would have to be asked for."""
+        if not datas.is_arrays("eval_data", self.data):
+            return None
+        batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))
+        with self.layout.context():
+            forms = jax.eval_shape(self.model.evaluated, state, batch, Partial(self.eval_fn))
+        return [f"eval_{name}" for name in forms]
 
-    def mean(name: str) -> float:
-        of_batches = zip((row[name] for row in host), sizes, strict=True)
-        pairs = [
-            metric if np.ndim(metric) else (float(metric) * size, size)
-            for metric, size in of_batches
-        ]
-        total, count = np.sum(np.asarray(pairs, np.float64), axis=0)
-        return float(total / count) if count else math.nan
+    def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
+        """Return the means."""
+        rows, model = list[Any](), dataclasses.replace(self.model, loss_fn=None)
 
-    return {name: mean(name) for name in host[0]}
+        def make(function: Callable[[], Any]) -> Any:
+            return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
+
+        call = find_or_make(self.eval_fn, ("evaluated", model), make)
+        with self.layout.context():
+            source = "eval_data", self.data, epoch, self.batch_size, self.layout
+            for batch in datas.read_all(*source):
+                rows.append(call(state, batch))
+                # The next ones are loaded while these are computed.
+                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
+        host = jax.device_get(rows)
+        if different := [list(row) for row in host if row.keys() != host[0].keys()]:
+            says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
+            raise ValueError(f"eval_fn must return {says}.")
+        sums = {k: np.sum([row[k] for row in host], axis=0, dtype=np.float64) for k in host[0]}
+        return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}

@@ -18,20 +18,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int, str], None] | None]:
-    """Gives a function that shows the steps done, of a total or infinitely many, and a text, or None."""
-    known = int(total) if total < math.inf else None
+def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None] | None]:
+    """Give a function that shows the steps done, of a total or infinitely many; None without a bar."""
     checks.check_flag("progress", progress)
     if not progress or jax.process_index():
         yield None
         return
     extra = "optperm[progress]"
     rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
-    says = rich.TextColumn("{task.description}", markup=False)
-    columns = (rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), says)
-    with rich.Progress(*columns, rich.TimeElapsedColumn()) as bars:
-        task = bars.add_task("compiling", total=known)
-        yield lambda step, text: bars.update(task, completed=step, description=text)
+    with rich.Progress(*rich.Progress.get_default_columns(), rich.MofNCompleteColumn()) as bars:
+        task = bars.add_task("steps", total=int(total) if total < math.inf else None)
+        yield lambda step: bars.update(task, completed=step)
 
 
 def wait_for(array: jax.Array) -> None:

@@ -13,15 +13,10 @@ from flax.training import train_state
 from jax.tree_util import Partial
 
 from optperm.contract import checks
-from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate
 from optperm.placement import apply_updates
-
-# Columns of the history that are not the loss function's to name.
-RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
-LossFn = Callable[..., Any]
 
 
 class Outputs(NamedTuple):
@@ -52,7 +47,6 @@ class Model:
         """The loss and what else came."""
         takes: tuple[str, ...] = ()
         if self.graphdef is not None:
-            check_nnx("loss_fn", self.loss_fn)
             model = nnx.merge(self.graphdef, params, *model_state)
             out = self.loss_fn(model, batch)
             # The keys stay, as they do in the model: its counts say what is drawn next.
@@ -85,17 +79,26 @@ class Model:
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
     def evaluated(self, state: Any, batch: Any, eval_fn: Callable[..., Any]) -> dict[str, Any]:
-        """The metrics that a function gives on a batch; a model of `flax.nnx` is in eval mode."""
+        """Return the metrics of a batch, (2,) each: a sum over examples, and what to divide it by.
+
+        A model of `flax.nnx` is in eval mode.
+        """
         if self.graphdef is not None:
-            check_nnx("eval_fn", eval_fn)
             model = self.shown(state)  # one of its own: the mode of the trained one stays
             model.eval()
             out = eval_fn(model, batch)
-        elif "rng" in (takes := arguments_of(eval_fn)):
-            raise TypeError("eval_fn takes rng, but an evaluation draws nothing: leave it out.")
         else:
-            out = eval_fn(state.params, batch, **{name: state.model_state for name in takes})
-        return scalar_metrics(out, source="What eval_fn returns", may_be_pairs=True)
+            takes = "model_state" in arguments_of(eval_fn)
+            known = {"model_state": state.model_state} if takes else {}
+            out = eval_fn(state.params, batch, **known)
+        metrics = scalar_metrics("What eval_fn returns", out, pairs=True)
+        size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
+        return {
+            name: jnp.stack(
+                value if isinstance(value, tuple) else [size * value, jnp.float32(size)]
+            )
+            for name, value in metrics.items()
+        }
 
 
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
@@ -111,42 +114,22 @@ def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in ("model_state", "rng") if name in parameters)
 
 
-def check_nnx(name: str, function: Callable[..., Any]) -> None:
-    """Raises a TypeError where a function of a model of `flax.nnx` asks for more than the batch."""
-    for wanted in arguments_of(function):
-        if inspect.signature(function).parameters[wanted].default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{name} takes {wanted}, but a model of flax.nnx holds its state and its random streams "
-                "(nnx.Rngs) itself: take them from there, in loss_fn(model, batch)."
-            )
-
-
-def scalar_metrics(
-    aux: Any, *, source: str, reserved: tuple[str, ...] = (), may_be_pairs: bool = False
-) -> dict[str, Any]:
-    """Return the metrics of a function as float32 scalars, or (2,) if pairs; raise if they are none."""
-    wanted = f"{source} must be a dict of scalar metrics"
-    if not isinstance(aux, Mapping):
-        raise TypeError(f"{wanted}, such as {{'accuracy': accuracy}}, got {type(aux).__name__}.")
-    pairs = {k for k, v in aux.items() if may_be_pairs and isinstance(v, tuple) and len(v) == 2}
-    parts = [(k, part) for k, v in aux.items() for part in (v if k in pairs else (v,))]
-    for name, value in parts:
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
-        if shape or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
-            advice = "Take its mean over the batch, or leave it out"
-            raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
-        if not isinstance(name, str):
-            raise TypeError(f"{wanted} by names that are strings, got the name {name!r}.")
-        if name in reserved or (reserved and name.startswith("eval_")):
-            says = (
-                f"{source} has a metric named {name!r}, which is a column of the history of its own"
-            )
-            raise ValueError(f"{says}: choose another than {', '.join(reserved)} and eval_...")
-
-    def cast(value: Any) -> jax.Array:
-        return jnp.asarray(value).astype(jnp.float32)
-
-    return {k: jnp.stack([*map(cast, v)]) if k in pairs else cast(v) for k, v in aux.items()}
+def scalar_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[str, Any]:
+    """Return metrics, or pairs of them, as float32 scalars; raise a TypeError if they are none."""
+    wanted = f"{source} must be a dict of scalar metrics by name"
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"{wanted}, such as {{'accuracy': accuracy}}, got {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        is_pair = pairs and isinstance(value, tuple) and len(value) == 2
+        for part in value if is_pair else (value,):
+            shape, dtype = jnp.shape(part), jnp.result_type(part)
+            is_number = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+            if shape or not is_number or not isinstance(name, str):
+                advice = "Take its mean over the batch, or leave it out"
+                raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
+    return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))
 
 
 class TrainState(train_state.TrainState):
@@ -207,20 +190,16 @@ class TrainState(train_state.TrainState):
           tx: The transformation; one without extra arguments is fine. One whose `init` asks for a mapped
             axis, such as `optperm.dim_reduce` with `axis_name`, goes with `opt_state=None`.
           model_state: The non-trained collections by name.
-          rng: A random key, from `jax.random.key`, for dropout and the like.
+          rng: A random key for dropout and the like.
           **fields: Those that a subclass adds, and `opt_state` where it is to be another than
             `tx.init(params)`. With None `optperm.training.fit` initializes it on its devices.
 
         Raises:
-          TypeError: If `tx` is no transformation, `model_state` no mapping, or `rng` no key.
+          TypeError: If `tx` is no transformation, or `rng` no key.
         """
         checks.check_transformation("tx", tx)
-        if not isinstance(model_state, Mapping | None):
-            wanted = "a dict of collections, such as {'batch_stats': variables['batch_stats']}"
-            raise TypeError(f"model_state must be {wanted}, got {type(model_state).__name__}.")
-        if rng is not None and (not is_key(rng) or rng.ndim):
-            wanted = "a single random key from jax.random.key (a typed one, not from PRNGKey)"
-            raise TypeError(f"rng must be {wanted}, got {rng!r}.")
+        if rng is not None:
+            checks.check_key("rng", rng)
         if "opt_state" not in fields:
             fields["opt_state"] = tx.init(params)
         fields |= {"model_state": dict(model_state or {}), "rng": rng}
@@ -235,7 +214,7 @@ class TrainState(train_state.TrainState):
 
     def evaluate(
         self,
-        loss_fn: LossFn,
+        loss_fn: Callable[..., Any],
         batch: Any,
         *,
         has_aux: bool = False,
@@ -298,7 +277,7 @@ class Optimizer(nnx.Optimizer[Any]):
     def evaluate(
         self,
         model: Any,
-        loss_fn: LossFn,
+        loss_fn: Callable[..., Any],
         batch: Any,
         *,
         has_aux: bool = False,

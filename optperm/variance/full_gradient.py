@@ -12,7 +12,7 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, as_array, cast_like
+from optperm.contract.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.contract.extras import import_optional
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
@@ -315,7 +315,7 @@ def _with_weights(
     """The batches that have examples, as arrays, each with its weights or None."""
     others = None if weights is None else iter(weights)
     for index, batch in enumerate(batches):
-        arrays = jax.tree.map(as_array, batch)
+        arrays = as_arrays(batch)
         checks.check_arrays(f"batches[{index}]", arrays)
         size = _batch_size(arrays)
         of_batch = None
@@ -324,7 +324,7 @@ def _with_weights(
                 raise ValueError(
                     f"weights ended after {index} arrays, but batches go on: one array a batch."
                 )
-            of_batch = as_array(own)
+            of_batch = as_arrays(own)
             kind = checks.dtype_of(f"weights[{index}]", of_batch)
             real = (jnp.floating, jnp.integer, jnp.bool_)
             if not any(jnp.issubdtype(kind, each) for each in real):

@@ -82,7 +82,7 @@ def test_bad_arguments():
         (
             {"data": {"x": jnp.ones(3), "y": jnp.ones(4)}},
             ValueError,
-            "one leading axis of examples",
+            "agree in their leading axis",
         ),
         ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
         ({"params": jnp.int32(1)}, TypeError, "params"),

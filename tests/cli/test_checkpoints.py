@@ -68,7 +68,7 @@ def test_snapshots_are_of_all_examples_at_the_epochs_of_the_schedule(train, data
         x, y = arrays["x_train"], arrays["y_train"]
 
     def loss(params):
-        logits = models.logits(models.build(spec), params, x)
+        logits = models.build(spec).apply({"params": params}, x)
         return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
     initial = models.initial_params(spec)
@@ -123,11 +123,11 @@ def test_a_resumed_run_that_was_complete_says_so(train, files, data, tmp_path, c
     whole = train("sgd", "--checkpoint-every", "1")
     capsys.readouterr()
     assert resume(whole, out=tmp_path / "run", data=data) == 0
-    says = f"Nothing to train: {whole} is at epoch 3. To go on, raise --epochs."
+    says = f"Going on after epoch 3 of {whole}, up to epoch 3 (--epochs)."
     assert capsys.readouterr().out.splitlines()[1] == says
     assert metrics(files(tmp_path / "run")) == metrics(files(whole))
     assert resume(whole, "--epochs", "4", out=tmp_path / "on", data=data) == 0
-    assert f"Going on after epoch 3 of {whole}." in capsys.readouterr().out
+    assert f"Going on after epoch 3 of {whole}, up to epoch 4" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_refused(train, data, files, tmp_path, capsys):

@@ -61,11 +61,11 @@ def test_unusable_npz_arrays_are_refused(tmp_path):
         ({"x_train": np.zeros(20), "x_test": np.zeros(5)}, "at least one more, got float64.20."),
         (
             {"x_train": np.zeros((0, 6)), "y_train": np.zeros(0, int)},
-            "x_train and y_train must hold one",
+            "one for each example in x_train and one at least",
         ),
         (
             {"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)},
-            "x_test and y_test must hold one ex",
+            "one for each example in x_test and one at least",
         ),
         ({"x_test": np.zeros((5, 7))}, "one shape and dtype"),
         ({"x_test": np.zeros((5, 6), np.uint8)}, "one shape and dtype"),
@@ -77,7 +77,10 @@ def test_unusable_npz_arrays_are_refused(tmp_path):
             {"y_train": np.full(20, 2)},
             "all 20 training examples are of class 2, so that there is noth",
         ),
-        ({"y_train": np.zeros(19, int)}, r"for each of the 20 examples in x_train, got int64.19."),
+        (
+            {"y_train": np.zeros(19, int)},
+            r"for each example in x_train .*, got int64.19. for .*\[20, 6\]",
+        ),
         ({"y_train": np.array([None] * 20)}, "of plain arrays: it holds Python objects"),
     ]
     for changes, says in cases:

@@ -13,7 +13,7 @@ import support
 import optperm
 from optperm import training
 from optperm.cli import datasets
-from optperm.cli.flags import Network
+from optperm.cli.flags import Run
 from optperm.cli.methods import METHODS
 from optperm.cli.training import Training
 
@@ -104,7 +104,7 @@ def test_the_command_knows_the_length_of_its_run(tmp_path):
     labels = {f"y_{part}": np.arange(64) % 3 for part in ("train", "test")}
     np.savez(tmp_path / "three.npz", **arrays, **labels)
     data = datasets.load(str(tmp_path / "three.npz"), 0.0)
-    method, flags = METHODS["sgperm"], Network(batch_size=5, epochs=3, hidden=7)
+    method, flags = METHODS["sgperm"], Run(batch_size=5, epochs=3, hidden=7)
     for given, num_steps in (
         ({}, 36),
         ({"num_steps": 50}, 50),

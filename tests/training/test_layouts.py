@@ -170,10 +170,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     options = {"epochs": 2, "batch_size": BATCH}
     both = training.fit(state, dense_loss, dense_data(), mesh=mesh, **options)
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
-    close(both, dense_fit(tx, replicas=2))
-    # Simulated ones that take all steps together do so by the mean of their gradients.
-    tx = optperm.mandt_sgd(64, BATCH, burn_in_optimizer=optax.sgd(0.1), axis_name="replica")
-    close(dense_fit(tx, replicas=2), dense_fit(tx, devices=2))
+    close(both, dense_fit(tx, devices=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
     with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
@@ -245,19 +242,6 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
         plain = dense_fit(sgd, start)
         far = [np.ptp(result.state.params[k] - jax.device_get(plain.state.params[k])) for k in hand]
         assert max(far) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("agn", "linen"), pytest.param("diloco", "nnx", marks=pytest.mark.chains)]
-)
-def test_replicas_on_one_device_are_those_of_four(name, kind):
-    places = ({"devices": 4}, {"replicas": 4})
-    with fitting.runs() as made:
-        results = [fitting.fit(kind, name, epochs=2, **place) for place in places]
-    losses = [result.history.steps["loss"] for result in results]
-    np.testing.assert_allclose(*losses, rtol=1e-4)
-    assert made[0].layout.own
-    assert made[1].layout.mesh is None
 
 
 def test_local_steps_are_found_without_a_state():

@@ -78,7 +78,7 @@ CASES += [
         ("linen", "laperm", "arrays", {}),
         ("linen", "dldr", "arrays", {}),
         ("nnx", "sgperm", "arrays", {}),
-        ("nnx", "diloco", "arrays", {"replicas": 4}),
+        ("nnx", "diloco", "arrays", {"devices": 4}),
         ("linen", "constant_sgd", "arrays", {"devices": 4}),
     ]
 ]
@@ -275,9 +275,7 @@ def test_a_run_is_resumed_with_another_number_of_replicas(there, here, tmp_path)
     )
     replicas = []
     run(steps=7, devices=there)
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    resumed = [run(steps=9, devices=here, resume=True)]
-    resumed.append(run(steps=9, replicas=here, resume=True, checkpoints=tmp_path / "copy"))
+    resumed = run(steps=9, devices=here, resume=True)
     # By hand: the first seven steps of those that were there, then two of those that are here.
     opt_state, replicas = tx.init(params), [there] * 7 + [here] * 2
 
@@ -297,11 +295,9 @@ def test_a_run_is_resumed_with_another_number_of_replicas(there, here, tmp_path)
         if size == there:
             apart = np.ptp(np.asarray(carry[0]["w"]), axis=0).max()
     assert apart > 1e-3  # at the checkpoint the replicas had params of their own
-    for result in resumed:
-        assert (result.step, result.history.num_steps) == (9, 9)
-        np.testing.assert_allclose(
-            np.asarray(result.state.params["w"]), carry[0]["w"][0], rtol=0, atol=1e-6
-        )
+    assert (resumed.step, resumed.history.num_steps) == (9, 9)
+    w = np.asarray(resumed.state.params["w"])
+    np.testing.assert_allclose(w, carry[0]["w"][0], rtol=0, atol=1e-6)
 
 
 def loss_with_aux(params, batch):
@@ -351,8 +347,6 @@ def test_a_stopped_run_stops_at_once_when_it_is_resumed(tmp_path):
     for resume in (False, True):
         result = fitting.fit("linen", "adam", resume=resume, **options)
         assert (result.ended, result.epoch) == ("stopped", 4)
-    with pytest.raises(ValueError, match="'eval_valeu', but the history of the epochs has 'epoch'"):
-        fitting.fit("linen", "adam", epochs=1, on_epoch_end=training.EarlyStopping("eval_valeu", 1))
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):
@@ -367,7 +361,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
         (("linen", "adam"), {"train_data": others}, "the digest of train_data is"),
         (("linen", "adam"), {"train_data": data() | {"key": keys}}, "train_data is"),
         (("linen", "adam"), {"train_data": fitting.batches}, "an iterable of batches"),
-        (("linen", "agn"), {}, "the form of the state is .*The optimizer, the model or"),
+        (("linen", "agn"), {}, r"the form of optimizer and model is \d+ arrays, \w+ there and"),
         (("nnx", "adam"), {}, "the kind of model is linen there and nnx here"),
     ]
     for subject, options, says in [

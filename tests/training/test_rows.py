@@ -96,19 +96,35 @@ def test_the_best_params_are_kept(kind, tmp_path):
     assert fitting.fit(kind, "adam", epochs=1).best_state is None
 
 
-def test_the_best_row_of_a_run_that_did_not_keep_it_has_to_be_beaten(tmp_path):
-    """Params of rows before the run was resumed are gone, where it kept others or none."""
-    values = iter([0.5, 0.1, 0.3, 0.2, 0.05])
-    data_of = lambda epoch: [np.full((4, 1), next(values), np.float32)]  # noqa: E731
-    options = {"eval_fn": lambda params, batch: {"value": jnp.mean(batch)}, "eval_data": data_of}
-    options |= {"checkpoints": tmp_path, "resume": True}
-    linear_fit(epochs=3, keep_best=("eval_value", "max"), **options)
-    with pytest.warns(RuntimeWarning, match="best row so far, of step 10, were not kept"):
-        result = linear_fit(epochs=4, keep_best="eval_value", **options)
-    assert (result.best_state, result.best_step) == (None, None)
-    result = linear_fit(epochs=5, keep_best="eval_value", **options)
-    assert result.best_step == 25
-    support.assert_same_bits(result.best_state.params, result.state.params)
+def test_a_run_is_resumed_by_the_column_by_which_it_kept_the_best(tmp_path):
+    """Params of the best row so far are in its checkpoints, of no other."""
+    options = {"checkpoints": tmp_path, "resume": True, **EVALUATION}
+    linear_fit(epochs=1, keep_best=("eval_loss", "max"), **options)
+    with pytest.raises(ValueError, match=r"keep_best is \['eval_loss', 'max'\] there and .*'min'"):
+        linear_fit(epochs=2, keep_best="eval_loss", **options)
+
+
+def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
+    """Of an evaluation of arrays before the first step, of a step's metrics in the first call, of
+    streams with their first row; right ones pass."""
+    seen = []
+    of_arrays = {"every": {1: seen.append}, **EVALUATION}
+    of_streams = of_arrays | {"eval_data": lambda epoch: [data()]}
+    stop = training.EarlyStopping
+    for wrong, options, step in [
+        ({"keep_best": "eval_lsos"}, of_arrays, 0),
+        ({"on_epoch_end": stop("eval_lsos", 1)}, of_arrays, 0),
+        ({"keep_best": "eval_loss"}, {"every": {1: seen.append}}, 0),
+        ({"keep_best": "lsos"}, of_arrays | {"steps_per_call": 2}, 0),
+        ({"keep_best": "eval_lsos"}, of_streams, 4),
+        ({"keep_best": "lsos"}, of_streams | {"train_data": fitting.batches}, 5),
+    ]:
+        seen.clear()
+        with pytest.raises(ValueError, match=r"looks at '(eval_)?l(os|so)s', but rows"):
+            linear_fit(epochs=2, **{**options, **wrong})
+        assert len(seen) == step, wrong
+    right = {"keep_best": "loss", "on_epoch_end": stop("eval_loss", 9), **EVALUATION}
+    assert linear_fit(epochs=2, **right).best_step == 10
 
 
 def test_the_least_is_the_best_and_nan_never():
@@ -118,15 +134,13 @@ def test_the_least_is_the_best_and_nan_never():
     result = linear_fit(epochs=4, keep_best="eval_value", **evaluation)
     assert result.best_step == 15
     for keep_best, error, says in [
-        ("eval_valeu", ValueError, "keep_best is 'eval_valeu', but the rows .*'eval_loss'"),
         (("eval_loss", "most"), ValueError, "must be one of 'min', 'max'"),
         (3, TypeError, "keep_best must be a column such as"),
     ]:
         with pytest.raises(error, match=says):
             linear_fit(epochs=1, keep_best=keep_best, **EVALUATION)
-    for options in ({"eval_every": 2}, {"keep_best": "eval_loss"}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}.* goes with eval_fn"):
-            linear_fit(epochs=1, **options)
+    with pytest.raises(ValueError, match="eval_every goes with eval_fn"):
+        linear_fit(epochs=1, eval_every=2)
     once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
     with pytest.raises(TypeError, match=r"eval_data is an iterator, .* only once"):
         linear_fit(epochs=1, **once)
