@@ -9,8 +9,6 @@ from optperm.bayes.calibration import calibration as calibration
 from optperm.bayes.calibration import interval_coverage as interval_coverage
 from optperm.bayes.constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
-from optperm.bayes.diagnostics import PosteriorReport as PosteriorReport
-from optperm.bayes.diagnostics import posterior_report as posterior_report
 from optperm.bayes.kernel import NoiseKernel as NoiseKernel
 from optperm.bayes.kernel import adapted_kernel as adapted_kernel
 from optperm.bayes.langevin import SghmcState as SghmcState
@@ -23,6 +21,8 @@ from optperm.bayes.masters import MasterState as MasterState
 from optperm.bayes.predictive import Predictions as Predictions
 from optperm.bayes.predictive import posterior_predictive as posterior_predictive
 from optperm.bayes.prior import normal_prior as normal_prior
+from optperm.bayes.report import PosteriorReport as PosteriorReport
+from optperm.bayes.report import posterior_report as posterior_report
 from optperm.bayes.sample import sample as sample
 from optperm.bayes.sampling import Samples as Samples
 from optperm.bayes.sampling import draw_samples as draw_samples
