@@ -104,6 +104,7 @@ def warm_up(
     scale: jax.Array,
     key: jax.Array,
     *,
+    number: jax.Array,
     is_open: jax.Array,
     ends_window: jax.Array,
     limit: jax.Array,
@@ -120,6 +121,7 @@ def warm_up(
       estimator: Which estimator of C.
       scale: s.
       key: A raw key.
+      number: How many estimates the schedule had before in this window.
       is_open: Whether this step learns.
       ends_window: Whether the window ends with it.
       limit: c.
@@ -129,7 +131,7 @@ def warm_up(
     h = probing_steps(kernel, kernel.step_sizes(scale, limit, rate))
     seen, uneven = when(
         is_open & (scale > 0),
-        lambda known: learn(*known, kernel, batch, estimator, h, scale, key),
+        lambda known: learn(*known, kernel, batch, estimator, h, scale, key, number),
         (seen, uneven),
     )
     kernel, seen = when(
@@ -149,6 +151,7 @@ def learn(
     h: Any,
     scale: jax.Array,
     key: jax.Array,
+    number: jax.Array,
 ) -> tuple[Adaptation, jax.Array]:
     r"""Return what a window has seen with one more batch, and how many gradients were no means.
 
@@ -161,6 +164,7 @@ def learn(
       h: The steps by this kernel.
       scale: s.
       key: The raw key of z.
+      number: How many estimates the schedule had before in this window.
     """
     n = seen.estimates.astype(jnp.float32) + 1
 
@@ -218,22 +222,26 @@ def learn(
         square=_towards(seen.square, jax.tree.map(jnp.square, q), n),
     )
     new = optax.tree.where(all_finite((c_hat, q)), new, seen)
+    # The number by the schedule is the same in all chains, and a condition on it stays one under vmap
     new = when(
-        (seen.estimates % _POWER_EVERY == 0) | (seen.estimates < _POWER_EVERY),
-        lambda new: _iterate(new, kernel, batch.curvature_product, h),
+        (number % _POWER_EVERY == 0) | (number < _POWER_EVERY),
+        lambda new: _iterate(new, kernel, batch.curvature_product, h, number),
         new,
     )
     return new, uneven + is_uneven.astype(jnp.int32)
 
 
 def _iterate(
-    seen: Adaptation, kernel: NoiseKernel, product_fn: Callable[[Any], Any], h: Any
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    product_fn: Callable[[Any], Any],
+    h: Any,
+    number: jax.Array,
 ) -> Adaptation:
     """Take a step of the power iteration for the largest eigenvalue of H A."""
-    n = seen.estimates
-    taken = jnp.where(n < _POWER_EVERY, n, _POWER_EVERY - 1 + n // _POWER_EVERY)
+    taken = jnp.where(number < _POWER_EVERY, number, _POWER_EVERY - 1 + number // _POWER_EVERY)
     stability, direction = power_iteration(
-        seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken
+        seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken + 1
     )
     return seen._replace(stability=stability, direction=direction)
 
@@ -382,19 +390,28 @@ def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.A
     is_seen = diagonal > least
     root = jnp.sqrt(jnp.where(is_seen, diagonal, jnp.where(least > 0, jnp.diagonal(units), 1.0)))
     scale = root[:, None] * root[None]
-    noise, vectors = jnp.linalg.eigh(
-        jnp.where(is_seen[:, None] & is_seen[None], covariance / scale, 0.0)
-    )
+    noise, vectors = _eigh_of_part(covariance / scale, is_seen)
     is_noise = noise > _NOTHING * len(noise)
     whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
     within = jnp.matmul(whitened.T, jnp.matmul(units / scale, whitened, precision="highest"))
-    # What has no noise comes first here as well.
-    first = jnp.diag(jnp.where(is_noise, 0.0, -jnp.max(jnp.diagonal(within))))
-    _, rotation = jnp.linalg.eigh(
-        jnp.where(is_noise[:, None] & is_noise[None], within, 0.0) + first
-    )
+    _, rotation = _eigh_of_part(within, is_noise)
     basis = jnp.matmul(whitened, rotation, precision="highest") / root[:, None]
     return is_noise.astype(noise.dtype), basis
+
+
+def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return eigenvalues and vectors of a part of a matrix; what is outside has -1, and comes first.
+
+    Without the mask rounding puts 1e-7 of what has noise into what has none, and the next window would
+    take that for all the noise there is.
+    """
+    is_both = is_inside[:, None] & is_inside[None]
+    size = jnp.max(jnp.where(is_both, jnp.abs(matrix), 0.0))
+    inside = jnp.where(is_both, matrix / jnp.where(size > 0, size, 1.0), 0.0)
+    values, vectors = jnp.linalg.eigh(inside - jnp.diag(jnp.where(is_inside, 0.0, 1.0)))
+    is_outside = jnp.arange(len(values)) < jnp.sum(jnp.logical_not(is_inside))
+    vectors = jnp.where(is_inside[:, None] == is_outside[None], 0.0, vectors)
+    return jnp.where(is_outside, -1.0, values * size), vectors
 
 
 def probing_steps(kernel: NoiseKernel, h: Any) -> Any:

@@ -242,8 +242,9 @@ def constant_sgd(
         kernel, adaptation, uneven = when(
             is_open | ends_window,
             lambda known: warm_up(
-                *known, batch, estimator, scale, fold(state.key, ~count), is_open=is_open,
-                ends_window=ends_window, limit=c, rate=rate, momentum_factor=momentum_factor, rho=rho,
+                *known, batch, estimator, scale, fold(state.key, ~count),
+                number=schedule.number(count), is_open=is_open, ends_window=ends_window,
+                limit=c, rate=rate, momentum_factor=momentum_factor, rho=rho,
             ),
             (state.kernel, state.adaptation, state.uneven),
         )  # fmt: skip

@@ -217,8 +217,8 @@ def _searched(
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError(
-            "params lie on a mesh with explicit axes, where sample cannot search for starts: use a mesh "
-            "with automatic axes, or a loop of your own and draw_samples."
+            "params lie on a mesh with explicit axes, where sample cannot search for starts: pass "
+            "starts=, or use a mesh with automatic axes."
         )
     if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)

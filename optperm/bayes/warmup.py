@@ -60,6 +60,11 @@ class Warmup(NamedTuple):
         start, *_, last = self.ends()
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
+    def number(self, count: jax.Array) -> jax.Array:
+        """Return how many estimates came before a step in its window."""
+        starts = [jnp.where(start <= count, start, 0) for start in self.ends()]
+        return (count - functools.reduce(jnp.maximum, starts)) // self.every
+
     def ends_window(self, count: jax.Array) -> jax.Array:
         """Return whether a window ends with a step."""
         _, *ends = self.ends()
