@@ -25,7 +25,7 @@ def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
         float(np.max(r_hats(values))),
         float(np.min(bulk)),
         float(min(tails)),
-        float(errors.max()),
+        float(np.max(errors)),
     )
 
 

@@ -45,7 +45,7 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
         dtype = accumulation_dtype(leaf)
         k = (_words(data, number, leaf) >> np.uint32(8)).astype(dtype)
         size, least = np.asarray(2.0**-23, dtype), np.asarray(2.0**-24 - 1, dtype)
-        return np.asarray(np.sqrt(2), dtype) * jax.lax.erf_inv(k * size + least)
+        return jax.lax.erf_inv(k * size + least) * np.asarray(np.sqrt(2), dtype)
 
     return _of_each_leaf(draw, tree)
 
