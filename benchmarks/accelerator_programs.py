@@ -134,6 +134,7 @@ class Program:
         memory: Any = compiled.memory_analysis()
         self.text = compiled.as_text() or ""
         self.temp_bytes = memory.temp_size_in_bytes
+        self.code_bytes = memory.generated_code_size_in_bytes
         self.not_donated = memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def fusions(self) -> int:

@@ -29,6 +29,21 @@ class Results:
         row = {name.replace("_", " "): str(cell) for name, cell in cells.items()}
         self._rows.setdefault(title, []).append(row)
 
+    def resume(self, path: pathlib.Path | None) -> None:
+        """Takes the rows that the same command has written to a file so far, if there is one."""
+        if path is None or not path.exists():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["command"] != _command():
+            raise SystemExit(f"{path} is of another command, {found['command']}.")
+        for table in found["tables"]:
+            rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+            self._rows[table["title"]] = rows
+
+    def has(self, title: str, **cells: str) -> bool:
+        """Whether a table has a row with these cells."""
+        return any(cells.items() <= row.items() for row in self._rows.get(title, []))
+
     def write(self, path: pathlib.Path | None, machine: str | None = None) -> None:
         """Writes all tables with command, machine (None: this one) and date, if there is a file."""
         if path is None:
@@ -53,13 +68,13 @@ class Results:
 
 
 def _command() -> str:
-    """The command line, without the flag for the file."""
+    """The command line, without the flags for the file."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
         if word == "--json":
             next(words)
-        elif not word.startswith("--json="):
+        elif word != "--resume" and not word.startswith("--json="):
             kept.append(word)
     return shlex.join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *kept])
 

@@ -12,8 +12,6 @@ from optperm.bayes.calibration import classification_scores as classification_sc
 from optperm.bayes.calibration import interval_coverage as interval_coverage
 from optperm.bayes.constant_sgd import ConstantSgdState as ConstantSgdState
 from optperm.bayes.constant_sgd import constant_sgd as constant_sgd
-from optperm.bayes.diagnostics import PosteriorReport as PosteriorReport
-from optperm.bayes.diagnostics import posterior_report as posterior_report
 from optperm.bayes.draws import sample_params as sample_params
 from optperm.bayes.draws import swag_mean as swag_mean
 from optperm.bayes.ivon import IvonState as IvonState
@@ -31,6 +29,8 @@ from optperm.bayes.predictive import Ensemble as Ensemble
 from optperm.bayes.predictive import Predictions as Predictions
 from optperm.bayes.predictive import posterior_predictive as posterior_predictive
 from optperm.bayes.prior import normal_prior as normal_prior
+from optperm.bayes.report import PosteriorReport as PosteriorReport
+from optperm.bayes.report import posterior_report as posterior_report
 from optperm.bayes.sample import sample as sample
 from optperm.bayes.sampling import Samples as Samples
 from optperm.bayes.sampling import draw_samples as draw_samples

@@ -11,10 +11,10 @@ import optax
 
 from optperm.bayes.covariance import ESTIMATES, OUTER, BatchGradients, matrix, rows_of
 from optperm.bayes.kernel import NoiseKernel, flat, inner, is_number, times
-from optperm.bayes.normal_noise import normal_like
+from optperm.bayes.normal_noise import normal_like, signs_like
 from optperm.contract.dtypes import accumulation_dtype, all_finite
 from optperm.contract.keys import key_data
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.mapped_axes import mark_varying, varying_axes, when
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree
@@ -96,65 +96,75 @@ def begin(params: optax.Params, preconditioner: Any, rho: Any) -> tuple[NoiseKer
 
 
 def warm_up(
-    seen: Adaptation,
     kernel: NoiseKernel,
+    seen: Adaptation,
+    uneven: jax.Array,
     batch: BatchGradients,
     estimator: Any,
-    h: Any,
     scale: jax.Array,
     key: jax.Array,
     *,
+    number: jax.Array,
     is_open: jax.Array,
     ends_window: jax.Array,
-    **limits: Any,
+    limit: jax.Array,
+    rate: jax.Array,
+    **options: Any,
 ) -> tuple[NoiseKernel, Adaptation, jax.Array]:
-    """Return the kernel of the next step, what its window has seen, and whether a gradient is no mean.
+    """Return the kernel to step with, what its window has seen, and how many gradients are no means.
 
     Args:
-      seen: What the window had seen before.
-      kernel: Its kernel.
+      kernel: The kernel of this window.
+      seen: What it had seen before.
+      uneven: How many estimates met a batch's gradient that is not the mean of those of its examples.
       batch: The gradients.
       estimator: Which estimator of C.
-      h: The steps by this kernel.
       scale: s.
       key: A raw key.
+      number: How many estimates the schedule had before in this window.
       is_open: Whether this step learns.
       ends_window: Whether the window ends with it.
-      **limits: Those of `hand_over`.
+      limit: c.
+      rate: Factor on c and rho.
+      **options: Those of `hand_over`.
     """
-    h = probing_steps(kernel, h)
-    seen, is_uneven = cond(
+    h = probing_steps(kernel, kernel.step_sizes(scale, limit, rate))
+    seen, uneven = when(
         is_open & (scale > 0),
-        lambda: learn(seen, kernel, batch, estimator, h, scale, key),
-        lambda: (seen, jnp.zeros([], jnp.bool_)),
+        lambda known: learn(*known, kernel, batch, estimator, h, scale, key, number),
+        (seen, uneven),
     )
-    kernel, seen = cond(
+    kernel, seen = when(
         ends_window,
-        lambda: hand_over(seen, kernel, h, scale, **limits),
-        lambda: (kernel, seen),
+        lambda known: hand_over(*known, h, scale, limit=limit * rate, **options),
+        (kernel, seen),
     )
-    return kernel, seen, is_uneven
+    return kernel, seen, uneven
 
 
 def learn(
     seen: Adaptation,
+    uneven: jax.Array,
     kernel: NoiseKernel,
     batch: BatchGradients,
     estimator: Any,
     h: Any,
     scale: jax.Array,
     key: jax.Array,
+    number: jax.Array,
 ) -> tuple[Adaptation, jax.Array]:
-    r"""Return what a window has seen with one more batch, and whether its gradient is not the mean.
+    r"""Return what a window has seen with one more batch, and how many gradients were no means.
 
     Args:
       seen: What it had seen before.
+      uneven: How many there were before.
       kernel: The kernel of this window.
       batch: The gradients.
       estimator: Which estimator of C.
       h: The steps by this kernel.
       scale: s.
       key: The raw key of z.
+      number: How many estimates the schedule had before in this window.
     """
     n = seen.estimates.astype(jnp.float32) + 1
 
@@ -194,7 +204,7 @@ def learn(
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
 
     # q_i = z_i (H^(1/2) A H^(1/2) z)_i, by Hutchinson's rule in coordinates where A is about c
-    z = jax.tree.map(jnp.sign, normal_like(key, seen.direction))
+    z = signs_like(key, seen.direction)
     z = flat(z, kernel.basis) if is_full else z
     root = jax.tree.map(jnp.sqrt, h)
     product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
@@ -212,21 +222,26 @@ def learn(
         square=_towards(seen.square, jax.tree.map(jnp.square, q), n),
     )
     new = optax.tree.where(all_finite((c_hat, q)), new, seen)
-    return cond(
-        (seen.estimates % _POWER_EVERY == 0) | (seen.estimates < _POWER_EVERY),
-        lambda: _iterate(new, kernel, batch.curvature_product, h),
-        lambda: new,
-    ), is_uneven
+    # The number by the schedule is the same in all chains, and a condition on it stays one under vmap
+    new = when(
+        (number % _POWER_EVERY == 0) | (number < _POWER_EVERY),
+        lambda new: _iterate(new, kernel, batch.curvature_product, h, number),
+        new,
+    )
+    return new, uneven + is_uneven.astype(jnp.int32)
 
 
 def _iterate(
-    seen: Adaptation, kernel: NoiseKernel, product_fn: Callable[[Any], Any], h: Any
+    seen: Adaptation,
+    kernel: NoiseKernel,
+    product_fn: Callable[[Any], Any],
+    h: Any,
+    number: jax.Array,
 ) -> Adaptation:
     """Take a step of the power iteration for the largest eigenvalue of H A."""
-    n = seen.estimates
-    taken = jnp.where(n < _POWER_EVERY, n, _POWER_EVERY - 1 + n // _POWER_EVERY)
+    taken = jnp.where(number < _POWER_EVERY, number, _POWER_EVERY - 1 + number // _POWER_EVERY)
     stability, direction = power_iteration(
-        seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken
+        seen.stability, seen.direction, lambda s: kernel.precondition(s, h), product_fn, taken + 1
     )
     return seen._replace(stability=stability, direction=direction)
 
@@ -271,8 +286,8 @@ def power_iteration(
 
 
 def hand_over(
-    seen: Adaptation,
     kernel: NoiseKernel,
+    seen: Adaptation,
     h: Any,
     scale: jax.Array,
     *,
@@ -293,9 +308,9 @@ def hand_over(
     to place, as the law of the draws is that of constant noise.
 
     Args:
-      seen: What the window has seen.
-      kernel: Its kernel.
-      h: The steps by it.
+      kernel: The kernel of the window.
+      seen: What it has seen.
+      h: The steps by the kernel.
       scale: s.
       limit: c.
       momentum_factor: (1 - mu) / (1 + mu).
@@ -375,19 +390,28 @@ def decompose(covariance: jax.Array, units: jax.Array) -> tuple[jax.Array, jax.A
     is_seen = diagonal > least
     root = jnp.sqrt(jnp.where(is_seen, diagonal, jnp.where(least > 0, jnp.diagonal(units), 1.0)))
     scale = root[:, None] * root[None]
-    noise, vectors = jnp.linalg.eigh(
-        jnp.where(is_seen[:, None] & is_seen[None], covariance / scale, 0.0)
-    )
+    noise, vectors = _eigh_of_part(covariance / scale, is_seen)
     is_noise = noise > _NOTHING * len(noise)
     whitened = vectors / jnp.where(is_noise, jnp.sqrt(jnp.where(is_noise, noise, 1.0)), 1.0)[None]
     within = jnp.matmul(whitened.T, jnp.matmul(units / scale, whitened, precision="highest"))
-    # What has no noise comes first here as well.
-    first = jnp.diag(jnp.where(is_noise, 0.0, -jnp.max(jnp.diagonal(within))))
-    _, rotation = jnp.linalg.eigh(
-        jnp.where(is_noise[:, None] & is_noise[None], within, 0.0) + first
-    )
+    _, rotation = _eigh_of_part(within, is_noise)
     basis = jnp.matmul(whitened, rotation, precision="highest") / root[:, None]
     return is_noise.astype(noise.dtype), basis
+
+
+def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return eigenvalues and vectors of a part of a matrix; what is outside has -1, and comes first.
+
+    Without the mask rounding puts 1e-7 of what has noise into what has none, and the next window would
+    take that for all the noise there is.
+    """
+    is_both = is_inside[:, None] & is_inside[None]
+    size = jnp.max(jnp.where(is_both, jnp.abs(matrix), 0.0))
+    inside = jnp.where(is_both, matrix / jnp.where(size > 0, size, 1.0), 0.0)
+    values, vectors = jnp.linalg.eigh(inside - jnp.diag(jnp.where(is_inside, 0.0, 1.0)))
+    is_outside = jnp.arange(len(values)) < jnp.sum(jnp.logical_not(is_inside))
+    vectors = jnp.where(is_inside[:, None] == is_outside[None], 0.0, vectors)
+    return jnp.where(is_outside, -1.0, values * size), vectors
 
 
 def probing_steps(kernel: NoiseKernel, h: Any) -> Any:

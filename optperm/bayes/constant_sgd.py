@@ -26,7 +26,7 @@ from optperm.bayes.warmup import after_burn_in, diagonal_newton, warmup
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import key_data
-from optperm.contract.mapped_axes import AxisName, cond
+from optperm.contract.mapped_axes import AxisName, when
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32, UInt32
 
 _LARGEST_FULL = 4096
-UNSTABLE = 2.0
 _NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
 
 
@@ -201,7 +200,7 @@ def constant_sgd(
     numbers = stability, 1.0 if callable(learning_rate) else learning_rate
     if all(map(checks.is_concrete_number, numbers)):
         product = float(stability) * float(numbers[1])
-        if product >= UNSTABLE:
+        if product >= 2:
             raise ValueError(
                 "stability times learning_rate must be below 2, from where on steps diverge, got "
                 f"{product:g}. Lower them: the defaults are 0.2 and 1."
@@ -232,11 +231,23 @@ def constant_sgd(
     ) -> tuple[optax.Updates, ConstantSgdState]:
         if not jax.tree.leaves(params):  # an empty part of optax.partition
             return g, state._replace(count=optax.safe_increment(state.count))
-        kernel, count = state.kernel, state.count
+        count = state.count
         batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
         s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
         rate = resolve_schedule("learning_rate", learning_rate, count)
         scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
+
+        # While the warm-up is open it learns; what a window learned is the next one's kernel
+        is_open, ends_window = schedule.is_open(count), schedule.ends_window(count)
+        kernel, adaptation, uneven = when(
+            is_open | ends_window,
+            lambda known: warm_up(
+                *known, batch, estimator, scale, fold(state.key, ~count),
+                number=schedule.number(count), is_open=is_open, ends_window=ends_window,
+                limit=c, rate=rate, momentum_factor=momentum_factor, rho=rho,
+            ),
+            (state.kernel, state.adaptation, state.uneven),
+        )  # fmt: skip
 
         # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
         h = kernel.step_sizes(scale, c, rate)
@@ -248,27 +259,16 @@ def constant_sgd(
         xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
         noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
         moves = kernel.params_of(times(h, noisy), params)
-        is_moving, is_finite = (count >= schedule.burn_in) & kernel.is_ready, all_finite(moves)
+        is_moving = (count >= schedule.burn_in) & kernel.is_ready
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
-
-        # While the warm-up is open it learns; what a window learned is the next one's kernel
-        next_kernel, adaptation, is_uneven = cond(
-            schedule.is_over(count),
-            lambda: (kernel, state.adaptation, jnp.zeros([], jnp.bool_)),
-            lambda: warm_up(
-                state.adaptation, kernel, batch, estimator, h, scale, fold(state.key, ~count),
-                is_open=schedule.is_open(count), ends_window=schedule.ends_window(count + 1),
-                limit=c * rate, momentum_factor=momentum_factor, rho=rho,
-            ),
-        )  # fmt: skip
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),
             steps=state.steps + is_moving.astype(jnp.int32),
-            uneven=state.uneven + is_uneven.astype(jnp.int32),
-            left_out=state.left_out + (is_moving & ~is_finite).astype(jnp.int32),
+            uneven=uneven,
+            left_out=state.left_out + (is_moving & ~all_finite(g)).astype(jnp.int32),
             scale=scale,
             limit=c * rate,
-            kernel=next_kernel,
+            kernel=kernel,
             adaptation=adaptation,
         )
 

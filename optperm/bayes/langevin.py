@@ -19,7 +19,7 @@ from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, all_finite, zero_if_not_finite
 from optperm.contract.keys import key_data
-from optperm.contract.mapped_axes import cond
+from optperm.contract.mapped_axes import when
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import mask_like
@@ -343,9 +343,9 @@ def _noise_share(
         return known
     batch = BatchGradients(params, g, extra_args, rows[0].shape[0], None, None)
 
-    def look() -> tuple[jax.Array, Any]:
+    def look(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         c_hat, _ = per_example(batch, diagonal)
-        looks = state.looks + 1
+        looks = known[0] + 1
 
         # share <- share + (factor C^ / S - share) / looks
         def towards(share: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
@@ -354,9 +354,9 @@ def _noise_share(
                 share.dtype
             )
 
-        return looks, jax.tree.map(towards, state.share, c_hat, factor)
+        return looks, jax.tree.map(towards, known[1], c_hat, factor)
 
-    return cond(state.count % _LOOK_EVERY == 0, look, lambda: known)
+    return when(state.count % _LOOK_EVERY == 0, look, known)
 
 
 def _zeros(params: optax.Params) -> Any:

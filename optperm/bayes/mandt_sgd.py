@@ -27,7 +27,7 @@ from optperm.bayes.masters import with_masters
 from optperm.bayes.warmup import after_burn_in
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
-from optperm.contract.mapped_axes import AxisName, cond
+from optperm.contract.mapped_axes import AxisName, when
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _UNSTABLE = 2.0
 # lambda_max(H A) is looked for in every tenth step of a burn-in, or of the first hundred.
 _PROBE_EVERY, _PROBES = 10, 100
+# After so many estimates from many examples' gradients each, a fourth of them is enough.
+_DENSE, _ESTIMATE_EVERY = 1000, 4
 
 
 class MandtSgdState(NamedTuple):
@@ -110,8 +112,10 @@ def mandt_sgd(
     nothing here sees to: `optperm.constant_sgd` does. A diagonal H is not always better than a scalar
     one.
 
-    C is the plain mean of all estimates so far. A step uses the C of the step before it; the full
-    preconditioner decomposes it when the number of estimates is a power of two or three halves of one.
+    C is the plain mean of all estimates so far, one in each step; after a thousand steps in every
+    fourth, by "per_example" and without the full preconditioner. A step uses the C of the step before
+    it; the full preconditioner decomposes it when the number of estimates is a power of two or three
+    halves of one.
 
     Args:
       num_data: N, the number of training examples.
@@ -224,18 +228,20 @@ def mandt_sgd(
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
 
         # C <- C + (C^ - C) / n, and lambda_max(H A) of the H of this step
-        is_open = True if freeze_after is None else count < freeze_after
-        following = cond(
-            is_open, lambda: _estimate(state, batch, estimator, preconditioner), lambda: state
+        is_open: Any = True if freeze_after is None else count < freeze_after
+        if estimator == "per_example" and not is_full:
+            is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
+        following = when(
+            is_open, lambda state: _estimate(state, batch, estimator, preconditioner), state
         )
         if extra_args.get("grad_fn") is not None:
             period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
             rate = resolve_schedule("learning_rate", learning_rate, count)
             factor = rate * (1 - mu) / (1 + mu)
-            following = cond(
+            following = when(
                 (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES)) & kernel.is_ready,
-                lambda: _probe(following, batch, kernel, h, factor, count // period),
-                lambda: following,
+                lambda state: _probe(state, batch, kernel, h, factor, count // period),
+                following,
             )
         is_known = (
             following.estimates * (batch_size - 1) >= 2 * len(kernel.basis) if is_full else True
@@ -291,8 +297,8 @@ def _estimate(
         # n is 2^k or 3 2^k
         third = n // 3
         is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))
-        noise, basis = cond(
-            is_due, lambda: tuple(jnp.linalg.eigh(covariance)), lambda: (kernel.noise, kernel.basis)
+        noise, basis = when(
+            is_due, lambda _: tuple(jnp.linalg.eigh(covariance)), (kernel.noise, kernel.basis)
         )
         kernel = kernel._replace(basis=basis, noise=jnp.maximum(noise, 0.0))
     else:

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from optperm.bayes.constant_sgd import constant_sgd
-from optperm.bayes.diagnostics import warn_of_draws
 from optperm.bayes.normal_noise import normal_like
+from optperm.bayes.report import warn_of_draws
 from optperm.bayes.sampling import Samples, run_chains, steps_to_learn
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
@@ -147,20 +147,11 @@ def sample(
         else _given(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
-
     counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
 
-    def draw(params: Any, opt_state: Any, first_step: Any, warmup: int) -> Samples:
-        return run_chains(
-            step,
-            params,
-            opt_state,
-            keys[1],
-            **counts,
-            warmup=warmup,
-            stacked=True,
-            first_step=first_step,
-        )
+    def draw(params: Any, opt_state: Any, first_step: Any, warmup: int = 0) -> Samples:
+        more = counts | {"warmup": warmup, "first_step": first_step}
+        return run_chains(step, params, opt_state, keys[1], stacked=True, **more)
 
     opt_state = jax.jit(jax.vmap(tx.init))(begun)
     if warmup is None:
@@ -168,21 +159,19 @@ def sample(
     drawn = draw(begun, opt_state, 0, warmup)
     if starts is None:
         # theta + 2 sd z, and as many steps again to forget it
-        z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(
-            jax.random.split(keys[2], num_chains)
-        )
+        z = normal_like(jax.random.key_data(keys[2]), begun)
         begun = jax.tree.map(
             lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
             drawn.last_params,
             drawn.params,
             z,
         )
-        drawn = draw(begun, drawn.last_opt_state, drawn.next_step, 0)
-        drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step, 0)
+        drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
+        drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
     parts = []
     for index in range(_PARTS):
         if index:
-            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step, 0)
+            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
         here = min(part, num_draws - index * part)
         if here <= 0:
             break
@@ -218,8 +207,8 @@ def _searched(
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError(
-            "params lie on a mesh with explicit axes, where sample cannot search for starts: use a mesh "
-            "with automatic axes, or a loop of your own and draw_samples."
+            "params lie on a mesh with explicit axes, where sample cannot search for starts: pass "
+            "starts=, or use a mesh with automatic axes."
         )
     if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 
 from optperm.bayes.constant_sgd import ConstantSgdState
-from optperm.bayes.diagnostics import NOISY, SAMPLERS, warn_of_draws
 from optperm.bayes.masters import wide_params
 from optperm.bayes.normal_noise import fold
+from optperm.bayes.report import NOISY, SAMPLERS, warn_of_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
@@ -137,8 +137,8 @@ def draw_samples(
     if warmup is None:
         warmup = steps_to_learn(opt_state)
     samples = run_chains(
-        step, params, opt_state, key, num_chains=num_chains, num_draws=num_draws, thinning=thinning,
-        warmup=warmup, stacked=stacked, first_step=first_step,
+        step, params, opt_state, key, num_chains=num_chains, num_draws=num_draws, stacked=stacked,
+        thinning=thinning, warmup=warmup, first_step=first_step,
     )  # fmt: skip
     warn_of_draws(samples)
     return samples
@@ -162,51 +162,39 @@ def run_chains(
     *,
     num_chains: int,
     num_draws: int,
-    thinning: int | jax.Array,
-    warmup: int | jax.Array,
     stacked: bool,
-    first_step: int | jax.Array,
+    **counts: int | jax.Array,
 ) -> Samples:
     """Return what `draw_samples` does, of arguments that have been checked, without a warning."""
+    leaves, form = jax.tree.flatten(opt_state)
     # What is the same in all chains, such as counts, stays one number: what a state does on a count
     # alone, `jax.vmap` would do in every step if each chain had one of its own.
-    is_shared = [not stacked or _is_shared(leaf, num_chains) for leaf in jax.tree.leaves(opt_state)]
+    is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
     if stacked:
-        leaves, form = jax.tree.flatten(opt_state)
-        leaves = [
-            leaf[0] if shared else leaf for leaf, shared in zip(leaves, is_shared, strict=True)
-        ]
-        opt_state = jax.tree.unflatten(form, leaves)
+        pairs = zip(leaves, is_shared, strict=True)
+        opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
+    numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
     return _run_chains(
-        step,
-        params,
-        opt_state,
-        key,
-        *(jnp.asarray(count, jnp.int32) for count in (thinning, warmup, first_step)),
-        num_chains=num_chains,
-        num_draws=num_draws,
-        stacked=stacked,
-        is_shared=tuple(is_shared),
+        step, params, opt_state, key, num_chains, num_draws, stacked, is_shared, **numbers
     )
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("step", "num_chains", "num_draws", "stacked", "is_shared"),
+    jax.jit, static_argnames=("step", "num_chains", "num_draws", "stacked", "is_shared")
 )
 def _run_chains(
     step: StepFn,
     params: optax.Params,
     opt_state: Any,
     key: jax.Array,
-    thinning: jax.Array,
-    warmup: jax.Array,
-    first_step: jax.Array,
-    *,
     num_chains: int,
     num_draws: int,
     stacked: bool,
     is_shared: tuple[bool, ...],
+    *,
+    thinning: jax.Array,
+    warmup: jax.Array,
+    first_step: jax.Array,
 ) -> Samples:
     chains = jnp.arange(num_chains, dtype=jnp.int32)
     chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)

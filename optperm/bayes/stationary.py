@@ -80,13 +80,12 @@ def stationary_covariance(
             f"noise must have the shape of hessian, {(d, d)}, got {jnp.shape(noise)}: it is the "
             "covariance of the gradient of all parameters, flattened to one vector."
         )
-    _check_real("preconditioner", preconditioner)
+    _check_numbers("preconditioner", preconditioner)
     if jnp.shape(preconditioner) not in ((), (d,), (d, d)):
         raise ValueError(
             f"preconditioner must be a number, a diagonal {(d,)} or a matrix {(d, d)}, as hessian is "
             f"{(d, d)}; got shape {jnp.shape(preconditioner)}."
         )
-    _check_finite("preconditioner", preconditioner)
     checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0), may_be_schedule=False)
     checks.check_flag("continuous", continuous)
 
@@ -155,13 +154,12 @@ def gaussian_kl(
             f"{jnp.shape(other_covariance)}."
         )
     for name, value in (("mean", mean), ("other_mean", other_mean)):
-        _check_real(name, value)
+        _check_numbers(name, value)
         if jnp.shape(value) != (d,):
             raise ValueError(
                 f"{name} must have shape {(d,)}, as the covariances are {(d, d)}; got "
                 f"{jnp.shape(value)}."
             )
-        _check_finite(name, value)
     dtype = accumulation_dtype((mean, covariance, other_mean, other_covariance))
     arguments = (mean, covariance, other_mean, other_covariance)
     m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
@@ -246,27 +244,24 @@ def _why_not_stationary(transition: np.ndarray, *, continuous: bool) -> str:
     )
 
 
-def _check_real(name: str, value: Any) -> None:
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises unless an array is of real numbers and, if concrete, finite."""
     dtype = checks.dtype_of(name, value)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"{name} must be of real numbers, got dtype {dtype}.")
-
-
-def _check_finite(name: str, value: Any) -> None:
     if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(value))):
         raise ValueError(f"{name} must be finite, got a NaN or an infinity in it.")
 
 
 def _check_symmetric(name: str, matrix: Any) -> int:
     """The number of rows; raises unless the matrix is square and, if concrete, symmetric and finite."""
-    _check_real(name, matrix)
+    _check_numbers(name, matrix)
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
         raise ValueError(
             f"{name} must be a square matrix (D, D), got shape {shape}. A diagonal has to be "
             "written out: jnp.diag(values)."
         )
-    _check_finite(name, matrix)
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)
         gap, size = np.abs(values - values.T).max(), np.abs(values).max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import optax
 
 from optperm.bayes.covariance import BatchGradients
 from optperm.bayes.masters import with_masters
-from optperm.bayes.normal_noise import fold, normal_like
+from optperm.bayes.normal_noise import fold, signs_like
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import key_data
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
 _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
-# Of many examples' gradients a fourth of the estimates is enough.
-_ESTIMATE_EVERY, _ENOUGH = 4, 1000
+# Of many examples' gradients an eighth of the estimates is enough.
+_ESTIMATE_EVERY, _ENOUGH = 8, 500
 
 
 class Warmup(NamedTuple):
@@ -59,14 +60,15 @@ class Warmup(NamedTuple):
         start, *_, last = self.ends()
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
-    def is_over(self, count: jax.Array) -> jax.Array:
-        """Return whether nothing is learned any more."""
-        return count >= jnp.asarray(self.freeze_after, jnp.int32)
+    def number(self, count: jax.Array) -> jax.Array:
+        """Return how many estimates came before a step in its window."""
+        starts = [jnp.where(start <= count, start, 0) for start in self.ends()]
+        return (count - functools.reduce(jnp.maximum, starts)) // self.every
 
     def ends_window(self, count: jax.Array) -> jax.Array:
-        """Return whether a window ends where so many steps have been taken."""
+        """Return whether a window ends with a step."""
         _, *ends = self.ends()
-        return jnp.any(jnp.stack([count == end for end in ends]))
+        return functools.reduce(jnp.logical_or, [count + 1 == end for end in ends])
 
 
 def warmup(
@@ -180,7 +182,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
             return jnp.where(square > 0, square, 1.0) ** 0.25
 
         # D z, and its product with A
-        z = jax.tree.map(jnp.sign, normal_like(fold(key_data(2), state.count), state.mean))
+        z = signs_like(fold(key_data(2), state.count), state.mean)
         probe = jax.tree.map(lambda z, s: z / root(s), z, state.square)
         batch = BatchGradients(params, g, extra_args, 1, None, axis_name)
         product = batch.curvature_product(probe)

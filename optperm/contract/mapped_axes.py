@@ -68,12 +68,41 @@ def cond(
     types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
 
     def typed(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def agree(leaf: Any, *others: Any) -> Any:
-            return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
-
-        return lambda *operands: jax.tree.map(agree, branch(*operands), *types)
+        return lambda *operands: jax.tree.map(_agree, branch(*operands), *types)
 
     return jax.lax.cond(predicate, typed(true_fn), typed(false_fn), *operands)
+
+
+def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """Return `change(tree)` where a predicate holds, else the tree as it is.
+
+    It is a loop of at most one turn: XLA writes what a loop carries in place, where a conditional copies
+    each leaf that it hands on, in every step. Types agree as those of `cond` do.
+
+    Args:
+      predicate: Whether to change it. A Python bool decides while tracing.
+      change: A function of the tree to one of the same form.
+      tree: The tree.
+    """
+    if isinstance(predicate, bool):
+        return change(tree) if predicate else tree
+    mesh, types, is_due = jax.sharding.get_abstract_mesh(), tree, jnp.asarray(predicate)
+    if mesh.manual_axes or AxisType.Explicit in mesh.axis_types:
+        types = jax.eval_shape(change, tree)
+
+    def turn(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+        # What is in a conditional is not moved out of the loop, to be computed in every step.
+        changed = cond(carry[0], change, lambda tree: tree, carry[1])
+        done = mark_varying(jnp.zeros([], jnp.bool_), varying_axes(is_due))
+        return done, jax.tree.map(_agree, changed, carry[1])
+
+    start = is_due, jax.tree.map(_agree, tree, types)
+    result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
+    return result
+
+
+def _agree(leaf: Any, *others: Any) -> Any:
+    return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
 
 def largest(tree: Tree, axis_name: AxisName | None) -> Tree:

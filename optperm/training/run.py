@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from optperm.bayes.diagnostics import SAMPLERS, warn_of_samplers
+from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.permutation.standstill import warn_if_past_end, warn_if_still

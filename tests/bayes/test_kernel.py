@@ -89,6 +89,20 @@ def test_the_decomposition_does_not_depend_on_units():
     np.testing.assert_allclose(basis.T @ jnp.float32(c) @ basis, np.diag(noise), atol=2e-5)
 
 
+def test_what_has_no_noise_is_kept_apart_to_the_last_bit():
+    """Rounding of the eigenvectors would otherwise be all the noise that the next window sees there."""
+    for seed in range(20):
+        c = np.zeros((9, 9))
+        is_noisy = np.random.default_rng(seed).permutation(9) < 6
+        root = np.random.default_rng(seed).normal(size=(6, 8))
+        c[np.ix_(is_noisy, is_noisy)] = root @ root.T
+        noise, basis = decomposed(c)
+        assert int(noise.sum()) == 6
+        basis = np.asarray(basis)
+        assert not np.any(basis[np.ix_(is_noisy, np.asarray(noise) == 0)])
+        assert not np.any(basis[np.ix_(~is_noisy, np.asarray(noise) == 1)])
+
+
 def test_a_second_look_in_the_coordinates_of_the_first_is_precise():
     """Of a feature that is 3,000 times as far from zero as it varies C in float32 says nothing."""
     rng = np.random.default_rng(0)

@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
-from optperm.bayes.normal_noise import fold, three_point_like, threefry
+from optperm.bayes.normal_noise import (
+    fold,
+    normal_like,
+    signs_like,
+    three_point_like,
+    threefry,
+)
 from optperm.contract.keys import key_data
 
 
@@ -19,6 +26,26 @@ def test_threefry_is_that_of_jax():
         threefry(data, high, low), threefry2x32_p.bind(*data, high, low), strict=True
     ):
         support.assert_same_bits(ours, theirs)
+
+
+def test_normal_numbers_and_signs_are_distributed_so():
+    """By the quantiles that a hundred thousand of them show."""
+    tree = {"a": jnp.zeros((300, 400))}
+    drawn = np.sort(np.asarray(normal_like(key_data(1), tree)["a"], np.float64).ravel())
+    wanted = scipy.stats.norm.cdf(drawn)
+    # Kolmogorov's distance, at a level of 1e-3.
+    assert np.abs(wanted - (np.arange(drawn.size) + 0.5) / drawn.size).max() < 1.95 / 400
+    assert np.all(np.isfinite(drawn))
+    ones = np.asarray(signs_like(key_data(2), tree)["a"])
+    assert set(np.unique(ones)) == {-1, 1}
+    assert abs(ones.mean()) < 4 / np.sqrt(ones.size)
+
+
+def test_folding_is_that_of_jax():
+    key = jax.random.key(7)
+    for number in (3, -5, 2**31 - 1):
+        wanted = jax.random.key_data(jax.random.fold_in(key, jnp.int32(number)))
+        support.assert_same_bits(fold(jax.random.key_data(key), jnp.int32(number)), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

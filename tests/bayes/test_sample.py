@@ -100,6 +100,24 @@ def test_bad_arguments():
             optperm.sample(**good | change)
 
 
+@pytest.mark.chains
+def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sampler = functools.partial(
+        optperm.constant_sgd, preconditioner="diagonal", burn_in=20, freeze_after=40
+    )
+    x = jax.random.normal(jax.random.key(0), (N, 8))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, jax.P("d")))
+        samples = optperm.sample(
+            lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, w,
+            jax.random.key(1), sampler=sampler, starts=jnp.stack([w, w]), **QUICK,
+        )  # fmt: skip
+    draws = np.asarray(samples.params)
+    assert np.abs(draws - np.mean(x, axis=0)).max() < 5 / np.sqrt(N)
+    assert np.all(np.ptp(draws, axis=1) > 0)
+
+
 @pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
 @pytest.mark.chains
 def test_both_modes_are_found_and_said():

@@ -50,11 +50,11 @@ def test_windows_of_the_schedule():
     counts = jnp.arange(300)
     np.testing.assert_array_equal(np.flatnonzero(jax.vmap(due.is_open)(counts)), np.arange(50, 180))
     ends = np.flatnonzero(jax.vmap(due.ends_window)(counts))
-    np.testing.assert_array_equal(ends, [75, 100, 120, 140, 180])
+    np.testing.assert_array_equal(ends, [74, 99, 119, 139, 179])
     last = [warmup(b, None, 8, "per_example", None).freeze_after for b in (0, 500, 1000, 4000)]
     assert last == [1000, 1500, 2000, 8000]
-    every = [warmup(4000, None, size, "per_example", "diagonal").every for size in (2, 4, 16)]
-    assert every == [1, 2, 4]
+    every = [warmup(4000, None, size, "per_example", "diagonal").every for size in (2, 4, 32)]
+    assert every == [1, 2, 8]
     for freeze_after in (100, 99):
         with pytest.raises(ValueError, match="freeze_after must be above burn_in"):
             optperm.constant_sgd(N, S, burn_in=100, freeze_after=freeze_after)
@@ -71,8 +71,9 @@ def learned(form):
 @pytest.mark.chains
 @pytest.mark.parametrize("form", ["diagonal", "full"])
 def test_noise_and_curvature_are_those_of_the_problem(form):
-    """Lambda = W^T C W within the error of 600 estimates, a_i at least w_i^T A w_i, lambda_max(H A) at
-    most c, and the product of noise and its steps never more than the batches' share."""
+    """Lambda = W^T C W within the error of 300 estimates or 600, a_i at least w_i^T A w_i,
+    lambda_max(H A) at most c, and the product of noise and its steps never more than the batches'
+    share."""
     state = learned(form)
     kernel = state.kernel
     basis = np.eye(D) if form == "diagonal" else np.asarray(kernel.basis, np.float64)
@@ -84,7 +85,7 @@ def test_noise_and_curvature_are_those_of_the_problem(form):
     h = np.stack([state.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
     largest = np.linalg.eigvals(h @ HESSIAN).real.max()
     assert 0.02 < largest <= 0.2 * 1.05
-    assert float(kernel.estimates) == 600
+    assert float(kernel.estimates) == (300 if form == "diagonal" else 600)
     assert float(kernel.drift) == pytest.approx(1, abs=0.15)
 
 

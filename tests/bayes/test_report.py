@@ -11,7 +11,7 @@ import scipy.special
 import scipy.stats
 
 import optperm
-from optperm.bayes.diagnostics import effective_sizes, r_hats
+from optperm.bayes.convergence import effective_sizes, r_hats
 from optperm.contract.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")

@@ -1,4 +1,4 @@
-"""Diagnostics: can these draws be trusted? Functions of the draws and of the samplers' states."""
+"""Can these draws be trusted? What they and the samplers' states tell."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.bayes.constant_sgd import ConstantSgdState
+from optperm.bayes.convergence import convergence, split_r_hats
+from optperm.bayes.kernel import NoiseKernel
 from optperm.bayes.langevin import SghmcState, SgldState
 from optperm.bayes.mandt_sgd import MandtSgdState
 from optperm.contract.shardings import can_be_seen
@@ -26,7 +28,7 @@ _LARGEST_R_HAT, _LEAST_ESS, _NOT_MIXED = 1.01, 400, 1.1
 _FEWEST, _LEAST_DRAWS = 4, 20
 # So many entries are judged, spread evenly, where there are more.
 _MOST_ENTRIES = 20_000
-_LARGEST_STABILITY, _LARGEST_UNEVEN, _LARGEST_SHARE = 0.5, 0.2, 0.03
+_LARGEST_STABILITY, _LARGEST_UNEVEN = 0.5, 0.2
 _LARGEST_BIAS, _LEAST_DRIFT, _LARGEST_CORRELATION = 0.05, 0.7, 1.3
 # What stays within the law of its posterior does not spread so many times wider.
 _DIVERGES = 1e3
@@ -157,14 +159,13 @@ def warn_of_draws(samples: Samples) -> None:
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(samples)):
         return
-    if not find_states(samples.last_opt_state, SAMPLERS):
-        found = [] if _is_finite(samples.params) else [_DIVERGED]
+    if find_states(samples.last_opt_state, SAMPLERS):
+        found, values = _faults(samples, samples.last_opt_state), _entries(samples.params)
+        if not found and values.shape[1] >= 2 * _LEAST_DRAWS:
+            largest = np.nanmax(split_r_hats(values), initial=0.0)
+            found = [_of_r_hat(float(largest))] if largest > _NOT_MIXED else []
     else:
-        found = _faults(samples, samples.last_opt_state)
-        values = _entries(samples.params)
-        largest = np.nanmax(_split_r_hat(values), initial=0.0) if not found else 0.0
-        if values.shape[1] >= 2 * _LEAST_DRAWS and largest > _NOT_MIXED:
-            found.append(_of_r_hat(float(largest)))
+        found = [] if _is_finite(samples.params) else [_DIVERGED]
     for text in found:
         warnings.warn(text, stacklevel=3)
 
@@ -195,23 +196,18 @@ def _of_r_hat(value: float) -> str:
 
 def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
     values = _entries(samples.params)
-    moving = values.std(axis=1).max(axis=0) > 0
-    finite = values[..., moving & np.all(np.isfinite(values), axis=(0, 1))]
-    is_enough = finite.shape[1] >= _FEWEST and finite.shape[2] > 0
-    r_hat = ess_bulk = ess_tail = mcse = float("nan")
-    if is_enough:
-        r_hat = float(np.max(r_hats(finite)))
-        ess_bulk = float(np.min(effective_sizes(_normal_scores(_split(finite)))))
-        ess_tail = float(np.min(_tail_sizes(finite)))
-        mcse = float(np.max(1 / np.sqrt(effective_sizes(_split(finite)))))
+    is_moving = values.std(axis=1).max(axis=0) > 0
+    sound = values[..., is_moving & np.all(np.isfinite(values), axis=(0, 1))]
+    is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
+    r_hat, bulk, tail, mcse = convergence(sound) if is_enough else (float("nan"),) * 4
     found = _faults(samples, opt_state)
     if is_enough and found[:1] != [_DIVERGED]:
         if r_hat > _LARGEST_R_HAT:
             found.append(_of_r_hat(r_hat))
-        if min(ess_bulk, ess_tail) < _LEAST_ESS:
+        if min(bulk, tail) < _LEAST_ESS:
             found.append(
-                f"The least effective sample size is {min(ess_bulk, ess_tail):.3g}, and {_LEAST_ESS} "
-                "are needed to judge chains and quantiles: draw more."
+                f"The least effective sample size is {min(bulk, tail):.3g}, and {_LEAST_ESS} are "
+                "needed to judge chains and quantiles: draw more."
             )
     elif values.shape[1] < _FEWEST:
         found.append(
@@ -220,7 +216,6 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
         )
     states: list[Any] = find_states(opt_state, (SgldState, SghmcState))
     step_bias, batch_bias, unchecked = _langevin_biases(samples, states, found)
-    kernels = [state.kernel for state in find_states(opt_state, ConstantSgdState)]
     if samples.starts is not None and _is_same(samples.starts):
         unchecked.insert(0, _ONE_START)
     unchecked.append("That batches are drawn with replacement, and nothing changes updates behind.")
@@ -230,18 +225,19 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
         )
     if sum(jnp.size(leaf[0, 0]) for leaf in _floating(samples.params)) > _MOST_ENTRIES:
         unchecked.append(f"Other entries than {_MOST_ENTRIES}, spread evenly.")
+    kernels = [state.kernel for state in find_states(opt_state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     return PosteriorReport(
         r_hat,
-        ess_bulk,
-        ess_tail,
+        bulk,
+        tail,
         mcse,
         stability=None if one is None else float(np.max(one.stability)),
         rho=None if one is None else float(np.max(one.rho)),
         drift=None if one is None else float(np.mean(one.drift)),
         step_bias=step_bias,
         batch_bias=batch_bias,
-        unmoved=int(np.sum(~moving)) if values.shape[1] > 1 else 0,
+        unmoved=int(np.sum(~is_moving)) if values.shape[1] > 1 else 0,
         not_checked=tuple(unchecked),
         warnings=tuple(found),
     )
@@ -249,41 +245,28 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
 
 def _faults(samples: Samples, opt_state: Any) -> list[str]:
     """Return what is wrong by the states and by how the draws spread."""
-    found = []
     values = _entries(samples.params)
-    # A chain that diverges in float32 overflows at last; before, its later half is far wider.
-    with np.errstate(over="ignore", invalid="ignore"):
-        half = values.shape[1] // 2
-        early, late = values[:, :half], values[:, half:]
-        center = np.median(early, axis=1, keepdims=True) if half else 0.0
-        spread = (
-            (np.abs(part - center).max(axis=1) for part in (early, late)) if half > 2 else (1, 1)
-        )
-        widths = [np.asarray(width) for width in spread]
-    is_wild = np.any(widths[1] > _DIVERGES * np.maximum(widths[0], 1e-30)) and half >= _LEAST_DRAWS
-    if not _is_finite(samples.params) or np.any(np.abs(values) > 1e15) or is_wild:
-        found.append(_DIVERGED)
-    states: list[Any] = find_states(opt_state, (ConstantSgdState, MandtSgdState))
-    drawn = values.shape[1] * int(samples.thinning)
+    is_wild = not _is_finite(samples.params) or bool(np.any(np.abs(values) > 1e15))
+    found = [_DIVERGED] if is_wild or _widens(values) else []
+    states: list[Any] = find_states(opt_state, SAMPLERS)
     for state in states:
-        found += _faults_of_state(state)
-        found += _faults_of_timing(state, drawn)
-    others: list[Any] = find_states(opt_state, (SgldState, SghmcState))
-    every = [*states, *others]
-    if len(every) > 1:
+        if isinstance(state, ConstantSgdState | MandtSgdState):
+            found += _faults_of_state(state)
+            found += _faults_of_timing(state, values.shape[1] * int(samples.thinning))
+    if len(states) > 1:
         found.append(
-            f"There are {len(every)} samplers, each of a part of the params: none sees how the noise "
+            f"There are {len(states)} samplers, each of a part of the params: none sees how the noise "
             "of its part goes with that of another one, and the draws do not follow the posterior. "
             "Use one for all params that are sampled."
         )
-    left_out = max((int(np.max(state.left_out)) for state in every), default=0)
+    left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:
         found.append(
             f"In {left_out} steps some gradients were not finite, and their entries stayed where they "
             "were: the draws of those do not follow the posterior."
         )
     unmoved = values.std(axis=1).max(axis=0) == 0 if values.shape[1] > 1 else np.zeros(0)
-    if np.any(unmoved) and _COLD not in found and every:
+    if np.any(unmoved) and _COLD not in found and states:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
             "their gradients are finite, and that sampling had begun."
@@ -291,14 +274,23 @@ def _faults(samples: Samples, opt_state: Any) -> list[str]:
     return found + _faults_of_rounding(samples)
 
 
+def _widens(values: np.ndarray) -> bool:
+    """Return whether the later half of a chain is far wider: one that diverges overflows at last."""
+    half = values.shape[1] // 2
+    if half < _LEAST_DRAWS:
+        return False
+    with np.errstate(over="ignore", invalid="ignore"):
+        distances = np.abs(values - np.median(values[:, :half], axis=1, keepdims=True))
+        early, late = distances[:, :half].max(axis=1), distances[:, half:].max(axis=1)
+        return bool(np.any(late > _DIVERGES * np.maximum(early, 1e-30)))
+
+
 def _faults_of_state(state: ConstantSgdState | MandtSgdState) -> list[str]:
     """Return what a state tells of steps that do not sample; nothing of a traced one."""
     if not can_be_seen(state.count) or not can_be_seen(state.kernel.stability):
         return []
-    found = []
-    stability = float(np.max(state.kernel.stability))
-    unstable = getattr(state, "unstable", None)
-    if unstable is not None and np.any(np.asarray(unstable) > 0):
+    found, stability = [], float(np.max(state.kernel.stability))
+    if np.any(np.asarray(getattr(state, "unstable", 0)) > 0):
         raise ValueError(
             f"These steps do not sample, they diverge: lambda_max(H A) is {stability:.3g}, 2 or more, "
             "so none was taken. Use constant_sgd, smaller batches, a smaller max_step or more damping."
@@ -310,43 +302,47 @@ def _faults_of_state(state: ConstantSgdState | MandtSgdState) -> list[str]:
             f"{off:.2g} times what it should be. Lower stability, or take smaller batches."
         )
     if isinstance(state, ConstantSgdState):
-        found += [_COLD] if np.any(np.asarray(state.scale) == 0) and np.any(state.count) else []
-        seen = np.asarray(state.freeze_after) - np.asarray(state.count)
-        learned = np.maximum(np.asarray(state.kernel.estimates), 1)
-        share = float(np.max(np.asarray(state.uneven) / (2 * learned)))
-        share *= bool(np.all(seen <= 0))
-        drift = float(np.mean(state.kernel.drift))
-        if drift < _LEAST_DRIFT and np.all(seen <= 0):
-            found.append(
-                f"The warm-up has not arrived: in its last window the gradients' noise was {drift:.2g} "
-                "times that in the one before, and draws by a noise that is still falling are too "
-                "narrow. Begin nearer to an optimum, or take a longer burn_in."
-            )
-        correlation = float(np.max(state.kernel.correlation))
-        # Of few estimates the steepest direction is the one whose noise was taken for too small.
-        most = _LARGEST_CORRELATION + 4 / np.sqrt(np.min(learned))
-        is_diagonal = isinstance(state.kernel.basis, tuple)
-        if is_diagonal and correlation > most and np.all(seen <= 0):
-            found.append(
-                "The noise of the gradients is correlated: along the steepest direction a step's is "
-                f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
-                "too large by about that factor. Use preconditioner='full', or a smaller rho."
-            )
-        size = 0 if isinstance(state.kernel.basis, tuple) else state.kernel.basis.shape[-1]
-        if np.all(seen <= 0) and float(np.min(state.kernel.estimates)) < size:
-            found.append(
-                f"The full preconditioner has {int(np.min(state.kernel.estimates))} estimates of the "
-                f"noise of {size} params: raise freeze_after, or use preconditioner='diagonal'."
-            )
+        if np.any(np.asarray(state.scale) == 0) and np.any(state.count):
+            found.append(_COLD)
+        if np.any(np.asarray(state.count) < np.asarray(state.freeze_after)):
+            return found
+        found += _faults_of_learning(state.kernel)
+        estimates = 2 * np.asarray(state.kernel.estimates)
     else:
-        share = float(np.max(np.asarray(state.uneven) / np.maximum(np.asarray(state.estimates), 1)))
-    if share > _LARGEST_UNEVEN:
+        estimates = np.asarray(state.estimates)
+    if np.max(np.asarray(state.uneven) / np.maximum(estimates, 1)) > _LARGEST_UNEVEN:
         found.append(
             "The gradient of the batch is not the mean of those of its examples, whose noise the steps "
             "are made for, and the draws do not follow the posterior: the loss sums over the batch, has "
             "weights of examples, or mixes them as BatchNorm does. Use jnp.mean of what each example "
             "loses, with weights as factors in it, or for a loss that mixes them "
             "estimator='two_batches'."
+        )
+    return found
+
+
+def _faults_of_learning(kernel: NoiseKernel) -> list[str]:
+    """Return what is wrong with what the warm-up has learned."""
+    found, drift = [], float(np.mean(kernel.drift))
+    if drift < _LEAST_DRIFT:
+        found.append(
+            f"The warm-up has not arrived: in its last window the gradients' noise was {drift:.2g} "
+            "times that in the one before, and draws by a noise that is still falling are too "
+            "narrow. Begin nearer to an optimum, or take a longer burn_in."
+        )
+    correlation, estimates = float(np.max(kernel.correlation)), int(np.min(kernel.estimates))
+    if isinstance(kernel.basis, tuple):
+        # Of few estimates the steepest direction is the one whose noise was taken for too small.
+        if correlation > _LARGEST_CORRELATION + 4 / np.sqrt(max(estimates, 1)):
+            found.append(
+                "The noise of the gradients is correlated: along the steepest direction a step's is "
+                f"{correlation:.2g} times what the preconditioner takes it for, and the variance there "
+                "too large by about that factor. Use preconditioner='full', or a smaller rho."
+            )
+    elif estimates < kernel.basis.shape[-1]:
+        found.append(
+            f"The full preconditioner has {estimates} estimates of the noise of "
+            f"{kernel.basis.shape[-1]} params: raise freeze_after, or use preconditioner='diagonal'."
         )
     return found
 
@@ -429,82 +425,6 @@ def _langevin_biases(
             "The variance that the noise of the batches adds: no gradients of examples were seen."
         )
     return step_bias, batch_bias, unchecked
-
-
-def r_hats(values: np.ndarray) -> np.ndarray:
-    """Return the rank-normalized split R-hat of each entry, of bulk or scale, whichever is larger.
-
-    Args:
-      values: (chain, draw, entry).
-    """
-    halves = _split(values)
-    folded = np.abs(halves - np.median(halves, axis=(0, 1)))
-    return np.fmax(_r_hat(_normal_scores(halves)), _r_hat(_normal_scores(folded)))
-
-
-def effective_sizes(values: np.ndarray) -> np.ndarray:
-    """Return the effective sample size of the mean of each entry, by Geyer's monotone sequence.
-
-    Args:
-      values: (chain, draw, entry), of chains that are split already.
-    """
-    chains, draws, _ = values.shape
-    centered = values - values.mean(axis=1, keepdims=True)
-    spectrum = np.fft.rfft(centered, 2 * draws, axis=1)
-    covariances = np.fft.irfft(spectrum * np.conj(spectrum), 2 * draws, axis=1)[:, :draws] / draws
-    within = covariances[:, 0].mean(axis=0) * draws / (draws - 1)
-    total = within * (draws - 1) / draws + (
-        values.mean(axis=1).var(axis=0, ddof=1) if chains > 1 else 0
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rho = 1 - (within - covariances.mean(axis=0)) / total
-    rho[0] = 1.0
-    # Sums of pairs, as far as they are positive, and none larger than the one before.
-    pairs = rho[: draws // 2 * 2].reshape(draws // 2, 2, -1).sum(axis=1)
-    positive = np.cumprod(pairs > 0, axis=0)
-    pairs = np.minimum.accumulate(np.where(positive, pairs, 0.0), axis=0)
-    size = chains * draws
-    times = np.maximum(-1 + 2 * pairs.sum(axis=0), 1 / np.log10(max(size, 10)))
-    return size / times
-
-
-def _tail_sizes(values: np.ndarray) -> np.ndarray:
-    sizes = []
-    for level in (0.05, 0.95):
-        below = values <= np.quantile(values, level, axis=(0, 1))
-        sizes.append(effective_sizes(_split(below.astype(np.float64))))
-    return np.minimum(*sizes)
-
-
-def _split_r_hat(values: np.ndarray) -> np.ndarray:
-    """Return the plain split R-hat, which is quick; NaN of what never moves, or of too few draws."""
-    if values.shape[1] < _FEWEST:
-        return np.full(values.shape[2], np.nan)
-    return _r_hat(_split(values))
-
-
-def _r_hat(halves: np.ndarray) -> np.ndarray:
-    draws = halves.shape[1]
-    within = halves.var(axis=1, ddof=1).mean(axis=0)
-    between = halves.mean(axis=1).var(axis=0, ddof=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt((draws - 1) / draws + between / within)
-
-
-def _split(values: np.ndarray) -> np.ndarray:
-    half = values.shape[1] // 2
-    return np.concatenate([values[:, :half], values[:, -half:]])
-
-
-def _normal_scores(values: np.ndarray) -> np.ndarray:
-    import scipy.special  # noqa: PLC0415 - it takes as long as all of JAX
-    import scipy.stats  # noqa: PLC0415
-
-    # Blom's offsets, as in the paper.
-    flat = values.reshape(-1, values.shape[2])
-    ranks = scipy.stats.rankdata(flat, axis=0)
-    scores = scipy.special.ndtri((ranks - 3 / 8) / (len(flat) + 1 / 4))
-    return np.asarray(scores).reshape(values.shape)
 
 
 def _entries(draws: Any) -> np.ndarray:

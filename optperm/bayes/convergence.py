@@ -1,0 +1,99 @@
+"""Whether chains have converged, and how many independent draws theirs are worth.
+
+A. Vehtari et al., "Rank-Normalization, Folding, and Localization: An Improved R-hat for Assessing
+Convergence of MCMC", Bayesian Analysis 16(2), 2021.
+"""
+
+import numpy as np
+
+
+def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
+    """Return the largest R-hat, the least bulk and tail effective sizes, the largest error of a mean.
+
+    The error is that of Monte Carlo, over the standard deviation.
+
+    Args:
+      values: (chain, draw, entry), of at least four draws.
+    """
+    halves, tails = _split(values), []
+    for level in (0.05, 0.95):
+        below = values <= np.quantile(values, level, axis=(0, 1))
+        tails.append(np.min(effective_sizes(_split(below.astype(np.float64)))))
+    bulk = effective_sizes(_normal_scores(halves))
+    errors = 1 / np.sqrt(effective_sizes(halves))
+    return (
+        float(np.max(r_hats(values))),
+        float(np.min(bulk)),
+        float(min(tails)),
+        float(np.max(errors)),
+    )
+
+
+def r_hats(values: np.ndarray) -> np.ndarray:
+    """Return the rank-normalized split R-hat of each entry, of bulk or scale, whichever is larger.
+
+    Args:
+      values: (chain, draw, entry).
+    """
+    halves = _split(values)
+    folded = np.abs(halves - np.median(halves, axis=(0, 1)))
+    return np.fmax(_r_hat(_normal_scores(halves)), _r_hat(_normal_scores(folded)))
+
+
+def effective_sizes(values: np.ndarray) -> np.ndarray:
+    """Return the effective sample size of the mean of each entry, by Geyer's monotone sequence.
+
+    Args:
+      values: (chain, draw, entry), of chains that are split already.
+    """
+    chains, draws, _ = values.shape
+    centered = values - values.mean(axis=1, keepdims=True)
+    spectrum = np.fft.rfft(centered, 2 * draws, axis=1)
+    covariances = np.fft.irfft(spectrum * np.conj(spectrum), 2 * draws, axis=1)[:, :draws] / draws
+    within = covariances[:, 0].mean(axis=0) * draws / (draws - 1)
+    total = within * (draws - 1) / draws + (
+        values.mean(axis=1).var(axis=0, ddof=1) if chains > 1 else 0
+    )
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rho = 1 - (within - covariances.mean(axis=0)) / total
+    rho[0] = 1.0
+    # Sums of pairs, as far as they are positive, and none larger than the one before.
+    pairs = rho[: draws // 2 * 2].reshape(draws // 2, 2, -1).sum(axis=1)
+    positive = np.cumprod(pairs > 0, axis=0)
+    pairs = np.minimum.accumulate(np.where(positive, pairs, 0.0), axis=0)
+    size = chains * draws
+    times = np.maximum(-1 + 2 * pairs.sum(axis=0), 1 / np.log10(max(size, 10)))
+    return size / times
+
+
+def split_r_hats(values: np.ndarray) -> np.ndarray:
+    """Return the plain split R-hat of each entry, which is quick; NaN of what never moves.
+
+    Args:
+      values: (chain, draw, entry), of at least four draws.
+    """
+    return _r_hat(_split(values))
+
+
+def _r_hat(halves: np.ndarray) -> np.ndarray:
+    draws = halves.shape[1]
+    within = halves.var(axis=1, ddof=1).mean(axis=0)
+    between = halves.mean(axis=1).var(axis=0, ddof=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.sqrt((draws - 1) / draws + between / within)
+
+
+def _split(values: np.ndarray) -> np.ndarray:
+    half = values.shape[1] // 2
+    return np.concatenate([values[:, :half], values[:, -half:]])
+
+
+def _normal_scores(values: np.ndarray) -> np.ndarray:
+    import scipy.special  # noqa: PLC0415 - it takes as long as all of JAX
+    import scipy.stats  # noqa: PLC0415
+
+    # Blom's offsets, as in the paper.
+    flat = values.reshape(-1, values.shape[2])
+    ranks = scipy.stats.rankdata(flat, axis=0)
+    scores = scipy.special.ndtri((ranks - 3 / 8) / (len(flat) + 1 / 4))
+    return np.asarray(scores).reshape(values.shape)
