@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.permutation import cycles_numpy
+from optperm.permutation import cycles_numpy, tpu_calls
 from optperm.permutation.row_calls import Results, Signature, batched, call_target
 from optperm.permutation.weight_vectors import inverse, order_of_keys
 
@@ -156,19 +156,8 @@ def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
         )
         return tuple(results)
 
-    def by_pure_callback(*operands: jax.Array) -> Results:
-        # The target that `by_host` calls is not there. This has no partitioning rule.
-        on_host = functools.partial(_on_host, kernel, drop_remainder)
-        permute = functools.partial(_PERMUTE.on_flat_rows, on_host)
-        results = jax.pure_callback(permute, _PERMUTE.types(operands), *operands)
-        return mark_varying(tuple(results), varying_axes(operands))
-
-    return jax.lax.platform_dependent(
-        *operands,
-        cpu=by_target if kernel == "ffi" else by_host,
-        tpu=by_pure_callback,
-        default=by_host,
-    )
+    by_call = by_target if kernel == "ffi" else by_host
+    return jax.lax.platform_dependent(*operands, cpu=by_call, default=by_host)
 
 
 _host_call_p = Primitive("optperm_host_call")
@@ -179,7 +168,7 @@ _host_call_p.def_abstract_eval(lambda *operands, **_: _PERMUTE.of_results(operan
 def _lower_host_call(
     context: mlir.LoweringRuleContext, *operands: Any, kernel: str, drop_remainder: bool, call: Any
 ) -> Sequence[Any]:
-    """A call of Python's, as the target that JAX's own callbacks call.
+    """A call of Python's, on the CPU and a GPU as the target that JAX's own callbacks call.
 
     These have no partitioning rule, and on the CPU `jax.pure_callback` can hang, since it hands arrays
     to JAX that the device it waits for has to copy.
@@ -191,10 +180,13 @@ def _lower_host_call(
             f"an update that calls Python is compiled for one platform, got {module.platforms}: where "
             "optperm has its compiled kernel, export the update for the CPU alone"
         )
+    on_host: Callable[..., Any] = functools.partial(_on_host, kernel, drop_remainder)
+    if module.platforms[0] == "tpu":
+        return tpu_calls.lower_call(_PERMUTE, on_host, context, *operands)
     on_cpu = module.platforms[0] == "cpu"
     target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
-    on_host: Callable[..., Any] = _on_buffers if on_cpu else _on_host
-    module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))
+    on_buffers = functools.partial(_on_buffers, kernel, drop_remainder)
+    module.add_host_callback(on_buffers if on_cpu else on_host)
     index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
 
     def call_python(*operands: jax.Array) -> Results:

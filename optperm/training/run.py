@@ -88,6 +88,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     show: Any = None
     is_still = False
+    is_past_end = False
 
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
@@ -265,9 +266,9 @@ class Run:
             for state in find_states(self.carry.opt_state, SvrgState):
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
-        before = sum(int(row["step"]) for row in self.history.epoch_rows[-2:-1])
         for half in find_states(self.carry.opt_state, RecommendationState):
-            if 0 < int(np.max(half.steps_past_end)) <= at.step - before:  # not before that row
+            if not self.is_past_end and int(np.max(half.steps_past_end)) > 0:
+                self.is_past_end = True
                 says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
                 warnings.warn(says, stacklevel=5)  # where fit is called
         if self.keep_best:

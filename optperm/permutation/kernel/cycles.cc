@@ -98,33 +98,45 @@ class SubsetPermuter {
     return any != 0;
   }
 
+  void Gather(const Row<T>& row, int64_t begin, int64_t end) {
+    const Home* home = entries_.home;
+    for (int64_t p = begin; p < end; ++p) {
+      entries_.weight[p] = row.weights[home[p].location];
+      entries_.wish[p] = ToBits(row.recommendation[home[p].location]);
+    }
+  }
+
   // Until here tied entries are in order of rank.
-  OPTPERM_RARE void OrderTies() {
+  OPTPERM_RARE void OrderTies(const Row<T>& row) {
     const T* weight = entries_.weight;
     for (int32_t begin = 0, end; begin < entries_.size; begin = end) {
       for (end = begin + 1; end < entries_.size && weight[end] == weight[begin];) ++end;
       if (end - begin == 1) continue;
-      tied_.clear();
-      for (int32_t p = begin; p < end; ++p) tied_.push_back({entries_.home[p], entries_.wish[p], weight[p]});
-      std::sort(tied_.begin(), tied_.end(),
-                [](const Entry& a, const Entry& b) { return a.home.location < b.home.location; });
-      for (int32_t p = begin; p < end; ++p) {
-        entries_.home[p] = tied_[p - begin].home;
-        entries_.wish[p] = tied_[p - begin].wish;
-        entries_.weight[p] = tied_[p - begin].weight;
+      SortByLocation(row, entries_.home + begin, end - begin);
+      Gather(row, begin, end);
+    }
+  }
+
+  // Many of a row are marked as bits, in order of location.
+  void SortByLocation(const Row<T>& row, Home* home, int32_t size) {
+    const int32_t words = (row.n + 63) / 64;
+    if (size < 16 || size < words / 16) {
+      std::sort(home, home + size, [](const Home& a, const Home& b) { return a.location < b.location; });
+      return;
+    }
+    uint64_t* marks = marks_.Reserve<uint64_t>(words);
+    std::fill_n(marks, words, 0);
+    for (int32_t i = 0; i < size; ++i) marks[home[i].location >> 6] |= uint64_t{1} << (home[i].location & 63);
+    for (int32_t word = 0; word < words; ++word) {
+      for (uint64_t bits = marks[word]; bits != 0; bits &= bits - 1) {
+        const int32_t location = (word << 6) + LowestBit(bits);
+        *home++ = {location, row.ranks[location]};
       }
     }
   }
 
-  struct Entry {
-    Home home;
-    Bits<T> wish;
-    T weight;
-  };
-
-  Buffer weights_, wishes_;
+  Buffer weights_, wishes_, marks_;
   Entries<T> entries_;
-  std::vector<Entry> tied_;
   CycleSearch<T> search_;
 };
 
@@ -132,16 +144,11 @@ template <typename T>
 OPTPERM_FOR_EACH_PROCESSOR int32_t SubsetPermuter<T>::Permute(const Row<T>& row, Home* home, int32_t size,
                                                               const Threads& threads) {
   entries_ = {size, home, weights_.Reserve<T>(size), wishes_.Reserve<Bits<T>>(size)};
-  ShareRange(threads, size, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      entries_.weight[p] = row.weights[home[p].location];
-      entries_.wish[p] = ToBits(row.recommendation[home[p].location]);
-    }
-  });
+  ShareRange(threads, size, [&](int64_t begin, int64_t end) { Gather(row, begin, end); });
   DropThoseThatSitOut();
   if (entries_.size < 2) return 0;
   const bool has_ties = HasTies();
-  if (has_ties) OrderTies();
+  if (has_ties) OrderTies(row);
   const double epsilon = row.spread * (static_cast<double>(row.aggressiveness) + 1.0 / entries_.size);
   const int32_t* take = search_.Run(entries_, epsilon, has_ties);
   std::atomic<int32_t> moved{0};

@@ -11,6 +11,17 @@ namespace optperm {
 inline int LowestBit(uint64_t word) { return __builtin_ctzll(word); }
 inline int HighestBit(uint64_t word) { return 63 - __builtin_clzll(word); }
 
+// Copies those of some places whose bit is set. Returns how many they are.
+inline int32_t Alive(const int32_t* places, int32_t size, const uint64_t* alive, uint32_t* found) {
+  int32_t count = 0;
+  for (int32_t i = 0; i < size; ++i) {
+    const uint32_t place = places[i];
+    found[count] = place;
+    count += alive[place >> 6] >> (place & 63) & 1;
+  }
+  return count;
+}
+
 // Places 0, ..., size - 1, each alive or not, and each one that should rise or one that should fall.
 //
 // Two trees of 64-bit words, one over the risers and one over the fallers, find the nearest alive place
@@ -25,6 +36,7 @@ class Places {
   // Room for `size` places. The caller then fills the words of alive(), rising() and tied(), and calls
   // Summarize.
   void Reset(int32_t size) {
+    size_ = size;
     depth_ = 0;
     for (int32_t words = Words(size);; words = Words(words)) {
       level_words_[depth_++] = words;
@@ -35,6 +47,8 @@ class Places {
       alive_.resize(words);
       rising_.resize(words);
       tied_.resize(words);
+      first_tied_.resize(words);
+      last_tied_.resize(words);
     }
   }
 
@@ -44,6 +58,12 @@ class Places {
   uint64_t* tied() { return tied_.data(); }
 
   void Summarize() {
+    const int32_t words = level_words_[0];
+    for (int32_t i = 0; i < words; ++i) first_tied_[i] = (tied_[i] & 1) != 0 ? FirstTied(64 * i - 1) : 64 * i;
+    for (int32_t i = words - 1; i >= 0; --i) {
+      const bool is_cut = i + 1 < words && (tied_[i + 1] & 1) != 0;
+      last_tied_[i] = is_cut ? LastTied(64 * i + 64) : std::min(64 * i + 64, size_) - 1;
+    }
     for (int kind = 0; kind < 2; ++kind) {
       for (int level = 1; level < depth_; ++level) {
         std::vector<uint64_t>& summary = summary_[kind][level];
@@ -60,12 +80,14 @@ class Places {
 
   void Remove(int32_t place) { alive_[place >> 6] &= ~(uint64_t{1} << (place & 63)); }
 
-  void Restore(int32_t place) {
-    const int kind = Rises(place);
-    alive_[place >> 6] |= uint64_t{1} << (place & 63);
-    for (int level = 1; level < depth_; ++level) {
-      place >>= 6;
-      summary_[kind][level][place >> 6] |= uint64_t{1} << (place & 63);
+  // Makes places of a word alive again.
+  void Restore(int32_t word, uint64_t bits) {
+    alive_[word] |= bits;
+    for (const int kind : {kFallers, kRisers}) {
+      if ((bits & (kind == kRisers ? rising_[word] : ~rising_[word])) == 0) continue;
+      for (int32_t level = 1, place = word; level < depth_; ++level, place >>= 6) {
+        summary_[kind][level][place >> 6] |= uint64_t{1} << (place & 63);
+      }
     }
   }
 
@@ -120,24 +142,31 @@ class Places {
     return kNone;
   }
 
-  // The first alive place of either kind at or above, or at or below, `place`.
+  // The first alive place of either kind at or above, or at or below, `place`. Most are found in its word.
   int32_t AnyUp(int32_t place) {
+    const int32_t word = place >> 6;
+    if (word >= level_words_[0]) return kNone;
+    const uint64_t bits = alive_[word] >> (place & 63);
+    if (bits != 0) return place + LowestBit(bits);
     const int32_t faller = Up(kFallers, place), riser = Up(kRisers, place);
     if (faller == kNone || riser == kNone) return std::max(faller, riser);
     return std::min(faller, riser);
   }
   int32_t AnyDown(int32_t place) {
+    if (place < 0) return kNone;
+    const uint64_t bits = alive_[place >> 6] << (63 - (place & 63));
+    if (bits != 0) return place - (63 - HighestBit(bits));
     return std::max(Down(kFallers, place), Down(kRisers, place));
   }
 
-  // The lowest place that has the same weight as `place`.
+  // The lowest and the highest place that have the same weight as `place`.
   int32_t FirstTied(int32_t place) const {
-    int32_t word = place >> 6;
-    uint64_t different = ~tied_[word] << (63 - (place & 63));
-    if (different != 0) return place - (63 - HighestBit(different));
-    while (tied_[--word] == ~uint64_t{0}) {
-    }
-    return (word << 6) + HighestBit(~tied_[word]);
+    const uint64_t different = ~tied_[place >> 6] << (63 - (place & 63));
+    return different != 0 ? place - (63 - HighestBit(different)) : first_tied_[place >> 6];
+  }
+  int32_t LastTied(int32_t place) const {
+    const uint64_t different = ~tied_[place >> 6] >> (place & 63) & ~uint64_t{1};
+    return different != 0 ? place + LowestBit(different) - 1 : last_tied_[place >> 6];
   }
 
  private:
@@ -154,9 +183,11 @@ class Places {
     summary_[kind][level][index >> 6] &= ~(uint64_t{1} << (index & 63));
   }
 
+  int32_t size_ = 0;
   int depth_ = 0;
   int32_t level_words_[kMaxDepth] = {};
   std::vector<uint64_t> alive_, rising_, tied_;
+  std::vector<int32_t> first_tied_, last_tied_;  // of the first and the last place of each word
   std::vector<uint64_t> summary_[2][kMaxDepth];
 };
 
