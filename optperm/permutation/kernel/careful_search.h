@@ -33,16 +33,8 @@ class CarefulSearch {
   // The cycle from a source, each place followed by the one whose weight it takes; empty if there is none. `end` is
   // the nearest faller above a source that should rise, or the nearest riser below one that should fall. All that is
   // memorized now is taken out of the places.
-  const std::vector<int32_t>& Run(Places* places, const Reach<T>& reach, int32_t source, int32_t end) {
-    places_ = places;
-    reach_ = reach;
-    path_.assign(1, source);
-    const bool found = places->Rises(source) ? SearchUp(source, end) : SearchDown(source, end);
-    if (!found) path_.assign(1, source);
-    for (int32_t place : path_) places->Remove(place);
-    if (!found) path_.clear();
-    return path_;
-  }
+  OPTPERM_FOR_EACH_PROCESSOR const std::vector<int32_t>& Run(Places* places, const Reach<T>& reach, int32_t source,
+                                                             int32_t end);
 
  private:
   // Places of a word.
@@ -120,12 +112,17 @@ class CarefulSearch {
     while (!path_.empty()) {
       const int32_t here = path_.back();
       const bool rises = places_->Rises(here);
+      if (rises && Climb(here, source)) {
+        highest = std::max(highest, path_.back());
+        if (path_.back() == source) break;
+        continue;
+      }
       const int32_t bound = rises ? here + 1 : places_->FirstTied(here) - 1;
       const int32_t next = rises ? places_->AnyUp(bound) : places_->AnyDown(bound);
       if (next != Places::kNone && (rises ? reach_.Up(here, next) : reach_.Down(here, next))) {
+        path_.push_back(next);
         if (next == source) break;
         places_->Remove(next);
-        path_.push_back(next);
         lowest = std::min(lowest, next);
         highest = std::max(highest, next);
         continue;
@@ -137,7 +134,23 @@ class CarefulSearch {
       places_->alive()[source >> 6] |= uint64_t{1} << (source & 63);
     }
     for (const Taken& taken : taken_) places_->Restore(taken.word, taken.bits);
-    return !path_.empty();
+    if (path_.empty()) return false;
+    path_.pop_back();  // the source again
+    return true;
+  }
+
+  // From a riser through the next ones within its word, and to the first faller or the source, if it reaches them all.
+  bool Climb(int32_t here, int32_t source) {
+    const int32_t word = here >> 6, base = here & ~63;
+    const uint64_t alive = places_->alive()[word], above = alive & (~uint64_t{1} << (here & 63));
+    if (above == 0) return false;
+    const uint64_t source_bit = word == source >> 6 ? uint64_t{1} << (source & 63) : 0;
+    const uint64_t ends = above & (~places_->rising()[word] | source_bit), end = ends & (0 - ends);
+    uint64_t run = above & (end | (end - 1));
+    if (!reach_.Up(here, base + HighestBit(run))) return false;
+    places_->alive()[word] = alive & (~run | source_bit);
+    for (; run != 0; run &= run - 1) path_.push_back(base + LowestBit(run));
+    return true;
   }
 
   Places* places_ = nullptr;
@@ -145,6 +158,19 @@ class CarefulSearch {
   std::vector<int32_t> path_;
   std::vector<Taken> taken_;
 };
+
+template <typename T>
+OPTPERM_FOR_EACH_PROCESSOR const std::vector<int32_t>& CarefulSearch<T>::Run(Places* places, const Reach<T>& reach,
+                                                                             int32_t source, int32_t end) {
+  places_ = places;
+  reach_ = reach;
+  path_.assign(1, source);
+  const bool found = places->Rises(source) ? SearchUp(source, end) : SearchDown(source, end);
+  if (!found) path_.clear();
+  for (int32_t place : path_) places->Remove(place);
+  places->Remove(source);
+  return path_;
+}
 
 }  // namespace optperm
 

@@ -120,7 +120,16 @@ class SubsetPermuter {
   // Many of a row are marked as bits, in order of location.
   void SortByLocation(const Row<T>& row, Home* home, int32_t size) {
     const int32_t words = (row.n + 63) / 64;
-    if (size < 16 || size < words / 16) {
+    if (size < 16) {
+      for (int32_t i = 1; i < size; ++i) {
+        const Home here = home[i];
+        int32_t j = i;
+        for (; j > 0 && home[j - 1].location > here.location; --j) home[j] = home[j - 1];
+        home[j] = here;
+      }
+      return;
+    }
+    if (size < words / 16) {
       std::sort(home, home + size, [](const Home& a, const Home& b) { return a.location < b.location; });
       return;
     }

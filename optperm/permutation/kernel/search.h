@@ -167,7 +167,7 @@ class CycleSearch {
       if ((up & down & apart) == 0) {
         if ((up | down) == 0) {
           alive_words[index] = alive ^ one;
-        } else {
+        } else if (!kTies || !SearchWord<kByAvx512>(source)) {
           SearchCarefully<kByAvx512>(source, rises != 0 ? high : low);
         }
         continue;
@@ -289,6 +289,41 @@ class CycleSearch {
       alive[index] &= ~(one | (one - 1));
       while (lowest_word_ < index) alive[lowest_word_++] = 0;
     }
+  }
+
+  // The search through ties, depth first and nearest first, for a cycle that lies within a word and is found without
+  // a step back. Returns false, and has changed nothing, if there is none.
+  template <bool kByAvx512>
+  OPTPERM_INLINE bool SearchWord(uint32_t source) {
+    const uint32_t index = source >> 6, base = source & ~uint32_t{63};
+    const uint64_t rising = places_.rising()[index], starts = ~places_.tied()[index];
+    const uint64_t source_bit = uint64_t{1} << (source & 63);
+    uint64_t alive = places_.alive()[index], here = source_bit;
+    int32_t path[64], length = 0;
+    do {
+      uint64_t next;
+      if ((here & rising) != 0) {
+        const uint64_t above = alive & ~(here | (here - 1)), ends = above & (~rising | source_bit);
+        next = ends & (0 - ends);
+        if (next == 0 || !reach_.Up(base + LowestBit(here), base + LowestBit(next))) return false;
+        // The risers before it, too.
+        for (uint64_t rest = above & (next - 1); rest != 0; rest &= rest - 1) path[length++] = base + LowestBit(rest);
+        alive &= ~above | (0 - next);
+      } else {
+        const uint64_t from_start = starts & (here | (here - 1));
+        if (from_start == 0) return false;
+        const uint64_t below = alive & ((uint64_t{1} << HighestBit(from_start)) - 1);
+        if (below == 0) return false;
+        next = uint64_t{1} << HighestBit(below);
+        if (!reach_.Down(base + LowestBit(here), base + LowestBit(next))) return false;
+      }
+      path[length++] = base + LowestBit(next);
+      alive &= ~next | source_bit;
+      here = next;
+    } while (here != source_bit);
+    places_.alive()[index] = alive & ~source_bit;
+    for (int32_t i = 0, place = source; i < length; place = path[i++]) Take<kByAvx512>(place, path[i]);
+    return true;
   }
 
   // What is left: the end does not reach the source, places are tied, or rounding makes the two directions differ.
