@@ -92,9 +92,26 @@ class SubsetPermuter {
     entries_.size = end;
   }
 
-  bool HasTies() const {
-    int any = 0;
-    for (int32_t p = 1; p < entries_.size; ++p) any |= entries_.weight[p] == entries_.weight[p - 1];
+  // Marks entries as heavy as the one before. Returns whether there are any.
+  bool FindTies() {
+    const T* weight = entries_.weight;
+    const int32_t size = entries_.size;
+    uint64_t any = 0;
+    ties_ = tie_buffer_.Reserve<uint64_t>((size + 63) / 64);
+    for (int32_t begin = 0; begin < size; begin += 64) {
+      uint8_t tied[64] = {};
+      const int32_t end = std::min(64, size - begin);
+      for (int32_t i = begin == 0; i < end; ++i) tied[i] = weight[begin + i] == weight[begin + i - 1];
+      uint64_t word = 0;
+      for (int32_t i = 0; i < 64; i += 8) {
+        // The product brings the lowest bits of eight bytes together in the highest byte.
+        uint64_t bytes;
+        std::memcpy(&bytes, tied + i, 8);
+        word |= bytes * 0x0102040810204080u >> 56 << i;
+      }
+      ties_[begin >> 6] = word;
+      any |= word;
+    }
     return any != 0;
   }
 
@@ -106,14 +123,26 @@ class SubsetPermuter {
     }
   }
 
+  // The first entry from one on that is marked as tied, or that is not; the size if there is none.
+  int32_t FindTie(int32_t from, bool is_tied) const {
+    if (from >= entries_.size) return entries_.size;
+    const uint64_t flip = is_tied ? 0 : ~uint64_t{0};
+    int32_t word = from >> 6;
+    uint64_t bits = (ties_[word] ^ flip) >> (from & 63) << (from & 63);
+    while (bits == 0) {
+      if (++word >= (entries_.size + 63) / 64) return entries_.size;
+      bits = ties_[word] ^ flip;
+    }
+    return std::min(entries_.size, (word << 6) + LowestBit(bits));
+  }
+
   // Until here tied entries are in order of rank.
   OPTPERM_RARE void OrderTies(const Row<T>& row) {
-    const T* weight = entries_.weight;
-    for (int32_t begin = 0, end; begin < entries_.size; begin = end) {
-      for (end = begin + 1; end < entries_.size && weight[end] == weight[begin];) ++end;
-      if (end - begin == 1) continue;
-      SortByLocation(row, entries_.home + begin, end - begin);
-      Gather(row, begin, end);
+    for (int32_t end = 0;;) {
+      const int32_t second = FindTie(end, true);
+      if (second == entries_.size) return;
+      end = FindTie(second, false);
+      SortByLocation(row, entries_.home + second - 1, end - second + 1);
     }
   }
 
@@ -144,8 +173,9 @@ class SubsetPermuter {
     }
   }
 
-  Buffer weights_, wishes_, marks_;
+  Buffer weights_, wishes_, tie_buffer_, marks_;
   Entries<T> entries_;
+  uint64_t* ties_ = nullptr;  // a bit for each entry
   CycleSearch<T> search_;
 };
 
@@ -156,10 +186,13 @@ OPTPERM_FOR_EACH_PROCESSOR int32_t SubsetPermuter<T>::Permute(const Row<T>& row,
   ShareRange(threads, size, [&](int64_t begin, int64_t end) { Gather(row, begin, end); });
   DropThoseThatSitOut();
   if (entries_.size < 2) return 0;
-  const bool has_ties = HasTies();
-  if (has_ties) OrderTies(row);
+  const bool has_ties = FindTies();
+  if (has_ties) {
+    OrderTies(row);
+    Gather(row, 0, entries_.size);
+  }
   const double epsilon = row.spread * (static_cast<double>(row.aggressiveness) + 1.0 / entries_.size);
-  const int32_t* take = search_.Run(entries_, epsilon, has_ties);
+  const int32_t* take = search_.Run(entries_, epsilon, has_ties ? ties_ : nullptr);
   std::atomic<int32_t> moved{0};
   ShareRange(threads, entries_.size, [&](int64_t begin, int64_t end) {
     int32_t count = 0;

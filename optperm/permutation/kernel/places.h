@@ -33,8 +33,8 @@ class Places {
   enum Kind { kFallers = 0, kRisers = 1 };
   static constexpr int32_t kNone = -1;
 
-  // Room for `size` places. The caller then fills the words of alive(), rising() and tied(), and calls
-  // Summarize.
+  // Room for `size` places. The caller then fills the words of alive(), rising() and, where there are ties, tied(),
+  // and calls Summarize.
   void Reset(int32_t size) {
     size_ = size;
     depth_ = 0;
@@ -57,10 +57,13 @@ class Places {
   // Whether a place has the same weight as the place below it.
   uint64_t* tied() { return tied_.data(); }
 
-  void Summarize() {
+  // Without ties those are not read.
+  void Summarize(bool has_ties) {
     const int32_t words = level_words_[0];
-    for (int32_t i = 0; i < words; ++i) first_tied_[i] = (tied_[i] & 1) != 0 ? FirstTied(64 * i - 1) : 64 * i;
-    for (int32_t i = words - 1; i >= 0; --i) {
+    for (int32_t i = 0; has_ties && i < words; ++i) {
+      first_tied_[i] = (tied_[i] & 1) != 0 ? FirstTied(64 * i - 1) : 64 * i;
+    }
+    for (int32_t i = words - 1; has_ties && i >= 0; --i) {
       const bool is_cut = i + 1 < words && (tied_[i + 1] & 1) != 0;
       last_tied_[i] = is_cut ? LastTied(64 * i + 64) : std::min(64 * i + 64, size_) - 1;
     }

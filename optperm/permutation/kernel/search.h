@@ -20,33 +20,28 @@ namespace optperm {
 template <typename T>
 class CycleSearch {
  public:
-  // For each place the place whose weight it takes.
-  const int32_t* Run(const Entries<T>& entries, double epsilon, bool has_ties) {
+  // For each place the place whose weight it takes. In `ties`, if there are any, a bit marks what is as heavy as the
+  // place before.
+  const int32_t* Run(const Entries<T>& entries, double epsilon, const uint64_t* ties) {
     reach_ = {entries.weight, epsilon};
     size_ = entries.size;
-    Prepare(entries, has_ties);
-    has_ties ? Search<true>(entries.wish) : Search<false>(entries.wish);
+    Prepare(entries, ties);
+    ties != nullptr ? Search<true>(entries.wish) : Search<false>(entries.wish);
     return take_;
   }
 
  private:
-  void Prepare(const Entries<T>& entries, bool has_ties) {
+  void Prepare(const Entries<T>& entries, const uint64_t* ties) {
     places_.Reset(size_);
-    uint64_t *alive = places_.alive(), *tied = places_.tied();
-    for (int32_t begin = 0; begin < size_; begin += 64) {
-      const int32_t length = std::min(64, size_ - begin);
-      uint64_t ties = 0;
-      if (has_ties) {
-        const T* w = entries.weight + begin;
-        for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
-      }
-      alive[begin >> 6] = ~uint64_t{0} >> (64 - length);
-      tied[begin >> 6] = ties;
-    }
+    uint64_t* const alive = places_.alive();
+    const int32_t words = (size_ + 63) / 64;
+    std::fill_n(alive, words, ~uint64_t{0});
+    alive[words - 1] >>= 64 * words - size_;
+    if (ties != nullptr) std::copy_n(ties, words, places_.tied());
     Signs(entries.wish);
-    places_.Summarize();
+    places_.Summarize(ties != nullptr);
     lowest_word_ = 0;
-    highest_word_ = (size_ - 1) >> 6;
+    highest_word_ = words - 1;
   }
 
   // Which entries should rise: the sign bits of their wishes.
