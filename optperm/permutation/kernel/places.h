@@ -6,21 +6,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "entries.h"
+
 namespace optperm {
 
 inline int LowestBit(uint64_t word) { return __builtin_ctzll(word); }
 inline int HighestBit(uint64_t word) { return 63 - __builtin_clzll(word); }
-
-// Copies those of some places whose bit is set. Returns how many they are.
-inline int32_t Alive(const int32_t* places, int32_t size, const uint64_t* alive, uint32_t* found) {
-  int32_t count = 0;
-  for (int32_t i = 0; i < size; ++i) {
-    const uint32_t place = places[i];
-    found[count] = place;
-    count += alive[place >> 6] >> (place & 63) & 1;
-  }
-  return count;
-}
 
 // Places 0, ..., size - 1, each alive or not, and each one that should rise or one that should fall.
 //
@@ -145,21 +136,20 @@ class Places {
     return kNone;
   }
 
-  // The first alive place of either kind at or above, or at or below, `place`. Most are found in its word.
+  // The first alive place of either kind at or above, or at or below, `place`. Most are a few words away at most.
   int32_t AnyUp(int32_t place) {
-    const int32_t word = place >> 6;
+    int32_t word = place >> 6;
     if (word >= level_words_[0]) return kNone;
-    const uint64_t bits = alive_[word] >> (place & 63);
-    if (bits != 0) return place + LowestBit(bits);
-    const int32_t faller = Up(kFallers, place), riser = Up(kRisers, place);
-    if (faller == kNone || riser == kNone) return std::max(faller, riser);
-    return std::min(faller, riser);
+    uint64_t bits = alive_[word] >> (place & 63) << (place & 63);
+    for (const int32_t last = std::min(word + kNear, level_words_[0] - 1); bits == 0 && word < last;) bits = alive_[++word];
+    return bits != 0 ? (word << 6) + LowestBit(bits) : AnyFarUp((word + 1) << 6);
   }
   int32_t AnyDown(int32_t place) {
     if (place < 0) return kNone;
-    const uint64_t bits = alive_[place >> 6] << (63 - (place & 63));
-    if (bits != 0) return place - (63 - HighestBit(bits));
-    return std::max(Down(kFallers, place), Down(kRisers, place));
+    int32_t word = place >> 6;
+    uint64_t bits = alive_[word] & ~uint64_t{0} >> (63 - (place & 63));
+    for (const int32_t last = std::max(word - kNear, 0); bits == 0 && word > last;) bits = alive_[--word];
+    return bits != 0 ? (word << 6) + HighestBit(bits) : AnyFarDown((word << 6) - 1);
   }
 
   // The lowest and the highest place that have the same weight as `place`.
@@ -174,6 +164,14 @@ class Places {
 
  private:
   static constexpr int kMaxDepth = 7;
+  static constexpr int32_t kNear = 8;
+
+  OPTPERM_RARE int32_t AnyFarUp(int32_t place) {
+    const int32_t faller = Up(kFallers, place), riser = Up(kRisers, place);
+    if (faller == kNone || riser == kNone) return std::max(faller, riser);
+    return std::min(faller, riser);
+  }
+  OPTPERM_RARE int32_t AnyFarDown(int32_t place) { return std::max(Down(kFallers, place), Down(kRisers, place)); }
 
   static int32_t Words(int32_t bits) { return (bits + 63) / 64; }
 

@@ -10,7 +10,6 @@
 #include "avx512.h"
 #include "careful_search.h"
 #include "entries.h"
-#include "key_buckets.h"
 #include "key_sorter.h"
 #include "places.h"
 
@@ -61,7 +60,7 @@ class CycleSearch {
 
   // The most sources looked at together: enough to spare most of the branches on whether one is still alive, few
   // enough that hardly any is memorized meanwhile.
-  static constexpr int32_t kLookAhead = 32, kFew = 128;
+  static constexpr int32_t kLookAhead = 32;
   int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
 
   // All places in ascending |m|; beside them there is room for what they take.
@@ -78,20 +77,17 @@ class CycleSearch {
 #if OPTPERM_HAS_AVX512
     if (use_avx512) return SearchByAvx512<kTies>(Sorted(wishes));
 #endif
-    const bool in_buckets = size_ > kFew && buckets_.Fill(wishes, size_);
-    const int32_t* order = in_buckets ? nullptr : Sorted(wishes);
-    if (in_buckets) take_ = take_buffer_.Reserve<int32_t>(size_);
-    uint32_t* const sources = source_buffer_.Reserve<uint32_t>(size_);
+    const int32_t* order = Sorted(wishes);
     std::iota(take_, take_ + size_, 0);
     const int32_t look_ahead = LookAhead();
-    for (int32_t end = size_; end > 0;) {
-      int32_t count;
-      if (in_buckets) {
-        count = buckets_.Next(&end, look_ahead, places_.alive(), sources);
-      } else {
-        const int32_t begin = std::max(0, end - look_ahead);
-        count = Alive(order + begin, end - begin, places_.alive(), sources);
-        end = begin;
+    uint32_t sources[kLookAhead];
+    for (int32_t end = size_, begin; end > 0; end = begin) {
+      begin = std::max(0, end - look_ahead);
+      int32_t count = 0;
+      for (int32_t i = begin; i < end; ++i) {
+        const uint32_t place = order[i];
+        sources[count] = place;
+        count += places_.alive()[place >> 6] >> (place & 63) & 1;
       }
       SearchEach<false, kTies>(sources, count);
     }
@@ -341,9 +337,8 @@ class CycleSearch {
   Places places_;
   CarefulSearch<T> careful_;
   KeySorter<Bits<T>, static_cast<Bits<T>>(~kSignBit<T>)> sorter_;
-  KeyBuckets<Bits<T>, static_cast<Bits<T>>(~kSignBit<T>)> buckets_;
   int32_t* take_ = nullptr;
-  Buffer take_buffer_, source_buffer_, taken_buffer_, far_buffer_;
+  Buffer taken_buffer_, far_buffer_;
   uint8_t* taken_ = nullptr;  // for AVX-512: for each entry the place in its word whose weight it takes
   uint64_t* far_ = nullptr;   // which entries take_ holds already
   int32_t lowest_word_ = 0, highest_word_ = 0;  // beyond which no place is alive
