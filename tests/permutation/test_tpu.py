@@ -68,14 +68,18 @@ def test_each_device_sends_the_weight_vectors_that_it_holds(axis_type, names, sp
     """Where outputs are cut an update exchanges a device's own rows with the host, in four arrays out and
     two back, and nothing but sums of a number with other devices."""
     shape = {1: (4,), 2: (2, 2)}[len(names)]
-    mesh = Mesh(np.reshape(tpus(), shape), tuple(names), axis_types=(AxisType[axis_type],) * len(names))
+    mesh = Mesh(
+        np.reshape(tpus(), shape), tuple(names), axis_types=(AxisType[axis_type],) * len(names)
+    )
     program = compiled(optperm.sgperm(), [(N, ROWS)], mesh, spec)
     share = N * ROWS // 4
     sent, received = (sizes_of(program, operation) for operation in ("send", "recv"))
     # Beside each array there are a number and a token.
     assert sorted(size - 2 for size in sent) == [ROWS, share, share, share]
     assert [size - 2 for size in received] == [share, share]
-    moved = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    moved = (
+        "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    )
     assert max(sizes_of(program, moved)) <= 2
     assert "maximal" not in program.as_text()
 
