@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
+from optperm.contract.shardings import shard_like
 from optperm.permutation import cycles_numpy, tpu_calls
 from optperm.permutation.row_calls import Results, Signature, batched, call_target
 
@@ -258,7 +259,7 @@ def _reorder_by_xla(
 ) -> tuple[jax.Array, jax.Array]:
     # By sorts alone: a TPU takes twice the memory for gathering or scattering single entries.
     axes = varying_axes((keys, weights, ranks))
-    places = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0)
+    places = shard_like(jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0), keys)
     keys, weights, ranks, places = mark_varying((keys, weights, ranks, places), axes)
 
     def sort(*operands: jax.Array) -> Any:

@@ -1,8 +1,8 @@
 """How a program for TPUs calls the host: each device for weight vectors of its own.
 
-A TPU knows no custom call of the host. A callback of JAX's becomes sends and receives there, one for each
-array, and has no partitioning rule: outside of `jax.shard_map` device 0 makes them all, for which XLA
-gathers the operands on it and copies the results to the others.
+A TPU knows no custom call of the host. A callback of JAX's becomes sends and receives there, one for
+each array, and has no partitioning rule: outside of `jax.shard_map` device 0 makes them all, for which
+XLA gathers the operands on it and copies the results to the others.
 """
 
 import functools
@@ -31,7 +31,6 @@ def lower_call(
     In `jax.shard_map` JAX has each device call by itself. Elsewhere the compiler decides where operands
     lie, and has not yet: the weight vectors are spread over all axes of the mesh, in their order.
     """
-
     call: Callable[..., Results] = functools.partial(exchange, signature, on_host)
     axis_context = context.module_context.axis_context
     devices = getattr(axis_context, "device_assignment", None) or ()

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import support
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,8 +29,6 @@ def tpus():
     # Else libtpu asks a server for metadata, for minutes, and only one process may load it.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
-    from jax.experimental import topologies
-
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 
 
@@ -65,8 +64,8 @@ def sizes_of(program, operations):
     ids=str,
 )
 def test_each_device_sends_the_weight_vectors_that_it_holds(axis_type, names, spec):
-    """Where outputs are cut an update exchanges a device's own rows with the host, in four arrays out and
-    two back, and nothing but sums of a number with other devices."""
+    """Where outputs are cut an update exchanges a device's own rows with the host, in four arrays out
+    and two back, and nothing but sums of a number with other devices."""
     shape = {1: (4,), 2: (2, 2)}[len(names)]
     mesh = Mesh(
         np.reshape(tpus(), shape), tuple(names), axis_types=(AxisType[axis_type],) * len(names)
@@ -82,6 +81,14 @@ def test_each_device_sends_the_weight_vectors_that_it_holds(axis_type, names, sp
     )
     assert max(sizes_of(program, moved)) <= 2
     assert "maximal" not in program.as_text()
+
+
+def test_laperm_sorts_without_the_host_in_little_memory():
+    """A TPU pads the indices of a gather or a scatter; sorts take what they sort."""
+    mesh = Mesh(np.array(tpus()[:1]), ("m",))
+    program = compiled(optperm.laperm(optax.sgd(0.1), 10), [(N, ROWS)] * 2, mesh, P())
+    assert not sizes_of(program, "send|recv|gather|scatter")
+    assert program.memory_analysis().temp_size_in_bytes < 2 * (2 * 4 * N * ROWS)
 
 
 def test_exchange_with_the_host_gives_the_bits_of_the_direct_call():

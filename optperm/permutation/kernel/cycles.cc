@@ -92,11 +92,16 @@ class SubsetPermuter {
     entries_.size = end;
   }
 
-  // Marks entries as heavy as the one before. Returns whether there are any.
-  bool FindTies() {
+  bool HasTies() const {
+    int any = 0;
+    for (int32_t p = 1; p < entries_.size; ++p) any |= entries_.weight[p] == entries_.weight[p - 1];
+    return any != 0;
+  }
+
+  // Marks entries as heavy as the one before.
+  void MarkTies() {
     const T* weight = entries_.weight;
     const int32_t size = entries_.size;
-    uint64_t any = 0;
     ties_ = tie_buffer_.Reserve<uint64_t>((size + 63) / 64);
     for (int32_t begin = 0; begin < size; begin += 64) {
       uint8_t tied[64] = {};
@@ -110,9 +115,7 @@ class SubsetPermuter {
         word |= bytes * 0x0102040810204080u >> 56 << i;
       }
       ties_[begin >> 6] = word;
-      any |= word;
     }
-    return any != 0;
   }
 
   void Gather(const Row<T>& row, int64_t begin, int64_t end) {
@@ -186,8 +189,9 @@ OPTPERM_FOR_EACH_PROCESSOR int32_t SubsetPermuter<T>::Permute(const Row<T>& row,
   ShareRange(threads, size, [&](int64_t begin, int64_t end) { Gather(row, begin, end); });
   DropThoseThatSitOut();
   if (entries_.size < 2) return 0;
-  const bool has_ties = FindTies();
+  const bool has_ties = HasTies();
   if (has_ties) {
+    MarkTies();
     OrderTies(row);
     Gather(row, 0, entries_.size);
   }
