@@ -32,7 +32,7 @@ def lower_call(
     lie, and has not yet: the weight vectors are spread over all axes of the mesh, in their order.
     """
     call: Callable[..., Results] = functools.partial(exchange, signature, on_host)
-    axis_context = context.module_context.axis_context
+    axis_context: Any = context.module_context.axis_context
     devices = getattr(axis_context, "device_assignment", None) or ()
     if len(devices) > 1:
         named = axis_context.abstract_mesh
