@@ -3,16 +3,19 @@
 For each shape and partition ratio prints the least time of the whole jitted update (state donated, as in
 a training loop), of its cycle search by XLA's call and by the C entry point without copies, and of
 `np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and
-its temporary memory; and LaPerm's synchronization.
+its temporary memory; and LaPerm's synchronization. Then that of the search where many weights are tied.
 
     python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4] [--json FILE]
 """
 
 import argparse
+import functools
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +32,14 @@ SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))
 PARTITION_RATIOS = (1.0, 0.1)
 AGGRESSIVENESS = 0.1
 LONGEST_ORIGINAL = 10_000  # it takes the square of it
+# What is made of normal weights, and of the gradients.
+VALUES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Any]] = {
+    "any": (lambda w: w, jnp.float32),
+    "bfloat16": (lambda w: w, jnp.bfloat16),
+    "16": (lambda w: np.digitize(w, np.linspace(-2.1, 2.1, 15)) / 8.0 - 1.0, jnp.float32),
+    "4": (lambda w: np.digitize(w, (-1.0, 0.0, 1.0)) / 2.0 - 1.0, jnp.float32),
+    "2": (np.sign, jnp.float32),
+}
 RESULTS = results.Results()
 
 
@@ -191,6 +202,42 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
         )
 
 
+def measure_ties(rows: int, n: int, ratio: float, alpha: float, repetitions: int) -> None:
+    """Prints the times of the search for weights of few values, beside that for any values."""
+    rng = np.random.default_rng(0)
+    normal, wishes = rng.normal(size=(2, n, rows)).astype(np.float32)
+    seeds = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
+
+    def searched(name: str) -> Callable[[], object]:
+        rounded, dtype = VALUES[name]
+        m, w = jnp.asarray(wishes, dtype), jnp.asarray(rounded(normal), dtype)
+        rest = seeds, jnp.float32(alpha), jnp.int32(max(10, int(ratio * n)))
+        permute = functools.partial(cycles.permute_rows, drop_remainder=False)
+        # The tied ones have been permuted before, and are not in order of location any more.
+        _, ranks, _ = permute(m[::-1], w, sort_ranks(w), *rest)
+        w = jnp.take_along_axis(jnp.sort(w, axis=0), ranks, axis=0)
+        run = jax.jit(permute)
+        return lambda: jax.block_until_ready(run(m, w, ranks, *rest))
+
+    functions = {name: searched(name) for name in VALUES}
+    walls: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repetitions + 3):
+        for name, function in functions.items():
+            walls[name].append(milliseconds(function))
+    least = {name: min(taken[3:]) for name, taken in walls.items()}
+    cells = {f"{name}_values": f"{taken:.2f} ms" for name, taken in least.items()}
+    RESULTS.row(
+        "The search, by how many values the weights have",
+        weight_vectors=f"{rows} of {n}",
+        partition_ratio=ratio,
+        aggressiveness=alpha,
+        **cells,
+    )
+    print(f"{rows} weight vectors of {n}, partition ratio {ratio}, aggressiveness {alpha}")
+    for name, taken in least.items():
+        print(f"  {name:>8} values   {taken:9.2f} ms, {taken / least['any']:5.2f} of any values")
+
+
 def numpy_features() -> str:
     """The instruction sets that NumPy found: its sort for AVX-512 halves the yardstick."""
     found = np.show_config(mode="dicts")["SIMD Extensions"].get("found", [])
@@ -211,6 +258,9 @@ def main() -> None:
     for rows, n in SHAPES:
         for ratio in PARTITION_RATIOS:
             measure(rows, n, ratio, arguments.repetitions, arguments.original_rows)
+    for rows, n in SHAPES[:2]:
+        for ratio, alpha in itertools.product(PARTITION_RATIOS, (AGGRESSIVENESS, 1.0)):
+            measure_ties(rows, n, ratio, alpha, arguments.repetitions)
     RESULTS.write(arguments.json)
 
 

@@ -54,8 +54,8 @@ from optperm.permutation.export import export_permutation as export_permutation
 from optperm.permutation.export import permuted_params as permuted_params
 from optperm.permutation.laperm import LapermState as LapermState
 from optperm.permutation.laperm import laperm as laperm
-from optperm.permutation.sgperm import PermuteByCyclesState as PermuteByCyclesState
-from optperm.permutation.sgperm import permute_by_cycles as permute_by_cycles
+from optperm.permutation.permute_by_cycles import PermuteByCyclesState as PermuteByCyclesState
+from optperm.permutation.permute_by_cycles import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
 from optperm.placement import apply_updates as apply_updates
 from optperm.sparsity.export import remove_units as remove_units

@@ -26,9 +26,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.permutation import cycles_numpy
+from optperm.contract.shardings import shard_like
+from optperm.permutation import cycles_numpy, tpu_calls
 from optperm.permutation.row_calls import Results, Signature, batched, call_target
-from optperm.permutation.weight_vectors import inverse, order_of_keys
 
 # Recommendation, weights, ranks, seeds, aggressiveness, partition size; new are three of them.
 _PERMUTE = Signature(("matrix", "matrix", "matrix", "pair", "vector", "vector"), (1, 2, 5), True)
@@ -156,19 +156,8 @@ def _on_platform(kernel: str, drop_remainder: bool, *operands: jax.Array) -> Res
         )
         return tuple(results)
 
-    def by_pure_callback(*operands: jax.Array) -> Results:
-        # The target that `by_host` calls is not there. This has no partitioning rule.
-        on_host = functools.partial(_on_host, kernel, drop_remainder)
-        permute = functools.partial(_PERMUTE.on_flat_rows, on_host)
-        results = jax.pure_callback(permute, _PERMUTE.types(operands), *operands)
-        return mark_varying(tuple(results), varying_axes(operands))
-
-    return jax.lax.platform_dependent(
-        *operands,
-        cpu=by_target if kernel == "ffi" else by_host,
-        tpu=by_pure_callback,
-        default=by_host,
-    )
+    by_call = by_target if kernel == "ffi" else by_host
+    return jax.lax.platform_dependent(*operands, cpu=by_call, default=by_host)
 
 
 _host_call_p = Primitive("optperm_host_call")
@@ -179,7 +168,7 @@ _host_call_p.def_abstract_eval(lambda *operands, **_: _PERMUTE.of_results(operan
 def _lower_host_call(
     context: mlir.LoweringRuleContext, *operands: Any, kernel: str, drop_remainder: bool, call: Any
 ) -> Sequence[Any]:
-    """A call of Python's, as the target that JAX's own callbacks call.
+    """A call of Python's, on the CPU and a GPU as the target that JAX's own callbacks call.
 
     These have no partitioning rule, and on the CPU `jax.pure_callback` can hang, since it hands arrays
     to JAX that the device it waits for has to copy.
@@ -191,10 +180,13 @@ def _lower_host_call(
             f"an update that calls Python is compiled for one platform, got {module.platforms}: where "
             "optperm has its compiled kernel, export the update for the CPU alone"
         )
+    on_host: Callable[..., Any] = functools.partial(_on_host, kernel, drop_remainder)
+    if module.platforms[0] == "tpu":
+        return tpu_calls.lower_call(_PERMUTE, on_host, context, *operands)
     on_cpu = module.platforms[0] == "cpu"
     target = "xla_buffer_python_cpu_callback" if on_cpu else "xla_ffi_python_gpu_callback"
-    on_host: Callable[..., Any] = _on_buffers if on_cpu else _on_host
-    module.add_host_callback(functools.partial(on_host, kernel, drop_remainder))
+    on_buffers = functools.partial(_on_buffers, kernel, drop_remainder)
+    module.add_host_callback(on_buffers if on_cpu else on_host)
     index = (("index", np.uint64(len(module.host_callbacks) - 1)),)
 
     def call_python(*operands: jax.Array) -> Results:
@@ -239,36 +231,54 @@ def permute_on_host(
         raise ValueError(cycles_numpy.DAMAGED)
 
 
-def reorder_rows(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The ranks of entries, and which of others has the same rank: their order, applied to others.
+def reorder_rows(
+    keys: jax.Array, weights: jax.Array, ranks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The weights of each row in the order of keys.
 
     The compiled library sorts on the CPU, where XLA's sort is slow; elsewhere, and without it, XLA does.
 
     Args:
-      keys: (n, *rows), signed integers in the order of the entries.
-      ranks: (n, *rows) int32, the ranks of the others in their rows.
+      keys: (n, *rows), signed integers; ties are ordered by location.
+      weights: (n, *rows).
+      ranks: (n, *rows) int32, the rank of each weight in its row.
 
     Returns:
-      The rank of each key in its row, ties by location, and the location of the other entry of that
-      rank, both (n, *rows) int32.
+      The weights, that of rank k where the key of rank k is, and their ranks, both (n, *rows).
     """
     if "ffi" not in _probe()[0] or os.environ.get("OPTPERM_KERNEL", "ffi") != "ffi":
-        return _reorder_by_xla(keys, ranks)
+        return _reorder_by_xla(keys, weights, ranks)
     wide = keys if keys.dtype == np.int64 else keys.astype(jnp.int32)
-    return jax.lax.platform_dependent(wide, ranks, cpu=_reorder_by_target, default=_reorder_by_xla)
+    return jax.lax.platform_dependent(
+        wide, weights, ranks, cpu=_reorder_by_target, default=_reorder_by_xla
+    )
 
 
-def _reorder_by_xla(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    new_ranks = inverse(order_of_keys(keys))
-    return new_ranks, jnp.take_along_axis(inverse(ranks), new_ranks, axis=0)
+def _reorder_by_xla(
+    keys: jax.Array, weights: jax.Array, ranks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # By sorts alone: a TPU takes twice the memory for gathering or scattering single entries.
+    axes = varying_axes((keys, weights, ranks))
+    places = shard_like(jax.lax.broadcasted_iota(jnp.int32, keys.shape, 0), keys)
+    keys, weights, ranks, places = mark_varying((keys, weights, ranks, places), axes)
+
+    def sort(*operands: jax.Array) -> Any:
+        return mark_varying(jax.lax.sort(operands, dimension=0, is_stable=True, num_keys=1), axes)
+
+    _, order = sort(keys, places)
+    _, values = sort(ranks, weights)
+    _, new_weights, new_ranks = sort(order, values, places)
+    return new_weights, new_ranks
 
 
-def _reorder_by_target(keys: jax.Array, ranks: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _reorder_by_target(
+    keys: jax.Array, weights: jax.Array, ranks: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     operands = keys[None], ranks[None]
     operands = mark_varying(operands, varying_axes(operands))
     call = functools.partial(call_target, _REORDER, _REORDER_TARGET.format(keys.dtype), ())
     new_ranks, sources = batched(_REORDER, call)(*operands)
-    return new_ranks[0], sources[0]
+    return jnp.take_along_axis(weights, sources[0], axis=0), new_ranks[0]
 
 
 def chosen_kernel() -> str:

@@ -18,7 +18,7 @@ from optperm.contract.states import (
     without_variables,
 )
 from optperm.permutation.laperm import LapermState, synchronized
-from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
     check_output_axes,

@@ -202,10 +202,10 @@ def synchronized(
         _: int, weights: jax.Array, ranks: jax.Array, w: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         # values[argsort(argsort(w))], values = weights[argsort(ranks)]
-        new_ranks, sources = cycles.reorder_rows(order_keys(w), ranks)
+        new_weights, new_ranks = cycles.reorder_rows(order_keys(w), weights, ranks)
         is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
         return (
-            jnp.where(is_ordered, jnp.take_along_axis(weights, sources, axis=0), weights),
+            jnp.where(is_ordered, new_weights, weights),
             jnp.where(is_ordered, new_ranks, ranks),
         )
 

@@ -32,9 +32,15 @@ def warn_if_still(share_moved: np.ndarray, *, stacklevel: int) -> bool:
     return True
 
 
-def warn_if_past_end(opt_state: Any, steps: int, *, stacklevel: int) -> None:
-    """Warn if SGPerm came to the end of its `num_steps` within the last `steps`."""
-    for state in find_states(opt_state, RecommendationState):
-        if 0 < int(np.max(state.steps_past_end)) <= steps:
-            says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
-            warnings.warn(says, stacklevel=stacklevel)
+def warn_if_past_end(opt_state: Any, *, stacklevel: int) -> bool:
+    """Warn if SGPerm has come to the end of its `num_steps`.
+
+    Returns:
+      Whether it warned.
+    """
+    states = find_states(opt_state, RecommendationState)
+    is_past = any(int(np.max(state.steps_past_end)) > 0 for state in states)
+    if is_past:
+        says = "sgperm is past its num_steps: it goes on with the last aggressiveness."
+        warnings.warn(says, stacklevel=stacklevel)
+    return is_past

@@ -4,6 +4,7 @@ A weight vector holds all weights that enter one output unit. Here it is a colum
 (n, *outputs): a leaf's output axes come last, its other axes, flattened in order, are the n entries.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,6 +128,7 @@ def inverse(permutations: jax.Array) -> jax.Array:
     )
 
 
+@jax.jit
 def sort_ranks(columns: jax.Array) -> jax.Array:
     """The rank of each entry in its column: 0 for the smallest, ties by location. int32."""
     return inverse(sort_order(columns))
@@ -141,6 +143,12 @@ def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
     return ranks
 
 
+@functools.partial(jax.jit, static_argnames="inputs")
+def _has_constant_vector(leaf: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
+    keys = order_keys(leaf)
+    return jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs))
+
+
 def warn_of_constant_vectors(
     params: optax.Params, output_axes: OutputAxes, *, example: str
 ) -> None:
@@ -153,21 +161,15 @@ def warn_of_constant_vectors(
       output_axes: The axes that index output units.
       example: How the method is built, for the message.
     """
-
-    def is_constant(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-        inputs = _input_axes(leaf.ndim, resolve_output_axes(path, leaf, output_axes))
-        keys = order_keys(leaf)
-        return bool(jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs)))
-
+    constant = []
     with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
-        constant = [
-            jax.tree_util.keystr(path, simple=True, separator="/")
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-            if not isinstance(leaf, jax.core.Tracer)
-            and jnp.ndim(leaf)
-            and jnp.size(leaf)
-            and is_constant(path, jnp.asarray(leaf))
-        ]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if isinstance(leaf, jax.core.Tracer) or not jnp.ndim(leaf) or not jnp.size(leaf):
+                continue
+            array = jnp.asarray(leaf)
+            inputs = _input_axes(array.ndim, resolve_output_axes(path, array, output_axes))
+            if _has_constant_vector(array, inputs):
+                constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
     if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         warnings.warn(

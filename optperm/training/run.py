@@ -76,6 +76,7 @@ class Run:
     checkpoints: Checkpoints | None = None
     show: Any = None
     is_still = False
+    is_past_end = False
 
     def __init__(self, given: Any) -> None:
         """`given` has the arguments of `fit`."""
@@ -253,8 +254,8 @@ class Run:
             for state in find_states(self.carry.opt_state, SvrgState):
                 advice = "pass epoch_start=optperm.take_snapshot to take one before each epoch"
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
-        before = sum(int(row["step"]) for row in self.history.epoch_rows[-2:-1])
-        warn_if_past_end(self.carry.opt_state, at.step - before, stacklevel=6)
+        if not self.is_past_end:
+            self.is_past_end = warn_if_past_end(self.carry.opt_state, stacklevel=6)
         if self.keep_best is None:
             return
         (name, mode), row = self.keep_best, self.history.last

@@ -21,7 +21,7 @@ from optperm.contract.mapped_axes import mark_varying
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES, center_params
 from optperm.evaluation import evaluate
-from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.training import data as datas
 from optperm.training.layout import Layout, average_varying
 from optperm.training.train_state import Model, TrainState, scalar_metrics, split_model

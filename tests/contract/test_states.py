@@ -19,7 +19,7 @@ from optperm.contract.states import (
     replace_state,
     without_variables,
 )
-from optperm.permutation.sgperm import PermuteByCyclesState
+from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 
 
 class Wanted(NamedTuple):

@@ -59,7 +59,7 @@ def test_only_one_rule_may_say_how_the_aggressiveness_falls():
             optperm.sgperm(**arguments)
 
 
-def warned_of(tx, epochs):
+def warned_of(tx, epochs, **options):
     """The warnings of `fit`, which trains a linear model in epochs of 25 steps, with their epochs."""
     x = support.normal((100, 300), 0)
     data = {"x": x, "y": x @ support.normal((300,), 1)}
@@ -78,6 +78,7 @@ def warned_of(tx, epochs):
             epochs=epochs,
             batch_size=4,
             every={25: lambda _: ends.append(len(caught))},
+            **options,
         )
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught], ends
@@ -93,6 +94,20 @@ def test_fit_says_once_that_weights_stand_still_or_that_the_length_is_over():
     assert says == "sgperm is past its num_steps: it goes on with the last aggressiveness."
     assert ends == [0, 0, 1, 1]
     assert warned_of(optperm.sgperm(0.5, num_steps=125), 5) == ([], [0] * 5)
+
+
+def test_every_fit_says_that_the_length_is_over(tmp_path):
+    """Also one that goes on where another, which said it, had ended."""
+    for epochs in (3, 4, 5):
+        (says,), ends = warned_of(
+            optperm.sgperm(0.5, num_steps=60),
+            epochs,
+            checkpoints=tmp_path,
+            checkpoint_every=25,
+            resume=True,
+        )
+        assert says.startswith("sgperm is past its num_steps")
+        assert ends[-1] == 1
 
 
 def test_the_command_knows_the_length_of_its_run(tmp_path):

@@ -98,33 +98,87 @@ class SubsetPermuter {
     return any != 0;
   }
 
-  // Until here tied entries are in order of rank.
-  OPTPERM_RARE void OrderTies() {
+  // Marks entries as heavy as the one before.
+  void MarkTies() {
     const T* weight = entries_.weight;
-    for (int32_t begin = 0, end; begin < entries_.size; begin = end) {
-      for (end = begin + 1; end < entries_.size && weight[end] == weight[begin];) ++end;
-      if (end - begin == 1) continue;
-      tied_.clear();
-      for (int32_t p = begin; p < end; ++p) tied_.push_back({entries_.home[p], entries_.wish[p], weight[p]});
-      std::sort(tied_.begin(), tied_.end(),
-                [](const Entry& a, const Entry& b) { return a.home.location < b.home.location; });
-      for (int32_t p = begin; p < end; ++p) {
-        entries_.home[p] = tied_[p - begin].home;
-        entries_.wish[p] = tied_[p - begin].wish;
-        entries_.weight[p] = tied_[p - begin].weight;
+    const int32_t size = entries_.size;
+    ties_ = tie_buffer_.Reserve<uint64_t>((size + 63) / 64);
+    for (int32_t begin = 0; begin < size; begin += 64) {
+      uint8_t tied[64] = {};
+      const int32_t end = std::min(64, size - begin);
+      for (int32_t i = begin == 0; i < end; ++i) tied[i] = weight[begin + i] == weight[begin + i - 1];
+      uint64_t word = 0;
+      for (int32_t i = 0; i < 64; i += 8) {
+        // The product brings the lowest bits of eight bytes together in the highest byte.
+        uint64_t bytes;
+        std::memcpy(&bytes, tied + i, 8);
+        word |= bytes * 0x0102040810204080u >> 56 << i;
+      }
+      ties_[begin >> 6] = word;
+    }
+  }
+
+  void Gather(const Row<T>& row, int64_t begin, int64_t end) {
+    const Home* home = entries_.home;
+    for (int64_t p = begin; p < end; ++p) {
+      entries_.weight[p] = row.weights[home[p].location];
+      entries_.wish[p] = ToBits(row.recommendation[home[p].location]);
+    }
+  }
+
+  // The first entry from one on that is marked as tied, or that is not; the size if there is none.
+  int32_t FindTie(int32_t from, bool is_tied) const {
+    if (from >= entries_.size) return entries_.size;
+    const uint64_t flip = is_tied ? 0 : ~uint64_t{0};
+    int32_t word = from >> 6;
+    uint64_t bits = (ties_[word] ^ flip) >> (from & 63) << (from & 63);
+    while (bits == 0) {
+      if (++word >= (entries_.size + 63) / 64) return entries_.size;
+      bits = ties_[word] ^ flip;
+    }
+    return std::min(entries_.size, (word << 6) + LowestBit(bits));
+  }
+
+  // Until here tied entries are in order of rank.
+  OPTPERM_RARE void OrderTies(const Row<T>& row) {
+    for (int32_t end = 0;;) {
+      const int32_t second = FindTie(end, true);
+      if (second == entries_.size) return;
+      end = FindTie(second, false);
+      SortByLocation(row, entries_.home + second - 1, end - second + 1);
+    }
+  }
+
+  // Many of a row are marked as bits, in order of location.
+  void SortByLocation(const Row<T>& row, Home* home, int32_t size) {
+    const int32_t words = (row.n + 63) / 64;
+    if (size < 16) {
+      for (int32_t i = 1; i < size; ++i) {
+        const Home here = home[i];
+        int32_t j = i;
+        for (; j > 0 && home[j - 1].location > here.location; --j) home[j] = home[j - 1];
+        home[j] = here;
+      }
+      return;
+    }
+    if (size < words / 16) {
+      std::sort(home, home + size, [](const Home& a, const Home& b) { return a.location < b.location; });
+      return;
+    }
+    uint64_t* marks = marks_.Reserve<uint64_t>(words);
+    std::fill_n(marks, words, 0);
+    for (int32_t i = 0; i < size; ++i) marks[home[i].location >> 6] |= uint64_t{1} << (home[i].location & 63);
+    for (int32_t word = 0; word < words; ++word) {
+      for (uint64_t bits = marks[word]; bits != 0; bits &= bits - 1) {
+        const int32_t location = (word << 6) + LowestBit(bits);
+        *home++ = {location, row.ranks[location]};
       }
     }
   }
 
-  struct Entry {
-    Home home;
-    Bits<T> wish;
-    T weight;
-  };
-
-  Buffer weights_, wishes_;
+  Buffer weights_, wishes_, tie_buffer_, marks_;
   Entries<T> entries_;
-  std::vector<Entry> tied_;
+  uint64_t* ties_ = nullptr;  // a bit for each entry
   CycleSearch<T> search_;
 };
 
@@ -132,18 +186,17 @@ template <typename T>
 OPTPERM_FOR_EACH_PROCESSOR int32_t SubsetPermuter<T>::Permute(const Row<T>& row, Home* home, int32_t size,
                                                               const Threads& threads) {
   entries_ = {size, home, weights_.Reserve<T>(size), wishes_.Reserve<Bits<T>>(size)};
-  ShareRange(threads, size, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      entries_.weight[p] = row.weights[home[p].location];
-      entries_.wish[p] = ToBits(row.recommendation[home[p].location]);
-    }
-  });
+  ShareRange(threads, size, [&](int64_t begin, int64_t end) { Gather(row, begin, end); });
   DropThoseThatSitOut();
   if (entries_.size < 2) return 0;
   const bool has_ties = HasTies();
-  if (has_ties) OrderTies();
+  if (has_ties) {
+    MarkTies();
+    OrderTies(row);
+    Gather(row, 0, entries_.size);
+  }
   const double epsilon = row.spread * (static_cast<double>(row.aggressiveness) + 1.0 / entries_.size);
-  const int32_t* take = search_.Run(entries_, epsilon, has_ties);
+  const int32_t* take = search_.Run(entries_, epsilon, has_ties ? ties_ : nullptr);
   std::atomic<int32_t> moved{0};
   ShareRange(threads, entries_.size, [&](int64_t begin, int64_t end) {
     int32_t count = 0;

@@ -19,13 +19,18 @@ class KeySorter {
  public:
   // Places 0, ..., size - 1 in ascending order.
   const int32_t* Sort(const Key* keys, int32_t size) {
-    Key low = Masked(keys[0]), high = low;
+    const Key first = Masked(keys[0]);
+    Key low = first, high = first, different = 0;
     for (int32_t i = 0; i < size; ++i) {
-      low = std::min(low, Masked(keys[i]));
-      high = std::max(high, Masked(keys[i]));
+      const Key key = Masked(keys[i]);
+      low = std::min(low, key);
+      high = std::max(high, key);
+      different |= key ^ first;
     }
+    // The low bits that all have in common are left out: keys may come from numbers of fewer bits.
+    common_bits_ = different == 0 ? 0 : __builtin_ctzll(different);
     low_ = low;
-    const uint64_t range = high - low;
+    const uint64_t range = static_cast<uint64_t>(high - low) >> common_bits_;
     const int place_bits = std::max(BitLength(static_cast<uint64_t>(size) - 1), 1);
 #if OPTPERM_HAS_AVX512
     if (use_avx512 && AreEnough(32 - place_bits, range, place_bits)) {
@@ -58,10 +63,18 @@ class KeySorter {
 
   // Whether so many leading bits, in an item of 32 bits, tell most keys apart. Keys are made of floating numbers:
   // if between two powers of two there are less different leading bits than a quarter of the places, too many
-  // are equal.
-  static bool AreEnough(int bits, uint64_t range, int place_bits) {
+  // are equal, unless those are all bits in which keys differ.
+  bool AreEnough(int bits, uint64_t range, int place_bits) const {
     constexpr int kFraction = sizeof(Key) == 4 ? 23 : 52;
-    return place_bits <= 14 && Shift(range, bits) + place_bits <= kFraction + 2;
+    const int shift = Shift(range, bits);
+    return place_bits <= 14 && (shift == 0 || common_bits_ + shift + place_bits <= kFraction + 2);
+  }
+
+  // Leaves so many leading bits of keys. Returns how many low bits go.
+  int LeaveOnly(int bits, uint64_t range) {
+    const int shift = Shift(range, bits);
+    tells_all_ = shift == 0;
+    return common_bits_ + shift;
   }
 
   static int BitLength(uint64_t number) { return number == 0 ? 0 : 64 - __builtin_clzll(number); }
@@ -73,7 +86,7 @@ class KeySorter {
   // bits in 16-bit integers, of which processors compare many at once; by insertion where those are equal.
   void Count(const Key* keys, int32_t size, uint64_t range) {
     constexpr int32_t kBlock = 64;
-    const int shift = Shift(range, 15);
+    const int shift = LeaveOnly(15, range);
     int16_t digits[kFew] = {}, before[kFew];
     uint8_t equal[kFew] = {};
     for (int32_t i = 0; i < size; ++i) digits[i] = static_cast<int16_t>((Masked(keys[i]) - low_) >> shift);
@@ -87,6 +100,7 @@ class KeySorter {
       std::copy_n(count, kBlock, before + begin);
     }
     for (int32_t i = 0; i < size; ++i) order_[before[i] + equal[before[i]]++] = i;
+    if (tells_all_) return;
     for (int32_t i = 0; i < size; ++i) {
       if (equal[i] > 1) Insert(keys, i, i + equal[i]);
     }
@@ -94,7 +108,7 @@ class KeySorter {
 
 #if OPTPERM_HAS_AVX512
   void SortByNetwork(const Key* keys, int32_t size, uint64_t range, int place_bits) {
-    const int shift = Shift(range, 32 - place_bits);
+    const int shift = LeaveOnly(32 - place_bits, range);
     const Key low = low_;
     uint32_t *items = first_.Reserve<uint32_t>(size), *spare = second_.Reserve<uint32_t>(size);
     for (int32_t i = 0; i < size; ++i) {
@@ -107,7 +121,7 @@ class KeySorter {
 
   template <typename Item, int kDigits>
   void Radix(const Key* keys, int32_t size, uint64_t range, int place_bits, int digit_bits) {
-    const int shift = Shift(range, kDigits * digit_bits);
+    const int shift = LeaveOnly(kDigits * digit_bits, range);
     const Key low = low_;
     Item *from = first_.Reserve<Item>(size), *to = second_.Reserve<Item>(size);
     const Item mask = (Item{1} << digit_bits) - 1;
@@ -143,6 +157,7 @@ class KeySorter {
     order_ = reinterpret_cast<int32_t*>(spare);
     spare_ = reinterpret_cast<int32_t*>(sorted);
     for (int32_t i = 0; i < size; ++i) order_[i] = static_cast<int32_t>(sorted[i] & place_mask);
+    if (tells_all_) return;
     const auto is_equal = [&](int32_t i, int32_t begin) { return (sorted[i] ^ sorted[begin]) <= place_mask; };
     for (int32_t i = 1; i < size;) {
       const int32_t end = std::min(size, i + 64);
@@ -176,6 +191,8 @@ class KeySorter {
   }
 
   Key low_ = 0;
+  int common_bits_ = 0;     // the low bits in which no keys differ
+  bool tells_all_ = false;  // whether the bits left tell all keys apart that differ
   Buffer first_, second_;
   int32_t *order_ = nullptr, *spare_ = nullptr;
 };

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "entries.h"
+
 namespace optperm {
 
 inline int LowestBit(uint64_t word) { return __builtin_ctzll(word); }
@@ -22,9 +24,10 @@ class Places {
   enum Kind { kFallers = 0, kRisers = 1 };
   static constexpr int32_t kNone = -1;
 
-  // Room for `size` places. The caller then fills the words of alive(), rising() and tied(), and calls
-  // Summarize.
+  // Room for `size` places. The caller then fills the words of alive(), rising() and, where there are ties, tied(),
+  // and calls Summarize.
   void Reset(int32_t size) {
+    size_ = size;
     depth_ = 0;
     for (int32_t words = Words(size);; words = Words(words)) {
       level_words_[depth_++] = words;
@@ -35,6 +38,8 @@ class Places {
       alive_.resize(words);
       rising_.resize(words);
       tied_.resize(words);
+      first_tied_.resize(words);
+      last_tied_.resize(words);
     }
   }
 
@@ -43,7 +48,16 @@ class Places {
   // Whether a place has the same weight as the place below it.
   uint64_t* tied() { return tied_.data(); }
 
-  void Summarize() {
+  // Without ties those are not read.
+  void Summarize(bool has_ties) {
+    const int32_t words = level_words_[0];
+    for (int32_t i = 0; has_ties && i < words; ++i) {
+      first_tied_[i] = (tied_[i] & 1) != 0 ? FirstTied(64 * i - 1) : 64 * i;
+    }
+    for (int32_t i = words - 1; has_ties && i >= 0; --i) {
+      const bool is_cut = i + 1 < words && (tied_[i + 1] & 1) != 0;
+      last_tied_[i] = is_cut ? LastTied(64 * i + 64) : std::min(64 * i + 64, size_) - 1;
+    }
     for (int kind = 0; kind < 2; ++kind) {
       for (int level = 1; level < depth_; ++level) {
         std::vector<uint64_t>& summary = summary_[kind][level];
@@ -60,12 +74,14 @@ class Places {
 
   void Remove(int32_t place) { alive_[place >> 6] &= ~(uint64_t{1} << (place & 63)); }
 
-  void Restore(int32_t place) {
-    const int kind = Rises(place);
-    alive_[place >> 6] |= uint64_t{1} << (place & 63);
-    for (int level = 1; level < depth_; ++level) {
-      place >>= 6;
-      summary_[kind][level][place >> 6] |= uint64_t{1} << (place & 63);
+  // Makes places of a word alive again.
+  void Restore(int32_t word, uint64_t bits) {
+    alive_[word] |= bits;
+    for (const int kind : {kFallers, kRisers}) {
+      if ((bits & (kind == kRisers ? rising_[word] : ~rising_[word])) == 0) continue;
+      for (int32_t level = 1, place = word; level < depth_; ++level, place >>= 6) {
+        summary_[kind][level][place >> 6] |= uint64_t{1} << (place & 63);
+      }
     }
   }
 
@@ -120,28 +136,42 @@ class Places {
     return kNone;
   }
 
-  // The first alive place of either kind at or above, or at or below, `place`.
+  // The first alive place of either kind at or above, or at or below, `place`. Most are a few words away at most.
   int32_t AnyUp(int32_t place) {
-    const int32_t faller = Up(kFallers, place), riser = Up(kRisers, place);
-    if (faller == kNone || riser == kNone) return std::max(faller, riser);
-    return std::min(faller, riser);
+    int32_t word = place >> 6;
+    if (word >= level_words_[0]) return kNone;
+    uint64_t bits = alive_[word] >> (place & 63) << (place & 63);
+    for (const int32_t last = std::min(word + kNear, level_words_[0] - 1); bits == 0 && word < last;) bits = alive_[++word];
+    return bits != 0 ? (word << 6) + LowestBit(bits) : AnyFarUp((word + 1) << 6);
   }
   int32_t AnyDown(int32_t place) {
-    return std::max(Down(kFallers, place), Down(kRisers, place));
+    if (place < 0) return kNone;
+    int32_t word = place >> 6;
+    uint64_t bits = alive_[word] & ~uint64_t{0} >> (63 - (place & 63));
+    for (const int32_t last = std::max(word - kNear, 0); bits == 0 && word > last;) bits = alive_[--word];
+    return bits != 0 ? (word << 6) + HighestBit(bits) : AnyFarDown((word << 6) - 1);
   }
 
-  // The lowest place that has the same weight as `place`.
+  // The lowest and the highest place that have the same weight as `place`.
   int32_t FirstTied(int32_t place) const {
-    int32_t word = place >> 6;
-    uint64_t different = ~tied_[word] << (63 - (place & 63));
-    if (different != 0) return place - (63 - HighestBit(different));
-    while (tied_[--word] == ~uint64_t{0}) {
-    }
-    return (word << 6) + HighestBit(~tied_[word]);
+    const uint64_t different = ~tied_[place >> 6] << (63 - (place & 63));
+    return different != 0 ? place - (63 - HighestBit(different)) : first_tied_[place >> 6];
+  }
+  int32_t LastTied(int32_t place) const {
+    const uint64_t different = ~tied_[place >> 6] >> (place & 63) & ~uint64_t{1};
+    return different != 0 ? place + LowestBit(different) - 1 : last_tied_[place >> 6];
   }
 
  private:
   static constexpr int kMaxDepth = 7;
+  static constexpr int32_t kNear = 8;
+
+  OPTPERM_RARE int32_t AnyFarUp(int32_t place) {
+    const int32_t faller = Up(kFallers, place), riser = Up(kRisers, place);
+    if (faller == kNone || riser == kNone) return std::max(faller, riser);
+    return std::min(faller, riser);
+  }
+  OPTPERM_RARE int32_t AnyFarDown(int32_t place) { return std::max(Down(kFallers, place), Down(kRisers, place)); }
 
   static int32_t Words(int32_t bits) { return (bits + 63) / 64; }
 
@@ -154,9 +184,11 @@ class Places {
     summary_[kind][level][index >> 6] &= ~(uint64_t{1} << (index & 63));
   }
 
+  int32_t size_ = 0;
   int depth_ = 0;
   int32_t level_words_[kMaxDepth] = {};
   std::vector<uint64_t> alive_, rising_, tied_;
+  std::vector<int32_t> first_tied_, last_tied_;  // of the first and the last place of each word
   std::vector<uint64_t> summary_[2][kMaxDepth];
 };
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "avx512.h"
+#include "careful_search.h"
 #include "entries.h"
 #include "key_sorter.h"
 #include "places.h"
@@ -18,42 +19,28 @@ namespace optperm {
 template <typename T>
 class CycleSearch {
  public:
-  // For each place the place whose weight it takes.
-  const int32_t* Run(const Entries<T>& entries, double epsilon, bool has_ties) {
-    weight_ = entries.weight;
+  // For each place the place whose weight it takes. In `ties`, if there are any, a bit marks what is as heavy as the
+  // place before.
+  const int32_t* Run(const Entries<T>& entries, double epsilon, const uint64_t* ties) {
+    reach_ = {entries.weight, epsilon};
     size_ = entries.size;
-    epsilon_ = epsilon;
-    const int32_t* order = sorter_.Sort(entries.wish, entries.size);
-    take_ = sorter_.spare();
-    Prepare(entries, has_ties);
-#if OPTPERM_HAS_AVX512
-    if (use_avx512) {
-      SearchByAvx512(order);
-      return take_;
-    }
-#endif
-    Search(order);
+    Prepare(entries, ties);
+    ties != nullptr ? Search<true>(entries.wish) : Search<false>(entries.wish);
     return take_;
   }
 
  private:
-  void Prepare(const Entries<T>& entries, bool has_ties) {
+  void Prepare(const Entries<T>& entries, const uint64_t* ties) {
     places_.Reset(size_);
-    uint64_t *alive = places_.alive(), *tied = places_.tied();
-    for (int32_t begin = 0; begin < size_; begin += 64) {
-      const int32_t length = std::min(64, size_ - begin);
-      uint64_t ties = 0;
-      if (has_ties) {
-        const T* w = weight_ + begin;
-        for (int32_t i = begin == 0; i < length; ++i) ties |= uint64_t{w[i] == w[i - 1]} << i;
-      }
-      alive[begin >> 6] = ~uint64_t{0} >> (64 - length);
-      tied[begin >> 6] = ties;
-    }
+    uint64_t* const alive = places_.alive();
+    const int32_t words = (size_ + 63) / 64;
+    std::fill_n(alive, words, ~uint64_t{0});
+    alive[words - 1] >>= 64 * words - size_;
+    if (ties != nullptr) std::copy_n(ties, words, places_.tied());
     Signs(entries.wish);
-    places_.Summarize();
+    places_.Summarize(ties != nullptr);
     lowest_word_ = 0;
-    highest_word_ = (size_ - 1) >> 6;
+    highest_word_ = words - 1;
   }
 
   // Which entries should rise: the sign bits of their wishes.
@@ -71,22 +58,26 @@ class CycleSearch {
     }
   }
 
-  // Whether entries may move between two weights: up takes [w, w + epsilon), down [w - epsilon, w).
-  bool ReachesUp(int32_t low, int32_t high) const {
-    return static_cast<double>(weight_[high]) < static_cast<double>(weight_[low]) + epsilon_;
-  }
-  bool ReachesDown(int32_t high, int32_t low) const {
-    return static_cast<double>(weight_[low]) >= static_cast<double>(weight_[high]) - epsilon_;
-  }
-
   // The most sources looked at together: enough to spare most of the branches on whether one is still alive, few
   // enough that hardly any is memorized meanwhile.
   static constexpr int32_t kLookAhead = 32;
   int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
 
+  // All places in ascending |m|; beside them there is room for what they take.
+  const int32_t* Sorted(const Bits<T>* wishes) {
+    const int32_t* order = sorter_.Sort(wishes, size_);
+    take_ = sorter_.spare();
+    return order;
+  }
+
   // Sources in descending |m|, on equal |m| the later place first. Several are looked at together, and those that
   // are memorized already are left out.
-  void Search(const int32_t* order) {
+  template <bool kTies>
+  void Search(const Bits<T>* wishes) {
+#if OPTPERM_HAS_AVX512
+    if (use_avx512) return SearchByAvx512<kTies>(Sorted(wishes));
+#endif
+    const int32_t* order = Sorted(wishes);
     std::iota(take_, take_ + size_, 0);
     const int32_t look_ahead = LookAhead();
     uint32_t sources[kLookAhead];
@@ -98,13 +89,14 @@ class CycleSearch {
         sources[count] = place;
         count += places_.alive()[place >> 6] >> (place & 63) & 1;
       }
-      SearchEach<false>(sources, count);
+      SearchEach<false, kTies>(sources, count);
     }
   }
 
 #if OPTPERM_HAS_AVX512
   // The same. What an entry takes from its own word of 64 places is a byte here, so that a few instructions move a
   // cycle, however long.
+  template <bool kTies>
   OPTPERM_AVX512 OPTPERM_RARE void SearchByAvx512(const int32_t* order) {
     const int32_t words = (size_ + 63) / 64;
     taken_ = taken_buffer_.Reserve<uint8_t>(64 * words);
@@ -116,7 +108,7 @@ class CycleSearch {
     for (int32_t end = size_, begin; end > 0; end = begin) {
       begin = std::max(0, end - look_ahead);
       const int32_t count = avx512::Alive(order + begin, end - begin, places_.alive(), sources);
-      SearchEach<true>(sources, count);
+      SearchEach<true, kTies>(sources, count);
     }
     avx512::Unpack(taken_, far_, size_, take_);
   }
@@ -124,16 +116,16 @@ class CycleSearch {
 
   // The search from each of these sources, from the last one on, and its cycle.
   //
-  // Without ties among the places in question the cycle of a riser is the risers from it up to the first
-  // faller, and that faller, if the faller reaches down to the source: no other faller reaches as far
-  // down. If it does not, there is no cycle, ties or not. Likewise for a faller. Here are the cycles that
-  // lie within a word of 64 places, with hardly a branch that is hard to predict.
-  template <bool kByAvx512>
+  // If the first faller above a riser does not reach down to it, there is no cycle: no other faller reaches as far
+  // down. If it does, the cycle is the risers from the source up to that faller, and the faller, which is not tied
+  // with the source. Likewise for a faller, where none of these places are tied with each other. Here are the cycles
+  // that lie within a word of 64 places, with hardly a branch that is hard to predict.
+  template <bool kByAvx512, bool kTies>
   OPTPERM_INLINE void SearchEach(const uint32_t* sources, int32_t count) {
     uint64_t* const alive_words = places_.alive();
     const uint64_t *const rising_words = places_.rising(), *const tied_words = places_.tied();
-    const T* const weights = weight_;
-    const double epsilon = epsilon_;
+    const T* const weights = reach_.weight;
+    const double epsilon = reach_.epsilon;
     while (count > 0) {
       const uint32_t source = sources[--count], index = source >> 6, base = source & ~uint32_t{63};
       const uint64_t alive = alive_words[index], rising = rising_words[index];
@@ -144,9 +136,9 @@ class CycleSearch {
       const uint64_t below = alive & rising & (one - 1);
       if (((above & rises) | (below & ~rises)) == 0) {
         if (kByAvx512) {
-          SearchWide<true>(source);
+          SearchWide<true, kTies>(source);
         } else {
-          SearchWideRarely(source);
+          SearchWideRarely<kTies>(source);
         }
         continue;
       }
@@ -154,20 +146,23 @@ class CycleSearch {
       const uint64_t first_below = uint64_t{1} << HighestBit(below | 1);
       const uint64_t lowest = (one & rises) | (first_below & ~rises);
       const uint64_t highest = (first_above & rises) | (one & ~rises);
-      const uint64_t range = (highest - lowest) | highest;
+      const uint64_t cycle = alive & ((highest - lowest) | highest);
       const int32_t low = base + LowestBit(lowest), high = base + LowestBit(highest);
       const double low_weight = weights[low], high_weight = weights[high];
       const int up = high_weight < low_weight + epsilon, down = low_weight >= high_weight - epsilon;
-      const int apart = (tied_words[index] & (range ^ lowest)) == 0;
+      int apart = 1;
+      if (kTies) {
+        const int ends = low_weight < high_weight, all = AreApart(cycle, lowest, tied_words[index]);
+        apart = (ends & static_cast<int>(rises & 1)) | (all & static_cast<int>(~rises & 1));
+      }
       if ((up & down & apart) == 0) {
         if ((up | down) == 0) {
           alive_words[index] = alive ^ one;
-        } else {
-          SearchCarefully(source, rises != 0, low, high);
+        } else if (!kTies || !SearchWord<kByAvx512>(source)) {
+          SearchCarefully<kByAvx512>(source, rises != 0 ? high : low);
         }
         continue;
       }
-      const uint64_t cycle = alive & range;
       alive_words[index] = alive & ~cycle;
 #if OPTPERM_HAS_AVX512
       if (kByAvx512) {
@@ -204,19 +199,18 @@ class CycleSearch {
   }
 
   // The same for a source whose word holds no end of its cycle.
-  template <bool kByAvx512>
+  template <bool kByAvx512, bool kTies>
   OPTPERM_INLINE void SearchWide(int32_t source) {
     uint64_t* const alive_words = places_.alive();
-    const uint64_t* const tied_words = places_.tied();
     const bool rises = places_.Rises(source);
     const int32_t end = NearestBeyondWord(source, rises);
     if (end == Places::kNone) return RemoveFrom(source, rises);
     const int32_t low = std::min(source, end), high = std::max(source, end);
     const uint64_t from_low = ~uint64_t{0} << (low & 63), to_high = ~uint64_t{0} >> (63 - (high & 63));
     const int32_t first = low >> 6, last = high >> 6;
-    uint64_t tied = (tied_words[first] & from_low & (from_low - 1)) | (tied_words[last] & to_high);
-    for (int32_t i = first + 1; i < last; ++i) tied |= tied_words[i];
-    if (!IsPlain(low, high, tied)) return SearchCarefully(source, rises, low, high);
+    const int up = reach_.Up(low, high), down = reach_.Down(high, low);
+    const int apart = !kTies || (rises ? !reach_.IsTied(low, high) : AreAllApart(first, last, from_low, to_high));
+    if ((up & down & apart) == 0) return SearchCarefully<kByAvx512>(source, end);
 
     int32_t here = Places::kNone;
     for (int32_t i = first; i <= last; ++i) {
@@ -244,7 +238,26 @@ class CycleSearch {
     Take<kByAvx512>(rises ? high : low, rises ? low : high);
   }
 
-  OPTPERM_RARE void SearchWideRarely(int32_t source) { SearchWide<false>(source); }
+  template <bool kTies>
+  OPTPERM_RARE void SearchWideRarely(int32_t source) {
+    SearchWide<false, kTies>(source);
+  }
+
+  // Whether no places of a cycle within a word are tied with the next ones up, the dead places between them included.
+  static OPTPERM_INLINE bool AreApart(uint64_t cycle, uint64_t lowest, uint64_t tied_word) {
+    const uint64_t tied = tied_word & ~(lowest | (lowest - 1)), above = (cycle << 1) & tied;
+    // From each place of the cycle on, as far as places are tied: the carries of a sum run through them.
+    const uint64_t tied_with_lower = (((above + tied) ^ tied) | above) & tied;
+    return (tied_with_lower & cycle) == 0;
+  }
+
+  // Whether no places at all are tied between two ends in different words.
+  bool AreAllApart(int32_t first, int32_t last, uint64_t from_low, uint64_t to_high) {
+    const uint64_t* const words = places_.tied();
+    uint64_t tied = (words[first] & from_low & (from_low - 1)) | (words[last] & to_high);
+    for (int32_t i = first + 1; i < last; ++i) tied |= words[i];
+    return tied == 0;
+  }
 
   // The end of a source's cycle, beyond its word.
   OPTPERM_INLINE int32_t NearestBeyondWord(int32_t source, bool rises) {
@@ -269,82 +282,47 @@ class CycleSearch {
     }
   }
 
-  // Whether a cycle with these ends is one for certain: no ties, and if the ends reach each other both
-  // ways, every move of the cycle is short enough.
-  bool IsPlain(int32_t low, int32_t high, uint64_t tied) const {
-    const int up = ReachesUp(low, high), down = ReachesDown(high, low), apart = tied == 0;
-    return (up & down & apart) != 0;  // one branch
-  }
-
-  // What is left: the end does not reach the source, or there are ties, or rounding makes the two
-  // directions differ.
-  OPTPERM_RARE void SearchCarefully(int32_t source, bool rises, int32_t low, int32_t high) {
-    if (!(rises ? ReachesDown(high, low) : ReachesUp(low, high))) return places_.Remove(source);
-    const int32_t end = rises ? high : low;
-    path_.assign(1, source);
-    for (int32_t here = source; here != end;) {
-      int32_t next = rises ? places_.Up(Places::kRisers, here + 1)
-                           : places_.Down(Places::kFallers, here - 1);
-      if (next == Places::kNone || (rises ? next > end : next < end)) next = end;
-      if (rises ? weight_[source] == weight_[end] : weight_[here] == weight_[next]) {
-        return SearchThroughTies(source);
+  // The search through ties, depth first and nearest first, for a cycle that lies within a word and is found without
+  // a step back. Returns false, and has changed nothing, if there is none.
+  template <bool kByAvx512>
+  OPTPERM_INLINE bool SearchWord(uint32_t source) {
+    const uint32_t index = source >> 6, base = source & ~uint32_t{63};
+    const uint64_t rising = places_.rising()[index], starts = ~places_.tied()[index];
+    const uint64_t source_bit = uint64_t{1} << (source & 63);
+    uint64_t alive = places_.alive()[index], here = source_bit;
+    int32_t path[64], length = 0;
+    do {
+      uint64_t next;
+      if ((here & rising) != 0) {
+        const uint64_t above = alive & ~(here | (here - 1)), ends = above & (~rising | source_bit);
+        next = ends & (0 - ends);
+        if (next == 0 || !reach_.Up(base + LowestBit(here), base + LowestBit(next))) return false;
+        // The risers before it, too.
+        for (uint64_t rest = above & (next - 1); rest != 0; rest &= rest - 1) path[length++] = base + LowestBit(rest);
+        alive &= ~above | (0 - next);
+      } else {
+        const uint64_t from_start = starts & (here | (here - 1));
+        if (from_start == 0) return false;
+        const uint64_t below = alive & ((uint64_t{1} << HighestBit(from_start)) - 1);
+        if (below == 0) return false;
+        next = uint64_t{1} << HighestBit(below);
+        if (!reach_.Down(base + LowestBit(here), base + LowestBit(next))) return false;
       }
-      if (!(rises ? ReachesUp(here, next) : ReachesDown(here, next))) return places_.Remove(source);
-      path_.push_back(next);
+      path[length++] = base + LowestBit(next);
+      alive &= ~next | source_bit;
       here = next;
-    }
-    for (int32_t place : path_) places_.Remove(place);
-    TakePath();
+    } while (here != source_bit);
+    places_.alive()[index] = alive & ~source_bit;
+    for (int32_t i = 0, place = source; i < length; place = path[i++]) Take<kByAvx512>(place, path[i]);
+    return true;
   }
 
-  // Whether a cycle may lead from a source back to it through ties. What comes back from above is a faller
-  // of more weight; what comes back from below is a riser of less, and only a faller as heavy as the source
-  // gets down there, for those of more weight that do not reach the source reach nothing below it either.
-  bool MayReturn(int32_t source, bool rises) {
-    if (rises) {
-      const int32_t above = places_.Up(Places::kFallers, LastTied(source) + 1);
-      if (above != Places::kNone && ReachesDown(above, source)) return true;
-    }
-    const int32_t below = places_.FirstTied(source) - 1;
-    const int32_t target = places_.AnyDown(below), riser = places_.Down(Places::kRisers, below);
-    return target != Places::kNone && ReachesDown(source, target) && riser != Places::kNone &&
-           ReachesUp(riser, source);
-  }
-
-  int32_t LastTied(int32_t place) const {
-    return static_cast<int32_t>(std::upper_bound(weight_ + place, weight_ + size_, weight_[place]) -
-                                weight_) -
-           1;
-  }
-
-  // Depth first, nearest first, as the method says it. Visited places are taken out and put back.
-  void SearchThroughTies(int32_t source) {
-    if (!MayReturn(source, places_.Rises(source))) return places_.Remove(source);
-    path_.assign(1, source);
-    visited_.clear();
-    while (!path_.empty()) {
-      const int32_t here = path_.back();
-      int32_t next;
-      if (places_.Rises(here)) {
-        next = places_.AnyUp(here + 1);
-        if (next != Places::kNone && !ReachesUp(here, next)) next = Places::kNone;
-      } else {
-        next = places_.AnyDown(places_.FirstTied(here) - 1);
-        if (next != Places::kNone && !ReachesDown(here, next)) next = Places::kNone;
-      }
-      if (next == source) break;
-      if (next == Places::kNone) {
-        path_.pop_back();
-      } else {
-        places_.Remove(next);
-        visited_.push_back(next);
-        path_.push_back(next);
-      }
-    }
-    for (int32_t place : visited_) places_.Restore(place);
-    places_.Remove(source);
-    for (int32_t place : path_) places_.Remove(place);
-    TakePath();
+  // What is left: the end does not reach the source, places are tied, or rounding makes the two directions differ.
+  template <bool kByAvx512>
+  OPTPERM_RARE void SearchCarefully(int32_t source, int32_t end) {
+    const std::vector<int32_t>& path = careful_.Run(&places_, reach_, source, end);
+    const int32_t length = static_cast<int32_t>(path.size());
+    for (int32_t i = 0; i < length; ++i) Take<kByAvx512>(path[i], path[i + 1 < length ? i + 1 : 0]);
   }
 
   // What is not moved within a word by AVX-512 is marked as that.
@@ -354,28 +332,16 @@ class CycleSearch {
     if (kByAvx512) far_[place >> 6] |= uint64_t{1} << (place & 63);
   }
 
-  void TakePath() {
-    for (size_t i = 0; i < path_.size(); ++i) {
-      const int32_t next = path_[i + 1 < path_.size() ? i + 1 : 0];
-      if (use_avx512) {
-        Take<true>(path_[i], next);
-      } else {
-        Take<false>(path_[i], next);
-      }
-    }
-  }
-
-  const T* weight_ = nullptr;
+  Reach<T> reach_;
   int32_t size_ = 0;
-  double epsilon_ = 0;
   Places places_;
+  CarefulSearch<T> careful_;
   KeySorter<Bits<T>, static_cast<Bits<T>>(~kSignBit<T>)> sorter_;
   int32_t* take_ = nullptr;
   Buffer taken_buffer_, far_buffer_;
   uint8_t* taken_ = nullptr;  // for AVX-512: for each entry the place in its word whose weight it takes
   uint64_t* far_ = nullptr;   // which entries take_ holds already
   int32_t lowest_word_ = 0, highest_word_ = 0;  // beyond which no place is alive
-  std::vector<int32_t> path_, visited_;
 };
 
 }  // namespace optperm

@@ -214,7 +214,7 @@ template <typename T>
 void Fill(Case<T>* c, std::mt19937_64* rng) {
   const auto draw = [&](int below) { return static_cast<int>((*rng)() % below); };
   std::normal_distribution<double> normal;
-  const int of_weights = draw(7), of_wishes = draw(8), levels = 1 + draw(20);
+  const int of_weights = draw(9), of_wishes = draw(8), levels = 1 + draw(20);
   const T infinity = std::numeric_limits<T>::infinity(), nan = std::numeric_limits<T>::quiet_NaN();
   for (T& w : c->weights) {
     w = static_cast<T>(normal(*rng));
@@ -223,6 +223,7 @@ void Fill(Case<T>* c, std::mt19937_64* rng) {
     if (of_weights == 3) w = 1;
     if (of_weights == 4 && draw(8) == 0) w = draw(3) == 0 ? nan : (draw(2) ? infinity : -infinity);
     if (of_weights == 5) w *= std::numeric_limits<T>::denorm_min() * 1000;
+    if (of_weights >= 7) w = static_cast<T>(std::round(w * levels * (of_weights == 7 ? 0.3 : 5)));  // few or many ties
     if (of_weights == 6) w = static_cast<T>(1e6) + static_cast<T>(draw(64)) * static_cast<T>(0.0625);
   }
   for (size_t i = 0; i < c->recommendation.size(); ++i) {
@@ -245,10 +246,10 @@ void Fill(Case<T>* c, std::mt19937_64* rng) {
 
 template <typename T>
 void TestAgainstDescription(const char* type) {
-  const int64_t sizes[] = {1, 2, 3, 9, 24, 40, 63, 64, 65, 100, 127, 128, 129, 130, 200, 257};
+  const int64_t sizes[] = {1, 2, 3, 9, 24, 40, 63, 64, 65, 100, 127, 128, 129, 130, 200, 257, 400};
   for (uint64_t seed = 0; seed < SEEDS; ++seed) {
     std::mt19937_64 rng(seed);
-    Case<T> c(1 + rng() % 2, 1 + rng() % 20, sizes[rng() % 16]);
+    Case<T> c(1 + rng() % 2, 1 + rng() % 20, sizes[rng() % 17]);
     Fill(&c, &rng);
     c.Rank();
     for (int step = 0; step < 3; ++step) {
@@ -349,10 +350,12 @@ void TestPlaces() {
       const int32_t length = std::min(64, size - i);
       places.alive()[i / 64] = ~uint64_t{0} >> (64 - length);
       places.rising()[i / 64] = rng();
-      places.tied()[i / 64] = i == 0 ? 0 : (rng() % 3 == 0 ? ~uint64_t{0} : rng());
+      places.tied()[i / 64] = rng() % 3 == 0 ? ~uint64_t{0} : rng();
+      if (i == 0) places.tied()[0] &= ~uint64_t{1};
+      if (length < 64) places.tied()[i / 64] &= (uint64_t{1} << length) - 1;
       for (int32_t j = i; j < i + length; ++j) members[places.Rises(j)].insert(j);
     }
-    places.Summarize();
+    places.Summarize(true);
     for (int step = 0; step < 3000; ++step) {
       const int32_t place = static_cast<int32_t>(rng() % size);
       const int kind = places.Rises(place);
@@ -364,8 +367,13 @@ void TestPlaces() {
           members[places.Rises(i)].erase(i);
         }
       } else if (step % 17 == 1) {
-        places.Restore(place);
-        members[kind].insert(place);
+        // Some neighbors in its word, of both kinds.
+        const int32_t base = place & ~63, length = std::min(64, size - base);
+        const uint64_t bits = (rng() | uint64_t{1} << (place & 63)) & ~uint64_t{0} >> (64 - length);
+        places.Restore(place >> 6, bits);
+        for (int32_t i = 0; i < length; ++i) {
+          if (bits >> i & 1) members[places.Rises(base + i)].insert(base + i);
+        }
       }
       int32_t nearest_up = -1, nearest_down = -1;
       for (int k = 0; k < 2; ++k) {
@@ -380,9 +388,12 @@ void TestPlaces() {
       }
       Check(places.AnyUp(place) == nearest_up && places.AnyDown(place) == nearest_down, "Places::Any");
       Check(places.IsAlive(place) == (members[kind].count(place) > 0), "Places::IsAlive");
-      int32_t first = place;
-      while (places.tied()[first / 64] >> (first % 64) & 1) --first;
+      const auto is_tied = [&](int32_t i) { return i < size && (places.tied()[i / 64] >> (i % 64) & 1) != 0; };
+      int32_t first = place, last = place;
+      while (is_tied(first)) --first;
+      while (is_tied(last + 1)) ++last;
       Check(places.FirstTied(place) == first, "Places::FirstTied");
+      Check(places.LastTied(place) == last, "Places::LastTied");
     }
     Check(places.Down(0, -1) == -1 && places.Up(0, size) == -1, "beyond the ends");
   }
