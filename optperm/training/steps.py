@@ -245,5 +245,5 @@ class Evaluator:
         if different := [list(row) for row in host if row.keys() != host[0].keys()]:
             says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
             raise ValueError(f"eval_fn must return {says}.")
-        sums = {k: np.sum([row[k] for row in host], axis=0, dtype=np.float64) for k in host[0]}
-        return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}
+        sums = {k: np.sum([row[k] for row in host], 0, np.float64).tolist() for k in host[0]}
+        return {k: total / n if n else math.nan for k, (total, n) in sums.items()}
