@@ -245,5 +245,6 @@ class Evaluator:
         if different := [list(row) for row in host if row.keys() != host[0].keys()]:
             says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
             raise ValueError(f"eval_fn must return {says}.")
-        sums = {k: np.sum([row[k] for row in host], 0, np.float64).tolist() for k in host[0]}
-        return {k: total / n if n else math.nan for k, (total, n) in sums.items()}
+        table: dict[str, Any] = {k: np.array([row[k] for row in host]) for k in host[0]}
+        sums = {k: pairs.sum(axis=0, dtype=np.float64) for k, pairs in table.items()}
+        return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}
