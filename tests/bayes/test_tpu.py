@@ -1,10 +1,10 @@
 """What samplers compile to on a TPU; skipped where `libtpu` is not installed."""
 
+import accelerator_programs
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import tpu_programs
 
 import optperm
 
@@ -23,12 +23,10 @@ def program(tx):
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
         return optax.apply_updates(params, updates), opt_state
 
-    mesh, x = (
-        tpu_programs.mesh({"one": 1}, "v5e:1x1"),
-        jax.ShapeDtypeStruct((64, 1024), jnp.float32),
-    )
-    given = tpu_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), x), mesh)
-    return tpu_programs.Program(step, *given)
+    mesh = accelerator_programs.tpu_mesh({"one": 1}, "v5e:1x1")
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    given = accelerator_programs.shapes((PARAMS, jax.eval_shape(tx.init, PARAMS), x), mesh)
+    return accelerator_programs.Program(step, *given)
 
 
 def test_gradients_of_few_examples_are_held_at_once():
