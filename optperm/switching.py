@@ -11,7 +11,7 @@ import optax
 
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
-from optperm.contract.mapped_axes import cond, when
+from optperm.contract.mapped_axes import cond
 from optperm.contract.transformation import transformation
 from optperm.placement import Placement, holding_masks, placing_states, replace_targets
 
@@ -150,30 +150,23 @@ def switch_after(
             )
             return cast_like(replace_targets(then_state, fresh) if track else fresh, then_state)
 
-        def begun(is_due: jax.Array, then_state: Any) -> Any:
-            # Params as an operand are traced, and warned of at the true init alone.
-            return cond(is_due, start, lambda kept, _: kept, then_state, params)
-
         # u_t = first(g_t) for t < T
         def in_first() -> tuple[optax.Updates, Any, Any]:
-            return *step(before, state.first), state.then
+            then_state = step(after, state.then)[1] if track else state.then
+            moves, first_state = step(before, state.first)
+            return moves, first_state, then_state
 
         # u_t = then(g_t) for t >= T
         def in_then() -> tuple[optax.Updates, Any, Any]:
-            moves, then_state = step(after, begun(jnp.logical_not(state.switched), state.then))
+            then_state = state.then
+            if not track or placing_states(then_state):
+                # Params as an operand are traced, and warned of at the true init alone.
+                then_state = cond(state.switched, lambda kept, _: kept, start, then_state, params)
+            moves, then_state = step(after, then_state)
             return moves, state.first, then_state
 
-        if track:
-            then_state = state.then
-            if placing_states(then_state):
-                then_state = begun(is_switched & ~state.switched, then_state)
-            moves, then_state = step(after, then_state)
-            moves, first_state = when(
-                ~is_switched, lambda known: step(before, known[1]), (moves, state.first)
-            )
-        else:
-            # The branch named first is traced first: it names trees that do not match.
-            moves, first_state, then_state = cond(~is_switched, in_first, in_then)
+        # The branch named first is traced first: it names trees that do not match.
+        moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
         return moves, SwitchAfterState(
             count=optax.safe_increment(state.count),
             switched=is_switched,
