@@ -42,9 +42,8 @@ def svrg_learning_rate(
     Theory asks for rates below :math:`1 / \mathcal{L}_b`, and the best ones are often far above: the
     curvature at hand is less than at `params`, or lies in other directions. So SVRG runs for some passes
     at :math:`\eta = 1 / \mathcal{L}_b`, then at twice as much for as long as that ends lower, or else at
-    half as much. On five problems with batches of 1 and 16 what it found was within a factor of 2 of the
-    best rate of a grid (`benchmarks/convex.py`). Longer runs of ill-conditioned problems bear larger
-    ones.
+    half as much. On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times
+    what it found, and 4 times in one of the ten, with raw features (`benchmarks/convex.py`).
 
     Args:
       loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
