@@ -17,19 +17,21 @@ def choose(folder=None):
     Returns:
       The folder, and why it is a temporary one (None if it is not).
     """
-    folder = pathlib.Path(folder or DEFAULT)
+    # Tests and the programs that they start run in other folders too.
+    folder = pathlib.Path(folder or DEFAULT).expanduser().absolute()
     stamp = folder / "jax-version.txt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not any(folder.iterdir()):
-            stamp.write_text(JAX_VERSION)
-        found = stamp.read_text()
+            stamp.write_text(JAX_VERSION, encoding="utf-8")
+        found = stamp.read_text(encoding="utf-8").strip()
         if found == JAX_VERSION:
             tempfile.TemporaryFile(dir=folder).close()  # raises where nothing can be written
             return folder, None
         reason = f"holds programs of jax {found}, and this is jax {JAX_VERSION}"
-    except FileNotFoundError:
-        reason = "holds other files than compiled programs"
+    except (FileNotFoundError, UnicodeDecodeError):
+        holds = "holds other files than compiled programs"
+        reason = holds if folder.exists() else "cannot be made"
     except OSError as error:
         reason = f"cannot be written ({error.strerror})"
     return pathlib.Path(tempfile.mkdtemp()), f"{folder} {reason}"

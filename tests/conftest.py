@@ -32,6 +32,7 @@ import support
 
 from optperm.permutation import cycles
 
+jax.config.update("jax_enable_x64", False)  # whatever the environment says
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -39,7 +40,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Of processor time, for a test of the default tier, and the markers that leave a test out of it.
-LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or 5.0)
+try:
+    LIMIT = float(os.environ.get("OPTPERM_TEST_LIMIT") or 5.0)
+except ValueError as error:
+    raise pytest.UsageError(f"OPTPERM_TEST_LIMIT is a number of seconds: {error}.") from None
 TIERS = ("entries", "programs", "chains", "exhaustive")
 STARTED = pytest.StashKey[float]()
 _TESTS = itertools.count(1)

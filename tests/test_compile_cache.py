@@ -21,11 +21,22 @@ def spoil_by_other_files(folder):
     (folder / "thesis.tex").touch()
 
 
+def test_a_relative_folder_is_the_same_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert compile_cache.choose("kept") == (tmp_path / "kept", None)
+
+
+def spoil_by_bytes(folder):
+    folder.mkdir()
+    (folder / "jax-version.txt").write_bytes(b"\xff")
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
         (spoil_by_version, "holds programs of jax 0.4.1, and this is jax"),
         (spoil_by_other_files, "holds other files"),
+        (spoil_by_bytes, "holds other files"),
         (lambda folder: folder.touch(), "cannot be written"),
     ],
 )

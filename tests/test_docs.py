@@ -22,7 +22,9 @@ ELSEWHERE = {"guides/add_a_method.md", "guides/in_other_libraries.md", "referenc
 
 
 def code_blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S
+    )
 
 
 def programs(page):
@@ -65,14 +67,16 @@ def test_each_program_prints_what_its_comments_say(page, program, capsys):
 def test_every_public_name_of_training_stands_on_its_page():
     """The pages of the methods are written from the package itself."""
     exported = re.findall(r" as (\w+)$", inspect.getsource(training), re.MULTILINE)
-    page = (DOCS / "reference" / "training.rst").read_text()
+    page = (DOCS / "reference" / "training.rst").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\.\. auto(?!summary)\w+:: (\w+)$", page, re.M)) == sorted(exported)
 
 
 def test_lines_for_each_method_call_what_there_is():
     """Each call of optperm in them binds to the signature of what it calls."""
     blocks = re.findall(
-        r"^  ```python\n(.*?)^  ```$", (DOCS / "reference/index.md").read_text(), re.M | re.S
+        r"^  ```python\n(.*?)^  ```$",
+        (DOCS / "reference/index.md").read_text(encoding="utf-8"),
+        re.M | re.S,
     )
     called = set()
     for block in blocks:
@@ -91,7 +95,7 @@ def test_results_are_tables():
     results = sorted((DOCS.parent / "benchmarks" / "results").glob("*.json"))
     assert results
     for path in results:
-        result = json.loads(path.read_text())
+        result = json.loads(path.read_text(encoding="utf-8"))
         assert [*result] == ["benchmark", "command", "machine", "date", "tables"], path.name
         script = result["benchmark"]
         assert script.startswith("optperm ") or (DOCS.parent / script).exists()
@@ -101,7 +105,7 @@ def test_results_are_tables():
 
 def test_every_result_stands_on_a_page():
     """And no page asks for one that is not there, which Sphinx would say."""
-    text = "".join(path.read_text() for path in (DOCS / "benchmarks").glob("*.md"))
+    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "benchmarks").glob("*.md"))
     results = {path.stem for path in (DOCS.parent / "benchmarks" / "results").glob("*.json")}
     assert set(re.findall(r"^```{measured} (\w+)", text, re.MULTILINE)) == results
 

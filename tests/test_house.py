@@ -52,7 +52,7 @@ def code_lines(source, node):
 def test_an_update_can_be_read_beside_the_paper():
     """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
     for path in FILES:
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef) and node.name in ("update", "update_fn"):
                 length = code_lines(source, node)
@@ -66,7 +66,7 @@ def floor_of(module):
 
 def imported(path):
     """The modules that a file imports from, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             yield node.module or ""
         elif isinstance(node, ast.Import):
@@ -90,7 +90,7 @@ def test_imports_point_downwards():
 def test_transformations_are_made_by_one_door():
     """Nothing else builds an Optax transformation, and no method repeats the door's checks."""
     for path in FILES:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         assert "GradientTransformationExtraArgs(" not in text, path
         assert 'check_real_floating("params"' not in text or path.stem in (
             "full_gradient",

@@ -21,7 +21,7 @@ def test_a_tutorial_prints_and_draws_what_it_shows(page, is_short, tmp_path):
     """The words are the same, the numbers near; comparisons of many trainings run by night."""
     outputs, _ = RUNNER["run"](page, tmp_path, is_short=is_short)
     assert RUNNER["wrong_outputs"](page, outputs) == []
-    text = (DOCS / "tutorials" / f"{page}.md").read_text()
+    text = (DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"^!\[.*\]\((\w+\.png)\)$", text, re.MULTILINE))
     assert f"{page}.png" in shown
     assert shown == {path.name for path in tmp_path.glob("*.png")}
