@@ -31,10 +31,10 @@ def program(tx):
 
 def test_gradients_of_few_examples_are_held_at_once():
     """By default; those of all 64 would be 64 times the params."""
-    assert program(optperm.constant_sgd(10_000, 64)).temp_bytes < 4 * BYTES
+    assert program(optperm.constant_sgd(10_000, 64)).temp_bytes < 6 * BYTES
 
 
 def test_noise_is_not_fused_with_the_product_that_makes_the_gradient():
     """There it would be unrolled into each tile: a minute of compiling, and megabytes of code."""
     for tx in (optperm.sgld(1e-6, 10_000), optperm.sghmc(1e-6, 10_000, 0.1)):
-        assert program(tx).code_bytes < 2e6
+        assert program(tx).code_bytes < 4e6  # 5.5e6 fused
