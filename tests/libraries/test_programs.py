@@ -32,8 +32,13 @@ def test_each_library_has_a_program_that_says_what_it_prints():
         assert "optperm." in program
 
 
-@pytest.mark.libraries
-@pytest.mark.parametrize("library", PROGRAMS)
+@pytest.mark.parametrize(
+    "library",
+    [
+        *(pytest.param(library, marks=pytest.mark.libraries) for library in LIBRARIES),
+        pytest.param("optax", marks=pytest.mark.programs),
+    ],
+)
 def test_a_program_prints_what_its_comments_say(library):
     is_required = library in os.environ.get("OPTPERM_LIBRARIES", "").split()
     if importlib.util.find_spec(library) is None and not is_required:
