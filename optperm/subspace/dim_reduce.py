@@ -19,7 +19,7 @@ from optperm.contract.mapped_axes import AxisName, cond, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
 from optperm.placement import apply_updates
-from optperm.subspace.line_searches import LINE_SEARCHES, Trial, search
+from optperm.subspace.line_searches import LINE_SEARCHES, Trial, after_search, search
 from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
 from optperm.subspace.quasi_newton import QuasiNewtonState, dot, norm, nothing_learned
 from optperm.subspace.subspace import Subspace, coordinates, empty_subspace, lift
@@ -259,7 +259,7 @@ def dim_reduce(
         within = optax.tree.where(found.is_accepted, _scaled(-c, p_d), optax.tree.zeros_like(p_d))
         moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
         # s <- c d and g_k^last <- g_k, or they and B stay what they were
-        new = rule.after(held, learned, found, d, gk)
+        new = after_search(held, learned, rule.after(held, found), found, d, gk)
         count = optax.safe_increment(state.count)
         return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
 

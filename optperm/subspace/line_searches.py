@@ -3,7 +3,8 @@
 J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 3.
 
 Both searches have the same methods. `learn` takes the pair of the last step into B, `init` gives the
-first length, `step` judges a length and gives the next one, and `after` is the state after the search.
+first length, `step` judges a length and gives the next one, and `after` is the state after a search in
+vain.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class MindSpore:
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
         """Take in pairs of y's > 1e-20."""
-        is_positive = change_of_gradient(state, gk)[2] > 1e-20
-        return with_pair(state, state.inverse_hessian, gk, is_positive)
+        pair = change_of_gradient(state, gk)
+        return with_pair(state, state.inverse_hessian, pair, pair[2] > 1e-20)
 
     def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
         """Begin at 1."""
@@ -93,16 +94,9 @@ class MindSpore:
         """Take the residual as it is."""
         return jnp.ones_like(is_rounding)
 
-    def after(
-        self,
-        held: QuasiNewtonState,
-        learned: QuasiNewtonState,
-        found: Outcome,
-        d: jax.Array,
-        gk: jax.Array,
-    ) -> QuasiNewtonState:
-        """Return what was held where no length was enough."""
-        return _after(held, learned, held, found, d, gk)
+    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+        """Keep what was held."""
+        return held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +107,11 @@ class Safeguarded:
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
         """Take in pairs of y's > eps |y| |s|, the first one into B_0 = (s'y / y'y) I."""
-        s, y, ys = change_of_gradient(state, gk)
+        s, y, ys = pair = change_of_gradient(state, gk)
         is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         initial = _over_square(ys, norm(y)) * jnp.eye(s.size, dtype=s.dtype)
         hessian = jnp.where(state.has_pair, state.inverse_hessian, initial)
-        return with_pair(state, hessian, gk, is_positive)
+        return with_pair(state, hessian, pair, is_positive)
 
     def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
         """Begin where the last search stopped, or at 1, or at |f| / |g_k|^2 for an unknown B.
@@ -150,20 +144,13 @@ class Safeguarded:
         """Take a residual of the size of its own rounding for zero."""
         return ~is_rounding
 
-    def after(
-        self,
-        held: QuasiNewtonState,
-        learned: QuasiNewtonState,
-        found: Outcome,
-        d: jax.Array,
-        gk: jax.Array,
-    ) -> QuasiNewtonState:
-        """Go on, after a search in vain, where it stopped; after two of them forget the curvature."""
+    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+        """Go on where the search stopped; after two searches in vain forget the curvature."""
         stopped = held._replace(first_length=found.next_length)
         is_hopeless = held.has_last & (held.rejections + 1 >= _PATIENCE)
-        forgotten = nothing_learned(gk.size, gk.dtype)
+        forgotten = nothing_learned(held.last_gradient.size, held.last_gradient.dtype)
         rejected = _where(is_hopeless, forgotten, stopped)
-        return _after(held, learned, _where(found.num_trials > 0, rejected, held), found, d, gk)
+        return _where(found.num_trials > 0, rejected, held)
 
 
 LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
@@ -202,7 +189,7 @@ def search(
     return Outcome(jnp.where(is_accepted, c, jnp.zeros_like(c)), is_accepted, following, index)
 
 
-def _after(
+def after_search(
     held: QuasiNewtonState,
     learned: QuasiNewtonState,
     rejected: QuasiNewtonState,

@@ -58,10 +58,13 @@ def change_of_gradient(
 
 
 def with_pair(
-    state: QuasiNewtonState, hessian: jax.Array, gk: jax.Array, is_positive: jax.Array
+    state: QuasiNewtonState,
+    hessian: jax.Array,
+    pair: tuple[jax.Array, jax.Array, jax.Array],
+    is_positive: jax.Array,
 ) -> QuasiNewtonState:
     """Return the state whose B is the given one with the pair (s, y), if that is positive and known."""
-    s, y, ys = change_of_gradient(state, gk)
+    s, y, ys = pair
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
     ys = jnp.where(is_used, ys, jnp.ones_like(ys))

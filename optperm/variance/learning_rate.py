@@ -87,12 +87,7 @@ def svrg_learning_rate(
     checks.check_count("num_passes", num_passes, minimum=0)
     checks.check_seed("seed", seed)
     checks.check_real_floating("params", params)
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(data)}
-    if len(sizes) != 1 or sizes == {()}:
-        raise ValueError(
-            f"All arrays of data need one leading axis of the same length, got {sorted(sizes)}."
-        )
-    ((n,),) = sizes
+    n = checks.count_examples("data", data)
     if n < batch_size:
         raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
     key = jax.random.key(seed)
@@ -167,7 +162,7 @@ def _curvatures(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the largest curvature of the mean loss, with its sign, and the largest of one example."""
 
-    def largest(batch: Any, steps: int) -> jax.Array:
+    def largest(batch: Any) -> jax.Array:
         """Return the Hessian's eigenvalue of the largest size, by power iteration."""
         gradient = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=False)[0])
 
@@ -177,10 +172,10 @@ def _curvatures(
             product = jax.jvp(gradient, (params,), (v,))[1]
             return product, optax.tree.vdot(v, product)
 
-        return jax.lax.scan(step, optax.tree.random_like(key, params), None, length=steps)[1][-1]
+        return jax.lax.scan(step, optax.tree.random_like(key, params), None, length=_STEPS)[1][-1]
 
     def of_one(example: Any) -> jax.Array:
-        return jnp.abs(largest(jax.tree.map(lambda leaf: leaf[None], example), _STEPS))
+        return jnp.abs(largest(jax.tree.map(lambda leaf: leaf[None], example)))
 
     of_each = jax.lax.map(of_one, data, batch_size=chunk)
-    return largest(data, _STEPS), jnp.max(of_each)
+    return largest(data), jnp.max(of_each)
