@@ -15,10 +15,9 @@ import optax
 
 from optperm.bayes.masters import with_masters
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, wide_zeros
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
@@ -142,14 +141,11 @@ def ivon(
     checks.check_axis_name("axis_name", axis_name)
 
     def init(params: optax.Params) -> IvonState:
-        def full(p: Any, number: Any) -> jax.Array:
-            return shard_like(jnp.full_like(p, number, accumulation_dtype(p)), p)
-
         dtype = accumulation_dtype(params)
         return IvonState(
             count=jnp.zeros([], jnp.int32),
-            momentum=jax.tree.map(lambda p: full(p, 0.0), params),
-            hessian=jax.tree.map(lambda p: full(p, hess_init), params),
+            momentum=wide_zeros(params),
+            hessian=jax.tree.map(lambda zero: jnp.full_like(zero, hess_init), wide_zeros(params)),
             ess=jnp.asarray(ess, dtype),
             weight_decay=jnp.asarray(weight_decay, dtype),
         )

@@ -17,7 +17,7 @@ from optperm.bayes.covariance import BatchGradients, diagonal, per_example
 from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, normal_like
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, zero_if_not_finite
+from optperm.contract.dtypes import accumulation_dtype, all_finite, wide_zeros, zero_if_not_finite
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import when
 from optperm.contract.schedules import resolve_schedule
@@ -152,7 +152,7 @@ def sgld(
             reach=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
             looks=jnp.zeros([], jnp.int32),
-            share=_zeros(params),
+            share=wide_zeros(params),
         )
 
     def update(
@@ -262,12 +262,12 @@ def sghmc(
     def init(params: optax.Params) -> SghmcState:
         return SghmcState(
             count=jnp.zeros([], jnp.int32),
-            velocity=_zeros(params),
+            velocity=wide_zeros(params),
             key=key_data(seed),
             reach=jnp.zeros([], jnp.float32),
             left_out=jnp.zeros([], jnp.int32),
             looks=jnp.zeros([], jnp.int32),
-            share=_zeros(params),
+            share=wide_zeros(params),
         )
 
     def update(
@@ -357,10 +357,6 @@ def _noise_share(
         return looks, jax.tree.map(towards, known[1], c_hat, factor)
 
     return when(state.count % _LOOK_EVERY == 0, look, known)
-
-
-def _zeros(params: optax.Params) -> Any:
-    return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params)
 
 
 def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite
+from optperm.contract.dtypes import accumulation_dtype, all_finite, wide_zeros
 from optperm.contract.mapped_axes import cond
-from optperm.contract.shardings import rows_like, shard_like
+from optperm.contract.shardings import rows_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
@@ -102,14 +102,11 @@ def swag(
         raise ValueError("rank must be 0 or at least 2, got 1: one deviation has no covariance.")
 
     def init(params: optax.Params) -> SwagState:
-        def zeros(p: Any) -> jax.Array:
-            return shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p)
-
         return SwagState(
             count=jnp.zeros([], jnp.int32),
             num_models=jnp.zeros([], jnp.int32),
-            mean=jax.tree.map(zeros, params),
-            squares=jax.tree.map(zeros, params),
+            mean=wide_zeros(params),
+            squares=wide_zeros(params),
             deviations=jax.tree.map(lambda p: rows_like(p, rank, accumulation_dtype(p)), params),
         )
 

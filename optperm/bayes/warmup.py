@@ -13,11 +13,10 @@ from optperm.bayes.covariance import BatchGradients
 from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, signs_like
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import wide_zeros
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
-from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
 from optperm.switching import switch_after
 
@@ -168,12 +167,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
     """
 
     def init(params: optax.Params) -> NewtonState:
-        def zeros() -> Any:
-            return jax.tree.map(
-                lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), params
-            )
-
-        return NewtonState(jnp.zeros([], jnp.int32), zeros(), zeros())
+        return NewtonState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
     def update(
         g: optax.Updates, state: NewtonState, params: optax.Params, **extra_args: Any

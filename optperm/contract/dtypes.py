@@ -17,6 +17,11 @@ def accumulation_dtype(tree: Any) -> Any:
     return jnp.float64 if is_double else jnp.float32
 
 
+def wide_zeros(tree: Any) -> Any:
+    """Zeros like each leaf, where it lies, in the dtype to accumulate in."""
+    return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), tree)
+
+
 def cast_like(tree: Any, like: Any) -> Any:
     """The tree with the types of another one: dtypes, none of them weak, varying axes and shardings.
 
