@@ -1,8 +1,8 @@
 """How much of the package is code, docstring, comment and defence, by package.
 
-Defence is what refuses or warns: `raise`, `assert`, calls of functions that warn or whose name begins with
-`check`, and the bodies of functions named `check...`, `find_faults...` or `warn...`. Names that read as values are
-functions named by a participle alone.
+Defence is what refuses or warns: `raise`, `assert`, calls of functions that warn or whose name begins
+with `check`, and the bodies of functions named `check...`, `find_faults...` or `warn...`. Names that
+read as values are functions named by a participle alone.
 
     python tests/count_lines.py [FOLDER]
 """
@@ -107,7 +107,8 @@ def main() -> None:
         type=pathlib.Path,
     )
     print(
-        f"{'':14} {'lines':>6} {'code':>6} {'docs/code':>9} {'comments':>8} {'defence':>8} functions values"
+        f"{'':14} {'lines':>6} {'code':>6} {'docs/code':>9} {'comments':>8} {'defence':>8} "
+        "functions values"
     )
     for package, lines in count_folder(parser.parse_args().folder).items():
         print(
