@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import images
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,7 +168,7 @@ def compare(problem: Problem, l2: float, arguments: argparse.Namespace) -> None:
         print(f"  {name:32}", "  ".join(f"{k} {v}" for k, v in cells.items()), flush=True)
 
 
-def five_problems(images: tuple[np.ndarray, np.ndarray]) -> Iterator[tuple[str, Problem]]:
+def five_problems(pictures: tuple[np.ndarray, np.ndarray]) -> Iterator[tuple[str, Problem]]:
     """Problems that differ in their scales and in how alike their examples are."""
     x, y = load_breast_cancer(return_X_y=True)
     yield "breast cancer", softmax((x - x.mean(axis=0)) / x.std(axis=0), y, 1 / len(x))
@@ -176,14 +177,14 @@ def five_problems(images: tuple[np.ndarray, np.ndarray]) -> Iterator[tuple[str, 
     yield "digits", softmax(x / 16, y, 1 / len(x))
     x, y = load_diabetes(return_X_y=True)
     yield "diabetes, ridge", ridge(x / x.std(axis=0), (y - y.mean()) / y.std(), 1 / len(x))
-    yield "images", softmax(*images, 1e-4)
+    yield "images", softmax(*pictures, 1e-4)
 
 
 def compare_rates(
-    images: tuple[np.ndarray, np.ndarray], passes: int, batch_sizes: list[int]
+    pictures: tuple[np.ndarray, np.ndarray], passes: int, batch_sizes: list[int]
 ) -> None:
     """Print, for each problem, the loss of SVRG by the multiple of the rate that was found."""
-    for name, problem in five_problems(images):
+    for name, problem in five_problems(pictures):
         n = len(problem.data["y"])
         for batch_size in batch_sizes:
             rate = optperm.svrg_learning_rate(
@@ -210,7 +211,7 @@ def compare_rates(
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, help="an npz of MNIST; random images without")
+    parser.add_argument("--data", type=pathlib.Path, help="an npz of images; random ones without")
     parser.add_argument("--only", nargs="+", choices=["table", "rates"], default=["table", "rates"])
     parser.add_argument("--examples", type=int, nargs="+", default=[20_000])
     parser.add_argument("--l2", type=float, nargs="+", default=[1e-4], help="0 for 1/n")
@@ -222,22 +223,16 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=1.0, help="times the rate that is found")
     results.add_argument(parser)
     arguments = parser.parse_args()
-    rng = np.random.default_rng(0)
-    if arguments.data is None:
-        x, y = rng.random((max(arguments.examples), 12)), np.arange(max(arguments.examples)) % 10
-    else:
-        arrays = dict(np.load(arguments.data))
-        x, y = arrays["x_train"].reshape(len(arrays["x_train"]), -1) / 255.0, arrays["y_train"]
+    _, (x, y), _ = images.load(arguments.data)
+    x, y = np.asarray(x, float).reshape(len(x), -1), np.asarray(y)
     with jax.enable_x64(True):
         if "rates" in arguments.only:
-            chosen = rng.permutation(len(x))[:2000]
-            compare_rates((x[chosen], y[chosen]), arguments.rate_passes, arguments.batch_sizes)
+            compare_rates((x[:2000], y[:2000]), arguments.rate_passes, arguments.batch_sizes)
             RESULTS.write(arguments.json)
         for size in arguments.examples if "table" in arguments.only else ():
-            chosen = rng.permutation(len(x))[:size]
             for l2 in arguments.l2:
-                penalty = l2 or 1 / len(chosen)
-                compare(softmax(x[chosen], y[chosen], penalty), penalty, arguments)
+                penalty = l2 or 1 / size
+                compare(softmax(x[:size], y[:size], penalty), penalty, arguments)
                 RESULTS.write(arguments.json)
 
 

@@ -24,11 +24,11 @@ import argparse
 import functools
 import lzma
 import math
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
+import images
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,7 @@ import results
 
 import optperm
 
-HIDDEN, BATCH, VALIDATION, CHANNELS = 256, 50, 5000, (16, 32, 64)
+BATCH = 50
 VALUES = (2, 4, 16)
 RESULTS = results.Results()
 Params = dict[str, jax.Array]
@@ -47,7 +47,10 @@ def last_layer(rate: Any) -> optax.GradientTransformation:
     """Adam for the last layer, nothing for the rest."""
 
     def kinds(params: Params) -> dict[str, str]:
-        return {name: "trained" if "last" in name else "frozen" for name in params}
+        last = len(params) // 2 - 1
+        return {
+            f"{x}{i}": "trained" if i == last else "frozen" for i in range(last + 1) for x in "wb"
+        }
 
     return optax.partition({"trained": optax.adam(rate), "frozen": optax.set_to_zero()}, kinds)
 
@@ -71,46 +74,22 @@ PERMUTED, ROUNDED, PASSED = "permuted (SGPerm)", "Adam, rounded", "Adam, straigh
 WAYS = {PERMUTED: "SGPerm", ROUNDED: "Adam", PASSED: "Adam"}
 
 
-def initial(seed: Any, shape: tuple[int, ...], values: int | None = None) -> Params:
+def initial(seed: Any, image: tuple[int, ...], values: int | None = None) -> Params:
     """He's uniform weights, or as many values evenly spaced in their place, and biases of the same law.
 
     Equal ones could not be permuted.
     """
-    if len(shape) == 1:
-        shapes = {"w0": (shape[0], HIDDEN), "b0": (HIDDEN,), "w_last": (HIDDEN, 10)}
-    else:
-        wide = (shape[-1], *CHANNELS)
-        shapes = {f"w{i}": (3, 3, wide[i], wide[i + 1]) for i in range(3)}
-        shapes |= {f"b{i}": (wide[i + 1],) for i in range(3)}
-        shapes |= {"w_last": (shape[0] // 8 * (shape[1] // 8) * wide[-1], 10)}
-    shapes |= {"b_last": (10,)}
     params = {}
-    for index, (name, of_leaf) in enumerate(shapes.items()):
-        weights = shapes["w" + name[1:]]
+    for i, weights in enumerate(images.weight_shapes(image)):
         bound = math.sqrt(6 / math.prod(weights[:-1]))
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        if values is None:
-            params[name] = jax.random.uniform(key, of_leaf, minval=-bound, maxval=bound)
-        else:
-            steps = jax.random.randint(key, of_leaf, 0, values)
-            params[name] = bound * ((2 * steps + 1) / values - 1)
+        for j, (name, shape) in enumerate(((f"w{i}", weights), (f"b{i}", weights[-1:]))):
+            key = jax.random.fold_in(jax.random.key(seed), 2 * i + j)
+            if values is None:
+                params[name] = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+            else:
+                steps = jax.random.randint(key, shape, 0, values)
+                params[name] = bound * ((2 * steps + 1) / values - 1)
     return params
-
-
-def logits(params: Params, x: jax.Array) -> jax.Array:
-    """Of images (n, pixels) or (n, height, width, channels)."""
-    if x.ndim == 2:
-        x = jax.nn.relu(x @ params["w0"] + params["b0"])
-    else:
-        for i in range(3):
-            dimensions = ("NHWC", "HWIO", "NHWC")
-            x = jax.lax.conv_general_dilated(
-                x, params[f"w{i}"], (1, 1), "SAME", dimension_numbers=dimensions
-            )
-            x = jax.nn.relu(x + params[f"b{i}"])
-            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-        x = x.reshape(len(x), -1)
-    return x @ params["w_last"] + params["b_last"]
 
 
 def straight_through(params: Params, values: int) -> Params:
@@ -140,22 +119,6 @@ def rounded(params: Params, count: int) -> Params:
     return jax.tree.map(leaf, params)
 
 
-def loss_fn(params: Params, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Mean cross-entropy."""
-    of = optax.softmax_cross_entropy_with_integer_labels
-    return of(logits(params, batch[0]), batch[1]).mean()
-
-
-def accuracy(params: Params, x: jax.Array, y: jax.Array) -> float:
-    """The share of right answers."""
-    parts = range(0, len(x), 1000)
-    right = [jnp.sum(_logits(params, x[i : i + 1000]).argmax(1) == y[i : i + 1000]) for i in parts]
-    return float(sum(right)) / len(x)
-
-
-_logits = jax.jit(logits)
-
-
 @functools.partial(jax.jit, static_argnames=("name", "passed"))
 def trained(
     name: str, number: Any, params: Params, batches: jax.Array, data: Any, passed: int | None
@@ -164,29 +127,20 @@ def trained(
     tx = METHODS[name][0](number, len(batches))
 
     def loss(params: Params, batch: Any) -> jax.Array:
-        return loss_fn(straight_through(params, passed) if passed else params, batch)
+        return images.loss_fn(straight_through(params, passed) if passed else params, batch)
 
-    def step(carried: Any, chosen: jax.Array) -> Any:
-        params, state = carried
-        grads = jax.grad(loss)(params, (data[0][chosen], data[1][chosen]))
-        updates, state = tx.update(grads, state, params)
-        return (optperm.apply_updates(params, updates, state), state), None
-
-    params, state = jax.lax.scan(step, (params, tx.init(params)), batches)[0]
+    params, state = images.train(tx, params, tx.init(params), batches, data, loss)
     return optperm.permuted_params(state, params) if name == "LaPerm" else params
 
 
 def run(
-    name: str, number: float, seed: int, epochs: float, data: Any, values: int | None, way: str
+    name: str, number: float, seed: int, steps: int, data: Any, values: int | None, way: str
 ) -> Params:
     """The trained params of a method, of a few values where a way to them is named."""
-    size = len(data[0])
-    rng = np.random.default_rng(seed)
-    orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(math.ceil(epochs))]
-    batches = np.concatenate(orders).reshape(-1, BATCH)[: round(epochs * size / BATCH)]
+    batches = images.batches(len(data[0]), BATCH, steps, seed)
     start = initial(seed, data[0].shape[1:], values if way == PERMUTED else None)
     passed = values if way == PASSED else None
-    params = trained(name, number, start, jnp.asarray(batches), data, passed)
+    params = trained(name, number, start, batches, data, passed)
     if way == ROUNDED:
         return rounded(params, values or 0)
     return straight_through(params, passed) if passed else params
@@ -203,25 +157,19 @@ def compare(
     way: str = "",
 ) -> None:
     """Print and keep the row of one method, at the number that is best on the validation split."""
-    fitted, held = (
-        tuple(leaf[part] for leaf in train) for part in (np.s_[:-VALIDATION], np.s_[-VALIDATION:])
-    )
-    start, tried = time.process_time(), dict[float, float]()
-    for number in METHODS[name][1]:
-        params = run(name, number, 0, options.epochs / 3, fitted, values, way)
-        tried[number] = accuracy(params, *held)
-    best = max(tried, key=lambda number: tried[number])
-    scores = [
-        accuracy(run(name, best, seed, options.epochs, train, values, way), *test)
-        for seed in range(options.seeds)
-    ]
-    seconds = time.process_time() - start
-    spread = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
-    grid = ", ".join(f"{number:g}: {score:.4f}" for number, score in tried.items())
+    start, steps = time.process_time(), round(options.epochs * len(train[0]) / BATCH)
+
+    def fit(number: float, seed: int, steps: int, data: Any) -> Params:
+        return run(name, number, seed, steps, data, values, way)
+
+    best, tried = images.tune(METHODS[name][1], fit, steps, train)
+    seeds = range(options.seeds)
+    scores = [images.accuracy(fit(best, seed, steps, train), test) for seed in seeds]
+    seconds, grid = time.process_time() - start, images.shown(tried)
     RESULTS.row(
         title,
         method=shown,
-        test_accuracy=f"{np.mean(scores):.4f}{spread}",
+        test_accuracy=images.spread(scores),
         number=f"{best:g}",
         validation_of_the_grid=grid,
     )
@@ -233,17 +181,9 @@ def compare(
 def compare_bytes(options: argparse.Namespace, train: Any) -> None:
     """Print what a network takes on disk that SGPerm has trained for an epoch."""
     start = initial(0, train[0].shape[1:])
-    batches = np.random.default_rng(0).permutation(len(train[0]))
-    batches = jnp.asarray(batches[: len(batches) // BATCH * BATCH].reshape(-1, BATCH))
+    batches = images.batches(len(train[0]), BATCH, len(train[0]) // BATCH, 0)
     tx = sgperm(0.3, len(batches))
-
-    def step(carried: Any, chosen: jax.Array) -> Any:
-        params, state = carried
-        grads = jax.grad(loss_fn)(params, (train[0][chosen], train[1][chosen]))
-        updates, state = tx.update(grads, state, params)
-        return (optperm.apply_updates(params, updates, state), state), None
-
-    _, state = jax.jit(lambda c: jax.lax.scan(step, c, batches)[0])((start, tx.init(start)))
+    _, state = jax.jit(lambda p: images.train(tx, p, tx.init(p), batches, train))(start)
     exported = jax.tree.leaves(optperm.export_permutation(start, state))
     count = sum(leaf.size for leaf in start.values())
     vectors = [leaf.shape for leaf in start.values()]
@@ -268,31 +208,15 @@ def compare_bytes(options: argparse.Namespace, train: Any) -> None:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, help="an npz of images; random ones without")
+    images.add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=float, default=3.0)
-    parser.add_argument("--examples", type=int, help="a random part of the training images")
     parts = ["methods", "values", "bytes"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     results.add_argument(parser)
     options = parser.parse_args()
-    rng = np.random.default_rng(0)
-    if options.data is None:
-        arrays = {"x_train": rng.integers(0, 256, (6000, 28, 28)), "y_train": np.arange(6000) % 10}
-        arrays |= {"x_test": arrays["x_train"][:300], "y_test": arrays["y_train"][:300]}
-    else:
-        arrays = dict(np.load(options.data))
-    chosen = rng.permutation(len(arrays["x_train"]))[: options.examples]
-    arrays["x_train"], arrays["y_train"] = arrays["x_train"][chosen], arrays["y_train"][chosen]
-
-    def images(part: str) -> tuple[jax.Array, jax.Array]:
-        x = np.asarray(arrays[f"x_{part}"], np.float32) / 255
-        x = x.reshape(len(x), -1) if x.ndim == 3 else x
-        return jnp.asarray(x), jnp.asarray(np.ravel(arrays[f"y_{part}"]), jnp.int32)
-
-    train, test = images("train"), images("test")
-    source = options.data.stem if options.data else "random images"
+    source, train, test = images.load(options.data, options.examples)
     title = f"{source}, {len(train[0])} images, {options.epochs:g} epochs, {options.seeds} seeds"
     if "methods" in options.only:
         for name in options.methods:

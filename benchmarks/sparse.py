@@ -5,8 +5,8 @@ steps with Adam and a rate that falls to 0 by a cosine. One-shot pruning happens
 steps; the ramp of gradual pruning rises from 10 to 75 % of them; RigL and SET end at 75 %; masks
 change every 100 steps.
 
-With `--tune` each row first takes the rate that is best on a validation split (the last 5,000
-training images), with one seed and a third of the steps. With `--export` networks whose weights or
+With `--tune` each row first takes the rate that is best on a validation split (5,000 training
+images), with one seed and a third of the steps. With `--export` networks whose weights or
 units were pruned gradually are made smaller by `to_sparse` and `remove_units`, and used.
 
     python benchmarks/sparse.py --data mnist.npz [--seeds 2] [--sparsity 0.9 0.98] [--tune] [--export]
@@ -14,11 +14,11 @@ units were pruned gradually are made smaller by `to_sparse` and `remove_units`, 
 
 import argparse
 import functools
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
+import images
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,44 +27,14 @@ import results
 
 import optperm
 
-SIZES, BATCH, EVERY = (784, 300, 100, 10), 100, 100
+HIDDEN, LAYERS, BATCH, EVERY = (300, 100), 3, 100, 100
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-SNIP_EXAMPLES, VALIDATION = 2000, 5000
+SNIP_EXAMPLES = 2000
 GROUPS = {
     "first": [("w0", -1), ("b0", -1), ("w1", -2)],
     "second": [("w1", -1), ("b1", -1), ("w2", -2)],
 }
 RESULTS = results.Results()
-
-
-def initial(seed: int) -> dict[str, jax.Array]:
-    """He's normal weights."""
-    params = {}
-    for index, key in enumerate(jax.random.split(jax.random.key(seed), len(SIZES) - 1)):
-        rows, columns = SIZES[index : index + 2]
-        params[f"w{index}"] = jax.random.normal(key, (rows, columns)) * np.sqrt(2 / rows)
-        params[f"b{index}"] = jnp.zeros(columns)
-    return params
-
-
-def logits(params: dict[str, Any], x: Any) -> Any:
-    """Of images (n, 784)."""
-    for index in range(len(SIZES) - 1):
-        x = x @ params[f"w{index}"] + params[f"b{index}"]
-        x = jax.nn.relu(x) if index < len(SIZES) - 2 else x
-    return x
-
-
-def loss_fn(params: dict[str, jax.Array], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Mean cross-entropy."""
-    of = optax.softmax_cross_entropy_with_integer_labels
-    return of(logits(params, batch[0]), batch[1]).mean()
-
-
-@jax.jit
-def accuracy(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
-    """The share of right answers."""
-    return jnp.mean(logits(params, x).argmax(axis=-1) == y)
 
 
 # A row: from a share, a number of steps, a rate and a seed to an optimizer; whether it prunes once at
@@ -93,7 +63,7 @@ def held(share: float, steps: int, rate: float, seed: int) -> Any:
 
 def same_share(share: float) -> dict[str, float]:
     """The share of each leaf, in the place of ERK's."""
-    return {name: share for index in range(len(SIZES) - 1) for name in (f"w{index}", f"b{index}")}
+    return {name: share for index in range(LAYERS) for name in (f"w{index}", f"b{index}")}
 
 
 ROWS: dict[str, Callable[..., Any]] = {
@@ -124,62 +94,42 @@ def trained(
     name: str, share: float, steps: int, rate: Any, seed: Any, batches: Any, data: Any
 ) -> Any:
     """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
-    tx, params = (ROWS | UNITS)[name](share, steps, rate, seed), initial(seed)
-
-    def step(carried: Any, chosen: jax.Array) -> Any:
-        params, state = carried
-        grads = jax.grad(loss_fn)(params, (data[0][chosen], data[1][chosen]))
-        updates, state = tx.update(grads, state, params)
-        return (optperm.apply_updates(params, updates, state), state), None
-
+    tx = (ROWS | UNITS)[name](share, steps, rate, seed)
+    params = images.initial(seed, data[0].shape[1:], HIDDEN)
     state = tx.init(params)
     if name == "SNIP, global":
-        grads = jax.grad(loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
+        grads = jax.grad(images.loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
         scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
         params, state = optperm.prune(params, state, share, scope="global", scores=scores)
     elif isinstance(state, optperm.SparseState):
         params, state = optperm.prune(params, state, 0.0)
     if name == "one-shot magnitude, global":
         first, batches = batches[: steps // 2], batches[steps // 2 :]
-        (params, state), _ = jax.lax.scan(step, (params, state), first)
+        params, state = images.train(tx, params, state, first, data)
         params, state = optperm.prune(params, state, share, scope="global")
-    return jax.lax.scan(step, (params, state), batches)[0][0]
+    return images.train(tx, params, state, batches, data)[0]
 
 
-def run(name: str, share: Any, rate: float, seed: int, epochs: float, data: Any) -> Any:
+def run(name: str, share: Any, rate: float, seed: int, steps: int, data: Any) -> Any:
     """The trained params of a row."""
-    size = len(data[0])
-    steps = round(epochs * size / BATCH)
-    rng = np.random.default_rng(seed)
-    orders = [rng.permutation(size)[: size // BATCH * BATCH] for _ in range(int(np.ceil(epochs)))]
-    batches = np.concatenate(orders).reshape(-1, BATCH)[:steps]
-    return trained(name, share, steps, rate, seed, jnp.asarray(batches), data)
+    batches = images.batches(len(data[0]), BATCH, steps, seed)
+    return trained(name, share, steps, rate, seed, batches, data)
 
 
-def table(options: argparse.Namespace, sets: Any) -> None:
+def table(options: argparse.Namespace, steps: int, train: Any, test: Any) -> None:
     """Accuracy by row and share, each at its rate."""
-    (train_x, train_y), test = sets
-    whole = train_x, train_y
-    split = (
-        (train_x[:-VALIDATION], train_y[:-VALIDATION]),
-        (train_x[-VALIDATION:], train_y[-VALIDATION:]),
-    )
     title = "MNIST, test accuracy by the share of zeros" + (", tuned rates" if options.tune else "")
     for name in options.rows or ROWS:
         cells = {}
         for share in (0.0,) if name == "dense" else options.sparsity:
             start, rate = time.process_time(), options.rate
+            fit = functools.partial(run, name, share)
             if options.tune:
-                found = {
-                    r: accuracy(run(name, share, r, 0, options.epochs / 3, split[0]), *split[1])
-                    for r in RATES
-                }
-                rate = max(found, key=lambda r: float(found[r]))
-            nets = [run(name, share, rate, s, options.epochs, whole) for s in range(options.seeds)]
-            scores = [float(accuracy(params, *test)) for params in nets]
-            spread = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+                rate, _ = images.tune(RATES, fit, steps, train)
+            nets = [fit(rate, seed, steps, train) for seed in range(options.seeds)]
+            scores = [images.accuracy(params, test) for params in nets]
             chosen = f" ({rate:g})" if options.tune else ""
-            cells[f"{share:.0%}"] = f"{np.mean(scores):.4f}{spread}{chosen}"
+            cells[f"{share:.0%}"] = f"{images.spread(scores)}{chosen}"
             each = " ".join(f"{score:.4f}" for score in scores)
             seconds = time.process_time() - start
             print(f"{name:36} {share:5.0%} rate {rate:g}: {each}  {seconds:.0f} s", flush=True)
@@ -198,9 +148,9 @@ def bytes_of(tree: Any) -> int:
 
 def apply_sparse(params: Any, x: Any, xp: Any) -> Any:
     """Logits by matrices that are transposed."""
-    for index in range(len(SIZES) - 1):
+    for index in range(LAYERS):
         x = (params[f"w{index}"] @ x.T).T + params[f"b{index}"]
-        x = xp.maximum(x, 0) if index < len(SIZES) - 2 else x
+        x = xp.maximum(x, 0) if index < LAYERS - 1 else x
     return x
 
 
@@ -215,11 +165,10 @@ def least_milliseconds(function: Callable[..., Any], *arguments: Any, repetition
     return 1e3 * min(found)
 
 
-def export_table(options: argparse.Namespace, sets: Any) -> None:
+def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) -> None:
     """Bytes, time and accuracy of what was trained sparse, as it is used."""
-    data, (x, y) = sets
+    x, y = test[0].reshape(len(test[0]), -1), np.asarray(test[1])
     title = "Used after training: bytes, processor milliseconds a batch of 1, 32 and 256, accuracy"
-    y = np.asarray(y)
 
     def show(name: str, function: Callable[..., Any], params: Any, xp: Any) -> None:
         least = functools.partial(least_milliseconds, function, params)
@@ -230,10 +179,10 @@ def export_table(options: argparse.Namespace, sets: Any) -> None:
         RESULTS.row(title, network=name, bytes=bytes_of(params), **cells, accuracy=f"{right:.4f}")
         print(f"{name:34} {bytes_of(params):9} B  {' '.join(times)} ms  {right:.4f}", flush=True)
 
-    jitted, sparse = jax.jit(logits), jax.jit(lambda p, x: apply_sparse(p, x, jnp))
-    show("dense", jitted, run("dense", 0.0, options.rate, 0, options.epochs, data), jnp)
+    jitted, sparse = jax.jit(images.logits), jax.jit(lambda p, x: apply_sparse(p, x, jnp))
+    show("dense", jitted, run("dense", 0.0, options.rate, 0, steps, data), jnp)
     for share in options.sparsity:
-        params = run("gradual magnitude, ERK", share, options.rate, 0, options.epochs, data)
+        params = run("gradual magnitude, ERK", share, options.rate, 0, steps, data)
         show(f"{share:.0%} zeros, dense product", jitted, params, jnp)
         for kind in ("bcsr", "bcoo"):
             show(f"{share:.0%} zeros, {kind}", sparse, optperm.to_sparse(params, kind), jnp)
@@ -249,7 +198,7 @@ def export_table(options: argparse.Namespace, sets: Any) -> None:
             jnp,
         )
     for units in options.units:
-        params = run("units", units, options.rate, 0, options.epochs, data)
+        params = run("units", units, options.rate, 0, steps, data)
         # A unit that nothing enters is a constant: it goes into the bias of what follows.
         for index in (0, 1):
             is_dead = (params[f"w{index}"] == 0).all(axis=0)
@@ -264,7 +213,7 @@ def export_table(options: argparse.Namespace, sets: Any) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, help="an npz of MNIST; random images without")
+    images.add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--epochs", type=float, default=3.0)
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -276,20 +225,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repetitions", type=int, default=50)
     results.add_argument(parser)
     options = parser.parse_args(argv)
-    if options.data is None:
-        rng = np.random.default_rng(0)
-        arrays = {"x_train": rng.integers(0, 256, (6000, 28, 28)), "y_train": np.arange(6000) % 10}
-        arrays |= {"x_test": arrays["x_train"][:300], "y_test": arrays["y_train"][:300]}
-    else:
-        arrays = dict(np.load(options.data))
-    sets = [
-        (
-            jnp.asarray(np.reshape(arrays[f"x_{part}"], (-1, 784)) / np.float32(255), jnp.float32),
-            jnp.asarray(arrays[f"y_{part}"], jnp.int32),
-        )
-        for part in ("train", "test")
-    ]
-    (export_table if options.export else table)(options, sets)
+    _, train, test = images.load(options.data, options.examples)
+    steps = round(options.epochs * len(train[0]) / BATCH)
+    (export_table if options.export else table)(options, steps, train, test)
     RESULTS.write(options.json)
 
 

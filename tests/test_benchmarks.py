@@ -38,7 +38,7 @@ USUAL = [
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",
-        "--seeds 1 --epochs 0.1 --sparsity 0.9",
+        "--seeds 1 --epochs 0.6 --sparsity 0.9",
         {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
     ),
     (
@@ -48,7 +48,7 @@ USUAL = [
     ),
     (
         "permutation.py",
-        "--seeds 1 --epochs 0.15",
+        "--seeds 1 --epochs 0.9",
         {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
     ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
@@ -75,7 +75,7 @@ RUNS = [
 # What has tests of its own.
 ELSEWHERE = {"kills.py", "dim_reduce.py", "accelerators.py"}
 # What they share.
-SHARED = {"results.py", "accelerator_programs.py"}
+SHARED = {"images.py", "results.py", "accelerator_programs.py"}
 # What a script asks JAX for before it starts, which it has here.
 DEVICES = ("jax_num_cpu_devices",)
 

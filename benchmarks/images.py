@@ -1,0 +1,159 @@
+"""Images, a network for them, its training, and the choice of a number of a grid.
+
+Gray images are for an MLP, color ones for a small convolutional network.
+"""
+
+import argparse
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optperm
+
+CHANNELS, VALIDATION = (16, 32, 64), 5000
+Params = dict[str, jax.Array]
+Data = tuple[jax.Array, jax.Array]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--data FILE` and `--examples N`."""
+    parser.add_argument("--data", type=pathlib.Path, help="an npz of images; random ones without")
+    parser.add_argument("--examples", type=int, help="a random part of the training images")
+
+
+def load(path: pathlib.Path | None, examples: int | None = None) -> tuple[str, Data, Data]:
+    """Return a name, training images in random order and test images, each with its labels.
+
+    Images are float32 (n, height, width, channels) in [0, 1], labels int32 (n,).
+    """
+    rng = np.random.default_rng(0)
+    if path is None:
+        arrays = {"x_train": rng.integers(0, 256, (1000, 8, 8)), "y_train": np.arange(1000) % 10}
+        arrays |= {"x_test": arrays["x_train"][:200], "y_test": arrays["y_train"][:200]}
+    else:
+        arrays = dict(np.load(path))
+
+    def part(name: str, chosen: Any) -> Data:
+        x = np.asarray(arrays[f"x_{name}"][chosen], np.float32) / 255
+        x = x[..., None] if x.ndim == 3 else x
+        return jnp.asarray(x), jnp.asarray(np.ravel(arrays[f"y_{name}"])[chosen], jnp.int32)
+
+    train = part("train", rng.permutation(len(arrays["x_train"]))[:examples])
+    return path.stem if path else "random images", train, part("test", np.s_[:])
+
+
+def weight_shapes(image: Sequence[int], hidden: Sequence[int] = (256,)) -> list[tuple[int, ...]]:
+    """Return the shapes of the weights; the biases have their last axis."""
+    height, width, channels = image
+    if channels == 1:
+        wide = (height * width, *hidden, 10)
+        return [wide[i : i + 2] for i in range(len(hidden) + 1)]
+    wide = (channels, *CHANNELS)
+    of_images = [(3, 3, *wide[i : i + 2]) for i in range(len(CHANNELS))]
+    return [*of_images, (height // 8 * (width // 8) * wide[-1], 10)]
+
+
+def initial(seed: Any, image: Sequence[int], hidden: Sequence[int] = (256,)) -> Params:
+    """Return He's normal weights w0, w1, ... and zero biases b0, b1, ..."""
+    params, shapes = {}, weight_shapes(image, hidden)
+    for i, key in enumerate(jax.random.split(jax.random.key(seed), len(shapes))):
+        scale = math.sqrt(2 / math.prod(shapes[i][:-1]))
+        params[f"w{i}"] = jax.random.normal(key, shapes[i]) * scale
+        params[f"b{i}"] = jnp.zeros(shapes[i][-1:])
+    return params
+
+
+def logits(params: Params, x: jax.Array) -> jax.Array:
+    """Return those of images (n, height, width, channels)."""
+    layers = len(params) // 2
+    for i in range(layers):
+        w, b = params[f"w{i}"], params[f"b{i}"]
+        if w.ndim == 4:
+            x = jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = jax.nn.relu(x + b)
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        else:
+            x = x.reshape(len(x), -1) @ w + b
+            x = jax.nn.relu(x) if i < layers - 1 else x
+    return x
+
+
+def loss_fn(params: Params, batch: Data) -> jax.Array:
+    """Return the mean cross-entropy."""
+    of = optax.softmax_cross_entropy_with_integer_labels
+    return of(logits(params, batch[0]), batch[1]).mean()
+
+
+@jax.jit
+def predict(params: Params, x: jax.Array) -> jax.Array:
+    """Return the logits of many images, 1000 at a time."""
+    return jax.lax.map(lambda image: logits(params, image[None])[0], x, batch_size=1000)
+
+
+def accuracy(params: Params, data: Data) -> float:
+    """Return the share of right answers."""
+    return float(jnp.mean(predict(params, data[0]).argmax(axis=1) == data[1]))
+
+
+def batches(size: int, batch: int, steps: int, seed: int) -> jax.Array:
+    """Return indices (steps, batch), shuffled anew in each epoch."""
+    rng, whole = np.random.default_rng(seed), size // batch
+    orders = [rng.permutation(size)[: whole * batch] for _ in range(math.ceil(steps / whole))]
+    return jnp.asarray(np.concatenate(orders).reshape(-1, batch)[:steps])
+
+
+def train(
+    tx: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    indices: jax.Array,
+    data: Data,
+    loss_fn: Callable[[Any, Data], jax.Array] = loss_fn,
+) -> tuple[Any, Any]:
+    """Take a step for each row of indices: the params and the state after them, to be compiled."""
+    tx = optax.with_extra_args_support(tx)
+
+    def step(carried: Any, chosen: jax.Array) -> Any:
+        params, state = carried
+        e = optperm.evaluate(loss_fn, params, (data[0][chosen], data[1][chosen]))
+        updates, state = tx.update(e.grad, state, params, **e.extra_args)
+        return (optperm.apply_updates(params, updates, state), state), None
+
+    return jax.lax.scan(step, (params, state), indices)[0]
+
+
+def tune(
+    grid: Iterable[Any],
+    fit: Callable[[Any, int, int, Data], Any],
+    steps: int,
+    data: Data,
+    score: Callable[[Any, Data], float] = accuracy,
+) -> tuple[Any, dict[Any, float]]:
+    """Return the number of a grid that scores highest, and all scores.
+
+    `fit(number, seed, steps, data)` trains with seed 0 and a third of the steps, without the last 5,000
+    images (a fifth of few), on which `score` judges what it returns.
+    """
+    start = len(data[0]) - min(VALIDATION, len(data[0]) // 5)
+    fitted, held = (tuple(leaf[part] for leaf in data) for part in (np.s_[:start], np.s_[start:]))
+    tried = {number: score(fit(number, 0, max(steps // 3, 1), fitted), held) for number in grid}
+    return max(tried, key=lambda n: (not math.isnan(tried[n]), tried[n])), tried
+
+
+def spread(scores: Sequence[float]) -> str:
+    """Return the mean and the standard deviation."""
+    deviation = f" ± {np.std(scores, ddof=1):.4f}" if len(scores) > 1 else ""
+    return f"{np.mean(scores):.4f}{deviation}"
+
+
+def shown(tried: dict[Any, float]) -> str:
+    """Return a grid with its scores as text."""
+    return ", ".join(f"{number:g}: {score:.4f}" for number, score in tried.items())
