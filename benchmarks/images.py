@@ -51,20 +51,22 @@ def load(path: pathlib.Path | None, examples: int | None = None) -> tuple[str, D
     return path.stem if path else "digits", train, part("test", np.s_[:])
 
 
-def weight_shapes(image: Sequence[int], hidden: Sequence[int] = (256,)) -> list[tuple[int, ...]]:
+def weight_shapes(
+    image: Sequence[int], hidden: Sequence[int] = (256,), channels: Sequence[int] = CHANNELS
+) -> list[tuple[int, ...]]:
     """Return the shapes of the weights; the biases have their last axis."""
-    height, width, channels = image
-    if channels == 1:
+    height, width, depth = image
+    if depth == 1:
         wide = (height * width, *hidden, 10)
         return [wide[i : i + 2] for i in range(len(hidden) + 1)]
-    wide = (channels, *CHANNELS)
-    of_images = [(3, 3, *wide[i : i + 2]) for i in range(len(CHANNELS))]
-    return [*of_images, (height // 8 * (width // 8) * wide[-1], 10)]
+    wide, factor = (depth, *channels), 2 ** len(channels)
+    of_images = [(3, 3, *wide[i : i + 2]) for i in range(len(channels))]
+    return [*of_images, (height // factor * (width // factor) * wide[-1], 10)]
 
 
-def initial(seed: Any, image: Sequence[int], hidden: Sequence[int] = (256,)) -> Params:
-    """Return He's normal weights w0, w1, ... and zero biases b0, b1, ..."""
-    params, shapes = {}, weight_shapes(image, hidden)
+def initial(seed: Any, image: Sequence[int], **widths: Sequence[int]) -> Params:
+    """Return He's normal weights w0, w1, ... and zero biases b0, b1, ... of `weight_shapes`."""
+    params, shapes = {}, weight_shapes(image, **widths)
     for i, key in enumerate(jax.random.split(jax.random.key(seed), len(shapes))):
         scale = math.sqrt(2 / math.prod(shapes[i][:-1]))
         params[f"w{i}"] = jax.random.normal(key, shapes[i]) * scale

@@ -1,11 +1,11 @@
 """Training in the subspace of a trajectory beside what else one would take, on images.
 
-An MLP on gray images (without data scikit-learn's digits), a convolutional network on color ones, by
-equally many gradients; a trial of a line search counts as a third of one. SGD with momentum and Adam
-have a rate that falls to 0 by a cosine. SWA is the mean of ten snapshots from the last quarter of SGD
-with momentum at a constant rate, EMA the exponential mean of its params over a tenth of the steps. With
-`dldr` two thirds of the steps are such SGD, with 41 snapshots, then the second phase begins, in 20
-dimensions (`twa`: in 41).
+An MLP on gray images (without data scikit-learn's digits), a convolutional network (8, 16 and 32
+channels) on color ones, by equally many gradients; a trial of a line search counts as a third of one.
+SGD with momentum and Adam have a rate that falls to 0 by a cosine. SWA is the mean of ten snapshots from
+the last quarter of SGD with momentum at a constant rate, EMA the exponential mean of its params over a
+tenth of the steps. With `dldr` two thirds of the steps are such SGD, with 41 snapshots, then the second
+phase begins, in 20 dimensions (`twa`: in 41).
 
 All labels are right, or there are few, or a share of them is drawn at random: .2, as in the scripts of
 DLDR's authors. Each method takes the numbers of its printed grid that are best on a validation split,
@@ -83,20 +83,21 @@ def falling(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 cosine = falling(momentum)
 PAPER = {"rho": 0.4, "alpha": 0.0, "max_search_steps": 20, "line_search": "mindspore"}
 RATES, ALPHAS = (0.03, 0.1, 0.3), (0.0, 0.003, 0.03)
+ONE = ((0.01, *RATES),)
 # By name: from the steps and numbers to an optimizer, the grids of the numbers, and from params and the
 # optimizer's state to what it has found.
 METHODS: dict[str, tuple[Any, ...]] = {
-    "SGD, cosine": (cosine, (RATES,)),
-    "Adam, cosine": (falling(optax.adam), ((1e-3, 3e-3, 1e-2),)),
-    "SWA": (swa, (RATES,), mean_of_snapshots),
-    "EMA": (ema, (RATES,), lambda _, state: state[-1]),
+    "SGD, cosine": (cosine, ONE),
+    "Adam, cosine": (falling(optax.adam), ((1e-3, 3e-3, 1e-2, 3e-2),)),
+    "SWA": (swa, ONE, mean_of_snapshots),
+    "EMA": (ema, ONE, lambda _, state: state[-1]),
     "dldr, dim_reduce": (
         after_sgd(lambda m, _, alpha: optperm.dim_reduce(n_components=m // 2, alpha=alpha)),
         (RATES, ALPHAS),
     ),
     "dldr, the paper's P-BFGS": (
         after_sgd(lambda m, _: optperm.dim_reduce(n_components=m // 2, **PAPER), "first"),
-        (RATES,),
+        ONE,
     ),
     "dldr, project": (
         after_sgd(lambda m, rest, rate: optperm.project(m // 2, cosine(rest, rate))),
@@ -152,7 +153,7 @@ def compare(title: str, options: argparse.Namespace, train: Any, test: Any) -> N
         ) -> Any:
             chosen = images.batches(len(data[0]), options.batch, steps, seed)
             batches = tuple(leaf[chosen] for leaf in data)
-            params = images.initial(seed, data[0].shape[1:])
+            params = images.initial(seed, data[0].shape[1:], channels=(8, 16, 32))
             start = time.process_time()
             params = jax.block_until_ready(trained(name, steps, numbers, params, batches))
             seconds.append(time.process_time() - start)
@@ -163,7 +164,7 @@ def compare(title: str, options: argparse.Namespace, train: Any, test: Any) -> N
         nets = [fit(best, seed, options.steps, train) for seed in range(options.seeds)]
         right = images.spread([images.accuracy(params, test) for params in nets])
         of = optax.softmax_cross_entropy_with_integer_labels
-        x, y = (leaf[:10_000] for leaf in train)
+        x, y = (leaf[:5_000] for leaf in train)
         loss = images.spread([float(of(images.predict(net, x), y).mean()) for net in nets])
         cells = {
             "test_accuracy": right,
