@@ -96,7 +96,7 @@ def trained(
 ) -> Any:
     """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
     tx = (ROWS | UNITS)[name](share, steps, rate, seed)
-    params = images.initial(seed, data[0].shape[1:], HIDDEN)
+    params = images.initial(seed, data[0].shape[1:], hidden=HIDDEN)
     state = tx.init(params)
     if name == "SNIP, global":
         grads = jax.grad(images.loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))

@@ -51,6 +51,11 @@ USUAL = [
         "--seeds 1 --epochs 0.9",
         {"METHODS": ("SGPerm", "Adam"), "VALUES": (2,)},
     ),
+    (
+        "subspaces.py",
+        "--seeds 1 --steps 30 --labels wrong",
+        {"METHODS": ("SWA", "dldr, dim_reduce")},
+    ),
     ("sgperm.py", "--repetitions 1 --original-rows 1", {"SHAPES": ((10, 100),)}),
     ("svrg.py", "--only saga --tolerance 0.3", {}),
     ("svrg.py", "--only lbfgs --passes 2 --full-passes 4", {}),
