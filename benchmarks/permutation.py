@@ -13,8 +13,8 @@ number of arrangements: no file can be smaller for all of them), and that arrang
 compressed.
 
 Each takes the number of its grid, which is printed, that is best on a validation split (5,000 training
-images), with one seed and a third of the steps: the aggressiveness, the steps between two
-synchronizations, or the rate.
+images), with one seed and a third of the steps: the aggressiveness, or the momentum where values are
+few; the steps between two synchronizations; or the rate.
 
     python benchmarks/permutation.py --data mnist.npz [--seeds 3] [--epochs 3] [--examples 10000]
         [--only methods values bytes] [--methods SGPerm Adam]
@@ -60,6 +60,11 @@ def sgperm(alpha: Any, steps: int) -> optax.GradientTransformation:
     return optperm.sgperm(alpha, num_steps=steps, centralize=True)
 
 
+def sgperm_of_few(momentum: Any, _: int) -> optax.GradientTransformation:
+    """SGPerm where a value may always take the next one's place: a smaller aggressiveness moves none."""
+    return optperm.sgperm(1.0, aggressiveness_decay=1.0, momentum=momentum)
+
+
 ALPHAS, RATES = (0.1, 0.3, 1.0), (1e-3, 3e-3, 1e-2)
 # By name: from a number and the steps of the run to an optimizer, and the grid of the number.
 METHODS: dict[str, tuple[Callable[[Any, int], Any], tuple[float, ...]]] = {
@@ -69,9 +74,10 @@ METHODS: dict[str, tuple[Callable[[Any, int], Any], tuple[float, ...]]] = {
     "SGD": (lambda rate, _: optax.sgd(rate, momentum=0.9), (0.03, 0.1, 0.3)),
     "Adam, last layer": (lambda rate, _: last_layer(rate), (3e-3, 1e-2, 3e-2)),
 }
+FEW = {"SGPerm, few values": (sgperm_of_few, (0.9, 0.99, 0.999))}
 # The ways to networks of a few values, and the method that trains.
 PERMUTED, ROUNDED, PASSED = "permuted (SGPerm)", "Adam, rounded", "Adam, straight-through"
-WAYS = {PERMUTED: "SGPerm", ROUNDED: "Adam", PASSED: "Adam"}
+WAYS = {PERMUTED: "SGPerm, few values", ROUNDED: "Adam", PASSED: "Adam"}
 
 
 def initial(seed: Any, image: tuple[int, ...], values: int | None = None) -> Params:
@@ -124,7 +130,7 @@ def trained(
     name: str, number: Any, params: Params, batches: jax.Array, data: Any, passed: int | None
 ) -> Any:
     """The params after batches of indices (steps, BATCH): one program for all numbers and seeds."""
-    tx = METHODS[name][0](number, len(batches))
+    tx = (METHODS | FEW)[name][0](number, len(batches))
 
     def loss(params: Params, batch: Any) -> jax.Array:
         return images.loss_fn(straight_through(params, passed) if passed else params, batch)
@@ -162,7 +168,7 @@ def compare(
     def fit(number: float, seed: int, steps: int, data: Any) -> Params:
         return run(name, number, seed, steps, data, values, way)
 
-    best, tried = images.tune(METHODS[name][1], fit, steps, train)
+    best, tried = images.tune((METHODS | FEW)[name][1], fit, steps, train)
     seeds = range(options.seeds)
     scores = [images.accuracy(fit(best, seed, steps, train), test) for seed in seeds]
     seconds, grid = time.process_time() - start, images.shown(tried)
