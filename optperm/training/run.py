@@ -132,7 +132,7 @@ class Run:
             return
         run = checkpoints.read(chosen, self.facts)
         is_dealt = layout.own and run["replicas"] != layout.parts
-        trees = {"state": layout.lead(arrays, run["replicas"]) if is_dealt else arrays}
+        trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
             trees["best"] = programs.unwrap_keys(
                 whole := programs.merge_replicas(self.carry, layout)
@@ -141,7 +141,6 @@ class Run:
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
         arrays = layout.deal(held["state"]) if is_dealt else held["state"]
-        # Copied, as the first call donates the carry.
         self.carry = programs.copy_arrays(programs.wrap_keys(arrays, self.carry))
         self.at = Position(*run["position"])
         self.history = History(dict(zip(run["names"], rows, strict=True)), run["epochs"])
