@@ -226,10 +226,8 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     report.draw_curve(folder / "curve.png", training.records, steps)
     run_folder.write_json(folder / "summary.json", summary)
     if (bad := find_divergence(result.history)) is not None:
-        says = (
-            f"the loss stopped being finite at step {bad} of {result.step}: lower --learning-rate"
-        )
-        raise CliError(f"{says}. The files are in {folder}.")
+        says = f"the loss stopped being finite at step {bad} of {result.step}"
+        raise CliError(f"{says}: lower --learning-rate. The files are in {folder}.")
     reporter.summary(summary, folder)
     if result.ended != "interrupted":
         return 0

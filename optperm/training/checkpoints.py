@@ -9,6 +9,7 @@ writes leaves the earlier checkpoints whole.
 import contextlib
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,11 +55,11 @@ class Checkpoints:
         if resume is False and any(known):
             says = f"{self.folder} holds checkpoints of an earlier run ({known})"
             raise ValueError(f"{says}: pass resume=True, or another folder.")
-        if resume is False or (resume is True and not known):
-            return None
-        if resume is not True and resume not in known:
+        if isinstance(resume, bool):
+            return known[-1] if resume and known else None
+        if (step := operator.index(resume)) not in known:
             raise ValueError(f"resume={resume} is none of the steps {known} in {self.folder}.")
-        return known[-1] if resume is True else int(resume)
+        return step
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Read the `run` that `write` wrote after a step; raise a ValueError if its facts differ."""

@@ -61,9 +61,7 @@ def is_arrays(name: str, data: Any) -> bool:
     is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
     # A dict of lists is iterable too: its batches would be its keys.
     if not is_stream or isinstance(data, str | Mapping):
-        wanted = (
-            "arrays (alone, or in a dict or tuple), an iterable of batches or lambda epoch: ..."
-        )
+        wanted = "arrays (in a dict or tuple), an iterable of batches, or lambda epoch: ..."
         raise TypeError(f"{name} must be {wanted}, got {type(data).__name__}.")
     return False
 
