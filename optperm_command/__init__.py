@@ -1,4 +1,4 @@
-"""The entry of the command `optperm`. Ctrl-C during its imports, which take seconds, stops it quietly."""
+"""The entry `optperm`. Ctrl-C during its imports, which take seconds, leaves no traceback."""
 
 import os
 import signal

@@ -101,8 +101,7 @@ def check_columns(monitored: Names, of_evaluation: Names | None, of_steps: Names
     for name in monitored:
         known = of_evaluation if name.startswith("eval_") else of_steps
         if known is not None and name not in known:
-            columns = ", ".join(known) or "no eval_ columns"
-            raise ValueError(f"EarlyStopping or keep_best names {name!r}; rows have {columns}.")
+            raise ValueError(f"EarlyStopping or keep_best names {name!r}; rows have {[*known]}.")
 
 
 @dataclasses.dataclass

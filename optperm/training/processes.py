@@ -32,8 +32,8 @@ def check_same(facts: Mapping[str, Any]) -> None:
     """Raise a ValueError that names the facts, JSON values, that differ between processes."""
     others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
     values = {name: [other[name] for other in others] for name in facts}
-    if different := {k: v for k, v in values.items() if any(each != v[0] for each in v)}:
-        which = "; ".join(f"{name} {value}" for name, value in different.items())
+    which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
+    if which:
         raise ValueError(f"The arguments of fit are not the same in all processes: {which}.")
 
 

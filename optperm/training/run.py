@@ -319,9 +319,8 @@ class Run:
     def warn_if_diverged(self) -> None:
         """Warn if the loss is not finite at the end, with the first step of which it is not."""
         if (row := find_divergence(self.history)) is not None:
-            says = f"The loss stopped being finite at step {row} of {self.at.step}"
-            advice = "try a smaller learning rate, and look for examples that are not finite"
-            warnings.warn(f"{says}: {advice}.", RuntimeWarning, stacklevel=3)  # where fit is called
+            says = f"The loss stopped being finite at step {row} of {self.at.step}."
+            warnings.warn(says, RuntimeWarning, stacklevel=3)  # where fit is called
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
         """Update the `flax.nnx` model, write the last checkpoint, and return the result."""
