@@ -1,4 +1,4 @@
-"""The entry `optperm`. Ctrl-C during its imports, which take seconds, leaves no traceback."""
+"""The entry of the command `optperm`: Ctrl-C during its slow imports leaves no traceback."""
 
 import os
 import signal

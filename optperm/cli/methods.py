@@ -48,7 +48,7 @@ class Method:
         takes.
       example: The flags of a sensible run.
       of: The functions whose parameters are the flags, if not `build` itself.
-      own: Other defaults than those of the functions, and added hyperparameters with their help.
+      own: Replaced defaults of the functions, and added hyperparameters with their help.
       epoch_start: Returns the change of the optimizer state before an epoch, or None, from the number of
         the epoch (from 1) and the hyperparameters.
       gradients_a_step: Returns the number of gradients of its batch that a step takes, from the
@@ -242,7 +242,7 @@ _ENTRIES = (
             "aggressiveness_decay": (None, ""),
             "num_steps": (
                 None,
-                "The number of steps over which the aggressiveness falls; by default that of the run.",
+                "The number of steps over which the aggressiveness falls; by default the whole run.",
             ),
         },
     ),

@@ -35,7 +35,7 @@ class Reporter:
         try:
             print(line, flush=True)
         except BrokenPipeError:
-            # A closed pipe (`| head`) must not end a run, which goes on without a reader.
+            # A closed pipe (`| head`) must not end a run, which continues without a reader.
             self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

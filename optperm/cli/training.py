@@ -38,7 +38,7 @@ class Training:
 
     Attributes:
       records: The records of the epochs, including epoch 0 and a part of an epoch at the end.
-      params: The trained params, which are those of the center if the method has one.
+      params: The trained params; the center if the method has one.
     """
 
     def __init__(

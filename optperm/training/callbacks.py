@@ -61,8 +61,8 @@ Names = Iterable[str]
 class EarlyStopping:
     """Stop training once a metric of the history's rows has not improved for some time.
 
-    The rows are those of epochs and, with `eval_every`, of evaluations within epochs. The decision
-    depends on the rows alone, so a resumed run stops where the uninterrupted run would have stopped.
+    An epoch is a row, and with `eval_every` so is an evaluation within an epoch. The decision depends
+    on the rows alone, so a resumed run stops where the uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.

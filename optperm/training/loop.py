@@ -153,8 +153,8 @@ def fit(
       iterator that has one.
 
       On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
-      number of replicas, these take the kept carries in turn. `fit` compares neither `loss_fn` nor the
-      method's hyperparameters with those of the earlier run.
+      number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
+      the method's hyperparameters are the same as in the earlier run.
 
       Compiled code is kept per function object, as in `jax.jit`: a value that `loss_fn` captured has no
       effect if it changes later.

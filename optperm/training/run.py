@@ -45,7 +45,7 @@ class FitResult:
 
     Attributes:
       state: The trained `TrainState`; None for a `flax.nnx` model. With replicas that train by
-        themselves (`optperm.agn`, `optperm.diloco`), its params are those of the center, and its model
+        themselves (`optperm.agn`, `optperm.diloco`), its params are the center, and its model
         state is the mean over replicas.
       model: The trained `flax.nnx` model, the object that was passed; None for a `TrainState`.
       optimizer: The optimizer of the model; None for a `TrainState`.
@@ -305,7 +305,7 @@ class Run:
         return self.model.unwrap(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        # Lists are copied, as Orbax writes them while training goes on.
+        # Lists are copied, as Orbax writes them while training continues.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         states = self.feed.states() if isinstance(self.feed, StreamFeed) else None

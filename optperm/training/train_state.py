@@ -287,7 +287,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Update the model as `nnx.Optimizer` does, and put placed weights on their exact values."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
-        # Gradients of `nnx.grad` hold variables, from which `wrt` selects; those of `evaluate` do not.
+        # Gradients of `nnx.grad` hold variables, from which `wrt` selects; `evaluate` returns arrays.
         leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
         if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
             grads = nnx.as_pure(nnx.state(grads, self.wrt))
