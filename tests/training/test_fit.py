@@ -370,7 +370,7 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "batch_size": None}, TypeError, "batch_size must be an integer, got None"),
         ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
         ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, got 9"),
-        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches .* got int"),
+        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
         ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
         ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
