@@ -1,4 +1,4 @@
-"""Where the command `optperm` begins: its imports take seconds, in which Ctrl-C leaves no traceback."""
+"""The entry of the command `optperm`: Ctrl-C during its slow imports leaves no traceback."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from types import FrameType
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Run the command line."""
     signal.signal(signal.SIGINT, _leave)
     from optperm.cli.main import main as run  # noqa: PLC0415 - all of JAX
 
@@ -15,6 +15,6 @@ def main() -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    # An exception would go through whatever is being imported, which might catch it.
+    # An exception would pass through the module that is being imported, which might catch it.
     os.write(2, b"optperm: stopped by Ctrl-C.\n")
     os._exit(130)

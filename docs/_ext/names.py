@@ -49,7 +49,7 @@ def public() -> dict[str, str]:
 _METHODS = {
     "optperm.training.TrainState": ("create", "step_rng", "evaluate", "apply_gradients"),
     "optperm.training.Optimizer": ("evaluate", "update"),
-    "optperm.training.History": ("steps", "epochs", "last", "plot"),
+    "optperm.training.History": ("steps", "epochs", "last"),
     "optperm.training.Event": ("state", "evaluate"),
 }
 

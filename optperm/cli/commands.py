@@ -1,4 +1,4 @@
-"""The commands and their flags, by cyclopts."""
+"""The commands and their flags, parsed by cyclopts."""
 
 import dataclasses
 import importlib.metadata
@@ -10,13 +10,13 @@ from cyclopts import App, CycloptsError, Group, Parameter
 
 from optperm.cli import datasets, models, run_folder
 from optperm.cli.errors import CliError, UsageError
-from optperm.cli.flags import DATA_AND_MODEL, Run, finite
+from optperm.cli.flags import DATA_AND_MODEL, Run, refuse_infinite
 from optperm.cli.methods import METHODS, Method
 from optperm.cli.training import train
 
 _App = App(
     name="optperm",
-    help="Trains networks by optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
+    help="Train networks by optperm's methods.\n\nExample: optperm train sgperm --epochs 20",
     version=lambda: f"optperm {importlib.metadata.version('optperm')}",
     help_format="markdown",
     default_parameter=Parameter(allow_repeating=True),
@@ -25,7 +25,7 @@ _App = App(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs a command; returns the exit code."""
+    """Run a command and return its exit code."""
     if list(argv) in ([], ["train"]):
         _App.help_print(list(argv))
         return 2
@@ -39,15 +39,15 @@ def run(argv: Sequence[str]) -> int:
     return int(code or 0)
 
 
-def _of_method(method: Method) -> Callable[..., int]:
-    """The command of a method: its hyperparameters as flags, then those of every run."""
+def _make_command(method: Method) -> Callable[..., int]:
+    """Make the command of a method: its hyperparameters as flags, then the flags of every run."""
     fields, group = list[Any](), Group(f"What {method.name} takes", sort_key=1)
     for name, flag in method.flags.items():
         short = ("--lr",) if name == "learning_rate" else ()
-        check = finite if flag.kind is float else None
-        about = Parameter(help=flag.help, validator=check, alias=short)
+        validator = refuse_infinite if flag.kind is float else None
+        about = Parameter(help=flag.help, validator=validator, alias=short)
         fields.append((name, Annotated[flag.kind, about], flag.default))
-    module = {"__module__": __name__}  # before Python 3.12 it would be that of `types`
+    module = {"__module__": __name__}  # before Python 3.12 it would be `types`
     taken: Any = dataclasses.make_dataclass("Taken", fields, namespace=module, kw_only=True)
 
     def command(
@@ -68,22 +68,18 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
 
     Args:
       folder: A run folder.
-      data: Other data than the run's.
+      data: Data to test on in place of the run's.
     """
     spec, params = run_folder.rebuild(folder)
     summary = run_folder.read_json(folder / "summary.json")
     found = datasets.load(summary["data"] if data is None else data)
-    if found.x_test.shape[1:] != spec.input_shape:
-        raise CliError(
-            f"{found.source} holds examples of shape {list(found.x_test.shape[1:])}, but the network "
-            f"was trained on shape {list(spec.input_shape)}."
-        )
-    accuracy = models.accuracy(models.build(spec), params, found.x_test, found.y_test)
+    if (shape := found.x_test.shape[1:]) != spec.input_shape:
+        says = f"examples of shape {list(shape)}, but the network takes {list(spec.input_shape)}"
+        raise CliError(f"{found.source} holds {says}.")
+    accuracy = models.measure_accuracy(models.build(spec), params, found.x_test, found.y_test)
     if data is None and accuracy != (tested := summary["test_accuracy"]):
-        raise CliError(
-            f"the test accuracy is {accuracy}, but summary.json says {tested}: "
-            "the data have changed, or the run was on another kind of device."
-        )
+        says = f"the test accuracy is {accuracy}, but summary.json says {tested}"
+        raise CliError(f"{says}: the data have changed, or the kind of device.")
     print(f"test accuracy {accuracy:.4f}")
     return 0
 
@@ -91,5 +87,5 @@ def _evaluate(folder: pathlib.Path, /, *, data: str | None = None) -> int:
 _TRAIN = App(name="train", help="Train a network.\n\nExample: optperm train sgperm --epochs 20")
 for _method in METHODS.values():
     _EXAMPLE = f"{_method.help}\n\nExample: optperm train {_method.name} {_method.example}"
-    _TRAIN.command(_of_method(_method), name=_method.name, help=_EXAMPLE)
+    _TRAIN.command(_make_command(_method), name=_method.name, help=_EXAMPLE)
 _App.command(_TRAIN)

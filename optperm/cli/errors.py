@@ -1,4 +1,4 @@
-"""Errors that end the program with one line, and the imports that may be missing."""
+"""Errors that end the program with one line, and imports of optional packages."""
 
 import functools
 
@@ -17,7 +17,7 @@ class UsageError(CliError):
     exit_code = 2
 
 
-# Imports a module of the optional extra `cli`.
+# Import a module of the optional extra `cli`.
 import_extra = functools.partial(
     import_optional, needed_by="the command line", install="optperm[cli]"
 )

@@ -1,4 +1,4 @@
-"""The console entry `optperm`. What takes long is imported when it runs."""
+"""The console entry `optperm`, which imports slow modules only when it runs."""
 
 import io
 import os
@@ -12,14 +12,14 @@ from optperm.cli.errors import CliError, import_extra
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line: some arguments, by default those of the process.
+    """Run the command line with some arguments, by default the arguments of the process.
 
-    The exit code is 0; 1 if data, files, the installation or a loss that diverged are at fault; 2 if the
-    command line is; 130 if Ctrl-C ended it, 143 if SIGTERM did.
+    The exit code is 0 for success; 1 for an error of data, files, the installation or a loss that
+    diverged; 2 for an error of the command line; 130 after Ctrl-C and 143 after SIGTERM.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character is no reason to lose a run.
+            # A character that the terminal cannot show must not end a run.
             stream.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     with warnings.catch_warnings():
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.simplefilter("ignore")
         try:
             import_extra("cyclopts")
-            from optperm.cli import commands  # noqa: PLC0415 - without the extra there is none
+            from optperm.cli import commands  # noqa: PLC0415 - it needs the extra
 
             return commands.run(argv)
         except (CliError, ImportError) as error:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             code = _fail("stopped by Ctrl-C.", 130)
             sys.stdout.flush()
-            os._exit(code)  # Python would wait for a compiled call in another thread
+            os._exit(code)  # a normal exit would wait for a compiled call in another thread
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,7 +1,7 @@
-"""The training methods that the command line offers: one table entry each.
+"""The training methods of the command line, one table entry per method.
 
-The flags of a method are the parameters of the public functions that it is made of, with their types and
-defaults, and what their docstrings say; beside them what the command line adds or knows better.
+The flags of a method are the parameters of its public functions, with their types, defaults and
+docstrings, and the hyperparameters that the entry adds or replaces.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from optperm.contract import checks
 
 Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
-# What a run knows by itself, and hands to the functions that ask for it.
+# Facts that a run knows by itself, and passes to the functions that take them.
 _FACTS = ("seed", "num_data", "batch_size", "axis_name")
-# What Optax itself does not check.
+# Bounds that Optax itself does not check.
 _FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision")
 _BOUNDS = dict.fromkeys((*_FROM_ZERO, "outer_learning_rate", "burn_in_learning_rate"), float("inf"))
 _BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2"), 1.0)
 
 
 class Flag(NamedTuple):
-    """A hyperparameter on the command line: its default, what it is, and its type."""
+    """A hyperparameter on the command line: its default, its help and its type."""
 
     default: Hyperparameter
     help: str
@@ -43,16 +43,18 @@ class Method:
     """A training method.
 
     Attributes:
-      name: What follows `optperm train`.
-      build: Makes the transformation of hyperparameters, and of what it asks for of `_FACTS`.
-      example: Flags of a sensible run.
-      of: The functions that it is made of, if they are others than `build`.
-      own: Defaults other than theirs, and hyperparameters that they lack, with what to say of them.
-      epoch_start: From the number of an epoch (from 1) and the hyperparameters, how the optimizer state
-        changes before it, if at all.
-      gradients_a_step: From the hyperparameters, how many gradients of its batch a step takes; the
-        trials of a line search are evaluations of the loss alone, and do not count.
-      phase: From the steps done and the hyperparameters, what the method is doing, if it changes.
+      name: The name after `optperm train`.
+      build: The function that makes the transformation of hyperparameters and of those `_FACTS` that it
+        takes.
+      example: The flags of a sensible run.
+      of: The functions whose parameters are the flags, if not `build` itself.
+      own: Replaced defaults of the functions, and added hyperparameters with their help.
+      epoch_start: Returns the change of the optimizer state before an epoch, or None, from the number of
+        the epoch (from 1) and the hyperparameters.
+      gradients_a_step: Returns the number of gradients of its batch that a step takes, from the
+        hyperparameters. Trials of a line search evaluate the loss alone, and do not count.
+      phase: Returns the phase of the method, if it has phases, from the steps done and the
+        hyperparameters.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Method:
 
     @property
     def help(self) -> str:
-        """What it does, in a line."""
+        """The first line of its docstring."""
         return (inspect.getdoc((*self.of, self.build)[0]) or "").partition("\n")[0]
 
     @functools.cached_property
@@ -81,25 +83,25 @@ class Method:
             described = {each.arg_name: each.description or "" for each in docstring.params}
             for name, parameter in inspect.signature(function).parameters.items():
                 default, about, _ = found.get(name, (parameter.default, "", None))
-                # A flag is a number, where a function may take a schedule.
+                # A flag is a number, even if the function also takes a schedule.
                 is_plain = isinstance(default, bool | int | float | str)
                 if name in _FACTS or not (is_plain or name in self.own):
                     continue
                 kind: Any = type(default)
-                if kind is str or default is None:  # then its choices, or the type that it may have
+                if kind is str or default is None:  # the annotation has the choices, or the type
                     kind = parameter.annotation
                     kind = typing.get_type_hints(function)[name] if isinstance(kind, str) else kind
-                found[name] = Flag(default, about or _plain(described.get(name, "")), kind)
+                found[name] = Flag(default, about or _strip_markup(described.get(name, "")), kind)
         return found
 
     def defaults(self) -> dict[str, Hyperparameter]:
-        """The default of each flag."""
+        """Return the default of each flag."""
         return {name: flag.default for name, flag in self.flags.items()}
 
     def transformation(
         self, hyperparameters: Mapping[str, Hyperparameter], run: Mapping[str, int | str | None]
     ) -> optax.GradientTransformationExtraArgs:
-        """Builds it; a TypeError or ValueError if a hyperparameter is wrong."""
+        """Make the transformation; raise a TypeError or ValueError for a wrong hyperparameter."""
         for name in _BOUNDS.keys() & hyperparameters.keys():
             checks.check_in_range(name, hyperparameters[name], 0.0, _BOUNDS[name])
         wanted = inspect.signature(self.build).parameters
@@ -107,8 +109,8 @@ class Method:
         return optax.with_extra_args_support(self.build(**hyperparameters, **known))
 
 
-def _plain(text: str) -> str:
-    """Return what a docstring says of a parameter, its mathematics as plain text."""
+def _strip_markup(text: str) -> str:
+    """Return a docstring's text with its mathematics as plain text, and without schedules."""
     text = " ".join(text.split())
     for written, read in (
         (r",? (a number or a schedule|either fixed or evolving)[^;]*?(?=;|\.?$)", ""),
@@ -131,7 +133,7 @@ def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
 
 
 def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
-    """Takes the snapshot of epochs 1, 1 + update_freq, ..."""
+    """Take a snapshot before the epochs 1, 1 + update_freq, ..."""
     return optperm.take_snapshot if (epoch - 1) % update_freq == 0 else None
 
 
@@ -197,14 +199,15 @@ def _dldr(
     more = options if second == "dim_reduce" else {"optimizer": sgd}
     make = getattr(optperm, second)
     tx = optperm.dldr(sgd, make(n_components=n_components, axis_name=axis_name, **more), **sampling)
-    jax.eval_shape(tx.init, {})  # which compares the numbers of samples and components
+    jax.eval_shape(tx.init, {})  # `init` compares the numbers of samples and components
     return tx
 
 
 def _dldr_phase(
     step: int, *, sample_every: int, num_samples: int, start: int, **_: Hyperparameter
 ) -> str:
-    """Snapshots are taken before steps; the step after the last one is in the subspace already."""
+    """Return the phase: sampling until the last snapshot, then the subspace."""
+    # A snapshot is taken before its step, so the step after the last snapshot is in the subspace.
     taken = max(0, -(-(step - start) // sample_every))
     return "subspace" if taken >= num_samples else f"sampling {taken}/{num_samples}"
 
@@ -217,10 +220,8 @@ def _constant_sgd(
     batch_size: int,
     **options: Any,
 ) -> Transformation:
-    if options["estimator"] == "single_example":
-        raise ValueError(
-            "estimator must be per_example or two_batches: a batch has no example apart."
-        )
+    if options["estimator"] == "single_example":  # the command passes no extra example
+        raise ValueError("estimator must be per_example or two_batches.")
     del prior_precision  # it is in the loss
     options["burn_in_optimizer"] = optax.sgd(burn_in_learning_rate, 0.9)
     return optperm.mandt_sgd(num_data, batch_size, **options)
@@ -241,7 +242,7 @@ _ENTRIES = (
             "aggressiveness_decay": (None, ""),
             "num_steps": (
                 None,
-                "The steps over which the aggressiveness falls: by default the run's.",
+                "The number of steps over which the aggressiveness falls; by default the whole run.",
             ),
         },
     ),
@@ -271,8 +272,8 @@ _ENTRIES = (
         "--coefficient 0.5 --update-freq 1",
         (optperm.svrg, optax.sgd),
         {
-            "update_freq": (2, "Epochs from one snapshot to the next."),
-            "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks, 0 is SGD."),
+            "update_freq": (2, "The number of epochs between snapshots."),
+            "coefficient": (1.0, "1 is plain SVRG, which mostly hurts deep networks; 0 is SGD."),
             "learning_rate": 0.1,
             "momentum": 0.0,
         },
@@ -304,12 +305,12 @@ _ENTRIES = (
         "--num-samples 31 --n-components 20",
         (optperm.dldr, optperm.dim_reduce, optax.sgd),
         {
-            "second": ("dim_reduce", "What trains in the subspace: dim_reduce, project or twa."),
+            "second": ("dim_reduce", "The method in the subspace: dim_reduce, project or twa."),
             "sample_every": 5,
             "num_samples": 16,
             "n_components": 10,
             "alpha": 0.01,
-            "max_search_steps": (10, "The trials of one line search."),
+            "max_search_steps": (10, "The largest number of trials of a line search."),
             "learning_rate": 0.1,
             "momentum": 0.0,
         },
@@ -322,7 +323,7 @@ _ENTRIES = (
         (optperm.low_rank,),
         {
             **_IN_SUBSPACES,
-            "residual": (True, "Whether what is outside of the subspace is scaled in."),
+            "residual": (True, "Add the scaled part of the gradient outside of the subspace."),
         },
     ),
     Method(
@@ -342,10 +343,16 @@ _ENTRIES = (
         (optperm.mandt_sgd,),
         {
             "burn_in": 150,
-            "burn_in_learning_rate": (0.1, "The step size before, of SGD with momentum .9."),
+            "burn_in_learning_rate": (
+                0.1,
+                "The step size of the burn-in, by SGD with momentum .9.",
+            ),
             "max_step": 0.5,
             "momentum": 0.0,
-            "prior_precision": (1.0, "That of the normal prior of each parameter; 0 for none."),
+            "prior_precision": (
+                1.0,
+                "The precision of the normal prior of each parameter; 0 for none.",
+            ),
         },
         gradients_a_step=lambda estimator, **_: 2.0 if estimator == "per_example" else 1.5,
         phase=lambda step, burn_in, **_: "sampling" if step >= burn_in else "burn-in",

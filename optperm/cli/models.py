@@ -1,4 +1,4 @@
-"""The networks to train, drawn so that every parameter can be permuted, their loss and their test."""
+"""The networks of the command line, whose parameters can all be permuted, their loss and their test."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from optperm.cli.errors import UsageError
 from optperm.training import TrainState
 from optperm.training.steps import Evaluator
 
-_NOTHING = optax.identity()  # one object, so that what was compiled for it is found again
+_NOTHING = optax.identity()  # one object, so that its compiled programs are reused
 CHUNK = 1000  # examples on a device at once
 # Far from the step counts that a method may fold into the key of the same seed.
 _INIT_STREAM = 0x494E_4954
@@ -27,9 +27,9 @@ _INIT_STREAM = 0x494E_4954
 
 @dataclasses.dataclass(frozen=True)
 class NetworkSpec:
-    """All it takes to build a network and draw its initial params again."""
+    """Everything that builds a network and draws its initial params again."""
 
-    model: str  # "mlp", "cnn", or "module:Class" of one's own
+    model: str  # "mlp", "cnn", or the user's "module:Class"
     hidden: int  # units of the hidden layer
     input_shape: tuple[int, ...]  # of one example
     num_classes: int
@@ -37,7 +37,7 @@ class NetworkSpec:
 
 
 class Network(nn.Module):
-    """One hidden layer with ReLU; of a CNN, after two convolutions with pooling. See `NetworkSpec`."""
+    """One hidden layer with ReLU; in a CNN, after two convolutions with pooling. See `NetworkSpec`."""
 
     model: str
     hidden: int
@@ -45,74 +45,67 @@ class Network(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, *shape), for a CNN images with or without channels, to logits."""
+        """Map (batch, *shape) to logits; a CNN takes images with or without channels."""
         if self.model == "cnn":
             x = x[..., None] if x.ndim == 3 else x
             for features in (16, 32):
-                x = nn.relu(nn.Conv(features, (3, 3), **_he_uniform(9 * x.shape[-1]))(x))
+                x = nn.relu(nn.Conv(features, (3, 3), **_make_initializers(9 * x.shape[-1]))(x))
                 x = nn.max_pool(x, (2, 2), strides=(2, 2), padding="SAME")
         x = x.reshape(len(x), -1)
-        x = nn.relu(nn.Dense(self.hidden, **_he_uniform(x.shape[-1]))(x))
-        return nn.Dense(self.num_classes, **_he_uniform(self.hidden))(x)
+        x = nn.relu(nn.Dense(self.hidden, **_make_initializers(x.shape[-1]))(x))
+        return nn.Dense(self.num_classes, **_make_initializers(self.hidden))(x)
 
 
-def _he_uniform(fan_in: int) -> dict[str, Any]:
-    """The kernel's distribution for its bias too: equal biases could not be trained by permuting."""
+def _make_initializers(fan_in: int) -> dict[str, Any]:
+    """Draw kernel and bias from one distribution: permuting could not train equal biases."""
     bound = math.sqrt(6 / fan_in)
 
-    def of_bias(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    def draw_bias(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    return {"kernel_init": nn.initializers.he_uniform(), "bias_init": of_bias}
+    return {"kernel_init": nn.initializers.he_uniform(), "bias_init": draw_bias}
 
 
 def build(spec: NetworkSpec) -> nn.Module:
     """Return the network that a spec describes; raise a UsageError if it cannot take such examples."""
     if spec.model not in ("mlp", "cnn"):
-        return _own(spec)
+        return _build_module(spec)
     if spec.model == "cnn" and len(spec.input_shape) not in (2, 3):
-        raise UsageError(
-            "--model cnn needs images, height x width or height x width x channels, and these "
-            f"examples are of shape {list(spec.input_shape)}. Use --model mlp."
-        )
+        says = f"--model cnn needs images, but examples are of shape {list(spec.input_shape)}"
+        raise UsageError(f"{says}. Use --model mlp.")
     return Network(spec.model, spec.hidden, spec.num_classes)
 
 
-def _own(spec: NetworkSpec) -> nn.Module:
-    """Make a linen module of the user's, with those of `num_classes` and `hidden` that it has."""
+def _build_module(spec: NetworkSpec) -> nn.Module:
+    """Build the user's linen module, with `num_classes` and `hidden` if it has these fields."""
     module, _, name = spec.model.partition(":")
-    if not (module and name.isidentifier()):
-        raise UsageError(
-            f"--model {spec.model}: choose from mlp, cnn, or module:Class of your own."
-        )
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a program that pip has installed does not look where it is called
+        sys.path.insert(0, "")  # a script that pip installed does not search the current folder
     try:
         kind = getattr(importlib.import_module(module), name)
-        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise TypeError(f"{name} is no class of flax.linen.Module")
         known = {"num_classes": spec.num_classes, "hidden": spec.hidden}
         model: nn.Module = kind(**{k: v for k, v in known.items() if k in kind.__annotations__})
         example = jax.ShapeDtypeStruct((1, *spec.input_shape), jnp.float32)
         outputs, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), example)
-    except Exception as error:  # whatever a program of the user's may raise
-        raise UsageError(f"--model {spec.model}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # the user's module may raise anything
+        says = f"--model {spec.model} is neither mlp nor cnn, nor a module:Class that can be built"
+        raise UsageError(f"{says} ({type(error).__name__}: {error}).") from error
     if variables.keys() != {"params"}:
         others = ", ".join(variables.keys() - {"params"}) or "no params"
-        says = "the command trains networks of params alone. optperm.training.fit trains all others"
+        says = "the command trains params alone, optperm.training.fit all others"
         raise UsageError(f"--model {spec.model} has {others}: {says}.")
     if outputs.shape != (1, spec.num_classes):
-        says = f"must map a batch to (batch, {spec.num_classes}) logits, one for each class"
+        says = f"must map a batch to (batch, {spec.num_classes}) logits"
         raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} of one example.")
     return model
 
 
 @functools.lru_cache(maxsize=1)
 def initial_params(spec: NetworkSpec) -> optax.Params:
-    """Draw the initial params: the same for the same spec."""
+    """Draw the initial params, which are the same for the same spec."""
     key = jax.random.fold_in(jax.random.key(spec.seed, impl="threefry2x32"), _INIT_STREAM)
     example = jnp.zeros((1, *spec.input_shape), jnp.float32)
-    # At level 1 it is compiled in half the time, to the same bits; at level 0 they would be others.
+    # Level 1 compiles in half the time and draws the same bits; level 0 would draw other bits.
     draw = jax.jit(build(spec).init, compiler_options={"xla_backend_optimization_level": 1})
     params: optax.Params = draw(key, example)["params"]
     return params
@@ -122,7 +115,7 @@ def initial_params(spec: NetworkSpec) -> optax.Params:
 def loss_function(
     model: nn.Module, prior_precision: float = 0.0, num_data: int = 1
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """The mean loss over a batch, perhaps with a normal prior, and the share classified right."""
+    """Make the mean loss over a batch, perhaps with a normal prior, and its accuracy."""
 
     def loss_fn(params: optax.Params, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
         outputs: Any = model.apply({"params": params}, batch["x"])
@@ -136,12 +129,12 @@ def loss_function(
 
 
 @functools.cache
-def _metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
+def _make_metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
     return lambda params, batch: loss_function(model)(params, batch)[1]
 
 
-def accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
-    """The share of examples (x, y) that a network classifies right, on one device."""
+def measure_accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
+    """Return the share of examples (x, y) that a network classifies correctly, on one device."""
     state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
-    found = Evaluator(_metrics(model), {"x": x, "y": y}, CHUNK)(state)
-    return round(found["accuracy"] * len(x)) / len(x)  # a count, which the means have rounded
+    found = Evaluator(_make_metrics(model), {"x": x, "y": y}, CHUNK)(state)
+    return round(found["accuracy"] * len(x)) / len(x)  # undo the rounding of the mean

@@ -1,4 +1,4 @@
-"""What a run shows: lines of progress, a table at the end, and pictures."""
+"""The output of a run: lines of progress, a table at the end, and pictures."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ import numpy as np
 from optperm.cli.errors import import_extra
 from optperm.cli.flags import Run
 
-# This many lines of progress at most.
+# The largest number of lines of progress.
 _LINES = 10
-# What the table of a run shows of its summary.
+# The entries of the summary that the table of a run shows.
 _SHOWN = (
     *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
     *("seconds", "gradient_evaluations", "share_moved", "phase", "steps_since_commit", "devices"),
@@ -22,25 +22,25 @@ _SHOWN = (
 
 
 class Reporter:
-    """Prints what becomes of a run, with `quiet` nothing at all."""
+    """Print the progress and the result of a run; with `quiet`, nothing."""
 
     def __init__(self, run: Run) -> None:
         self._epochs, self.quiet = run.epochs, run.quiet
         self.has_bar = not run.quiet and sys.stdout.isatty()  # a progress bar
 
     def say(self, line: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         if self.quiet:
             return
         try:
             print(line, flush=True)
         except BrokenPipeError:
-            # It goes on without a reader: a closed pipe (`| head`) is no reason to lose a run.
+            # A closed pipe (`| head`) must not end a run, which continues without a reader.
             self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def epoch(self, record: Mapping[str, Any]) -> None:
-        """Prints the record of an epoch, of many epochs a few."""
+        """Print the record of an epoch, unless there are many epochs."""
         epoch, every = record["epoch"], -(-self._epochs // _LINES)
         if epoch != self._epochs and epoch % every:
             return
@@ -51,7 +51,7 @@ class Reporter:
         self.say(f"epoch {epoch}/{self._epochs} {' '.join(parts).strip()}")
 
     def summary(self, summary: Mapping[str, Any], folder: pathlib.Path) -> None:
-        """Prints the result as a table, by the names of summary.json, and where the files are."""
+        """Print the result as a table, with the names of summary.json, and the files."""
         shown = {name: summary[name] for name in _SHOWN if summary[name] is not None}
         if shown["devices"] == 1:
             del shown["devices"]
@@ -65,7 +65,7 @@ class Reporter:
 def draw_curve(
     path: pathlib.Path, records: Sequence[Mapping[str, Any]], steps: Mapping[str, Any]
 ) -> None:
-    """Draw each metric over the steps, beside its means over epochs and its evaluation."""
+    """Draw each metric over the steps, with its means over epochs and its evaluation."""
     tested = "test" if records[0]["valid_accuracy"] is None else "valid"
     names = {"loss": ["train_loss"], "accuracy": ["train_accuracy", f"{tested}_accuracy"]}
     names |= {"share_moved": ["share_moved"]} if "share_moved" in steps else {}
@@ -84,8 +84,8 @@ def draw_curve(
 
 @contextlib.contextmanager
 def picture(path: pathlib.Path, **options: Any) -> Iterator[Any]:
-    """A figure in the style of the package, which is saved in the end."""
-    # No pyplot: it would look for a display and keep the figure in its global state.
+    """Yield a figure in the style of the package, and save it."""
+    # pyplot would look for a display, and keep the figure in its global state.
     with import_extra("matplotlib.style").context("optperm.pictures"):
         yield (figure := import_extra("matplotlib.figure").Figure(**options))
         figure.savefig(path)

@@ -1,16 +1,16 @@
-"""The folder of a run: what is written there, and how a network is rebuilt from it.
+"""The folder of a run: its files, and the network rebuilt from them.
 
-- `metrics.jsonl`: a line an epoch (`training.Training`), written as training goes on;
+- `metrics.jsonl`: one line per epoch (`training.Training`), written during training;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: loss and accuracy of each step, and the share of weights moved where the method counts it;
+- `steps.npz`: loss and accuracy of each step, and the share of weights moved if the method counts it;
 - `curve.png`: loss, accuracy and share moved over the steps;
-- `checkpoints/` on request: those of `optperm.training.fit`, by their steps, and in `run.json` what
-  another run has to have in common with this one to go on from them;
-- `permutation.npz` where the method permutes weights, else `params.npz`: the trained network.
+- `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps, and in
+  `run.json` what a run has to have in common with this one to resume from them;
+- `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.
 
-The last holds the network's spec (`models.NetworkSpec`), a digest of its trained weights, and for
-each parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). Beside
-a permutation the initial params are not stored: they are drawn again from the seed.
+The network's file holds its spec (`models.NetworkSpec`), a digest of its trained weights, and for each
+parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). A permutation
+needs no initial params in the file: they are drawn again from the seed.
 """
 
 import dataclasses
@@ -34,28 +34,25 @@ from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import Run
 from optperm.contract.states import find_states
 from optperm.permutation.export import PERMUTED_STATES
-from optperm.training.checkpoints import differences
+from optperm.training.checkpoints import describe_differences
 from optperm.training.processes import digest
 
 METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 _IDENTITY_FILE = f"{CHECKPOINTS}/run.json"
-# What reading a file of another program, or a damaged one, ends in.
+# Errors of reading a file of another program, or a damaged one.
 _DAMAGE = (ValueError, TypeError, KeyError, EOFError, MemoryError)
 _PERMUTATION_FILE, _PARAMS_FILE = "permutation.npz", "params.npz"
 
 
 def _create(out: str | None, name: str) -> pathlib.Path:
-    """Makes the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 where that exists."""
-    name = name.replace(":", ".")  # of a network of one's own
+    """Make the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 if that exists."""
+    name = name.replace(":", ".")  # in the name of the user's module
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     free = (path for path in map(pathlib.Path("runs").joinpath, names) if not path.exists())
     folder = next(free) if out is None else pathlib.Path(out)
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError(
-                f"--out {out} exists and is not an empty folder. Earlier results are never "
-                "overwritten: name another folder, or remove this one."
-            )
+            raise UsageError(f"--out {out} exists and is not an empty folder: name another one.")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS_FILE).touch()
     except OSError as error:
@@ -64,7 +61,7 @@ def _create(out: str | None, name: str) -> pathlib.Path:
 
 
 def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
-    """Make the folder of a run, with what tells it from others; return also the step it goes on from."""
+    """Make the folder of a run, and return it with the step from which the run resumes."""
     step = 0 if run.resume is None else _find_checkpoint(run.resume, identity)
     folder = _create(run.out, name)
     if run.keeps:
@@ -77,21 +74,21 @@ def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.P
 
 
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Adds a line to metrics.jsonl."""
+    """Add a line to metrics.jsonl."""
     with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
         file.write(_json(record) + "\n")
 
 
 def read_metrics(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to a step."""
+    """Read the lines of metrics.jsonl up to a step."""
     lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    # A run that was killed may have written a part of its last line.
+    # A run that was killed may have written only a part of its last line.
     records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if record["step"] <= step]
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-    """Writes a file for people too, such as summary.json."""
+    """Write a file that people may read too, such as summary.json."""
     path.write_text(_json(values, indent=2) + "\n", encoding="utf-8")
 
 
@@ -104,22 +101,17 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _json(values: Mapping[str, Any], **options: Any) -> str:
-    # JSON has no NaN and no infinity: null stands for the loss of a run that diverged.
+    # JSON has no NaN and no infinity, so the loss of a run that diverged becomes null.
     return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), **options)
 
 
 def _find_checkpoint(folder: pathlib.Path, identity: Mapping[str, Any]) -> int:
-    """Return the step of the newest checkpoint of a run folder, if this run can go on from it."""
-    if not (folder / METRICS_FILE).is_file():
-        raise CliError(f"--resume {folder}: this is not the folder of a run.")
+    """Return the step of the newest checkpoint of a run folder, if this run can resume from it."""
     kept = [int(p.name) for p in folder.glob(f"{CHECKPOINTS}/*") if p.name.isdecimal()]
     if not kept:
-        raise CliError(
-            f"--resume {folder}: this run left no checkpoints. Train with --checkpoint-every."
-        )
-    if which := differences(read_json(folder / _IDENTITY_FILE), identity):
-        says = f"the checkpoint is of another run: {which}. Pass the flags of that run."
-        raise UsageError(f"--resume {folder}: {says}")
+        raise CliError(f"--resume {folder} holds no checkpoints of a run with --checkpoint-every.")
+    if which := describe_differences(read_json(folder / _IDENTITY_FILE), identity):
+        raise UsageError(f"--resume {folder} is of another run: {which}.")
     return max(kept)
 
 
@@ -130,10 +122,10 @@ def write_network(
     trained: optax.Params,
     opt_state: Any,
 ) -> None:
-    """Writes the trained params; with the state of a method that permutes them, their permutation."""
+    """Write the trained params, or their permutation if the method permutes them."""
     name, leaves = _PARAMS_FILE, trained
     if find_states(opt_state, PERMUTED_STATES):
-        # One program of integers: no machine code needs to be optimized for it. It checks nothing.
+        # A program of integers, whose machine code need not be optimized. Traced, it checks nothing.
         export = jax.jit(
             optperm.export_permutation, compiler_options={"xla_backend_optimization_level": 0}
         )
@@ -142,23 +134,17 @@ def write_network(
             lambda x, at: np.ravel(x)[np.ravel(at)].reshape(x.shape), initial, leaves
         )
         if digest(permuted) != digest(trained):
-            raise CliError(
-                "the permutation does not give the trained weights, so it was not saved: this is a bug "
-                "in optperm, please report it."
-            )
+            raise CliError("the permutation does not give the trained weights: please report it.")
     arrays: dict[str, Any] = flatten_dict({"params": jax.device_get(leaves)}, sep="/")
     np.savez_compressed(folder / name, digest=digest(trained), **dataclasses.asdict(spec), **arrays)
 
 
 def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
-    """Rebuilds the trained network of a run bit for bit, from permutation.npz or params.npz alone."""
+    """Rebuild the trained network of a run bit for bit, from permutation.npz or params.npz alone."""
     paths = [folder / name for name in (_PERMUTATION_FILE, _PARAMS_FILE)]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        raise CliError(
-            f"{folder} holds no trained network, neither {_PERMUTATION_FILE} nor {_PARAMS_FILE}. "
-            "Pass the folder of a run that `optperm train` has finished."
-        )
+        raise CliError(f"{folder} holds no trained network, as `optperm train` leaves it.")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
@@ -174,9 +160,6 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
     except (*_DAMAGE, zipfile.BadZipFile, zlib.error) as error:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error
     if not is_same:
-        raise CliError(
-            f"{path} gives other weights here than those that were trained: the file is damaged, "
-            "or other versions of JAX and Flax, or another kind of device, draw other initial "
-            "params. summary.json says what the run was trained with."
-        )
+        says = f"{path} gives other weights here: it is damaged, or versions or devices differ"
+        raise CliError(f"{says} from those in summary.json.")
     return spec, params

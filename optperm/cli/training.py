@@ -33,12 +33,12 @@ Record = dict[str, Any]
 class Training:
     """A method with its hyperparameters, a network, data and devices.
 
-    A step of R replicas with batches of B examples takes the examples of one step of a single replica
-    with a batch of R B. What does not fit together is a UsageError.
+    A step of R replicas with batches of B examples takes the same examples as a step of one replica with
+    a batch of R B. Arguments that do not fit together are a UsageError.
 
     Attributes:
-      records: What each epoch came to, epoch 0 and a part of one at the end included.
-      params: The trained params: those of the center, where the method has one.
+      records: The records of the epochs, including epoch 0 and a part of an epoch at the end.
+      params: The trained params; the center if the method has one.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Training:
             says = (
                 f"is {self.batch_size} examples a step, more than the {len(data.x_train)} to train"
             )
-            raise UsageError(f"--batch-size times --devices {says}. Choose a smaller one.")
+            raise UsageError(f"--batch-size times --devices {says}.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
-        # How long the run is, where the method asks and nothing else says how fast its moves shrink.
+        # A method that needs a horizon gets the length of the run, unless a decay replaces it.
         if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
             self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
@@ -84,21 +84,21 @@ class Training:
         records: Sequence[Record] = (),
         **options: Any,
     ) -> FitResult:
-        """Train by `fit`, up to so many epochs in all, with some further options of that.
+        """Train by `fit` up to a total number of epochs, with further options of `fit`.
 
-        `on_record` is called with each record, the `records` of an earlier run to go on from included.
+        `on_record` is called with each record, including the `records` of an earlier run.
         """
         self.records = [*records] or [self._record(0, 0, self.initial, {})]
         for record in self.records:
             on_record(record)
 
         def on_epoch(event: Event) -> None:
-            params = self._what_is_trained(event.state)
+            params = self._get_params(event.state)
             self.records.append(self._record(event.epoch, event.step, params, event.metrics))
             on_record(self.records[-1])
 
-        # Outside of jit `init` sees the values of params, and warns of those that are all equal, as only
-        # a network of one's own may have. With several devices `fit` makes the state where it will lie.
+        # Outside of jit, `init` sees the values of params and warns of weights that are all equal, which
+        # only a user's module may have. With several devices, `fit` makes the state on its mesh.
         init = self._tx.init if ":" in self.spec.model else jax.jit(self._tx.init)
         opt_state = init(self.initial) if self.replicas == 1 else None
         prior = float(self.hyperparameters.get("prior_precision") or 0.0)
@@ -116,20 +116,20 @@ class Training:
                 devices=self.replicas if self.replicas > 1 else None,
                 epoch_start=self._change,
                 on_epoch_end=on_epoch,
-                on_signal="return",  # the run folder is written first
+                on_signal="return",  # to write the run folder first
                 **options,
             )
         except (ValueError, TypeError, CheckpointError) as error:
             raise CliError(f"{self.method.name}: {error}") from error
-        self.params = self._what_is_trained(result.state)
+        self.params = self._get_params(result.state)
         steps = result.step - self.records[-1]["step"]
-        if steps > 0:  # of an epoch that Ctrl-C has cut short
+        if steps > 0:  # the steps of an epoch that Ctrl-C cut short
             means = result.history.means(steps)
             self.records.append(self._record(result.epoch, result.step, self.params, means))
         return result
 
     def gradient_evaluations(self, step: int) -> int:
-        """How many gradients of the loss on one example it took to get to a step, full ones included."""
+        """Return the number of gradients of single examples up to a step, including full gradients."""
         gradients = self.method.gradients_a_step(**self.hyperparameters)
         started = range(1, -(-step // self.steps_per_epoch) + 1) if self._change else ()
         full = sum(self._change(epoch) is not None for epoch in started)
@@ -137,10 +137,10 @@ class Training:
 
     def test(self, params: optax.Params) -> float:
         """Return the accuracy on the test examples, by the program that `optperm evaluate` runs."""
-        return models.accuracy(self.model, params, self.data.x_test, self.data.y_test)
+        return models.measure_accuracy(self.model, params, self.data.x_test, self.data.y_test)
 
-    def _what_is_trained(self, state: Any) -> optax.Params:
-        """What is tested and kept of a state, in the memory of this process."""
+    def _get_params(self, state: Any) -> optax.Params:
+        """Return the params of a state to test and keep, in the memory of this process."""
         params = state.params
         if find_states(state.opt_state, LOCAL_STATES):
             params = optperm.center_params(state.opt_state)
@@ -151,10 +151,10 @@ class Training:
     def _record(
         self, epoch: int, step: int, params: optax.Params, metrics: Mapping[str, float]
     ) -> Record:
-        """What an epoch came to, None where there is no such thing; epoch 0 is before training."""
+        """Return the record of an epoch, with None for missing numbers; epoch 0 is before training."""
         data, accuracy = self.data, None
         if data.x_valid is not None and data.y_valid is not None:
-            accuracy = models.accuracy(self.model, params, data.x_valid, data.y_valid)
+            accuracy = models.measure_accuracy(self.model, params, data.x_valid, data.y_valid)
         return {
             "epoch": epoch,
             "step": step,
@@ -169,7 +169,7 @@ class Training:
 
 
 def keep_programs() -> None:
-    """Keep compiled programs in the user's cache folder, if it can be written and no other is set."""
+    """Keep compiled programs in the user's cache folder, unless another folder is set."""
     if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined, unused-ignore]
         return
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -178,7 +178,7 @@ def keep_programs() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         says = f"compiled programs are not kept: {folder} cannot be written ({error.strerror})"
-        warnings.warn(f"{says}. --no-cache leaves that out.", stacklevel=2)
+        warnings.warn(f"{says}. Pass --no-cache.", stacklevel=2)
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -186,15 +186,15 @@ def keep_programs() -> None:
 
 
 def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Run) -> int:
-    """Train a network, and write what came of it; return the exit code."""
-    # What is missing must come out before the training.
+    """Train a network, write its run folder, and return the exit code."""
+    # A missing package ends the run before the training.
     for extra in ("rich", "matplotlib", *["orbax.checkpoint"] * run.keeps):
         import_extra(extra)
     if run.cache:
         keep_programs()
     known: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined, unused-ignore]
     if 1 < run.devices > known:
-        # Refused once the backend has started: then its devices must do.
+        # JAX refuses this once its backend has started; then its devices have to do.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", run.devices)
     data, reporter = datasets.load(run.data, run.valid_share), report.Reporter(run)
@@ -209,14 +209,14 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     if run.resume is not None:
         options |= {"resume": step, "records": run_folder.read_metrics(run.resume, step)}
         until = f"up to epoch {run.epochs} (--epochs)"
-        reporter.say(f"Going on after epoch {step // a_epoch} of {run.resume}, {until}.")
+        reporter.say(f"Resuming after epoch {step // a_epoch} of {run.resume}, {until}.")
 
     def on_record(record: Record) -> None:
         run_folder.append_metrics(folder, record)
         reporter.epoch(record)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The loss is")  # the error below says so
+        warnings.filterwarnings("ignore", "The loss stopped")  # an error below says so
         result = training.run(run.epochs, on_record=on_record, **options)
     summary = _summary(training, result, run)
     params, steps, opt_state = training.params, result.history.steps, result.state.opt_state  # type: ignore[union-attr]
@@ -226,20 +226,18 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
     report.draw_curve(folder / "curve.png", training.records, steps)
     run_folder.write_json(folder / "summary.json", summary)
     if (bad := find_divergence(result.history)) is not None:
-        raise CliError(
-            f"the loss stopped being finite at step {bad} of {result.step}: try a smaller "
-            f"--learning-rate. What there is lies in {folder}."
-        )
+        says = f"the loss stopped being finite at step {bad} of {result.step}"
+        raise CliError(f"{says}: lower --learning-rate. The files are in {folder}.")
     reporter.summary(summary, folder)
     if result.ended != "interrupted":
         return 0
-    again = f"To go on, with the same flags: optperm train {method.name} --resume {folder}"
-    reporter.say(f"Stopped. {again if run.keeps else 'To be able to go on: --checkpoint-every.'}")
+    again = f"To resume, with the same flags: optperm train {method.name} --resume {folder}"
+    reporter.say(f"Stopped. {again if run.keeps else '--checkpoint-every makes a run resumable.'}")
     return 128 + int(result.signal)
 
 
 def _identity(training: Training, run: Run) -> dict[str, Any]:
-    """What decides the course of a run, from its first step on."""
+    """Return what determines a run from its first step on."""
     flags = {"model": run.model, "hidden": run.hidden, "seed": run.seed, **training.hyperparameters}
     return {
         "the method": training.method.name,
@@ -267,7 +265,7 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
         "epochs_done": result.epoch,
         "steps": result.step,
         "gradient_evaluations": training.gradient_evaluations(result.step),
-        # The trained network holds nothing of them.
+        # These steps are not in the center, so they are not in the trained network.
         "steps_since_commit": int(local[0].since_commit) if local else None,
         "params": sum(leaf.size for leaf in jax.tree.leaves(training.params)),
         "data": training.data.source,

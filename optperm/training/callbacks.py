@@ -1,4 +1,4 @@
-"""What is called while a model is trained."""
+"""Callbacks of `fit`: the event that a callback receives, early stopping, and metrics for writers."""
 
 import dataclasses
 import functools
@@ -19,15 +19,15 @@ Mode = Literal["min", "max"]
 class Event:
     """A moment between two steps, as a callback sees it.
 
-    `state` is what has been trained so far. The model of `flax.nnx` that `fit` was given takes that on
-    only when training ends.
+    `state` is a copy of what has been trained so far. The `flax.nnx` model that was passed to `fit`
+    changes only when training ends.
 
     Attributes:
       epoch: The epoch of the last step, from 1.
-      step: Steps done.
-      history: All so far.
-      is_row: Whether this is a row of `history.epochs`, rather than a call by `every`.
-      metrics: That row; with `every={n: f}` the means over the last n steps.
+      step: The number of steps done.
+      history: The history so far.
+      is_row: True for a row of `history.epochs`, False for a call by `every`.
+      metrics: That row, or with `every={n: f}` the means over the last n steps.
     """
 
     epoch: int
@@ -40,7 +40,7 @@ class Event:
 
     @functools.cached_property
     def metrics(self) -> Mapping[str, float]:
-        """The numbers of the moment; a function that does not look at them does not wait for them."""
+        """The numbers of the moment. Reading them waits for the steps, so read them only if needed."""
         return self._metrics()
 
     @functools.cached_property
@@ -49,25 +49,26 @@ class Event:
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:
-        """What `eval_fn` gives on `eval_data` now. With several processes all of them have to ask."""
+        """Return the metrics of `eval_fn` on `eval_data` now. All processes have to call it."""
         return self._evaluate()
 
 
 Callback = Callable[[Event], bool | None]
+Names = Iterable[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stops training once a metric of the history's rows has not improved for some time.
+    """Stop training once a metric of the history's rows has not improved for some time.
 
-    It looks at the rows of epochs, and of evaluations within epochs with `eval_every`, which a stream
-    without an end needs; at nothing else: a run that is resumed stops where it would have.
+    An epoch is a row, and with `eval_every` so is an evaluation within an epoch. The decision depends
+    on the rows alone, so a resumed run stops where the uninterrupted run would have stopped.
 
     Attributes:
       monitor: A column of `History.epochs`, such as `"eval_loss"`.
-      patience: Rows without an improvement after which training stops.
-      mode: Whether less is better, or more.
-      min_delta: By how much more than the best one so far has to improve.
+      patience: The number of rows without an improvement after which training stops, at least 1.
+      mode: `"min"` if smaller is better, `"max"` if larger is better.
+      min_delta: The least improvement over the best row so far that counts, at least 0.
 
     Example:
       >>> from optperm.training import EarlyStopping, fit
@@ -80,44 +81,39 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.check_count("patience", self.patience)
         checks.check_choice("mode", self.mode, get_args(Mode))
-        checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf)
 
     def __call__(self, event: Event) -> bool:
-        """Whether to stop; a ValueError if rows have no column of that name."""
+        """Return True to stop; raise a ValueError if rows lack the column."""
         if epochs := event.history.epochs:
             check_columns([self.monitor], epochs, epochs)
         sign = 1.0 if self.mode == "min" else -1.0
         best, since = math.inf, 0
+        # A NaN never compares as smaller, so it counts as a row without an improvement.
         for value in sign * epochs.get(self.monitor, np.zeros(0)):
             improved = value < best - self.min_delta
             best, since = (float(value), 0) if improved else (best, since + 1)
         return since >= self.patience
 
 
-def check_columns(
-    monitored: Iterable[str], of_evaluation: Iterable[str] | None, of_steps: Iterable[str] | None
-) -> None:
-    """Raise a ValueError for a column that rows do not have, where it is known which they have."""
+def check_columns(monitored: Names, of_evaluation: Names | None, of_steps: Names | None) -> None:
+    """Raise a ValueError for a column that rows lack; None stands for columns not known yet."""
     for name in monitored:
         known = of_evaluation if name.startswith("eval_") else of_steps
         if known is not None and name not in known:
-            columns = ", ".join(map(repr, known)) or "nothing of the kind"
-            says = f"EarlyStopping or keep_best looks at {name!r}, but rows of the history have"
-            raise ValueError(f"{says} {columns}. Metrics of the evaluation begin with eval_.")
+            raise ValueError(f"EarlyStopping or keep_best names {name!r}; rows have {[*known]}.")
 
 
 @dataclasses.dataclass
 class MetricsWriter:
-    """What `metrics_writer` makes."""
+    """The callback that `metrics_writer` makes."""
 
     writer: Any
-    # The step of the last metrics of steps and that of the last row: no tag has two values at a step.
+    # The steps of the last metrics of steps and of the last row: a tag has one value per step.
     _written: dict[bool, int] = dataclasses.field(default_factory=dict)
 
     def __call__(self, event: Event) -> None:
-        """Writes what is new, in process 0."""
+        """Write what is new, in process 0."""
         if jax.process_index():
             return
         row, scalars = event.history.last, dict[str, float]()
@@ -134,15 +130,15 @@ class MetricsWriter:
 
 
 def metrics_writer(writer: Any) -> MetricsWriter:
-    """Make a function for `every` and `on_epoch_end` that hands metrics to a writer, in process 0.
+    """Make a callback for `every` and `on_epoch_end` that passes metrics to a writer, in process 0.
 
-    The means over the steps between two calls by `every` keep their names (`loss`, and `learning_rate`
-    of `optax.inject_hyperparams`); those of a row of `history.epochs` are named `epoch_loss` and so on,
-    beside the metrics of its evaluation, `eval_loss` and so on.
+    Means over the steps between two calls by `every` keep their names (`loss`, and `learning_rate`
+    of `optax.inject_hyperparams`). The means of a row of `history.epochs` are named `epoch_loss` and
+    so on; its evaluation is `eval_loss` and so on.
 
     Args:
-      writer: With `write_scalars(step, scalars)`, as clu's, or `add_scalar(name, value, step)`, as
-        TensorBoard's; a TypeError if it has neither.
+      writer: An object with `write_scalars(step, scalars)`, such as clu's, or with
+        `add_scalar(name, value, step)`, such as TensorBoard's.
 
     Example:
       >>> from optperm.training import metrics_writer
@@ -151,29 +147,23 @@ def metrics_writer(writer: Any) -> MetricsWriter:
       ...         print(step, scalars)
       >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
     """
-    if not hasattr(writer, "write_scalars") and not hasattr(writer, "add_scalar"):
-        wanted = "write_scalars(step, scalars) or add_scalar(name, value, step)"
-        raise TypeError(f"writer must have {wanted}, got {type(writer).__name__}.")
     return MetricsWriter(writer)
 
 
-# Callbacks of `on_epoch_end` that look at rows within epochs too.
+# Callbacks of `on_epoch_end` that are also called at rows within epochs.
 OF_ROWS = EarlyStopping, MetricsWriter
 
 
-def as_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
-    """One callback or several, as a tuple; a TypeError if one is none."""
-    several = () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
-    for callback in several:
-        checks.check_function(name, callback, "of an Event, or a list of such")
-    return several
+def as_callbacks(value: Any) -> tuple[Callback, ...]:
+    """Return one callback, or a sequence of callbacks, or None as a tuple."""
+    return () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
 
 
 def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
-    """Calls all, and tells whether one wants to stop; a TypeError if one does not say clearly."""
+    """Call all callbacks; return True if one of them asks to stop."""
     answers = [callback(event) for callback in callbacks]
     for answer in answers:
+        # A number or an array would stop training by accident, or would not stop it.
         if not isinstance(answer, bool | np.bool_ | None):
-            says = "must return True to stop training, or None or False to go on"
-            raise TypeError(f"{name} {says}, got {answer!r}.")
+            raise TypeError(f"{name} must return True to stop, else None or False, got {answer!r}.")
     return any(answers)

@@ -1,14 +1,15 @@
-"""Checkpoints by Orbax's manager: each holds all that it takes to go on from there.
+"""Checkpoints by Orbax's manager: each holds all that a run needs to resume.
 
-Its items are `state`, the arrays of the carry, and `best`, those of the best row with `keep_best`;
-`history`, the rows of the steps as one float32 array; and `run`, as JSON all else. Orbax writes a
-checkpoint under another name and renames it at the end: a run that dies meanwhile leaves the others.
+The items of a checkpoint are `state`, the arrays of the carry; `best`, the arrays of the best row with
+`keep_best`; `history`, the rows of the steps as one float32 array; and `run`, everything else as JSON.
+Orbax writes a checkpoint under another name and renames it at the end, so a run that dies while it
+writes leaves the earlier checkpoints whole.
 """
 
 import contextlib
 import json
 import math
-import os
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,62 +23,55 @@ _ADVICE = "was not written by this version of optperm; resume=STEP takes another
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, or not be read.
+    """A checkpoint cannot be written or read.
 
     Attributes:
-      result: What `fit` would have returned, where it had trained by then, else None.
+      result: The `FitResult` of what was trained before the error; None if nothing was.
     """
 
     result: Any = None
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder, by the arguments of `fit`."""
+    """The checkpoints of one run in a folder."""
 
     def __init__(self, where: Any, keep: int | None) -> None:
         what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
         self._ocp = ocp = import_optional("orbax.checkpoint", **what)
-        if not isinstance(where, str | os.PathLike):
-            raise TypeError(f"checkpoints must be a folder, got {type(where).__name__}.")
-        if set(str(where)) & {*"*?[]"}:  # Orbax takes them for a pattern, and loses what it writes
+        if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose what it writes
             raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
             path = import_optional("etils.epath", **what).Path(where)
             self.folder = path if "://" in str(where) else path.absolute()
             self.folder.mkdir(parents=True, exist_ok=True)
-            # One that is dropped is renamed first, so that what is left is whole at any moment.
+            # Orbax renames a checkpoint before it deletes it, so that the rest is whole at any moment.
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def choose(self, resume: bool | int) -> int | None:
-        """Return the step of the checkpoint from which a run is to go on; None for none."""
+        """Return the step of the checkpoint from which a run resumes, or None."""
         known = sorted(self._manager.all_steps())
-        names = ", ".join(map(str, known)) or "none at all"
         if resume is False and any(known):
-            raise ValueError(
-                f"{self.folder} holds checkpoints of an earlier run (after steps {names}). Pass "
-                "resume=True to go on from it, or another folder."
-            )
-        if resume is False or (resume is True and not known):
-            return None
-        if resume is not True and resume not in known:
-            says = f"{self.folder} has none after that step, but after {names}"
-            raise ValueError(f"resume={resume}: {says}.")
-        return known[-1] if resume is True else int(resume)
+            says = f"{self.folder} holds checkpoints of an earlier run ({known})"
+            raise ValueError(f"{says}: pass resume=True, or another folder.")
+        if isinstance(resume, bool):
+            return known[-1] if resume and known else None
+        if (step := operator.index(resume)) not in known:
+            raise ValueError(f"resume={resume} is none of the steps {known} in {self.folder}.")
+        return step
 
     def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """What `write` wrote of the run after a step; a ValueError if its facts are others."""
+        """Read the `run` that `write` wrote after a step; raise a ValueError if its facts differ."""
         path, args = self.folder / str(step), self._ocp.args
         with _errors(f"{path} is damaged or {_ADVICE}"):
             run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
-        if which := differences(run["facts"], json.loads(json.dumps(facts))):
-            advice = "Pass what that run was started with, or another folder"
-            raise ValueError(f"The checkpoint {path} is of another run: {which}. {advice}.")
+        if which := describe_differences(run["facts"], json.loads(json.dumps(facts))):
+            raise ValueError(f"The checkpoint {path} is of another run: {which}.")
         return dict(run)
 
     def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
-        """Trees by name, placed like others, and the rows; what came later will be dropped."""
+        """Read trees by name, placed like `like`, and the rows; `write` then drops later checkpoints."""
         restore = self._ocp.args.StandardRestore
         forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, dict(like))
         trees = {name: restore(tree) for name, tree in forms.items()}
@@ -90,18 +84,19 @@ class Checkpoints:
     def write(
         self, step: int, trees: Mapping[str, Any], rows: np.ndarray, run: dict[str, Any]
     ) -> None:
-        """Write the checkpoint of a step, unless there is one. To be called in all processes.
+        """Write the checkpoint of a step, unless there is one. All processes have to call this.
 
-        `rows` are the metrics of all steps, float32 (metrics, steps); among the JSON values of `run`
-        are `facts`, which tell it from others. Nothing of it may change while it is written.
+        `rows` are the metrics of all steps, float32 (metrics, steps); `run` holds JSON values, of which
+        `facts` identify the run. Nothing may change while Orbax writes in the background.
         """
-        if step == self._last_kept:  # nothing has come of it yet
+        if step == self._last_kept:  # the resumed run has not made a step
             return
         save = self._ocp.args.StandardSave
         items = {name: save(tree) for name, tree in trees.items()}
         items["history"] = save({"steps": rows})
         args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
         with _errors(f"cannot write {self.folder / str(step)}"):
+            # Later checkpoints of an earlier branch go only now, when the new branch has one of its own.
             for later in [each for each in self._manager.all_steps() if each > self._last_kept]:
                 self._manager.delete(later)
             self._last_kept = math.inf
@@ -110,7 +105,7 @@ class Checkpoints:
                 self._manager.save(step, args=args, force=True)
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Wait until everything is written."""
         with _errors(f"cannot write to {self.folder}"):
             self._wait()
             self._manager.check_for_errors()
@@ -122,8 +117,8 @@ class Checkpoints:
             (self.folder / _DROPPED).rmtree(missing_ok=True)
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Which facts of a run are others there than here, by name."""
+def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Name the facts of a run that differ, with both values; empty if none does."""
     which = {name: (there.get(name), fact) for name, fact in here.items()}
     return "; ".join(f"{k} is {a} there and {b} here" for k, (a, b) in which.items() if a != b)
 

@@ -1,4 +1,4 @@
-"""Where the batches of an epoch come from, and the calls of the compiled steps that take them."""
+"""The batches of an epoch, from arrays or a stream, and the calls of the compiled steps on them."""
 
 import inspect
 import json
@@ -19,34 +19,31 @@ from optperm.training.terminal import Interrupt, wait_for
 # Far from the step counts that a method may fold into the key of the same seed.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
-# Rows of metrics that a call gives back at least, so that one program serves calls of most lengths.
+# Least number of rows of metrics that a call returns, so that one program serves most call lengths.
 _ROWS = 1024
 _GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
 _SOON = 0.05  # seconds
-# Calls that may wait on the devices for those before them; of batches, up to twice as many may.
+# Calls that may be queued on the devices; of single batches, twice as many.
 AHEAD = 8
 
 
 def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) -> jax.Array:
-    """The order in which `fit` goes through examples in memory, int32 (num_examples,).
+    """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
 
-    A step takes the next `batch_size` of them; those at the end that do not fill a batch are left out.
-    The order depends on nothing else than what is given here.
+    A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
+    out. The order depends on these arguments alone.
 
     Args:
-      seed: That of `fit`.
-      epoch: From 1.
-      num_examples: How many there are.
-      replace: Whether each is drawn from all of them instead, as `fit` does for a method that samples.
+      seed: The seed of `fit`, in [0, 2**32).
+      epoch: The number of the epoch, from 1.
+      num_examples: The number of examples.
+      replace: If True, draw each example from all of them, as `fit` does for a method that samples.
 
     Example:
       >>> from optperm.training import shuffled
       >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
       [0, 1, 2, 3]
     """
-    checks.check_seed("seed", seed)
-    checks.check_count("epoch", epoch)
-    checks.check_static_count("num_examples", num_examples)
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
     key = jax.random.fold_in(key, epoch)
     if replace:
@@ -55,37 +52,31 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
 
 
 def is_arrays(name: str, data: Any) -> bool:
-    """Whether data is a tree of arrays, which a ValueError says if they do not agree, or of batches."""
+    """Return True for a tree of arrays that agree in their leading axis, False for a stream."""
     kinds = jax.Array | np.ndarray
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
-        checks.check_arrays(name, data)
         return checks.count_examples(name, data) > 0
-    _check_stream(name, data, isinstance(data, Iterable) or (callable(data) and takes_epoch(data)))
+    is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
+    # A dict of lists is iterable too: its batches would be its keys.
+    if not is_stream or isinstance(data, str | Mapping):
+        wanted = "arrays (in a dict or tuple), an iterable of batches, or lambda epoch: ..."
+        raise TypeError(f"{name} must be {wanted}, got {type(data).__name__}.")
     return False
 
 
 def takes_epoch(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with the number of an epoch alone."""
+    """Return True if a function can be called with the number of an epoch alone."""
     try:
         inspect.signature(function).bind(1)
-    except (TypeError, ValueError):  # a ValueError of a builtin, which does not say
+    except (TypeError, ValueError):  # a ValueError for a builtin without a signature
         return False
     return True
 
 
-def _check_stream(name: str, value: Any, is_one: bool) -> None:
-    if not is_one or isinstance(value, str | Mapping):
-        raise TypeError(
-            f"{name} must be a tree of arrays (a dict or a tuple of NumPy or JAX arrays), an iterable "
-            "of batches, or a function of the epoch's number, lambda epoch: ..., that gives one, got "
-            f"{type(value)}."
-        )
-
-
 def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
-    """All of some data on the devices, arrays `size` examples at once: batches that devices share."""
+    """Place all of some data on the devices, batch by batch; arrays by `size` examples at once."""
     if is_arrays(name, data):
         total, parts = checks.count_examples(name, data), layout.parts
         step = max((size or total) // parts * parts, parts)
@@ -102,21 +93,18 @@ def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout)
 
 
 def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
-    """The batches of an epoch, from an iterable or from a function that gives one."""
-    opened = source if hasattr(source, "__iter__") else source(epoch)
-    _check_stream(name, opened, isinstance(opened, Iterable))
-    return iter(opened)
+    """Return the batches of an epoch, from an iterable or a function that returns an iterable."""
+    return iter(source if hasattr(source, "__iter__") else source(epoch))
 
 
 def no_batch(name: str, epoch: int) -> ValueError:
-    """Return what is wrong where an epoch has no batch."""
-    advice = f"pass a list, a data loader that begins anew, or a function, {name}=lambda epoch: ..."
-    says = f"{name} gives no batch in epoch {epoch}. An iterator can be gone through only once"
-    return ValueError(f"{says}: {advice}.")
+    """Return the error for an epoch without a batch."""
+    advice = "an iterator can be used only once, so pass a list, a loader or lambda epoch: ..."
+    return ValueError(f"{name} gives no batch in epoch {epoch}: {advice}")
 
 
 def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
-    """Return the next batch, or `END` where some process has none. All of them have to ask."""
+    """Return the next batch, or `END` if a process has none. All processes have to call this."""
     batch, size, failure = END, 0, None
     if is_alone:  # one process
         return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
@@ -130,17 +118,16 @@ def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
     if failure is not None:
         raise failure
     if sizes.min() < 0:
-        raise RuntimeError(f"another process could not load a batch of {name}: see what it says.")
+        raise RuntimeError(f"{name}: another process could not load a batch, see its error.")
+    # Of unequal parts the mean over processes would not be the mean over examples.
     if sizes.min() and sizes.min() != sizes.max():
-        raise ValueError(
-            f"A batch of {name} has {sizes.tolist()} examples in the processes: each must bring equally "
-            "many, or its examples would not count like those of the others."
-        )
+        says = f"A batch of {name} has {sizes.tolist()} examples in the processes"
+        raise ValueError(f"{says}: all need equally many.")
     return batch if sizes.min() else END
 
 
 class Position(NamedTuple):
-    """Steps done, the epoch of the next one, and steps within it."""
+    """The steps done, the epoch of the next step, and the steps done within that epoch."""
 
     step: int = 0
     epoch: int = 1
@@ -148,51 +135,46 @@ class Position(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """What came of some steps."""
+    """The outcome of some steps."""
 
     carry: Any
-    columns: dict[str, Any]  # float32, a row for each step, and perhaps more
+    columns: dict[str, Any]  # float32, one row per step, perhaps with unused rows at the end
     steps: int
-    is_over: bool  # whether the epoch ends with them
-    error: Exception | None = None  # what came instead of the next step
+    is_over: bool  # True if the epoch ends with these steps
+    error: Exception | None = None  # raised in place of the next step
 
 
 class ArrayFeed:
-    """Examples in memory, shuffled anew in each epoch; all of them are kept on each device.
+    """Examples in memory, shuffled in each epoch; each device keeps all of them.
 
-    With `replace` they are drawn with replacement: batches of one shuffle are not independent.
+    With `replace` they are drawn with replacement, as batches of one shuffle are not independent.
     """
 
     def __init__(
         self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
     ) -> None:
         size, parts = checks.count_examples("train_data", data), layout.parts
-        if batch_size is None:
-            raise ValueError("Pass batch_size: train_data are arrays, and a step takes a part.")
-        checks.check_count("batch_size", batch_size)
-        if batch_size > size:
-            says = f"at most the number of examples in train_data, {size}"
-            raise ValueError(f"batch_size must be {says}, got {batch_size}.")
+        checks.check_count("batch_size", batch_size, maximum=size)
         if batch_size % parts:
-            says = f"counts the examples of all {parts} devices or replicas, and must be"
-            raise ValueError(f"batch_size {says} a multiple of {parts}, got {batch_size}.")
+            says = "counts the examples of all devices together, and must be a multiple of"
+            raise ValueError(f"batch_size {says} {parts}, got {batch_size}.")
         self._data, self._size, self._seed, self._layout = data, size, seed, layout
         self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
         self._examples, self._epoch = jax.tree.map(layout.put, data), 0
-        self._calls: list[tuple[dict[str, Any], int]] = []  # those that may still be computed
+        self._calls: list[tuple[dict[str, Any], int]] = []  # calls that may still be running
         self._began = -math.inf
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells the batches from others."""
+        """Return the facts that identify the batches."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
         facts = {"seed": self._seed, "batch_size": self._batch_size, "train_data": str(forms)}
         facts |= {"batches": "drawn with replacement"} if self._replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
-        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
         if at.epoch != self._epoch:
             order = np.asarray(shuffled(self._seed, at.epoch, self._size, self._replace))
             order = order[: self.steps_per_epoch * self._batch_size]
@@ -205,7 +187,8 @@ class ArrayFeed:
             carry, columns = steps[0](carry, shared, self._order)
         self._calls.append((columns, last - first))
         before, self._began = self._began, time.perf_counter()
-        # Calls that are soon over do not wait for one another.
+        # Short calls are queued, so that the devices never idle between them. A long call is waited for:
+        # a signal then takes effect after it, and its rows leave the device.
         while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
             done, count = self._calls.pop(0)
             wait_for(done["loss"])
@@ -213,15 +196,15 @@ class ArrayFeed:
         return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
-        """All examples, placed; those included that no step of an epoch takes."""
+        """Place all examples, including the last ones, which fill no batch of an epoch."""
         size = _GRADIENT_CHUNK * self._layout.parts
         return read_all("train_data", self._data, epoch, size, self._layout)
 
 
 class StreamFeed:
-    """Batches from an iterable, or from a callable that gives one for each epoch.
+    """Batches from an iterable, or from a callable that returns an iterable for each epoch.
 
-    None is asked for before the step that takes it: what is left stays in the iterator.
+    A batch is requested only for its step, so the batches that are left stay in the iterator.
     """
 
     steps_per_epoch, rows = None, 1
@@ -234,11 +217,11 @@ class StreamFeed:
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells the batches from others, which are not known before they come."""
+        """Return the facts that identify the batches: of a stream, none but its kind."""
         return {"train_data": "an iterable of batches"}
 
     def go_to(self, at: Position, states: list[str] | None = None) -> None:
-        """Go to a step of an epoch, where it is not there, by what `states` gave or dropping batches."""
+        """Move the iterator to a step of an epoch, by a state from `states` or by dropping batches."""
         epoch, offset = at.epoch, at.offset
         if self._at == (epoch, offset):
             return
@@ -250,34 +233,34 @@ class StreamFeed:
             return
         for index in range(offset):
             if next(self._iterator, END) is END:
-                raise ValueError(
-                    f"train_data ended after {index} batches of epoch {epoch}, but training had taken "
-                    f"{offset} of them: to go on exactly, it has to give the same batches again."
-                )
+                says = f"train_data ended after {index} of {offset} batches of epoch {epoch}"
+                raise ValueError(f"{says}: to resume, pass a new iterator of the same batches.")
 
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
-        """Takes at most so many steps, or until the epoch is over. The carry is given up."""
+        """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
         self.go_to(at)
-        self._at = None  # until these steps are done, or if they fail
+        self._at = None  # unknown until these steps are done, and if they fail
         rows: list[dict[str, jax.Array]] = []
         epoch, offset, is_over, failure = at.epoch, at.offset, False, None
         length = len(self._source) if isinstance(self._source, list | tuple) else None
-        is_alone = jax.process_count() == 1  # several end together, after a call
+        is_alone = jax.process_count() == 1  # several processes stop together, between calls
         with self._layout.context():
             while len(rows) < limit and not is_over and not (is_alone and interrupt.number):
                 try:
                     batch = pull("train_data", self._iterator, is_alone)
                     if is_over := batch is END:
                         break
-                    carry, row = steps[1](carry, (), self._placed(batch))
-                except Exception as error:  # the loader's own, or the loss function's
+                    batch = self._layout.put_batch(batch, local=True)
+                    carry, row = steps[1](carry, (), batch)
+                except Exception as error:  # of the loader or of the loss function
                     if not rows:
                         raise
                     failure = error  # raised once the steps before it are recorded
                     break
                 rows.append(row)
                 is_over = offset + len(rows) == length
-                if len(rows) > AHEAD and len(rows) % AHEAD == 0:  # waking up takes a while
+                # Wait rarely, as waking up takes a while, but never run far ahead of the devices.
+                if len(rows) > AHEAD and len(rows) % AHEAD == 0:
                     rows[-1 - AHEAD]["loss"].block_until_ready()
         if is_over and not offset + len(rows):
             raise no_batch("train_data", epoch)
@@ -287,25 +270,15 @@ class StreamFeed:
         columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)
 
-    def _placed(self, batch: Any) -> Any:
-        if self._layout.mapped:
-            parts = self._layout.parts // jax.process_count()
-            size = checks.count_examples("A batch of train_data", batch, has_scalars=True)
-            if size % parts:
-                raise ValueError(
-                    f"A batch of train_data must be one that {parts} replicas can share, got {size} "
-                    "examples. Drop or fill up a last batch that is smaller."
-                )
-        return self._layout.put_batch(batch, local=True)
-
     def all_batches(self, epoch: int) -> Iterator[Any]:
-        """All batches of an epoch, placed, from the source anew."""
+        """Place all batches of an epoch, read again from the source."""
         return read_all("train_data", self._source, epoch, None, self._layout)
 
     def states(self) -> list[str] | None:
-        """Return where an iterator that can say so, as Grain's, has come in each process, as JSON."""
+        """Return each process's state of an iterator that has one, such as Grain's, as JSON."""
         state = None
-        if self._at is not None and hasattr(self._iterator, "set_state"):  # None: it has given more
+        # After a failed step the iterator is ahead of training, so its state would lose a batch.
+        if self._at is not None and hasattr(self._iterator, "set_state"):
             state = self._iterator.get_state()
         state = state.decode("latin-1") if isinstance(state, bytes) else state
         texts = processes.gather_texts(json.dumps(state, default=int))

@@ -1,4 +1,4 @@
-"""What training recorded: a row for each step and one for each epoch, as arrays."""
+"""The history of training: one row per step and one row per epoch, as arrays."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ Columns = dict[str, np.ndarray]
 
 
 def find_divergence(history: "History") -> int | None:
-    """The row of steps, from 1, from which the loss is not finite, if it is not at the end."""
+    """Return the first step, from 1, without a finite loss; None if the last loss is finite."""
     loss = history.steps.get("loss", np.zeros(0))
     if not loss.size or np.isfinite(loss[-1]):
         return None
@@ -17,10 +17,10 @@ def find_divergence(history: "History") -> int | None:
 
 
 class History:
-    """What training recorded, from its first step on.
+    """The history of training, from its first step on.
 
     Attributes:
-      num_steps: Rows of steps.
+      num_steps: The number of rows of steps.
       epoch_rows: The rows of the epochs, as JSON values.
 
     Example:
@@ -36,9 +36,10 @@ class History:
     def __init__(
         self, steps: Mapping[str, Any] | None = None, epoch_rows: Iterable[Mapping[str, float]] = ()
     ) -> None:
-        # Columns with how many of their first rows count: they may still be computed on a device.
+        # Columns, and the number of their first rows that count. The columns stay on the device until
+        # somebody reads them.
         self.num_steps, self._parts = 0, list[tuple[Mapping[str, Any], int]]()
-        self._names = frozenset[str]()  # of the last rows
+        self._names = frozenset[str]()  # the columns of the last rows
         self.epoch_rows = [dict(row) for row in epoch_rows]
         self.add_steps(steps or {})
 
@@ -46,16 +47,18 @@ class History:
     def steps(self) -> Columns:
         """The rows of the steps by name, float32 (steps,).
 
-        `loss`, that of each batch before its step; what the loss function returned beside it with
-        `has_aux`; and `share_moved` where a method permutes weights. NaN where a step had none.
+        `loss` is the loss of each batch before its step. Further columns are the metrics that the loss
+        function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and `share_moved`
+        of a method that permutes weights. A step without a metric has NaN there.
         """
         if len(self._parts) > 1:
             self._parts = [(self._between(0, self.num_steps), self.num_steps)]
         return self._between(0, self.num_steps)
 
     def _between(self, low: int, high: int) -> Columns:
-        """Return the rows from one to another, NaN where some have no such column."""
+        """Return the rows from `low` to `high`, NaN where a row lacks a column."""
         parts, start = list[Columns](), self.num_steps
+        # From the end, as mostly the last rows are asked for.
         for columns, count in reversed(self._parts):
             start -= count
             rows = slice(max(low - start, 0), max(min(high - start, count), 0))
@@ -73,11 +76,11 @@ class History:
     def epochs(self) -> Columns:
         """The rows of the epochs by name, (epochs,).
 
-        `epoch`, from 1, and `step`, the steps done by then, int64; `seconds` of wall time; the mean of
-        each column of `steps` over the steps since the row before; and what the evaluation gave, as
-        `eval_<name>`: float64. An epoch within which `steps` ends training has a row of that part,
-        in whose place that of the whole epoch comes when training goes on; of one within which a
-        callback, a signal or an error ends it there is none.
+        `epoch`, from 1, and `step`, the steps done by then, are int64. The other columns are float64:
+        `seconds` of wall time, the mean of each column of `steps` over the steps since the last row,
+        and the metrics of the evaluation as `eval_<name>`. If `steps` ends training within an epoch,
+        the part has a row, which the row of the whole epoch replaces when training resumes. An epoch
+        that a callback, a signal or an error cuts short has no row.
         """
         rows, kinds = self.epoch_rows, {"epoch": np.int64, "step": np.int64}
         names = dict.fromkeys(name for row in rows for name in row)
@@ -88,11 +91,11 @@ class History:
 
     @property
     def last(self) -> dict[str, float]:
-        """The row of the last epoch; empty before."""
+        """The last row of `epochs`; empty before the first."""
         return dict(self.epoch_rows[-1]) if self.epoch_rows else {}
 
     def add_steps(self, columns: Mapping[str, Any], count: int | None = None) -> None:
-        """Adds rows of steps: all, or the first `count` of them."""
+        """Add rows of steps: all, or the first `count` of them."""
         if columns:
             count = len(next(iter(columns.values()))) if count is None else count
             self._names = frozenset(columns)
@@ -100,7 +103,7 @@ class History:
             self.num_steps += count
 
     def means(self, count: int, end: int | None = None) -> dict[str, float]:
-        """The means of the last rows of the steps, or of those before `end`, as many as there are."""
+        """Return the means of the last `count` rows of the steps, or of the last rows before `end`."""
         end = self.num_steps if end is None else end
         rows = self._between(max(end - count, 0), end)
         means = {name: float(np.mean(rows[name], dtype=np.float64)) for name in rows}
@@ -109,7 +112,7 @@ class History:
     def add_epoch(
         self, epoch: int, step: int, seconds: float, evaluated: Mapping[str, float]
     ) -> None:
-        """Adds the row of an epoch; its means are over the steps added since the row before."""
+        """Add the row of an epoch; its means are over the steps added since the last row."""
         row = {"epoch": epoch, "step": step, "seconds": seconds}
         row |= self.means(step - int(self.last.get("step", 0)))
         self.epoch_rows.append(row | {f"eval_{name}": float(v) for name, v in evaluated.items()})

@@ -1,8 +1,8 @@
-"""Where the arrays of a run lie, and how its steps are spread over devices.
+"""The placement of a run's arrays, and the mapping of its steps over devices.
 
-Most methods are compiled once for all devices: batches are sharded, params lie as the user has put them,
-and XLA moves what has to move. A method that was built with the name of a mapped axis runs by
-`jax.shard_map` over that axis of the mesh.
+Most methods are compiled as one program for all devices: batches are sharded, params stay where the user
+placed them, and XLA inserts the communication. A method that was built with the name of a mapped axis
+runs by `jax.shard_map` over that axis of the mesh.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optperm.contract import checks
 from optperm.contract.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES
@@ -30,44 +29,36 @@ AXIS = "replica"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where arrays lie.
+    """The placement of arrays on a mesh. With `own`, a carry has a leading axis of replicas."""
 
-    With `own` each replica along the mapped axes takes steps by its own gradient, and has a carry of its
-    own: then a carry has a leading axis of replicas, of which each device holds its part.
-    """
-
-    # Its axes are automatic. None is for wherever JAX puts what is not yet anywhere.
+    # A mesh of automatic axes; None for the default device.
     mesh: Mesh | None = None
     batch: tuple[Any, ...] = ()  # the PartitionSpec of a batch
     mapped: tuple[str, ...] = ()  # the axes over which the method is mapped
-    own: bool = False
-    home: Mesh | None = None  # the mesh as the user has it, perhaps with explicit axes
+    own: bool = False  # True if each replica steps by its own gradient, and has its own carry
+    home: Mesh | None = None  # the mesh of the user, perhaps with explicit axes
 
     @property
     def parts(self) -> int:
-        """In how many equal parts a batch is taken."""
+        """The number of equal parts of a batch."""
         names = axis_names(self.batch[0]) if self.mesh is not None else ()
         return math.prod(self.mesh.shape[name] for name in names)  # type: ignore[union-attr]
 
     @property
     def apart(self) -> tuple[str, ...]:
-        """The axes of the mesh along which replicas have carries of their own."""
+        """The axes of the mesh along which replicas have their own carries."""
         return self.mapped if self.own else ()
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        """What steps are traced and called in."""
+        """Return the context in which steps are traced and called."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def sharding(self, *spec: Any) -> Any:
-        """That of a spec on the mesh; None without one."""
+        """Return the sharding of a spec on the mesh; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, P(*spec))
 
-    def spread(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
-        """A function on every replica at once, where the method is mapped.
-
-        From a carry, what all replicas share, and what each has a part of, along `axis`, the function
-        makes the next carry, and numbers, of which the mean over replicas comes back.
-        """
+    def map_replicas(self, function: Callable[..., Any], axis: int) -> Callable[..., Any]:
+        """Map a function of a carry, a shared tree and a tree divided along `axis` over the replicas."""
         if not self.mapped:
             return function
 
@@ -79,11 +70,11 @@ class Layout:
 
         carries, parts = P(self.mapped) if self.own else P(), P(*[None] * axis, self.mapped)
         ins, outs, names = (carries, P(), parts), (carries, P()), set(self.mapped)
-        spread = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=names)
-        return spread(on_replica, in_specs=ins, out_specs=outs)
+        shard_map = functools.partial(jax.shard_map, mesh=self.mesh, axis_names=names)
+        return shard_map(on_replica, in_specs=ins, out_specs=outs)
 
     def put(self, leaf: Any, *spec: Any, local: bool = False) -> jax.Array:
-        """An array on the devices of all processes, of which each has it all or, if local, a part."""
+        """Place an array on the devices; each process passes all of it or, if local, its part."""
         sharding = self.sharding(*spec)
         if sharding is None or jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
@@ -92,14 +83,14 @@ class Layout:
         return jax.make_array_from_process_local_data(sharding, host, shape)
 
     def put_batch(self, batch: Any, *, local: bool) -> Any:
-        """A batch on the devices, which share it if they can equally; of each process all or a part."""
+        """Place a batch, divided among the devices if they divide it equally, else on every device."""
         if self.mesh is None:
             return batch
         several, put = jax.process_count() if local else 1, functools.partial(self.put, local=local)
         return jax.tree.map(lambda leaf: put(leaf, *self._spec(np.shape(leaf), several)), batch)
 
     def constrain(self, batch: Any) -> Any:
-        """A batch within a compiled step, shared by the devices as well as they can."""
+        """Divide a batch among the devices within a compiled step, where they divide it equally."""
         if self.mesh is None or self.mapped:
             return batch
         share = jax.lax.with_sharding_constraint
@@ -110,7 +101,7 @@ class Layout:
         return self.batch[: len(shape)] if is_shared else ()
 
     def place(self, tree: Any) -> Any:
-        """The tree on the mesh: what is spread over it stays as it is, all else goes to every device."""
+        """Place a tree on the mesh: sharded arrays stay sharded, all others go to every device."""
 
         def put(path: Any, leaf: Any) -> jax.Array:
             here = getattr(leaf, "sharding", None)
@@ -118,13 +109,13 @@ class Layout:
                 return self.put(leaf)
             if here.device_set == set(self.mesh.devices.flat):
                 return jax.device_put(leaf, self.sharding(*here.spec))
-            says = f"The state{jax.tree_util.keystr(path)} is spread over {here.mesh}"
+            says = f"The state{jax.tree_util.keystr(path)} lies on {here.mesh}"
             raise ValueError(f"{says}, but the mesh is {self.mesh}: pass the mesh of the state.")
 
         return jax.tree_util.tree_map_with_path(put, tree)
 
-    def lead(self, tree: Any, rows: int) -> Any:
-        """The forms of stacked carries of so many replicas, of which every device holds all."""
+    def shape_stacked(self, tree: Any, rows: int) -> Any:
+        """Return the shapes of the stacked carries of `rows` replicas, with all rows on each device."""
 
         def form(leaf: Any) -> Any:
             where = self.mesh and self.sharding(None, *leaf.sharding.spec[1:])
@@ -133,7 +124,7 @@ class Layout:
         return jax.tree.map(form, tree)
 
     def deal(self, tree: Any, own: bool = True) -> Any:
-        """Carries of some replicas, or one of all, in turn for those here: the first ones, for fewer."""
+        """Deal stacked carries, or one carry of all replicas, in turn to the replicas of this mesh."""
 
         def rows(tree: Any) -> Any:
             stacked = tree if own else jax.tree.map(lambda x: x[None], tree)
@@ -145,7 +136,7 @@ class Layout:
         return jax.jit(rows, out_shardings=self.mesh and jax.tree.map(where, tree))(tree)
 
     def bring_home(self, tree: Any) -> Any:
-        """A tree that lies on the mesh, by the types of the mesh of the user."""
+        """Place a tree on the user's mesh, which may have other types of axes."""
         home = self.home
         if home is None or home == self.mesh:
             return tree
@@ -153,7 +144,7 @@ class Layout:
 
 
 def average_varying(tree: Any) -> Any:
-    """The mean of what differs between the replicas of a mesh; of whole numbers the largest."""
+    """Average the leaves that vary over mapped axes; of integers and booleans take the largest."""
 
     def average(leaf: jax.Array) -> jax.Array:
         if not (axes := tuple(varying_axes(leaf))):
@@ -168,29 +159,29 @@ def average_varying(tree: Any) -> Any:
 def choose_layout(
     tx: optax.GradientTransformation, state: Any, mesh: Any = None, devices: int | None = None
 ) -> Layout:
-    """Return where a train state is to be trained by a method, from `mesh` or `devices` of `fit`."""
+    """Return the layout in which a method trains a state, from `mesh` or `devices` of `fit`."""
     layout = _on_mesh(state, mesh, devices)
     if layout.mesh is None:
         return layout
+    # The axis of batches comes first, then each axis of the mesh by itself.
     axes = [axis_names(layout.batch[0]), *((name,) for name in layout.mesh.axis_names)]
     known = " or ".join(sorted({repr(each[0] if len(each) == 1 else each) for each in axes}))
-    there = f"On several devices there is the axis {known}"
-    for mapped in ((), *axes):
+    for mapped in ((), *axes):  # the first mapping under which the method can be traced
         batch = layout.batch if mapped in ((), axes[0]) else (mapped,)
         candidate = dataclasses.replace(layout, mapped=mapped, batch=batch)
         if (found := _trace(tx, state.params, candidate)) is None:
             continue
         is_local, varies = found
         if is_local and not mapped:
-            says = "the method was built without axis_name, so that replicas would never meet"
-            raise ValueError(f"{there}, but {says}: pass axis_name={known} to it.")
+            says = f"without axis_name replicas would never meet: pass axis_name={known} to it"
+            raise ValueError(f"The method takes local steps, and {says}.")
         return dataclasses.replace(candidate, own=bool(mapped and varies))
-    raise ValueError(f"{there}, but the method asks for another: pass that as its axis_name.")
+    raise ValueError(f"The method needs another mapped axis: pass axis_name={known} to it.")
 
 
 def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     if mesh is not None and devices is not None:
-        raise ValueError("mesh and devices exclude one another: pass one of them.")
+        raise ValueError("Pass mesh or devices, not both.")
     if mesh is None and (devices is not None or jax.process_count() > 1):
         return Layout(make_mesh(1 if devices is None else devices), (AXIS,))
     if mesh is None:
@@ -203,31 +194,26 @@ def _on_mesh(state: Any, mesh: Any, devices: int | None) -> Layout:
     if isinstance(mesh, Mesh):
         mesh = NamedSharding(mesh, P(mesh.axis_names[0]))
     if not isinstance(mesh, NamedSharding) or not mesh.spec or mesh.spec[0] is None:
-        wanted = (
-            "a jax.sharding.Mesh, whose first axis shards batches, or the NamedSharding of a batch"
-        )
-        raise TypeError(f"mesh must be {wanted}, whose first axis it shards, got {mesh!r}.")
+        raise TypeError(f"mesh must be a Mesh, or a NamedSharding of a batch, got {mesh!r}.")
     home: Any = mesh.mesh
-    # Within steps XLA decides, so that any model runs; on explicit axes most would have to say more.
+    # Within steps the axes are automatic, so that any model runs: on explicit axes most models would
+    # have to name their shardings.
     return Layout(Mesh(home.devices, home.axis_names), tuple(mesh.spec), home=home)
 
 
 def make_mesh(devices: int) -> Mesh:
-    """A mesh of devices of each process, of JAX's own choice if that has enough, else processors."""
-    checks.check_count("devices", devices)
+    """Make a mesh of `devices` devices of each process: of the default platform, else of the CPU."""
     most = 0
     for platform in (None, "cpu"):
         here = [jax.local_devices(index, platform) for index in range(jax.process_count())]
         if (most := max(most, min(map(len, here)))) >= devices:
             return Mesh(np.array([each[:devices] for each in here]).ravel(), (AXIS,))
-    raise ValueError(
-        f"devices must be at most {most}, the number that JAX has, got {devices}. For more virtual "
-        f"ones on the processor start with the environment variable JAX_NUM_CPU_DEVICES={devices}."
-    )
+    advice = f"JAX_NUM_CPU_DEVICES={devices} in the environment makes virtual ones"
+    raise ValueError(f"devices must be at most {most}, got {devices}: {advice}.")
 
 
 def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
-    """Whether a method takes local steps, and its state varies; None if it asks for another axis."""
+    """Return whether a method takes local steps and its state varies; None if an axis is missing."""
     is_local, varies = False, False
 
     def step(_: Any, params: Any, batch: jax.Array) -> tuple[Any, Any]:
@@ -249,8 +235,9 @@ def _trace(tx: Any, params: Any, layout: Layout) -> tuple[bool, bool] | None:
     batch = jax.ShapeDtypeStruct((2 * layout.parts,), jnp.float32)
     try:
         with layout.context():
-            jax.eval_shape(layout.spread(step, 0), (), params, batch)
-    except Exception as error:  # whatever a loss that says nothing leads to
+            jax.eval_shape(layout.map_replicas(step, 0), (), params, batch)
+    # This loss is not the user's, so a method may refuse it for reasons that do not matter here.
+    except Exception as error:
         if "is not bound" in str(error) or "unbound axis" in str(error):
             return None
     return is_local, varies

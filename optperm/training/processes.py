@@ -1,4 +1,4 @@
-"""What the processes of a run tell one another. All of them have to call each of these functions."""
+"""Exchanges between the processes of a run. All processes have to call each of these functions."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from optperm.contract.keys import is_key
 
 
 def gather(value: Any) -> np.ndarray:
-    """An array of each process, stacked."""
+    """Stack the arrays of all processes."""
     if jax.process_count() == 1:
         return np.asarray(value)[None]
     gathered = np.asarray(multihost_utils.process_allgather(np.asarray(value)))
@@ -21,7 +21,7 @@ def gather(value: Any) -> np.ndarray:
 
 
 def gather_texts(text: str) -> list[str]:
-    """The text of each process."""
+    """Return the text of each process."""
     content = np.frombuffer(text.encode(), np.uint8)
     sizes = gather(np.int32(content.size))
     rows = gather(np.pad(content, (0, int(sizes.max()) - content.size)))
@@ -29,19 +29,16 @@ def gather_texts(text: str) -> list[str]:
 
 
 def check_same(facts: Mapping[str, Any]) -> None:
-    """Raises a ValueError that names the facts, JSON values, that differ between processes."""
+    """Raise a ValueError that names the facts, JSON values, that differ between processes."""
     others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
     values = {name: [other[name] for other in others] for name in facts}
-    different = {name: all_ for name, all_ in values.items() if any(v != all_[0] for v in all_)}
-    if different:
-        raise ValueError(
-            f"The arguments of fit are not the same in all processes: {', '.join(different)}; "
-            f"{different}. Pass everywhere the same state, data in memory and numbers."
-        )
+    which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
+    if which:
+        raise ValueError(f"The arguments of fit are not the same in all processes: {which}.")
 
 
 def digest(tree: Any) -> str:
-    """Tells a tree of arrays from others, by bits and names. What no process has all of is left out."""
+    """Return a digest of a tree's names and bits, without arrays that are spread over processes."""
     hashed = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         hashed.update(jax.tree_util.keystr(path, simple=True, separator="/").encode())

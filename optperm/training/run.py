@@ -1,4 +1,4 @@
-"""One run of `fit`: its steps, and what happens between them."""
+"""One run of `fit`: its steps, and everything between the steps."""
 
 import dataclasses
 import functools
@@ -30,31 +30,32 @@ from optperm.variance.svrg import SvrgState, warn_without
 
 # Why training ended.
 Ended = Literal["finished", "stopped", "interrupted"]
-# What the processes say to one another before each call: a signal by its number, from 2 on.
+# Codes that the processes exchange before each call; from 2 on, the number of a signal.
 _STOPPED, _FAILED = 1, 1000
-# Arguments of `fit` that are numbers from 1 on.
+# Arguments of `fit` that are integers from 1 on.
 COUNTS = (
     *("epochs", "steps", "steps_per_call", "eval_batch_size", "eval_every", "checkpoint_every"),
-    "checkpoint_keep",
+    *("checkpoint_keep", "devices"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class FitResult:
-    """What `fit` came to.
+    """The result of `fit`.
 
     Attributes:
-      state: The trained `TrainState`; None for a model of `flax.nnx`. Of replicas that train each by
-        itself (`optperm.agn`, `optperm.diloco`) its params are the center's, its model state the mean.
-      model: The trained model of `flax.nnx`, the one that was passed; None for a `TrainState`.
-      optimizer: Its optimizer; None for a `TrainState`.
-      history: What was recorded.
+      state: The trained `TrainState`; None for a `flax.nnx` model. With replicas that train by
+        themselves (`optperm.agn`, `optperm.diloco`), its params are the center, and its model
+        state is the mean over replicas.
+      model: The trained `flax.nnx` model, the object that was passed; None for a `TrainState`.
+      optimizer: The optimizer of the model; None for a `TrainState`.
+      history: The `History` of the run.
       ended: `"finished"`, `"stopped"` by a callback, or `"interrupted"` by Ctrl-C or SIGTERM.
-      epoch: Whole epochs done, since the start of the first run.
-      step: Steps done, likewise.
-      best_state: With `keep_best` the `TrainState`, or a model of `flax.nnx`, of the best row of the
-        history; None without, or where the metric was never finite.
-      best_step: The steps done by then.
+      epoch: Whole epochs done since the start of the first run.
+      step: Steps done since the start of the first run.
+      best_state: With `keep_best`, the `TrainState` or the `flax.nnx` model of the best row of the
+        history; None without it, or if the metric was never finite.
+      best_step: The number of steps done at the best row.
       signal: The number of the signal that interrupted training; 0 for none.
     """
 
@@ -71,7 +72,7 @@ class FitResult:
 
 
 class Run:
-    """One call of `fit`: what is trained, where, by which batches, and what happens meanwhile."""
+    """One call of `fit`: the carry, its layout, its batches, and the callbacks between steps."""
 
     checkpoints: Checkpoints | None = None
     show: Any = None
@@ -79,17 +80,14 @@ class Run:
     is_past_end = False
 
     def __init__(self, given: Any) -> None:
-        """`given` has the arguments of `fit`."""
+        """Prepare a run; `given` has the arguments of `fit`."""
         self.source = given.state_or_model, given.optimizer
         self.model, initial = programs.wrap_model(*self.source, given.loss_fn, bool(given.has_aux))
         self.layout = layout = choose_layout(initial.tx, initial, given.mesh, given.devices)
         data, size = given.train_data, given.batch_size
         if given.epoch_start is not None and (layout.own or isinstance(data, Iterator)):
-            why = "each replica has its own" if layout.own else "this iterator gives them once"
-            raise ValueError(
-                "epoch_start goes through all batches before an epoch, and changes the state that all "
-                f"devices share, but {why}."
-            )
+            why = "replicas have states of their own" if layout.own else "an iterator is read once"
+            raise ValueError(f"epoch_start needs all batches and one state, but {why}.")
         self.carry = programs.place_state(initial, layout)
         self.steps_per_call, self.epoch_start = int(given.steps_per_call), given.epoch_start
         self.feed: ArrayFeed | StreamFeed
@@ -109,8 +107,8 @@ class Run:
         how = given.eval_batch_size or size, self.model, Layout(layout.mesh, layout.batch)
         self.evaluate = given.eval_fn and programs.Evaluator(given.eval_fn, given.eval_data, *how)
         every = (given.every or {}).items()
-        self.every = {int(n): callbacks.as_callbacks(f"every[{n}]", f) for n, f in every}
-        self.epoch_end = callbacks.as_callbacks("on_epoch_end", given.on_epoch_end)
+        self.every = {int(n): callbacks.as_callbacks(functions) for n, functions in every}
+        self.epoch_end = callbacks.as_callbacks(given.on_epoch_end)
         self.eval_every = given.eval_every or math.inf
         self.checkpoint_every = given.checkpoint_every or math.inf
         self.keep_best, self.best = given.keep_best, dict[str, Any]()
@@ -123,7 +121,7 @@ class Run:
             self._resume(self.checkpoints, given.resume)
 
     def _resume(self, checkpoints: Checkpoints, resume: bool | int) -> None:
-        """Goes to a checkpoint, if that is asked for, of a run that agrees with this one."""
+        """Resume from a checkpoint of a run that agrees with this one, if `resume` asks for it."""
         arrays, layout = programs.unwrap_keys(self.carry), self.layout
         leaves, own = jax.tree_util.tree_leaves_with_path(arrays), int(layout.own)
         form = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape[own:]}" for path, x in leaves]
@@ -134,7 +132,7 @@ class Run:
             return
         run = checkpoints.read(chosen, self.facts)
         is_dealt = layout.own and run["replicas"] != layout.parts
-        trees = {"state": layout.lead(arrays, run["replicas"]) if is_dealt else arrays}
+        trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
             trees["best"] = programs.unwrap_keys(
                 whole := programs.merge_replicas(self.carry, layout)
@@ -150,26 +148,27 @@ class Run:
             self.feed.go_to(self.at, run["iterator"])
 
     def train(self, epochs: float, steps: float, interrupt: Interrupt) -> Ended:
-        """Trains until the end of a number of epochs or steps, whichever comes first."""
+        """Train until the end of a number of epochs or steps, whichever comes first."""
         self._since, stop, code = time.perf_counter(), False, 0
         error: BaseException | None = None
         if self.monitored:
-            evaluated = self.evaluate.columns(self._merged()) if self.evaluate else ()
+            evaluated = self.evaluate.columns(self._merge()) if self.evaluate else ()
             callbacks.check_columns(self.monitored, evaluated, None)
         goes_on = self.at.epoch <= epochs and self.at.step < steps
         if goes_on and self.at.offset and self._row is not None and not self._evaluates:
-            self.history.epoch_rows.pop()  # of a part: the epoch gets one row when it is over
+            self.history.epoch_rows.pop()  # the row of a part: the epoch gets one when it is over
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
-            self._add_row()  # an error came between a step and its row
+            self._add_row()  # the earlier run failed between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
         due = [f for n, f in self.every.items() if self.at.step % n == 0]
         early = [f for f in (*self.epoch_end, *sum(due, ())) if isinstance(f, EarlyStopping)]
         if self._row is not None and callbacks.wants_to_stop(
             "", tuple(early), self._event(dict, True)
         ):
-            return "stopped"  # where the run that is resumed had stopped
+            return "stopped"  # the earlier run had stopped here
         compiled = programs.compile_steps(self.model, self.layout, self.carry, self.feed.rows)
         while self.at.epoch <= epochs and self.at.step < steps:
+            # All processes leave the loop at the same step, by the largest code.
             code = _FAILED if error else interrupt.number or _STOPPED * int(stop)
             code = int(processes.gather(np.int32(code)).max())
             if code:
@@ -177,6 +176,7 @@ class Run:
             try:
                 if not self.at.offset:
                     self._start_epoch()
+                # A call of steps ends at the next step after which something is due.
                 at, dues = self.at.step, (self.eval_every, self.checkpoint_every, *self.every)
                 limit = int(min(self.steps_per_call, steps - at, *(n - at % n for n in dues)))
                 fed = self.feed.run(compiled, self.carry, self.at, limit, interrupt)
@@ -184,10 +184,11 @@ class Run:
             except (Exception, SystemExit) as raised:
                 error = raised
         if code == _FAILED and error is None:
-            error = RuntimeError("another process has failed: see what it says.")
+            error = RuntimeError("another process has failed: see its error.")
         if error is not None:
+            # A call that failed on the devices has deleted the carry that was donated to it.
             if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.carry)):
-                self.result("stopped", error)  # what has been trained is saved first
+                self.result("stopped", error)  # save what has been trained
             raise error
         interrupt.number = interrupt.number or (0 if code == _STOPPED else code)
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
@@ -197,28 +198,29 @@ class Run:
             moved = self.history.steps["share_moved"]
             self.is_still = warn_if_still(moved, stacklevel=5)  # where fit is called
         change, carry, layout = self.epoch_start, self.carry, self.layout
-        if change is not None and takes_epoch(change):  # else it is the change itself
+        if change is not None and takes_epoch(change):  # else `epoch_start` is the change itself
             change = change(self.at.epoch)
         if change is None:
             return
-        checks.check_function("epoch_start's result", change, "(opt_state, params, full_grad)")
         with layout.context():
             bound = jax.tree_util.Partial(self.model, carry.model_state, carry.step_rng())
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
             opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
-        says = "The optimizer state that epoch_start's function returned"
+        says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
-        # It may share the params' memory.
+        # Copied, as the new state may share memory with the params, and both are donated.
         self.carry = programs.copy_arrays(carry.replace(opt_state=opt_state))
 
     def _after(self, fed: Fed, steps: float) -> bool:
-        """What happens after some steps; whether a callback wants to stop."""
+        """Record some steps and call what is due; return True if a callback asks to stop."""
         stop, at = False, self.at
         epoch, offset = (at.epoch + 1, 0) if fed.is_over else (at.epoch, at.offset + fed.steps)
         self.carry, self.at = fed.carry, Position(at.step + fed.steps, epoch, offset)
-        if offset == 0:  # the epoch's seconds are those of its steps, which may still be under way
+        if (
+            offset == 0
+        ):  # the seconds of an epoch include its last steps, which may still be running
             jax.block_until_ready(fed.columns)
         self.history.add_steps(fed.columns, fed.steps)
         if self.feed.steps_per_epoch is not None:  # each step has the same columns
@@ -226,7 +228,8 @@ class Run:
             callbacks.check_columns(self.monitored, None, columns)
         if self.show is not None:
             self.show(self.at.step)
-        # That an epoch was over may be found only when a batch more is asked for.
+        # A stream shows the end of its epoch only when the next batch is requested, after the last step:
+        # then the step may have its row already.
         is_end = fed.is_over or self.at.step >= steps
         if is_row := (is_end or self._evaluates) and self._row is None:
             self._add_row()
@@ -241,11 +244,11 @@ class Run:
 
     @property
     def _evaluates(self) -> bool:
-        """Whether `eval_every` asks for a row after the last step."""
+        """True if `eval_every` asks for a row after the last step."""
         return self.at.step % self.eval_every == 0
 
     def _add_row(self) -> None:
-        """Adds a row to the history, with an evaluation."""
+        """Add a row to the history, with an evaluation, and keep the best state."""
         at, seconds = self.at, time.perf_counter() - self._since
         evaluated = self._evaluate() if self.evaluate else {}
         self.history.add_epoch(self._epoch, at.step, seconds, evaluated)
@@ -262,11 +265,11 @@ class Run:
         callbacks.check_columns([name], row, row)
         value = row[name] * (1.0 if mode == "min" else -1.0)
         if value < self.best.get("value", math.inf):
-            state = programs.copy_arrays(self._merged())
+            state = programs.copy_arrays(self._merge())
             self.best = {"value": value, "step": at.step, "state": state}
 
     def _call_row(self, is_end: bool) -> bool:
-        """Calls the functions of `on_epoch_end`; within an epoch those that look at every row."""
+        """Call the functions of `on_epoch_end`; within an epoch only those that read every row."""
         called = tuple(f for f in self.epoch_end if is_end or isinstance(f, callbacks.OF_ROWS))
         metrics = {k: v for k, v in self.history.last.items() if k not in ("epoch", "step")}
         event = self._event(lambda: metrics, True)
@@ -281,28 +284,28 @@ class Run:
 
     @property
     def _row(self) -> dict[str, float] | None:
-        """The row of an epoch that ended with the last step, if one did."""
+        """The row of the last step, if it has one."""
         row = self.history.last
         return row if row.get("step") == self.at.step else None
 
     def _event(self, metrics: Callable[[], Mapping[str, float]], is_row: bool = False) -> Event:
         where = self._epoch, self.at.step, self.history, is_row
-        trained = lambda: self._brought_home(programs.copy_arrays(self._merged()))  # noqa: E731
+        trained = lambda: self._bring_home(programs.copy_arrays(self._merge()))  # noqa: E731
         return Event(*where, metrics, trained, self._evaluate)
 
     def _evaluate(self) -> dict[str, float]:
         if self.evaluate is None:
             raise ValueError("There is nothing to evaluate: pass eval_fn and eval_data to fit.")
-        return self.evaluate(self._merged(), self._epoch)
+        return self.evaluate(self._merge(), self._epoch)
 
-    def _merged(self) -> TrainState:
+    def _merge(self) -> TrainState:
         return programs.merge_replicas(self.carry, self.layout)
 
-    def _brought_home(self, state: TrainState) -> Any:
-        return self.model.shown(self.layout.bring_home(state))
+    def _bring_home(self, state: TrainState) -> Any:
+        return self.model.unwrap(self.layout.bring_home(state))
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        # Copies, as they are written while training goes on.
+        # Lists are copied, as Orbax writes them while training continues.
         run: dict[str, Any] = {"facts": self.facts, "position": list(self.at)}
         run |= {"names": list(self.history.steps), "epochs": list(self.history.epoch_rows)}
         states = self.feed.states() if isinstance(self.feed, StreamFeed) else None
@@ -314,22 +317,14 @@ class Run:
         checkpoints.write(self.at.step, trees, rows, run)
 
     def warn_if_diverged(self) -> None:
-        """Says since when the loss is not finite, if it is not any more."""
+        """Warn if the loss is not finite at the end, with the first step of which it is not."""
         if (row := find_divergence(self.history)) is not None:
-            warnings.warn(
-                f"The loss is {self.history.steps['loss'][-1]} at the end, and stopped being finite at "
-                f"step {row} of {self.at.step}: try a smaller learning rate, and look for examples "
-                "that are not finite.",
-                RuntimeWarning,
-                stacklevel=3,  # where fit is called
-            )
+            says = f"The loss stopped being finite at step {row} of {self.at.step}."
+            warnings.warn(says, RuntimeWarning, stacklevel=3)  # where fit is called
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
-        """Return the result, once a model of `flax.nnx` and the last checkpoint have come so far.
-
-        With the error that ended training it hands that the result, or a note if nothing could be saved.
-        """
-        state = self.layout.bring_home(self._merged())
+        """Update the `flax.nnx` model, write the last checkpoint, and return the result."""
+        state = self.layout.bring_home(self._merge())
         source, optimizer = self.source
         if self.model.graphdef is not None:
             own = programs.copy_arrays(state)
@@ -345,7 +340,7 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            self._brought_home(self.best["state"]) if self.best else None,
+            self._bring_home(self.best["state"]) if self.best else None,
             self.best.get("step"),
         )
         if self.checkpoints is not None:

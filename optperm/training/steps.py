@@ -1,4 +1,4 @@
-"""What is trained, as one `TrainState`, and what is compiled of it: steps and evaluations."""
+"""The carry of a run, as one `TrainState`, and its compiled programs: steps and evaluations."""
 
 import dataclasses
 import functools
@@ -24,30 +24,27 @@ from optperm.evaluation import evaluate
 from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.training import data as datas
 from optperm.training.layout import Layout, average_varying
-from optperm.training.train_state import Model, TrainState, scalar_metrics, split_model
+from optperm.training.train_state import Model, TrainState, convert_metrics, split_model
 
 Metrics = dict[str, jax.Array]
-# Columns of the history that are not the loss function's to name.
+# Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
-# What was made of a function, by that function, as long as somebody else holds it.
+# Compiled programs by the function that they were made from, while somebody else holds the function.
 _MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 def wrap_model(
     source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
 ) -> tuple[Model, TrainState]:
-    """Return the model and loss function that `fit` was given, and the state to carry."""
+    """Return the model with its loss function, and the state to carry, of the arguments of `fit`."""
     if isinstance(source, TrainState):
         if optimizer is not None:
-            raise ValueError("optimizer is for a model of flax.nnx: a TrainState has its own.")
+            raise ValueError("optimizer is for a flax.nnx model: a TrainState has its own.")
         return Model(loss_fn, has_aux), source
-    if not isinstance(source, nnx.Module):
-        wanted = "a state from optperm.training.TrainState.create, or a model of flax.nnx"
-        raise TypeError(f"The first argument of fit must be {wanted}, got {type(source)}.")
-    if not isinstance(optimizer, nnx.Optimizer):
-        wanted = "pass optimizer=optperm.training.Optimizer(model, tx, wrt=nnx.Param)"
-        raise TypeError(f"A model of flax.nnx needs its own: {wanted}, got {type(optimizer)}.")
+    if not (isinstance(source, nnx.Module) and isinstance(optimizer, nnx.Optimizer)):
+        wanted = "optperm.training.TrainState.create(...), or a flax.nnx model and its optimizer"
+        raise TypeError(f"fit takes {wanted}, got {type(source)} and {type(optimizer)}.")
     graphdef, params, model_state = split_model(source, optimizer.wrt)
     state = TrainState(
         step=optimizer.step.get_value(),
@@ -61,12 +58,12 @@ def wrap_model(
 
 
 def unwrap_keys(tree: Any) -> Any:
-    """Return the tree with the data of random keys in their place."""
+    """Replace random keys in a tree by their data."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def wrap_keys(tree: Any, like: Any) -> Any:
-    """Undo `unwrap_keys`, by a tree with such keys."""
+    """Undo `unwrap_keys`; `like` is a tree with the keys."""
 
     def wrap(key: Any, leaf: Any) -> Any:
         if not is_key(key):
@@ -77,15 +74,15 @@ def wrap_keys(tree: Any, like: Any) -> Any:
 
 
 def copy_arrays(tree: Any) -> Any:
-    """Copy a tree, where it lies: a loop may give up the memory of the copy."""
+    """Copy a tree with its placement, so that a loop may donate the copy."""
     return jax.tree.map(jnp.copy, tree)
 
 
-_copy_at_once = jax.jit(copy_arrays)  # where there is no sharding to keep
+_copy_at_once = jax.jit(copy_arrays)  # one program, where no sharding has to be kept
 
 
 def place_state(state: TrainState, layout: Layout) -> TrainState:
-    """Return a train state as a run begins with it, with an optimizer state."""
+    """Place a train state for a run, and initialize its optimizer state if it has none."""
     here = wrap_keys(layout.place(unwrap_keys(state)), state)
     with layout.context():
         if here.opt_state is None and not layout.mapped:
@@ -97,18 +94,18 @@ def place_state(state: TrainState, layout: Layout) -> TrainState:
         def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
             return state.replace(opt_state=state.tx.init(state.params)), ()
 
-        return jax.jit(layout.spread(init, 0))(here, (), ())[0]
+        return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
 
 
 def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
-    """Return the carry, or what has been trained of the carries of all replicas."""
+    """Return the carry, or one state for the carries of all replicas."""
     with layout.context():
         return _center(carry, layout) if layout.own else carry
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _center(carry: TrainState, layout: Layout) -> TrainState:
-    """Return the center's params, or the first replica's, and the mean model state."""
+    """Return the first replica's state with the center's params and the mean model state."""
     first = jax.tree.map(lambda leaf: leaf[0], carry)
 
     def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -121,14 +118,12 @@ def _center(carry: TrainState, layout: Layout) -> TrainState:
 
 
 def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
-    """Return what `make` makes of a function, once as long as somebody else holds that function.
-
-    `make` is given a function that gives the function, which what it makes must not hold itself: then
-    the programs that `jax.jit` keeps of it go when it goes, with the arrays of its closure.
-    """
+    """Return what `make` makes of a function, made once while somebody else holds that function."""
+    # `make` gets a weak reference, and its result must not hold the function: then compiled programs
+    # are released with the function and the arrays of its closure.
     try:
         known, weakly = _MADE.setdefault(function, {}), weakref.ref(function)
-    except TypeError:  # nothing can refer to it weakly
+    except TypeError:  # an object without weak references
         return make(lambda: function)
     if key not in known:
         known[key] = make(weakly)
@@ -136,10 +131,10 @@ def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[...
 
 
 def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
-    """Return the compiled steps of carries that lie where this one does, found again in later calls.
+    """Return the compiled steps for carries with the placement of this one; later calls reuse them.
 
-    Each goes from a carry to the next one and metrics: `many(carry, (examples, first, last), order)` by
-    the steps from `first` to `last`, of the examples that `order` names; `one(carry, (), batch)` by one.
+    `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
+    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics.
     """
     leaves, structure = jax.tree.flatten(carry)
     bare = dataclasses.replace(model, loss_fn=None)
@@ -151,7 +146,7 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
 
         def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
             (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
-            step = jax.jit(one, inline=True)  # traced once, and used twice
+            step = jax.jit(one, inline=True)  # traced once, used twice
 
             def batch(t: jax.Array) -> Any:
                 return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
@@ -163,14 +158,14 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
                 carry, row = step(now[0], (), batch(t))
                 return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
 
-            # Bounds that are arguments: however steps are grouped into calls, one program takes them
-            # all, so that a run that was interrupted ends bit for bit like one that was not.
+            # The bounds are arguments, so one program takes the steps however they are grouped into
+            # calls: an interrupted run ends with the same bits as an uninterrupted one.
             start = carry, mark_varying(columns, layout.apart)
             return jax.lax.fori_loop(first, last, body, start)
 
         out = None if shardings is None else (jax.tree.unflatten(structure, shardings), None)
-        spread = layout.spread(many, 1), layout.spread(one, 0)
-        first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in spread)
+        mapped = layout.map_replicas(many, 1), layout.map_replicas(one, 0)
+        first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in mapped)
         return first, second
 
     return find_or_make(model.loss_fn, (bare, layout, structure, shardings, rows), make)
@@ -179,7 +174,8 @@ def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) ->
 def _step(
     state: TrainState, batch: Any, model: Model, layout: Layout
 ) -> tuple[TrainState, Metrics]:
-    """Return the state after one step, of the same types, and float32 scalars by name."""
+    """Return the state after one step, with the same types, and float32 scalars by name."""
+    # In step, loss and gradient are means over the mapped axes; a replica by itself takes its own.
     averaged = None if layout.own else layout.mapped or None
     bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
     e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
@@ -191,26 +187,22 @@ def _step(
     for each in find_states(new.opt_state, PermuteByCyclesState):
         metrics["share_moved"] = each.share_moved
     if e.aux.aux is not None:
-        aux = scalar_metrics("What loss_fn returns beside the loss (has_aux=True)", e.aux.aux)
+        aux = convert_metrics("aux of loss_fn", e.aux.aux)
         if taken := [name for name in aux if name in _RESERVED or name.startswith("eval_")]:
-            says = f"a metric named {taken[0]!r}, which is a column of the history of its own"
             others = f"{', '.join(_RESERVED)} and eval_..."
-            raise ValueError(f"loss_fn returns {says}: choose another name than {others}.")
+            raise ValueError(f"loss_fn returns a metric named {taken[0]!r}; {others} are reserved.")
         metrics |= aux
     before, after = unwrap_keys(state), unwrap_keys(new)
     says = "The state after a step"
     checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
+    # What each replica drew or counted by itself, such as batch statistics, becomes the same on all.
     after = after if averaged is None else average_varying(after)
     return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """The means of metrics over all examples of some data, of arrays `batch_size` at once.
-
-    A metric by itself is the mean over a batch and counts by the batch's examples; a pair is a sum and
-    a count.
-    """
+    """The means of metrics over all examples of some data, from arrays by `batch_size` at once."""
 
     eval_fn: Callable[..., Any]
     data: Any
@@ -219,12 +211,12 @@ class Evaluator:
     layout: Layout = dataclasses.field(default_factory=Layout)
 
     def columns(self, state: TrainState) -> list[str] | None:
-        """Return the columns of a row that it gives; None if a batch would have to be asked for."""
+        """Return the columns of the history that this adds; None for a stream, which is not read."""
         if not datas.is_arrays("eval_data", self.data):
             return None
         batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))
         with self.layout.context():
-            forms = jax.eval_shape(self.model.evaluated, state, batch, Partial(self.eval_fn))
+            forms = jax.eval_shape(self.model.compute_metrics, state, batch, Partial(self.eval_fn))
         return [f"eval_{name}" for name in forms]
 
     def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
@@ -232,19 +224,19 @@ class Evaluator:
         rows, model = list[Any](), dataclasses.replace(self.model, loss_fn=None)
 
         def make(function: Callable[[], Any]) -> Any:
-            return jax.jit(lambda state, batch: model.evaluated(state, batch, function()))
+            return jax.jit(lambda state, batch: model.compute_metrics(state, batch, function()))
 
         call = find_or_make(self.eval_fn, ("evaluated", model), make)
         with self.layout.context():
             source = "eval_data", self.data, epoch, self.batch_size, self.layout
             for batch in datas.read_all(*source):
                 rows.append(call(state, batch))
-                # The next ones are loaded while these are computed.
+                # The next batches are loaded while a few are computed.
                 jax.block_until_ready(rows[: -datas.AHEAD][-1:])
         host = jax.device_get(rows)
         if different := [list(row) for row in host if row.keys() != host[0].keys()]:
-            says = f"the same metrics for every batch, got {list(host[0])} and {different[0]}"
-            raise ValueError(f"eval_fn must return {says}.")
+            says = f"got {list(host[0])} and {different[0]}"
+            raise ValueError(f"eval_fn must return the same metrics for every batch, {says}.")
         table: dict[str, Any] = {k: np.array([row[k] for row in host]) for k in host[0]}
         sums = {k: pairs.sum(axis=0, dtype=np.float64) for k, pairs in table.items()}
         return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}

@@ -1,4 +1,4 @@
-"""What a terminal shows and says while a model is trained: a bar, Ctrl-C and SIGTERM."""
+"""The terminal during training: the progress bar, Ctrl-C and SIGTERM."""
 
 import contextlib
 import math
@@ -11,7 +11,6 @@ from typing import Self
 
 import jax
 
-from optperm.contract import checks
 from optperm.contract.extras import import_optional
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,8 +18,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None] | None]:
-    """Give a function that shows the steps done, of a total or infinitely many; None without a bar."""
-    checks.check_flag("progress", progress)
+    """Yield a function that shows the steps done of a total, perhaps infinite; None without a bar."""
     if not progress or jax.process_index():
         yield None
         return
@@ -32,11 +30,11 @@ def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None]
 
 
 def wait_for(array: jax.Array) -> None:
-    """Wait for an array. Python hears signals meanwhile, unlike in `block_until_ready`."""
+    """Wait for an array, while Python still handles signals, unlike in `block_until_ready`."""
     is_ready = threading.Event()
 
     def block() -> None:
-        with contextlib.suppress(Exception):  # raised where the array is read
+        with contextlib.suppress(Exception):  # it is raised again when the array is read
             array.block_until_ready()
         is_ready.set()
 
@@ -45,13 +43,13 @@ def wait_for(array: jax.Array) -> None:
 
 
 class Interrupt:
-    """A context in which SIGTERM and the first Ctrl-C are noted; the second raises KeyboardInterrupt.
+    """A context that notes SIGTERM and the first Ctrl-C; a second Ctrl-C raises KeyboardInterrupt.
 
-    Outside the main thread, where Python delivers no signals, nothing is noted. Signals that the program
-    ignores, or handles outside of Python, are left alone.
+    Outside the main thread Python delivers no signals, so nothing is noted. Signals that the program
+    ignores, or handles outside of Python, keep their handlers.
 
     Attributes:
-      number: The signal that came; 0 for none.
+      number: The number of the signal; 0 for none.
     """
 
     number = 0
@@ -74,6 +72,6 @@ class Interrupt:
         says = b"SIGTERM: stopping after this step.\n"
         if number == signal.SIGINT:
             says = b"\nStopping after this step; Ctrl-C again to quit.\n"
-        self.number = number  # before anybody is told that the next one quits
+        self.number = number  # set before the message, which invites the second Ctrl-C
         with contextlib.suppress(OSError):
             os.write(2, says)

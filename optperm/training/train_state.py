@@ -20,7 +20,7 @@ from optperm.placement import apply_updates
 
 
 class Outputs(NamedTuple):
-    """What an evaluation gives beside the loss: the model state after it, and aux with `has_aux`."""
+    """The outputs of an evaluation besides the loss: the new model state, and aux with `has_aux`."""
 
     model_state: Any
     aux: Any
@@ -30,10 +30,8 @@ class Outputs(NamedTuple):
 class Model:
     """A model and its loss function, as one function of model state, random key, params and batch.
 
-    Without a `graphdef` it is one of linen: `loss_fn(params, batch)` may take `model_state` and `rng` by
-    these names, and returns the loss, the new model state if it takes one, and aux with `has_aux`. With
-    one it is of `flax.nnx`, put together of the params, which `wrt` selects, and as model state of its
-    random keys and all else: `loss_fn(model, batch)` may change the model.
+    With a `graphdef` this is a `flax.nnx` model: `wrt` selects its params, and its random keys and all
+    other state are the model state. Without one, it is a linen model.
     """
 
     loss_fn: Any = None
@@ -44,27 +42,22 @@ class Model:
     def __call__(
         self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
     ) -> tuple[jax.Array, Outputs]:
-        """The loss and what else came."""
+        """Return the loss and the other outputs of `loss_fn`."""
         takes: tuple[str, ...] = ()
         if self.graphdef is not None:
             model = nnx.merge(self.graphdef, params, *model_state)
             out = self.loss_fn(model, batch)
-            # The keys stay, as they do in the model: its counts say what is drawn next.
+            # The keys stay the same, as in the model: their counts decide what is drawn next.
             new = model_state[0], split_model(model, self.wrt)[2][1]
         else:
             takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
             if "rng" in takes and rng is None:
-                says = "pass rng=jax.random.key(0) to TrainState.create"
-                raise ValueError(f"loss_fn takes rng, but the state holds no key: {says}.")
+                raise ValueError("loss_fn takes rng: pass rng=jax.random.key(0) to create.")
             out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
         names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
         if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
             came = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
-            raise TypeError(
-                f"loss_fn must return ({', '.join(names)}), got {came}. One that takes model_state "
-                "returns the new one, as apply gives it with mutable=list(model_state); aux goes with "
-                "has_aux=True."
-            )
+            raise TypeError(f"loss_fn must return ({', '.join(names)}), got {came}.")
         got = dict(zip(names, out if len(names) > 1 else (out,), strict=True))
         if self.graphdef is None:
             new = got.get("model_state", model_state)
@@ -72,26 +65,26 @@ class Model:
         checks.check_same_tree(says, new, model_state, source="the one before")
         return got["loss"], Outputs(new, got.get("aux"))
 
-    def shown(self, state: Any) -> Any:
-        """The state, or a new model of it."""
+    def unwrap(self, state: Any) -> Any:
+        """Return the state, or a new `flax.nnx` model of it."""
         if self.graphdef is None:
             return state
         return nnx.merge(self.graphdef, state.params, *state.model_state)
 
-    def evaluated(self, state: Any, batch: Any, eval_fn: Callable[..., Any]) -> dict[str, Any]:
-        """Return the metrics of a batch, (2,) each: a sum over examples, and what to divide it by.
-
-        A model of `flax.nnx` is in eval mode.
-        """
+    def compute_metrics(
+        self, state: Any, batch: Any, eval_fn: Callable[..., Any]
+    ) -> dict[str, Any]:
+        """Return the metrics of a batch, (2,) each: a sum over examples and its divisor."""
         if self.graphdef is not None:
-            model = self.shown(state)  # one of its own: the mode of the trained one stays
-            model.eval()
+            model = self.unwrap(state)  # a new model: the mode of the trained model stays
+            model.eval()  # dropout off, running statistics
             out = eval_fn(model, batch)
         else:
             takes = "model_state" in arguments_of(eval_fn)
             known = {"model_state": state.model_state} if takes else {}
             out = eval_fn(state.params, batch, **known)
-        metrics = scalar_metrics("What eval_fn returns", out, pairs=True)
+        metrics = convert_metrics("The result of eval_fn", out, pairs=True)
+        # A scalar is a mean, and weighs as much as its batch has examples.
         size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
         return {
             name: jnp.stack(
@@ -102,45 +95,39 @@ class Model:
 
 
 def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
-    """A model's graph, what is trained, and its keys and all other state, as plain arrays."""
+    """Split a model into its graph, its params, and its keys and other state, as plain arrays."""
     graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
     params, keys, rest = map(nnx.as_pure, states)
     return graphdef, params, (keys, rest)
 
 
 def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Which of `model_state` and `rng` a function takes by name."""
+    """Return which of `model_state` and `rng` a function takes by name."""
     parameters = inspect.signature(function).parameters
     return tuple(name for name in ("model_state", "rng") if name in parameters)
 
 
-def scalar_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[str, Any]:
-    """Return metrics, or pairs of them, as float32 scalars; raise a TypeError if they are none."""
-    wanted = f"{source} must be a dict of scalar metrics by name"
-    if not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"{wanted}, such as {{'accuracy': accuracy}}, got {type(metrics).__name__}."
-        )
-    for name, value in metrics.items():
+def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[str, Any]:
+    """Return metrics, scalars or pairs of scalars, as float32; raise a TypeError for others."""
+    is_dict = isinstance(metrics, Mapping)
+    for name, value in (metrics if is_dict else {"": metrics}).items():
         is_pair = pairs and isinstance(value, tuple) and len(value) == 2
-        for part in value if is_pair else (value,):
-            shape, dtype = jnp.shape(part), jnp.result_type(part)
-            is_number = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
-            if shape or not is_number or not isinstance(name, str):
-                advice = "Take its mean over the batch, or leave it out"
-                raise TypeError(f"{wanted}, but {name!r} is {dtype}{list(shape)}. {advice}.")
+        shapes = [jnp.shape(part) for part in (value if is_pair else (value,))]
+        if not is_dict or any(shapes):
+            came = f"{name!r} of shape {shapes[-1]}" if is_dict else type(metrics).__name__
+            raise TypeError(f"{source} must be a dict of scalar metrics, got {came}.")
     return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))
 
 
 class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for a linen model and any method.
 
-    Its `apply_gradients` hands extra arguments on to the transformation and applies updates exactly
+    Its `apply_gradients` passes extra arguments to the transformation and applies updates exactly
     (`optperm.apply_updates`).
 
     Attributes:
       model_state: The non-trained collections by name, such as `{"batch_stats": ...}`.
-      rng: The random key from which `step_rng` draws that of each step; None for a model without.
+      rng: The random key from which `step_rng` derives the key of each step, or None.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, optperm
@@ -182,31 +169,29 @@ class TrainState(train_state.TrainState):
         rng: Any = None,
         **fields: Any,
     ) -> Self:
-        """A state before the first step.
+        """Make a state before the first step.
 
         Args:
           apply_fn: Usually `model.apply`.
           params: The initial params.
-          tx: The transformation; one without extra arguments is fine. One whose `init` asks for a mapped
-            axis, such as `optperm.dim_reduce` with `axis_name`, goes with `opt_state=None`.
+          tx: The transformation, with or without extra arguments. If its `init` needs a mapped axis, as
+            `optperm.dim_reduce` does with `axis_name`, pass `opt_state=None` as well.
           model_state: The non-trained collections by name.
           rng: A random key for dropout and the like.
-          **fields: Those that a subclass adds, and `opt_state` where it is to be another than
-            `tx.init(params)`. With None `optperm.training.fit` initializes it on its devices.
+          **fields: The fields of a subclass, and `opt_state` to replace `tx.init(params)`. If it is
+            None, `optperm.training.fit` initializes it on its devices.
 
         Raises:
-          TypeError: If `tx` is no transformation, or `rng` no key.
+          TypeError: If `tx` is no transformation.
         """
         checks.check_transformation("tx", tx)
-        if rng is not None:
-            checks.check_key("rng", rng)
         if "opt_state" not in fields:
             fields["opt_state"] = tx.init(params)
         fields |= {"model_state": dict(model_state or {}), "rng": rng}
         return cls(jnp.zeros([], jnp.int32), apply_fn=apply_fn, params=params, tx=tx, **fields)
 
     def step_rng(self, axis_name: AxisName | None = None) -> jax.Array | None:
-        """The key of the next step, of each replica along a mapped axis another one; None without."""
+        """Return the key of the next step, different for each replica of a mapped axis, or None."""
         key = None if self.rng is None else jax.random.fold_in(self.rng, self.step)
         if key is None or axis_name is None:
             return key
@@ -220,21 +205,21 @@ class TrainState(train_state.TrainState):
         has_aux: bool = False,
         axis_name: AxisName | None = None,
     ) -> Evaluation:
-        """`optperm.evaluate` of this state's params, at its model state and with the key of the step.
+        """Evaluate a loss at this state's params and model state, with the key of the step.
 
-        All closures of the result see the same: whatever a method evaluates within the step leaves no
-        trace in the model state.
+        All closures of the result use the same model state and key, so what a method evaluates later
+        within the step does not change the model state.
 
         Args:
-          loss_fn: `loss_fn(params, batch)`, the scalar mean loss. It may also take `model_state`, and
-            then returns `(loss, new_model_state)`, and `rng`, each by its name.
+          loss_fn: `loss_fn(params, batch)`, the scalar mean loss. It may take `rng` by name. If it takes
+            `model_state` by name, it returns `(loss, new_model_state)`.
           batch: As in `optperm.evaluate`.
-          has_aux: Whether `loss_fn` returns something more, as the last of a tuple.
+          has_aux: If True, `loss_fn` also returns aux, as the last entry of its tuple.
           axis_name: As in `optperm.evaluate`.
 
         Returns:
-          An `optperm.Evaluation` whose `aux` is a pair of `aux.model_state`, the new one of this
-          evaluation, to pass to `apply_gradients`, and of `aux.aux`.
+          An `optperm.Evaluation`. Its `aux.model_state` is the new model state, to pass to
+          `apply_gradients`; its `aux.aux` is the aux of `loss_fn`.
         """
         loss = Partial(Model(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
         return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
@@ -242,7 +227,10 @@ class TrainState(train_state.TrainState):
     def apply_gradients(
         self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
     ) -> Self:
-        """The state after one step, by what `evaluate` gave; without a model state it keeps its own."""
+        """Return the state after one step, from what `evaluate` returned.
+
+        Without `model_state`, the state keeps its own.
+        """
         extras = known_extra_args(self.tx, extra_args)
         updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extras)
         return self.replace(
@@ -254,7 +242,7 @@ class TrainState(train_state.TrainState):
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """`flax.nnx.Optimizer` that places weights exactly, and whose `evaluate` gives extra arguments.
+    """`flax.nnx.Optimizer` that places weights exactly and makes the extra arguments of a method.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -283,11 +271,11 @@ class Optimizer(nnx.Optimizer[Any]):
         has_aux: bool = False,
         axis_name: Any = None,
     ) -> Evaluation:
-        """`optperm.evaluate` of a model, which takes on the state that this evaluation leaves.
+        """Evaluate the loss of a model as `optperm.evaluate` does, and update the model's other state.
 
-        What a method evaluates later within the step starts from the model's state of now (batch
-        statistics, counts of random numbers) and leaves no trace in it. `loss_fn(model, batch)` is the
-        scalar mean loss, or `(loss, aux)` with `has_aux`; all else is as in `optperm.evaluate`.
+        What a method evaluates later within the step starts from the state before this evaluation
+        (batch statistics, counts of random numbers), and does not change the model. `loss_fn(model,
+        batch)` returns the scalar mean loss, or `(loss, aux)` with `has_aux`.
         """
         graphdef, params, model_state = split_model(model, self.wrt)
         loss = Partial(Model(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
@@ -296,10 +284,10 @@ class Optimizer(nnx.Optimizer[Any]):
         return dataclasses.replace(e, aux=e.aux.aux)
 
     def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
-        """As in `nnx.Optimizer`, but bit for bit where the method places weights."""
+        """Update the model as `nnx.Optimizer` does, and put placed weights on their exact values."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         opt_state = nnx.as_pure(self.opt_state)
-        # Those of `nnx.grad` hold variables, of which `wrt` selects; those of `evaluate` do not.
+        # Gradients of `nnx.grad` hold variables, from which `wrt` selects; `evaluate` returns arrays.
         leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
         if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
             grads = nnx.as_pure(nnx.state(grads, self.wrt))

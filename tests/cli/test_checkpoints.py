@@ -109,8 +109,8 @@ def test_a_checkpoint_of_another_run_is_refused(train, data, tmp_path, capsys, e
         (kept_two, ["--devices", "2"], {}, 2, "examples a step is 5 there and 10 here"),
         (kept_two, [], other, 2, "the digest of the data is"),
         (kept_two, [], {"method": "adam"}, 2, "the method is sgd there and adam here"),
-        (without, [], {}, 1, "this run left no checkpoints"),
-        (tmp_path, [], {}, 1, "this is not the folder of a run"),
+        (without, [], {}, 1, "holds no checkpoints of a run"),
+        (tmp_path, [], {}, 1, "holds no checkpoints of a run"),
     ]:
         capsys.readouterr()
         options = {"out": tmp_path / "run", "data": data, **changed}
@@ -123,11 +123,11 @@ def test_a_resumed_run_that_was_complete_says_so(train, files, data, tmp_path, c
     whole = train("sgd", "--checkpoint-every", "1")
     capsys.readouterr()
     assert resume(whole, out=tmp_path / "run", data=data) == 0
-    says = f"Going on after epoch 3 of {whole}, up to epoch 3 (--epochs)."
+    says = f"Resuming after epoch 3 of {whole}, up to epoch 3 (--epochs)."
     assert capsys.readouterr().out.splitlines()[1] == says
     assert metrics(files(tmp_path / "run")) == metrics(files(whole))
     assert resume(whole, "--epochs", "4", out=tmp_path / "on", data=data) == 0
-    assert f"Going on after epoch 3 of {whole}, up to epoch 4" in capsys.readouterr().out
+    assert f"Resuming after epoch 3 of {whole}, up to epoch 4" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_refused(train, data, files, tmp_path, capsys):
@@ -171,7 +171,7 @@ def test_a_run_that_is_stopped_goes_on_from_its_newest_checkpoint(
     if by != signal.SIGKILL:
         assert "Stopping after this step; Ctrl-C again to quit." in err
         last = said.splitlines()[-1]
-        assert last.startswith("Stopped. To go on, with the same flags: optperm train svrg")
+        assert last.startswith("Stopped. To resume, with the same flags: optperm train svrg")
         assert f"--resume {stopped}" in last
         summary = files(stopped).summary
         assert summary["interrupted"] is True

@@ -54,34 +54,37 @@ def test_npz_takes_floats_as_they_are_and_scales_bytes(tmp_path):
 
 def test_unusable_npz_arrays_are_refused(tmp_path):
     cases = [
-        ({"y_test": None, "x_test": None}, r"lacks x_test, y_test.*It holds x_train, y_train\."),
+        (
+            {"y_test": None, "x_test": None},
+            r"arrays x_train, .*x_test is not a file in the archive",
+        ),
         ({"x_train": np.full((20, 6), np.nan)}, "x_train holds 120 values that are NaN"),
-        ({"x_test": np.full((5, 6), 1e60)}, "x_test holds 30 values that are NaN, infinite or bey"),
-        ({"x_train": np.zeros((20, 6), int), "x_test": np.zeros((5, 6), int)}, "uint8 .* or float"),
+        ({"x_test": np.full((5, 6), 1e60)}, "x_test holds 30 values that are NaN or inf"),
+        ({"x_train": np.zeros((20, 6), int), "x_test": np.zeros((5, 6), int)}, "uint8 or floating"),
         ({"x_train": np.zeros(20), "x_test": np.zeros(5)}, "at least one more, got float64.20."),
         (
             {"x_train": np.zeros((0, 6)), "y_train": np.zeros(0, int)},
-            "one for each example in x_train and one at least",
+            "one for each example of x_train, got int64.0.",
         ),
         (
             {"x_test": np.zeros((0, 6)), "y_test": np.zeros(0, int)},
-            "one for each example in x_test and one at least",
+            "one for each example of x_test, got int64.0.",
         ),
         ({"x_test": np.zeros((5, 7))}, "one shape and dtype"),
         ({"x_test": np.zeros((5, 6), np.uint8)}, "one shape and dtype"),
-        ({"y_train": np.zeros(20)}, "y_train must be a vector of integer labels, .*float64"),
-        ({"y_train": np.zeros((20, 1), int)}, "y_train must be a vector of integer labels"),
-        ({"y_train": np.full(20, -1)}, "labels from -1 to -1"),
-        ({"y_test": np.full(5, 10**9)}, "labels from 1000000000"),
+        ({"y_train": np.zeros(20)}, "y_train must hold labels .*float64"),
+        ({"y_train": np.zeros((20, 1), int)}, "y_train must hold labels"),
+        ({"y_train": np.full(20, -1)}, "got int64.20. .-1."),
+        ({"y_test": np.full(5, 10**9)}, "got int64.5. .1000000000."),
         (
             {"y_train": np.full(20, 2)},
-            "all 20 training examples are of class 2, so that there is noth",
+            "all training examples are of class 2: nothing to learn",
         ),
         (
             {"y_train": np.zeros(19, int)},
-            r"for each example in x_train .*, got int64.19. for .*\[20, 6\]",
+            r"for each example of x_train, got int64.19. .* for 20 examples",
         ),
-        ({"y_train": np.array([None] * 20)}, "of plain arrays: it holds Python objects"),
+        ({"y_train": np.array([None] * 20)}, r"cannot be read as an \.npz file .*\(no arrays\)"),
     ]
     for changes, says in cases:
         write_npz(tmp_path / "data.npz", **changes)
@@ -121,7 +124,7 @@ def test_a_header_that_claims_more_than_there_is_is_refused(tmp_path):
 
 
 def test_missing_data_says_what_is_possible(tmp_path):
-    says = r"no such file\. Pass 'digits', 'mnist', 'fashion_mnist', 'cifar10', or an \.npz"
+    says = r"no such file\. Pass digits, mnist, fashion_mnist, cifar10, or an \.npz"
     for source in (tmp_path / "nothing", tmp_path):
         with pytest.raises(CliError, match=says):
             datasets.load(str(source))

@@ -147,11 +147,11 @@ def test_a_network_of_ones_own_is_trained_and_rebuilt(
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
     flags[flags.index("--out") + 1] = str(tmp_path / "other")
     for name, says in [
-        ("own_networks:Normed", "has batch_stats: the command trains networks of params alone"),
-        ("own_networks:Narrow", "must map a batch to (batch, 3) logits, one for each class"),
+        ("own_networks:Normed", "has batch_stats: the command trains params alone"),
+        ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("json:loads", "loads is no class of flax.linen.Module"),
+        ("json:loads", "nor a module:Class that can be built (TypeError: loads() missing"),
     ]:
         assert main(["train", "adam", *flags, "--model", name]) == 2
         assert says in error_line()
@@ -251,7 +251,7 @@ def test_evaluate_notices_what_was_changed(flags, data, files, tmp_path, error_l
     assert main(["evaluate", str(out), "--data", data]) == 0
     assert capsys.readouterr().out == f"test accuracy {summary['test_accuracy']:.4f}\n"
     assert main(["evaluate", str(out), "--data", "digits"]) == 1
-    assert "examples of shape [8, 8], but the network was trained on shape [6]" in error_line()
+    assert "examples of shape [8, 8], but the network takes [6]" in error_line()
     path = out / "permutation.npz"
     with np.load(path) as file:
         arrays = dict(file)
@@ -335,7 +335,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("adam --learning-rate fast", 'unable to convert "fast" into float'),
         ("adam --momentum 0.9", "--momentum. (see optperm train adam --help)"),
         ("adam --lear 0.9", "Unknown option: --lear"),
-        ("adam --model gpt", "choose from mlp, cnn, or module:Class"),
+        ("adam --model gpt", "neither mlp nor cnn, nor a module:Class that can be built"),
         ("agn --commit median", 'Choose from: "mean", "sum", "sequential"'),
         ("lion", "(see optperm train --help)"),
         ("sgd --devices 0", "--devices. Must be >= 1"),
@@ -371,7 +371,7 @@ def test_unusable_paths_end_with_one_line(data, tmp_path, error_line):
     assert f"cannot write to {data}" in error_line()
     (tmp_path / "text").write_text("x,y\n1,2\n")
     assert main(["train", "adam", "--data", str(tmp_path / "text")]) == 1
-    assert "it is no archive of arrays" in (says := error_line())
+    assert "cannot be read as an .npz file" in (says := error_line())
     assert "allow_pickle" not in says
     assert main(["train", "sgd", *flags, "--devices", "9"]) in (1, 2)
     error_line()
@@ -440,7 +440,7 @@ def test_sigterm_saves_what_was_learned(flags, tmp_path, files, capsys, start, w
     process.send_signal(signal.SIGTERM)
     said, err = process.communicate(timeout=300)
     assert process.returncode == 143, err
-    assert said.splitlines()[-1] == "Stopped. To be able to go on: --checkpoint-every."
+    assert said.splitlines()[-1] == "Stopped. --checkpoint-every makes a run resumable."
     summary = files(out).summary
     assert summary["interrupted"] is True
     assert summary["epochs_done"] == len(files(out).metrics) - 1

@@ -242,7 +242,7 @@ def test_replicas_of_local_steps_part_and_meet():
     assert np.ptp(each, axis=0).max() > 0
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
-        (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica'"),
+        (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica' to it"),
         ("replica", {}, "fit maps over one with devices or mesh"),
     ]:
         state = fitting.linen_state(fitting.method("agn", axis_name))
@@ -366,53 +366,37 @@ def test_bad_arguments_are_named():
             ValueError,
             "agree in their leading",
         ),
-        ({"epochs": 1, "batch_size": 41}, ValueError, "at most .* 40, got 41"),
-        ({"epochs": 1, "batch_size": None}, ValueError, "Pass batch_size"),
+        ({"epochs": 1, "batch_size": 41}, ValueError, "batch_size must be at most 40, got 41"),
+        ({"epochs": 1, "batch_size": None}, TypeError, "batch_size must be an integer, got None"),
         ({"epochs": 1, "batch_size": 6, "devices": 4}, ValueError, "a multiple of 4, got 6"),
-        ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, .* got 9"),
-        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got .*int"),
-        ({"epochs": 1, "train_data": "x"}, TypeError, "got .*str"),
-        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got .*dict"),
-        (
-            {"epochs": 1, "train_data": {"x": np.array(["a"])}},
-            TypeError,
-            r"train_data\['x'\] must be",
-        ),
+        ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, got 9"),
+        ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
+        ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
+        ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
-        ({"epochs": 1, "train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., that gives"),
-        (
-            {"epochs": 1, "train_data": lambda epoch: 1},
-            TypeError,
-            "an iterable of .*got .*int",
-        ),
+        ({"epochs": 1, "train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
         ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
         ({"epochs": 1, "seed": -1}, ValueError, "seed must be at least 0"),
-        ({"epochs": 1, "has_aux": 1}, TypeError, "has_aux must be True or False"),
         (
             {"epochs": 1, "has_aux": True},
             TypeError,
             "must return .loss, model_state, aux., got a tuple",
         ),
-        ({"epochs": 1, "progress": "bar"}, TypeError, "progress must be True or False"),
         ({"epochs": 1, "eval_fn": len}, ValueError, "pass eval_data"),
         ({"epochs": 1, "eval_data": data()}, ValueError, "pass eval_fn"),
-        ({"epochs": 1, "on_epoch_end": 3}, TypeError, "on_epoch_end must be a function"),
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
         ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
-        ({"epochs": 1, "checkpoints": 3}, TypeError, "checkpoints must be a folder, got int"),
+        ({"epochs": 1, "checkpoints": 3}, training.CheckpointError, "cannot write .* to 3"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
-        (
-            {"epochs": 1, "devices": 2, "mesh": 3},
-            ValueError,
-            "mesh and devices exclude one another",
-        ),
-        ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a jax.sharding.Mesh"),
-        ({"epochs": 1, "every": print}, TypeError, "every must be a dict"),
-        ({"epochs": 1, "every": {0: print}}, ValueError, "a key of every must be at least 1"),
-        ({"epochs": 1, "epoch_start": 3}, TypeError, "epoch_start must be a function"),
+        ({"epochs": 1, "devices": 2, "mesh": 3}, ValueError, "Pass mesh or devices, not both"),
+        ({"epochs": 1, "devices": 0}, ValueError, "devices must be at least 1"),
+        ({"epochs": 1, "mesh": 3}, TypeError, "mesh must be a Mesh"),
+        ({"epochs": 1, "every": {0: print}}, ValueError, r"every\[0\] must be at least 1"),
+        ({"epochs": 1, "epoch_start": 3}, TypeError, "callable"),
+        ({"epochs": 1, "keep_best": ("loss", "most")}, ValueError, "must be one of 'min', 'max'"),
     ]
     state = fitting.linen_state(fitting.method("adam"))
     for case, error, says in cases:
@@ -428,9 +412,9 @@ def test_what_is_no_model_is_named():
     params, tx = {"w": jnp.ones(3)}, fitting.method("adam")
     plain = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     cases = [
-        (plain, {}, "optperm.training.TrainState.create"),
-        (params, {}, "or a model of flax.nnx, got <class .dict"),
-        (fitting.NnxNet(), {}, "pass optimizer=optperm.training.Optimizer"),
+        (plain, {}, r"optperm.training.TrainState.create\(.*flax.training.train_state"),
+        (params, {}, "a flax.nnx model and its optimizer, got <class .dict"),
+        (fitting.NnxNet(), {}, "and its optimizer, got .*NnxNet.* and .*NoneType"),
     ]
     for model, options, says in cases:
         with pytest.raises(TypeError, match=says):
@@ -458,11 +442,10 @@ def test_what_a_loss_function_returns_is_checked():
             "model_state that loss_fn returned has another tree structure",
         ),
     ]
-    for aux in (3.0, {"logits": jnp.ones(3)}, {"name": jax.random.key(0)}):
+    for aux in (3.0, {"logits": jnp.ones(3)}):
         cases.append((with_aux(aux), {}, TypeError, "must be a dict of scalar metrics"))
-    cases.append((with_aux({3: 1.0}), {}, TypeError, "scalar metrics by name, but 3 is"))
     for name in ("loss", "epoch", "step", "seconds", "share_moved", "eval_loss"):
-        says = f"a metric named '{name}', which is a column"
+        says = f"a metric named '{name}'; .* are reserved"
         cases.append((with_aux({name: jnp.float32(9.0)}), {}, ValueError, says))
     state = training.TrainState.create(
         apply_fn=None, params={"w": jnp.ones(3)}, tx=fitting.method("adam")

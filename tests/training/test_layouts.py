@@ -172,7 +172,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
     close(both, dense_fit(tx, devices=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
-    with pytest.raises(ValueError, match=r"params.*is spread over .*pass the mesh of the state"):
+    with pytest.raises(ValueError, match=r"params.*lies on .*pass the mesh of the state"):
         dense_fit(fitting.method("adam"), params, mesh=other)
 
 
@@ -287,8 +287,8 @@ def test_evaluation_shares_each_batch():
     np.testing.assert_allclose(spread.history.last["eval_loss"], exact, rtol=1e-5)
 
 
-def test_an_uneven_batch_of_a_stream_is_not_refused():
-    """It is computed on every device; its mean is over its examples all the same."""
+def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
+    """Its mean is over its examples all the same; replicas cannot share it, which JAX refuses."""
     data = dense_data()
     parts = [{k: v[low:high] for k, v in data.items()} for low, high in ((0, 16), (16, 23))]
     state = training.TrainState.create(
@@ -300,5 +300,5 @@ def test_an_uneven_batch_of_a_stream_is_not_refused():
     close(*results)
     tx = optperm.agn(optax.sgd(0.1), 2, axis_name="replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
-    with pytest.raises(ValueError, match="4 replicas can share, got 7"):
+    with pytest.raises(ValueError, match="4 does not evenly divide 7"):
         training.fit(state, dense_loss, parts, epochs=2, devices=4)

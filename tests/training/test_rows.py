@@ -120,7 +120,7 @@ def test_names_of_columns_that_are_misspelt_are_found_as_soon_as_they_can_be():
         ({"keep_best": "lsos"}, of_streams | {"train_data": fitting.batches}, 5),
     ]:
         seen.clear()
-        with pytest.raises(ValueError, match=r"looks at '(eval_)?l(os|so)s', but rows"):
+        with pytest.raises(ValueError, match=r"names '(eval_)?l(os|so)s'; rows have"):
             linear_fit(epochs=2, **{**options, **wrong})
         assert len(seen) == step, wrong
     right = {"keep_best": "loss", "on_epoch_end": stop("eval_loss", 9), **EVALUATION}
@@ -133,16 +133,10 @@ def test_the_least_is_the_best_and_nan_never():
     evaluation = {"eval_fn": lambda params, batch: {"value": jnp.mean(batch)}, "eval_data": data_of}
     result = linear_fit(epochs=4, keep_best="eval_value", **evaluation)
     assert result.best_step == 15
-    for keep_best, error, says in [
-        (("eval_loss", "most"), ValueError, "must be one of 'min', 'max'"),
-        (3, TypeError, "keep_best must be a column such as"),
-    ]:
-        with pytest.raises(error, match=says):
-            linear_fit(epochs=1, keep_best=keep_best, **EVALUATION)
     with pytest.raises(ValueError, match="eval_every goes with eval_fn"):
         linear_fit(epochs=1, eval_every=2)
     once = {"eval_fn": EVALUATION["eval_fn"], "eval_data": iter(fitting.batches(1))}
-    with pytest.raises(TypeError, match=r"eval_data is an iterator, .* only once"):
+    with pytest.raises(TypeError, match=r"eval_data is an iterator.* only once"):
         linear_fit(epochs=1, **once)
 
 
@@ -171,7 +165,7 @@ def test_padded_batches_are_evaluated_by_sums_and_counts():
     result = linear_fit(epochs=1, eval_fn=eval_fn, eval_data=batches[-1:])
     assert np.isnan(result.history.last["eval_loss"])
     three = {"loss": (jnp.float32(1.0), jnp.ones(3))}
-    with pytest.raises(TypeError, match="'loss' is float32"):
+    with pytest.raises(TypeError, match=r"got 'loss' of shape \(3,\)"):
         linear_fit(epochs=1, eval_fn=lambda *_: three, eval_data=batches)
 
 
@@ -218,8 +212,6 @@ def test_a_writer_gets_each_quantity_under_a_tag_of_its_own(monkeypatch):
     event = training.Event(1, 5, result.history, True, dict, dict, dict)
     write(event)
     assert other.rows == []
-    with pytest.raises(TypeError, match="got int"):
-        training.metrics_writer(3)
 
 
 def test_names_of_other_libraries_are_answered_with_ours():
