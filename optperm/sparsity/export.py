@@ -33,10 +33,6 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
     Returns:
       A tree like params, with sparse matrices of the same dtype; leaves of other ranks are as they were.
 
-    Raises:
-      TypeError: If a leaf is no dense array, or is traced, or of a dtype that scipy does not have.
-      ValueError: If `format` is unknown, or `include` does not fit.
-
     Example:
       >>> import jax.numpy as jnp, numpy as np, optperm
       >>> w = jnp.array([[0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
@@ -52,6 +48,10 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       takes .5 to .75 of the time of dense products at 90 % for batches of 32 and 256, a quarter to
       a third at 98 %; scipy's format is the one for single examples, from 98 % on. A dense network of as
       many bytes (`optperm.remove_units`) is faster than any of them (`benchmarks/sparse.py --export`).
+
+    Raises:
+      TypeError: If a leaf is no dense array, or is traced, or of a dtype that scipy does not have.
+      ValueError: If `format` is unknown, or `include` does not fit.
     """
     checks.check_choice("format", format, get_args(SparseFormat))
     params = without_variables(params)
@@ -88,11 +88,6 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     Returns:
       A tree like params, whose named axes are shorter.
 
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If a path is unknown, an axis does not exist, those of a group differ in length,
-        or none of them enters or none leaves its units.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> params = {"dense0": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}
@@ -103,6 +98,11 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       >>> small = optperm.remove_units(params, groups)
       >>> small["dense0"]["kernel"].shape, small["dense1"]["kernel"].tolist()
       ((3, 1), [[5.0]])
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a path is unknown, an axis does not exist, those of a group differ in length,
+        or none of them enters or none leaves its units.
     """
     checks.check_flag("zero_at_zero", zero_at_zero)
     params = without_variables(params)

@@ -100,11 +100,6 @@ def prune_gradually(
       A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It is
       the last of its chain; with `optperm.apply_updates` zeros hold wherever it stands.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
-        is not bound where `update` is called, or if trees do not match.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> ramp = optax.polynomial_schedule(0.0, 1.0, 3, 4)
@@ -121,15 +116,20 @@ def prune_gradually(
       3 [4.0, 0.0, 0.0, 0.0]
       4 [4.0, 0.0, 0.0, 0.0]
 
-    References:
-      Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
-      <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
-      <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
-
     Notes:
       Products stay dense: training is not faster. A step whose mask may change costs a selection while
       the ramp rises; under `jax.vmap` every step does. An average of the params outside, such as
       `optax.ema`'s, is not sparse where masks move.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
+        is not bound where `update` is called, or if trees do not match.
+
+    References:
+      Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
+      <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
+      <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
     """
     checks.check_transformation("optimizer", optimizer)
     check_shares("sparsity", sparsity)

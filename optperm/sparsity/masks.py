@@ -85,10 +85,6 @@ def mask_elements(
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
 
-    Raises:
-      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
-      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(0.5, momentum=0.9), optperm.mask_elements())
@@ -97,6 +93,10 @@ def mask_elements(
       >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
       [[2.5, 0.0], [0.0, 3.5]]
+
+    Raises:
+      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
+      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
     """
 
     def init(params: optax.Params) -> MaskElementsState:
@@ -202,12 +202,6 @@ def prune(
       The params with zero (0.0, never -0.0) in the place of the chosen, and the optimizer state with
       their masks; both of the same structure, shapes and dtypes.
 
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
-        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
-        that has masks.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.adam(0.1), optperm.mask_elements())
@@ -218,13 +212,19 @@ def prune(
       >>> pruned["bias"].tolist()
       [0.0, 1.0]
 
-    References:
-      Han et al., `Learning both Weights and Connections for Efficient Neural Networks
-      <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
-
     Notes:
       Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, but for
       `"unit"`, `NOfM` and `Blocks`.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
+        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
+        that has masks.
+
+    References:
+      Han et al., `Learning both Weights and Connections for Efficient Neural Networks
+      <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
     check_structure(structure)
@@ -287,12 +287,6 @@ def freeze(
     Returns:
       The optimizer state with the masks, of the same structure, shapes and dtypes.
 
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `scores` or `key` is
-        missing, a tree does not match the masks, or there is not exactly one state of `mask_elements`,
-        or of a preconditioner where one is asked for.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(1.0), optperm.mask_elements())
@@ -302,6 +296,12 @@ def freeze(
       >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
       [[1.0, 1.0], [3.0, 3.0]]
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `scores` or `key` is
+        missing, a tree does not match the masks, or there is not exactly one state of `mask_elements`,
+        or of a preconditioner where one is asked for.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -344,9 +344,6 @@ def reset_masks(opt_state: Any) -> Any:
     Returns:
       The whole optimizer state, of the same structure, shapes and dtypes.
 
-    Raises:
-      ValueError: If there is not exactly one state that has masks.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> opt_state = optperm.mask_elements().init(jnp.array([[1.0, 2.0]]))
@@ -355,6 +352,9 @@ def reset_masks(opt_state: Any) -> Any:
       [[True, False]]
       >>> optperm.reset_masks(opt_state).mask.tolist()
       [[True, True]]
+
+    Raises:
+      ValueError: If there is not exactly one state that has masks.
     """
     state = _masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))

@@ -82,11 +82,6 @@ def rigl(
       A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It is
       the last of its chain; with `optperm.apply_updates` zeros hold wherever it stands.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `axis_name` is not bound where `update` is
-        called, or if trees do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optperm.rigl(optax.sgd(0.5), 0.5, end=10, key=jax.random.key(0), every=1)
@@ -99,11 +94,6 @@ def rigl(
       >>> w.round(1).tolist()  # the four largest
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
 
-    References:
-      Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
-      ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
-      connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
-
     Notes:
       Products and gradients are dense: training is not faster, and gradual pruning, at the same
       cost here, ends at a better accuracy. After Adam a fresh weight moves further than an old one,
@@ -112,6 +102,16 @@ def rigl(
       selection. A step in which the mask stays costs within `jax.lax.scan` what one of the
       optimizer with `optperm.mask_elements` does; a program of a single step also allocates, in
       every call, what a selection needs, four times the bytes of the params.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `axis_name` is not bound where `update` is
+        called, or if trees do not match.
+
+    References:
+      Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
+      ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
+      connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
     """
     checks.check_transformation("optimizer", optimizer)
     check_shares("sparsity", sparsity)

@@ -153,10 +153,6 @@ def erk_sparsity(
     Returns:
       A tree like params of floats, 0.0 for a leaf that does not take part.
 
-    Raises:
-      TypeError: If `sparsity` is no number.
-      ValueError: If it is out of range, or `include` does not fit.
-
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> params = {"in": jnp.zeros((784, 300)), "mid": jnp.zeros((300, 100))}
@@ -164,6 +160,10 @@ def erk_sparsity(
       >>> shares = optperm.erk_sparsity(params, 0.9)
       >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, shares)  # that are not zero
       {'in': 18714, 'mid': 6906, 'out': 1000}
+
+    Raises:
+      TypeError: If `sparsity` is no number.
+      ValueError: If it is out of range, or `include` does not fit.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,

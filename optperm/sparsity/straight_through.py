@@ -39,10 +39,6 @@ def keep_top(
     Returns:
       A tree like params. Each entry is that of params, or zero.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
-
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> w = jnp.array([[1.0, -3.0], [2.0, 0.5]])
@@ -51,13 +47,17 @@ def keep_top(
       >>> jax.grad(lambda w: optperm.keep_top(w, 0.5).sum())(w).tolist()
       [[1.0, 1.0], [1.0, 1.0]]
 
-    References:
-      Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
-      <https://arxiv.org/abs/1308.3432>`_, 2013
-
     Notes:
       A selection is made in every forward pass, which takes longer than the rest of a small
       network's step; that of `NOfM` is cheap.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
+
+    References:
+      Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
+      <https://arxiv.org/abs/1308.3432>`_, 2013
     """
     check_structure(structure)
     flags = included(include, params)

@@ -26,10 +26,6 @@ class NOfM:
       m: The length of a group; it divides the axis.
       axis: The axis.
 
-    Raises:
-      TypeError: If an argument is no integer.
-      ValueError: If one is out of range.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> w = jnp.array([[0.1], [-0.4], [0.3], [0.2]])
@@ -38,6 +34,10 @@ class NOfM:
       ... )
       >>> [round(x, 1) for x in pruned.ravel().tolist()]
       [0.0, -0.4, 0.3, 0.0]
+
+    Raises:
+      TypeError: If an argument is no integer.
+      ValueError: If one is out of range.
 
     References:
       Mishra et al., `Accelerating Sparse Deep Neural Networks <https://arxiv.org/abs/2104.08378>`_, 2021
@@ -63,10 +63,6 @@ class Blocks:
       rows: The length of a block along the last axis but one.
       columns: Its length along the last axis.
 
-    Raises:
-      TypeError: If an argument is no integer.
-      ValueError: If one is below 1.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> w = jnp.arange(1.0, 9.0).reshape(2, 4)
@@ -75,6 +71,10 @@ class Blocks:
       ... )
       >>> pruned.tolist()
       [[0.0, 0.0, 3.0, 4.0], [0.0, 0.0, 7.0, 8.0]]
+
+    Raises:
+      TypeError: If an argument is no integer.
+      ValueError: If one is below 1.
     """
 
     rows: int
@@ -92,9 +92,6 @@ class Units:
     Attributes:
       axis: The axis that numbers the slices: -1 for the output units of a kernel.
 
-    Raises:
-      TypeError: If the axis is no integer.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> w = jnp.array([[1.0, 5.0], [2.0, 0.1]])
@@ -103,6 +100,9 @@ class Units:
       ... )
       >>> pruned.round(1).tolist()
       [[0.0, 5.0], [0.0, 0.10000000149011612]]
+
+    Raises:
+      TypeError: If the axis is no integer.
     """
 
     axis: int = -1

@@ -109,13 +109,6 @@ def apollo(
     Returns:
       A transformation whose state is an `ApolloState`. Its `update` needs no params.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
-        dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
-        there, or `inner` needs params.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optperm.apollo(optax.trace(0.9), 2), optax.scale_by_learning_rate(0.1))
@@ -125,14 +118,21 @@ def apollo(
       >>> updates["kernel"].shape, opt_state[0].inner_state.trace["kernel"].shape
       ((8, 16), (2, 16))
 
-    References:
-      Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
-      <https://arxiv.org/abs/2412.05270>`_, 2024
-
     Notes:
       With Adam a projected leaf takes 2 r k words in the place of 2 d k. By channel a matrix whose
       columns are spread over devices needs no communication but the norms of the limiter; rows cost
       an all-reduce of R.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
+        dtype.
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
+        there, or `inner` needs params.
+
+    References:
+      Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
+      <https://arxiv.org/abs/2412.05270>`_, 2024
     """
     inner = optax.scale_by_adam() if inner is None else inner
     checks.check_transformation("inner", inner)

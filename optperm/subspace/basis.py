@@ -43,13 +43,6 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     Returns:
       The whole optimizer state, of the same structure, shapes and dtypes.
 
-    Raises:
-      TypeError: If a leaf is not of a real floating dtype.
-      ValueError: If there is no such state, or more than one, or `dim_reduce` is inside of
-        `optax.MultiSteps`; or the basis does not match the params in the state, or (where Python can see
-        it) its rows are not finite, not orthonormal to within 1e-3 or the rounding of their dtype, or
-        all zero.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> params = {"w": jnp.zeros(3), "b": jnp.zeros(())}
@@ -58,6 +51,13 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       >>> opt_state = optperm.set_basis(tx.init(params), basis)
       >>> bool(opt_state[1].subspace.is_set)
       True
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype.
+      ValueError: If there is no such state, or more than one, or `dim_reduce` is inside of
+        `optax.MultiSteps`; or the basis does not match the params in the state, or (where Python can see
+        it) its rows are not finite, not orthonormal to within 1e-3 or the rounding of their dtype, or
+        all zero.
     """
     subspace = find_state(opt_state, Subspace, method=_METHODS)
     for accumulating in find_states(opt_state, optax.MultiStepsState):

@@ -159,12 +159,6 @@ def dim_reduce(
       `sigma` may be schedules of the step; what one gives out of range is moved to the nearest limit
       where it is traced.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range (what a schedule gives where Python can see it), an
-        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
-        trees passed to `update` do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> scales = jnp.array([1.0, 10.0, 100.0])  # a valley
@@ -179,6 +173,12 @@ def dim_reduce(
       ...     w = optperm.apply_updates(w, updates, opt_state)
       >>> [round(x, 3) for x in w.tolist()]
       [3.0, 2.0, 1.0]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range (what a schedule gives where Python can see it), an
+        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
+        trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

@@ -135,12 +135,6 @@ def dldr(
       A transformation whose state is a `DldrState`. Its `update` needs `params`, and in both phases the
       extra arguments that the subspace optimizer needs.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, the subspace optimizer holds no subspace or several,
-        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
-        where `init` or `update` is called, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> scales = jnp.array([1.0, 30.0, 1000.0])  # a valley
@@ -158,6 +152,12 @@ def dldr(
       >>> (w, opt_state), values = jax.lax.scan(step, (w, tx.init(w)), length=40)
       >>> [round(x, 3) for x in w.tolist()]  # 8 steps of SGD, then 32 in the subspace
       [3.0, 2.0, 1.0]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, the subspace optimizer holds no subspace or several,
+        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
+        where `init` or `update` is called, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

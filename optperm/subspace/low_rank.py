@@ -167,13 +167,6 @@ def low_rank(
     Returns:
       A transformation whose state is a `LowRankState`. Its `update` needs no params.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
-        dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
-        there, `carry` meets a state that it does not know, or `inner` needs params.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> numbers = optax.contrib.GaLoreDimensionNumbers()
@@ -195,16 +188,6 @@ def low_rank(
       >>> updates["kernel"].shape
       (8, 16)
 
-    References:
-      Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
-      <https://arxiv.org/abs/2403.03507>`_, 2024
-
-      Chen et al., `Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank Constraint?
-      <https://arxiv.org/abs/2410.01623>`_, 2024
-
-      Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient Statistics
-      <https://arxiv.org/abs/2410.16103>`_, 2024
-
     Notes:
       With Adam a projected leaf takes (d r + 2 r k) words in the place of 2 d k. The gradient
       itself stays whole. A step costs two products of 2 d k r operations, which on a CPU may take
@@ -219,6 +202,23 @@ def low_rank(
       Of a gradient that is spread over devices along k, a step reduces a few numbers, and a Gram
       matrix d x d; along d, a step reduces R, and a Gram matrix gathers the gradient. Random bases
       are made without communication. Bases lie as the rows of the gradient.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
+        dtype.
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
+        there, `carry` meets a state that it does not know, or `inner` needs params.
+
+    References:
+      Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
+      <https://arxiv.org/abs/2403.03507>`_, 2024
+
+      Chen et al., `Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank Constraint?
+      <https://arxiv.org/abs/2410.01623>`_, 2024
+
+      Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient Statistics
+      <https://arxiv.org/abs/2410.16103>`_, 2024
     """
     checks.check_transformation("inner", inner)
     check_projection(rank, side)

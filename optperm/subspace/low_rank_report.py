@@ -74,10 +74,6 @@ def low_rank_report(
     Returns:
       A `LowRankReport`. `print` it for a table.
 
-    Raises:
-      TypeError: If the rank is no number, or a parameter is not of a real floating dtype.
-      ValueError: If the rank is out of range, or no low-rank method is in the optimizer.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> params = {"bias": jnp.zeros(64), "kernel": jnp.zeros((64, 256))}
@@ -88,6 +84,10 @@ def low_rank_report(
       ['kernel']  (64, 256)  64 x 256        rows      16    0.56         2.00
       ['stack']   (2, 8, 8)  axes not named  -         -     2.00         2.00
       all                                                    0.58         2.00
+
+    Raises:
+      TypeError: If the rank is no number, or a parameter is not of a real floating dtype.
+      ValueError: If the rank is out of range, or no low-rank method is in the optimizer.
     """
     tx = tx_or_rank
     if not isinstance(tx, optax.GradientTransformation):

@@ -62,17 +62,17 @@ def pca_basis(
       if wider. The rows of all leaves together are orthonormal. Traced, where Python cannot see the
       rank, rows that the snapshots do not determine are zero.
 
-    Raises:
-      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
-      ValueError: If there are too few snapshots, the leaves hold different numbers of them, or the
-        snapshots are not finite or span fewer than k directions about their mean.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> snapshots = {"w": jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), "b": jnp.zeros((3,))}
       >>> basis = optperm.pca_basis(snapshots, 1)  # they lie on a line
       >>> [round(x, 4) for x in basis["w"][0].tolist()], basis["b"].tolist()
       ([0.7071, 0.7071], [0.0])
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
+      ValueError: If there are too few snapshots, the leaves hold different numbers of them, or the
+        snapshots are not finite or span fewer than k directions about their mean.
     """
     checks.check_static_count("n_components", n_components)
     checks.check_real_floating("snapshots", snapshots, advice="Leave the others out.")

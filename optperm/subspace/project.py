@@ -57,11 +57,6 @@ def project(
     Returns:
       A transformation whose state is a `ProjectState`. Its `update` needs `params`.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optperm.project(1, optax.sgd(0.5))
@@ -70,6 +65,11 @@ def project(
       >>> updates, opt_state = tx.update(w, opt_state, w)
       >>> (w + updates).tolist()
       [2.0, 2.0]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces

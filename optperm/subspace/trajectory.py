@@ -53,10 +53,6 @@ def record_trajectory(
     Returns:
       A transformation whose state is a `TrajectoryState`. Its `update` needs `params`.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optax.chain(optax.sgd(0.5), optperm.record_trajectory(every=2, capacity=10))
@@ -68,6 +64,10 @@ def record_trajectory(
       >>> snapshots, count = optperm.trajectory(opt_state)
       >>> snapshots[:count].tolist()  # at steps 0 and 2
       [[8.0], [2.0]]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
     """
     checks.check_count("every", every)
     checks.check_static_count("capacity", capacity)
@@ -137,9 +137,6 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       A tree like params whose leaves have a leading axis of the capacity, of which the first rows are
       valid and the others zero, and the number of valid ones, int32 ().
 
-    Raises:
-      ValueError: If there is no such state in `opt_state`, or more than one.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> tx = optperm.record_trajectory(every=1, capacity=2)
@@ -149,6 +146,9 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       >>> snapshots, count = optperm.trajectory(opt_state)
       >>> snapshots.tolist(), int(count)
       ([[2.0], [3.0]], 2)
+
+    Raises:
+      ValueError: If there is no such state in `opt_state`, or more than one.
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
 

@@ -69,11 +69,6 @@ def twa(
     Returns:
       A transformation whose state is a `TwaState`. Its `update` needs `params`.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> tx = optperm.dldr(
@@ -93,6 +88,11 @@ def twa(
       [1.5, 0.5, 0.0]
       >>> [round(x, 3) for x in trail[-1].tolist()]  # what of the target is in their span
       [1.0, 2.0, 0.0]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Trainable Weight Averaging: Efficient Training by Optimizing Historical Solutions

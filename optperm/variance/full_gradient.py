@@ -93,14 +93,6 @@ def full_gradient(
     Returns:
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
 
-    Raises:
-      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
-      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
-        their leading axis, weights are not as many and as long as the batches, negative, not finite,
-        or all zero, or with weights the loss is not the mean of what its examples lose. Values that
-        are being traced are not checked: where such weights are wrong the gradient is NaN.
-      ImportError: If `progress` is on and `rich` is not installed.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> def loss_fn(params, batch):
@@ -114,6 +106,14 @@ def full_gradient(
       >>> weights = [jnp.array([1.0, 0.0]), jnp.array([1.0])]
       >>> float(optperm.full_gradient(loss_fn, jnp.array(1.0), batches, weights=weights))
       5.0
+
+    Raises:
+      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
+        their leading axis, weights are not as many and as long as the batches, negative, not finite,
+        or all zero, or with weights the loss is not the mean of what its examples lose. Values that
+        are being traced are not checked: where such weights are wrong the gradient is NaN.
+      ImportError: If `progress` is on and `rich` is not installed.
 
     References:
       Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B

@@ -59,14 +59,6 @@ def svrg_learning_rate(
     Returns:
       The rate, a Python float.
 
-    Raises:
-      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
-      ValueError: If the examples' arrays disagree in length, are fewer than a batch, or have no
-        curvature.
-
-    Warns:
-      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
-
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> x = 100 * jax.random.normal(jax.random.key(0), (64, 2))  # raw features
@@ -77,6 +69,14 @@ def svrg_learning_rate(
       True
       >>> optperm.svrg_learning_rate(loss_fn, jnp.zeros(2), data, 1) / rate  # after trials
       0.25
+
+    Raises:
+      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
+      ValueError: If the examples' arrays disagree in length, are fewer than a batch, or have no
+        curvature.
+
+    Warns:
+      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
 
     References:
       Sebbouh et al., `Towards closing the gap between the theory and practice of SVRG

@@ -84,11 +84,6 @@ def mars(
       A transformation whose state is a `MarsState`. With `exact` its `update` needs the extra argument
       `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument that is needed is missing, or the
-        trees passed to `update` do not match.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> tx = optperm.mars(gamma=0.5, b1=0.5, max_norm=10.0)
@@ -98,6 +93,11 @@ def mars(
       >>> updates, opt_state = tx.update(jnp.array([2.0, 2.0]), opt_state, w)
       >>> updates.tolist()  # what has grown is taken further
       [2.5, 2.0]
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument that is needed is missing, or the
+        trees passed to `update` do not match.
 
     References:
       Yuan et al., `MARS: Unleashing the Power of Variance Reduction for Training Large Models

@@ -71,12 +71,6 @@ def proximal(
     Returns:
       A transformation whose state is a `ProximalState`. Its `update` needs `params`.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
-        bound, a leaf has no such axis, `params` is missing, or the trees passed to `update` do not
-        match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -90,12 +84,6 @@ def proximal(
       >>> [round(entry, 3) for entry in w.tolist()]
       [1.75, 0.0]
 
-    References:
-      Parikh and Boyd, `Proximal Algorithms <https://doi.org/10.1561/2400000003>`_, 2014
-
-      Xiao and Zhang, `A Proximal Stochastic Gradient Method with Progressive Variance Reduction
-      <https://arxiv.org/abs/1403.4699>`_, 2014
-
     Notes:
       It is the last of its chain, and behind SGD with or without momentum. Behind Adam and its kin the
       point that it converges to is another one: there each entry has a learning rate of its own.
@@ -103,6 +91,18 @@ def proximal(
 
       Params land on a bound but for the rounding of `params + updates`, and on 0.0 to the bit. A NaN
       in the updates goes on to the params, as without it.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
+        bound, a leaf has no such axis, `params` is missing, or the trees passed to `update` do not
+        match.
+
+    References:
+      Parikh and Boyd, `Proximal Algorithms <https://doi.org/10.1561/2400000003>`_, 2014
+
+      Xiao and Zhang, `A Proximal Stochastic Gradient Method with Progressive Variance Reduction
+      <https://arxiv.org/abs/1403.4699>`_, 2014
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     penalties = {"l1": l1, "l2": l2} | ({} if group is None else {"group": group})

@@ -71,11 +71,6 @@ def recursive_gradient(
       batch at other params, as `optperm.evaluate` makes it; to refresh also `full_grad_fn(params)`, the
       gradient over all examples.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jax.random.normal(jax.random.key(0), (512, 3))
@@ -97,6 +92,11 @@ def recursive_gradient(
       ...         w, opt_state = step(w, opt_state, (x[i : i + 16], y[i : i + 16]))
       >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, in spite of noise
       True
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD

@@ -131,11 +131,6 @@ def svrg(
       `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it; to
       take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples.
 
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> x = jax.random.normal(jax.random.key(0), (512, 3))
@@ -157,6 +152,11 @@ def svrg(
       ...         w, opt_state = step(w, opt_state, batch)
       >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, in spite of noise
       True
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
@@ -342,9 +342,6 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       The whole optimizer state, of the same structure, shapes and dtypes. If the params or the full
       gradient are not finite, the snapshot stays as it was, with a warning where Python can see it.
 
-    Raises:
-      ValueError: If there is no such state, or more than one, or the trees do not match it.
-
     Example:
       >>> import jax.numpy as jnp, optax, optperm
       >>> params = {"w": jnp.array([1.0, 2.0])}
@@ -353,6 +350,9 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       >>> opt_state = optperm.take_snapshot(opt_state, params, {"w": jnp.array([0.5, 0.0])})
       >>> opt_state[0].snapshot.full_grad["w"].tolist()
       [0.5, 0.0]
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or the trees do not match it.
     """
     state = find_state(opt_state, SvrgState, method="svrg")
     snapshot, is_finite = installed(
