@@ -458,7 +458,7 @@ REFUSED = {
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         value_error(
-            r"needs scores.*pass scores=optperm.full_gradient\(",
+            r"needs scores, from optperm.full_gradient",
             criterion=Each(["gradient", "preconditioned_gradient"]),
             scores=None,
         ),

@@ -1,4 +1,4 @@
-"""Pruning and freezing.
+"""Pruning, freezing and sparse training, with a mask for each weight.
 
-A mask for each single weight. See ``examples/prune_freeze_sweep.py``.
+See ``examples/prune_freeze_sweep.py``.
 """
