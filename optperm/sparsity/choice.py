@@ -53,6 +53,7 @@ def draw_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Arra
         for m, flag in zip(leaves, jax.tree.leaves(flags), strict=True)
     ]
     drawn = [
+        # By the leaf's place, so that other leaves do not change its codes.
         jax.random.bits(jax.random.fold_in(key, index), unit.shape, jnp.uint32)
         for index, unit in enumerate(units)
     ]
@@ -89,6 +90,7 @@ def keep(
         raise ValueError(f"scope 'unit' needs structure=None, got {structure}.")
     leaves, treedef = jax.tree.flatten(tree)
     units, chosen = jax.tree.leaves(codes), jax.tree.leaves(flags)
+    # The counts of n of m are part of the structure: no share is needed.
     if isinstance(structure, NOfM):
         kept = [
             keep_n_of_m(structure, unit) if flag else jnp.ones_like(unit, bool)

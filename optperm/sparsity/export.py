@@ -141,6 +141,7 @@ def _find_contributing(
         nonzero = [np.any(s != 0, axis=tuple(range(1, s.ndim))) for s in slices]
         return np.any(np.stack(nonzero), axis=0)
 
+    # Without outgoing weights a unit has no effect; without incoming ones it is f(0) = 0.
     outgoing = find_used((p, a) for p, a in members if not _is_incoming(leaves[p], a))
     incoming = find_used((p, a) for p, a in members if _is_incoming(leaves[p], a))
     return outgoing & incoming if zero_at_zero else outgoing
@@ -156,6 +157,7 @@ def _is_sparse(node: Any) -> bool:
 
 def _csr(matrix: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the nonzero values of a matrix, their rows and columns, and the starts of the rows."""
+    # In C order: row i has the entries from starts[i] to starts[i + 1].
     rows, columns = np.nonzero(matrix)
     starts = np.searchsorted(rows, np.arange(matrix.shape[0] + 1))
     return matrix[rows, columns], *(each.astype(np.int32) for each in (rows, columns, starts))

@@ -163,6 +163,7 @@ def prune_gradually(
                 )
             else:
                 ranked = scores
+            # Replicas rank the same scores, so that their masks agree.
             if axis_name is None:
                 return ranked
             return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
@@ -170,10 +171,7 @@ def prune_gradually(
         # m <- the n - round(r_t Z) highest of s where m
         groups = _group(mask, sparsity, scope, structure)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
-        # The zero in front makes a stack of no groups an array.
-        zeros = jnp.stack([jnp.zeros([], jnp.int32), *(nearest_count(r, z) for z in groups.zeros)])[
-            1:
-        ]
+        zeros = _stack_counts([nearest_count(r, z) for z in groups.zeros])
 
         # Scores are computed only where the ramp asks for more zeros than there are.
         def shrink() -> Any:
@@ -205,6 +203,7 @@ def _make_zeros(p: jax.Array) -> jax.Array:
 
 def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
     """Return S - w g where m, and S where that is not finite."""
+    # In float32: sums in 16 bits would lose small products.
     product = jnp.asarray(w, jnp.float32) * jnp.asarray(g, jnp.float32)
     return jnp.where(m & jnp.isfinite(product), s - product, s)
 
@@ -227,7 +226,12 @@ def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.
     """Return the number of units of each group without a live entry."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
     of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
-    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, of_groups)])[1:]
+    return _stack_counts(of_groups)
+
+
+def _stack_counts(counts: list[Any]) -> jax.Array:
+    # The zero in front makes an array of no counts too.
+    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, counts)])[1:]
 
 
 def _keep_highest(

@@ -235,6 +235,7 @@ def prune(
             ranked = widen_scores("scores", scores, state.mask)
         codes = encode_scores(ranked, flags, structure)
     kept = keep("fraction", codes, fraction, scope, state.mask, flags, structure)
+    # m <- m and kept: masks accumulate
     mask = jax.tree.map(_intersect, state.mask, kept)
     # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
     stays = mask if isinstance(state, SparseState) else kept
@@ -309,6 +310,7 @@ def freeze(
     else:
         if scores is None:
             raise ValueError(f"criterion {criterion!r} needs scores, from optperm.full_gradient.")
+        # |g|, or |H g|
         name, grads = "scores", scores
         if criterion == "preconditioned_gradient":
             preconditioner = find_state(

@@ -79,6 +79,7 @@ def group_leaves(
         check_share(name, sparsity)
     if is_single and scope == "erk":
         sparsity = _compute_erk(tree, sparsity, flags)
+    # One group of all leaves, or a group for each leaf
     if scope == "global":
         if not is_single:
             raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
@@ -173,7 +174,7 @@ def _compute_erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
     chosen = [
         i for i, flag in enumerate(jax.tree.leaves(flags)) if flag and math.prod(leaves[i].shape)
     ]
-    # By falling r = sum / size: the first leaves become dense before the others.
+    # Water filling: by falling r = sum / size: the first leaves become dense before the others.
     sizes = {i: math.prod(leaves[i].shape) for i in chosen}
     sums = {i: max(sum(leaves[i].shape), 1) for i in chosen}
     order = sorted(chosen, key=lambda i: -Fraction(sums[i], sizes[i]))

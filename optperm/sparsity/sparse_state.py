@@ -51,6 +51,7 @@ def make_masks(flags: Any, params: Any) -> Any:
 def zero_dead(mask: Any, tree: Any) -> Any:
     """Return the tree with 0 in place of each entry that is not live."""
 
+    # A selection instead of a product, since 0 * NaN is NaN
     def zero_leaf(m: Any, leaf: Any) -> Any:
         return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros([], leaf.dtype))
 

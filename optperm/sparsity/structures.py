@@ -144,6 +144,7 @@ def spread(structure: Structure | None, mask: jax.Array, like: Any) -> jax.Array
         axis = structure.axis % len(shape)
         mask = jax.lax.broadcast_in_dim(unshard(mask), shape, (axis,))
     else:
+        # Blocks at the edge are cropped.
         mask = jnp.repeat(jnp.repeat(mask, structure.rows, axis=-2), structure.columns, axis=-1)
         mask = mask[..., : shape[-2], : shape[-1]]
     return shard_like(mask, like)

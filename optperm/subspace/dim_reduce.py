@@ -208,6 +208,7 @@ def dim_reduce(
         updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
         P, held, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
+        # f, its function and g, averaged over replicas
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         f, f_at = extras["value"], extras["value_fn"]
         rho_t, gamma_t, alpha_t, sigma_t = (
@@ -221,7 +222,8 @@ def dim_reduce(
         learned = rule.learn(held, gk)
         # d = -B g_k
         d = -dot(learned.inverse_hessian, gk)
-        p_d, p_gk = lift(P, jnp.stack([d, gk]))  # P'd and P'g_k
+        # P'd and P'g_k, by one pass over P
+        p_d, p_gk = lift(P, jnp.stack([d, gk]))
         # m <- gamma m + g - P'g_k
         r = optax.tree.sub(g, p_gk)
         size = norm(gk)
@@ -245,6 +247,7 @@ def dim_reduce(
                 predicted = rule.predict(predicted, lambda: _predict_change(g, step, f))
             return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
 
+        # No trials before a basis is set, or where f or g is not finite
         first = rule.init(learned, f, gk)
         num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
         found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
@@ -286,6 +289,7 @@ def _decay(
 
 def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return whether a residual is finite, and whether it is the rounding of a gradient of this size."""
+    # |r / |g_k||^2, so that no square of a small gradient underflows
     is_known = (size > 0) & jnp.isfinite(size)
     scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
     parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]

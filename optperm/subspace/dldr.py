@@ -211,12 +211,14 @@ def dldr(
             new = _replace_subspace(cast_like(new, second), _Placeholder())
             return cast_like(moves, params), state.optimizer_state, new
 
-        # At the switch theta <- the first snapshot, or the mean of all snapshots
+        # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
+        # rounding, by `apply_updates` exactly
         def at_restart() -> tuple[optax.Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
             second = _replace_subspace(state.second, _Placeholder())
             return cast_like(moves, params), state.optimizer_state, second
 
+        # Without a restart point the program has no branch for it.
         is_restarted = (
             jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
         )
@@ -294,6 +296,7 @@ def _record(
     """
     (subspace,) = _find_subspaces(state.second)
     further = state.further_snapshots
+    # The rows of P hold the first snapshots until the basis is written over them.
     room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     since = state.count - jnp.asarray(start, jnp.int32)
     period = jnp.asarray(every, jnp.int32)
@@ -324,6 +327,7 @@ def _compute_components(
     k = subspace.determined.size
 
     def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+        # P = Lambda_k^(-1/2) U_k' X, in place of the first snapshots
         rows, rank = principal_rows(
             rows,
             (further,),

@@ -177,6 +177,7 @@ def search(
 
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
+        # c = 0 where no further trial can tell anything
         return ~is_accepted & (index < max_trials) & (c > 0)
 
     def try_next(carry: Any) -> Any:
@@ -205,6 +206,7 @@ def after_search(
         has_last=jnp.ones([], jnp.bool_),
         first_length=jnp.zeros_like(held.first_length),
     )
+    # A step without a search (no basis, or f not finite) is not a failed search.
     one_more = held.rejections + (found.num_trials > 0).astype(jnp.int32)
     rejections = jnp.where(found.is_accepted, jnp.zeros_like(one_more), one_more)
     return _where(found.is_accepted, accepted, rejected)._replace(rejections=rejections)

@@ -232,6 +232,7 @@ def low_rank(
 
     def make_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
         if projection == "random":
+            # Another key for each leaf and step: leaves of one shape get different bases.
             key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
             new = random_basis(jax.random.fold_in(key, count), old.shape, old.dtype)
         else:
@@ -264,7 +265,7 @@ def low_rank(
         parts = (state.basis, state.next_refresh, state.norm)
         bases, dues, norms = map(structure.flatten_up_to, parts)
 
-        # P <- another basis, for each leaf that is due
+        # P <- another basis, for each leaf that is due, under a condition of its own
         every = update_every(state.count) if callable(update_every) else update_every
         turns = _plan_turns(plans, state.count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
         changes: list[Change | None] = []
@@ -320,6 +321,7 @@ def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) 
     """
     number, before, turns = sum(m is not None for m in plans), 0, []
     for m in plans:
+        # The first step after this one that is equal to the offset modulo `every`
         offset = before * every // max(number, 1)
         turns.append(count + 1 + (offset - count - 1) % every)
         before += m is not None
@@ -345,6 +347,7 @@ def _change_basis(
     def attempt() -> tuple[jax.Array, jax.Array]:
         is_new = is_due
         if needs_gradient:
+            # The sum of 0 * g is 0 only if all entries are finite.
             is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
             is_new &= unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
         new = cond(jnp.any(is_new), lambda: make(g, old, due == 0), lambda: old)
@@ -363,6 +366,7 @@ def _find_basis(
     g = g.astype(old.dtype) / jnp.where(largest > 0, largest, 1.0)
     if projection == "svd":
         return gram_basis(g, old.shape[-1])
+    # A power step needs a last basis.
     first = is_first[..., None, None]
 
     def with_first() -> jax.Array:

@@ -129,6 +129,7 @@ def plan_matrices(
         becomes smaller.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if dimension_numbers is not None and leaves:
         given = dimension_numbers(tree) if callable(dimension_numbers) else dimension_numbers
@@ -172,6 +173,7 @@ def _make_matrix(
         raise ValueError(f"{numbers} must name different axes of {name} of shape {shape}.")
     batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
     m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
+    # Of a square, with m = n, the columns are the smaller side.
     on_rows = (m < n) == (side == "smaller")
     projected, kept = (rows, columns) if on_rows else (columns, rows)
     r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
@@ -269,6 +271,7 @@ def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax
 
 def make_basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
     """Make zeros for a leaf's bases, sharded as the rows of G, or a single zero at full rank."""
+    # An array without entries could not be saved: at full rank there is one number.
     dtype = accumulation_dtype(leaf)
     if matrix is None:
         return make_zeros(leaf, (), dtype)

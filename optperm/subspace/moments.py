@@ -121,6 +121,7 @@ def _carry_leaf(
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # masked within inner
         return leaves
 
+    # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
     def move() -> list[jax.Array]:
         dtype = change.new.dtype
         low = [change.matrix.turn(leaf).astype(dtype) for leaf in leaves]

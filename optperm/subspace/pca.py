@@ -169,6 +169,7 @@ def principal_rows(
         coefficients = cond(needs_care, orthonormalize, lambda: coefficients)
         written = []
         for out, parts in zip(outs, columns, strict=True):
+            # P = coefficients X, one replica's rows of it
             mine = own_rows(coefficients, first_row, out.shape[0])
             written.append(_write_combinations(read, mine, out, parts, in_place=in_place))
         return jax.tree.unflatten(structure, written), rank
@@ -249,6 +250,7 @@ def _split(rows: jax.Array) -> jax.Array:
     sharding = explicit_sharding(rows)
     sizes, spec = [rows.shape[0], 1], [None, None]
     for axis, size in enumerate(rows.shape[1:], start=1):
+        # Where the sharding is unknown, pieces fit a sharding over all devices.
         if sharding is None:
             names, pieces = None, math.gcd(size, jax.device_count())
         else:

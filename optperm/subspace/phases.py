@@ -36,6 +36,7 @@ def mean_over_replicas(
     if axis_name is None:
         return grads, {**extras, "value": value}
 
+    # In one collective for each dtype
     grads, mean = mean_over((grads, value), axis_name)
     if value_fn is not None:
 

@@ -94,6 +94,7 @@ def empty_subspace(
     first_row = {name: jnp.zeros([], jnp.int32) for name in names}
     if names and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
+        # Rows are numbered in the order of `all_gather` over the sorted axes: the last varies fastest.
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))
         stride = num_rows
         for name in names:
@@ -111,6 +112,7 @@ def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Arra
     parts = [part.astype(dtype) for part in jax.tree.leaves(products)]
     if not parts:
         return jnp.zeros(n_components, dtype)
+    # Each replica's rows times g, summed over leaves; the gather puts them in order.
     own = functools.reduce(jnp.add, parts)
     if subspace.axis_name is None:
         return own
@@ -139,6 +141,7 @@ def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ..
 
     def combine(rows: jax.Array) -> jax.Array:
         own = coefficients
+        # P' c is the sum over replicas of their own rows times their own coefficients.
         if subspace.axis_name is not None:
             own = own_rows(coefficients.T, subspace.own_first_row, rows.shape[0]).T
         return jax.lax.dot_general(
@@ -153,6 +156,7 @@ def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ..
 
 def own_rows(rows: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
     """Return the rows from the given one on, with zeros past the last row."""
+    # Padded, since a slice past the end would start earlier instead.
     padded = jnp.pad(rows, [(0, num_rows), *[(0, 0)] * (rows.ndim - 1)])
     return jax.lax.dynamic_slice_in_dim(padded, first_row, num_rows)
 
@@ -168,6 +172,7 @@ def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes):
         return jax.lax.psum(tree, axis_name)
+    # One vector for each dtype, so that small leaves need no collectives of their own.
     leaves, structure = jax.tree.flatten(tree)
     results: list[Any] = [None] * len(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):

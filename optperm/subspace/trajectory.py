@@ -147,6 +147,7 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
 
     def sort_ring(ring: jax.Array) -> jax.Array:
         capacity = ring.shape[0]
+        # The oldest snapshot is in the row that is overwritten next, if the ring is full.
         start = jnp.where(state.num_recorded > capacity, state.num_recorded % capacity, 0)
         return jnp.roll(ring, -start, axis=0)
 

@@ -117,6 +117,7 @@ def twa(
         beta, gk = (coordinates(state.subspace, tree, dtype) for tree in (params, g))
         # theta <- theta + P' u(P g, beta)
         step, new = inner.update(gk, state.inner_state, beta, value=extras["value"])
+        # Rows of zeros have no coordinate to move.
         is_finite = all_finite(gk)
         step = jnp.where(is_finite & state.subspace.determined, step, 0.0)
         (moves,) = lift(state.subspace, step[None])
