@@ -26,12 +26,12 @@ def compute_direction(
     try:
         return inner.update(low, state, None, **extra_args)
     except ValueError as error:
-        # Some optimizers map over params, or over Muon's axes, which are None: JAX's error names a tree.
+        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map.
         if "params" not in str(error) and "NoneType" not in str(error):
             raise
-        message = f"inner of {method} needs params: put optax.add_decayed_weights after {method}"
-        muon = "give scale_by_muon its weight_dimension_numbers"
-        raise ValueError(f"{message}, and {muon}.") from error
+        needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
+        message = f"inner of {method} needs {needs}: put optax.add_decayed_weights after {method}."
+        raise ValueError(message) from error
 
 
 def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:

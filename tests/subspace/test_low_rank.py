@@ -345,7 +345,7 @@ def test_arguments_that_cannot_work_are_refused():
         (
             update(optax.contrib.scale_by_muon()),
             ValueError,
-            "give scale_by_muon its weight_dimension_numbers",
+            r"inner of low_rank needs params, or weight_dimension_numbers \(Muon\)",
         ),
         (lambda: optperm.low_rank_report(adam, params), ValueError, "must hold optperm.low_rank"),
     ]
