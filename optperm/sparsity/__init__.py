@@ -1,4 +1,4 @@
-"""Pruning, freezing and sparse training, with a mask for each weight.
+"""Pruning, freezing and sparse training.
 
-See ``examples/prune_freeze_sweep.py``.
+Each weight has its own entry in a mask. See ``examples/prune_freeze_sweep.py``.
 """
