@@ -63,7 +63,7 @@ def group_leaves(
     Args:
       name: The name of the argument `sparsity`, for messages.
       sparsity: One share, or a tree of shares like `tree`, or a prefix of such a tree.
-      scope: How one share is distributed over the leaves.
+      scope: The distribution of one share over the leaves.
       tree: Arrays, or shapes.
       flags: Whether each leaf is included.
       sizes: The number of entries of each leaf, or of units of a structure.

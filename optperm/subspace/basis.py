@@ -78,7 +78,7 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     if jax.tree.leaves(basis) and not isinstance(products, jax.core.Tracer):
         _check_orthonormal(np.asarray(products), basis)
     rows = jax.tree.map(
-        lambda leaf, held: own_rows(shard_like(leaf, held), subspace.own_first_row, held.shape[0]),
+        lambda leaf, own: own_rows(shard_like(leaf, own), subspace.own_first_row, own.shape[0]),
         basis,
         subspace.rows,
     )

@@ -207,7 +207,7 @@ def dim_reduce(
     def update(
         updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DimReduceState]:
-        P, held, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
+        P, previous, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
         # f, its function and g, averaged over replicas
         g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
         f, f_at = extras["value"], extras["value_fn"]
@@ -219,9 +219,9 @@ def dim_reduce(
         # g_k = P g
         gk = coordinates(P, g, dtype)
         # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
-        learned = rule.learn(held, gk)
+        current = rule.learn(previous, gk)
         # d = -B g_k
-        d = -dot(learned.inverse_hessian, gk)
+        d = -dot(current.inverse_hessian, gk)
         # P'd and P'g_k, by one pass over P
         p_d, p_gk = lift(P, jnp.stack([d, gk]))
         # m <- gamma m + g - P'g_k
@@ -248,7 +248,7 @@ def dim_reduce(
             return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
 
         # No trials before a basis is set, or where f or g is not finite
-        first = rule.init(learned, f, gk)
+        first = rule.init(current, f, gk)
         num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
         found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
         c = found.step_length
@@ -256,7 +256,7 @@ def dim_reduce(
         within = optax.tree.where(found.is_accepted, _scale(-c, p_d), optax.tree.zeros_like(p_d))
         moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
         # s <- c d and g_k^last <- g_k, or s, g_k^last and B stay as they were
-        new = after_search(held, learned, rule.after(held, found), found, d, gk)
+        new = after_search(previous, current, rule.after(previous, found), found, d, gk)
         count = optax.safe_increment(state.count)
         return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
 

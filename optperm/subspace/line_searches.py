@@ -87,16 +87,16 @@ class MindSpore:
         return trial.is_enough(sigma), rho * trial.length
 
     def predict(self, slope: jax.Array, _: Callable[[], jax.Array]) -> jax.Array:
-        """Return c g_k'd, whatever the optimizer's step along the direction is."""
+        """Return c g_k'd, for any step of the optimizer along the direction."""
         return slope
 
     def share_of_residual(self, is_rounding: jax.Array) -> jax.Array:
         """Return 1: the residual is used as it is."""
         return jnp.ones_like(is_rounding)
 
-    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
         """Return the state before the search."""
-        return held
+        return previous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Safeguarded:
         return jnp.where(state.first_length > 0, state.first_length, fresh)
 
     def step(self, trial: Trial, sigma: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whether to accept the trial, and the next length, or 0 if no trial could tell."""
+        """Return whether to accept the trial, and the next length, or 0 if rounding hides its result."""
         c, loss, f, predicted = trial
         # The parabola q(t) = f + p t + (f(c) - f - p) t^2 through both losses, with the predicted slope
         # p, has its minimum at t = -p / (2 (f(c) - f - p)), as a ratio of lengths.
@@ -145,13 +145,13 @@ class Safeguarded:
         """Return 0 for a residual of the size of its own rounding, else 1."""
         return ~is_rounding
 
-    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
         """Continue where the search stopped; after two failed searches forget the curvature."""
-        stopped = held._replace(first_length=found.next_length)
-        is_hopeless = held.has_last & (held.rejections + 1 >= _PATIENCE)
-        forgotten = make_quasi_newton(held.last_gradient.size, held.last_gradient.dtype)
+        stopped = previous._replace(first_length=found.next_length)
+        is_hopeless = previous.has_last & (previous.rejections + 1 >= _PATIENCE)
+        forgotten = make_quasi_newton(previous.last_gradient.size, previous.last_gradient.dtype)
         rejected = _where(is_hopeless, forgotten, stopped)
-        return _where(found.num_trials > 0, rejected, held)
+        return _where(found.num_trials > 0, rejected, previous)
 
 
 LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
@@ -177,7 +177,7 @@ def search(
 
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
-        # c = 0 where no further trial can tell anything
+        # c = 0 where the rounding of the loss hides the result of further trials
         return ~is_accepted & (index < max_trials) & (c > 0)
 
     def try_next(carry: Any) -> Any:
@@ -192,22 +192,22 @@ def search(
 
 
 def after_search(
-    held: QuasiNewtonState,
-    learned: QuasiNewtonState,
+    previous: QuasiNewtonState,
+    current: QuasiNewtonState,
     rejected: QuasiNewtonState,
     found: Outcome,
     d: jax.Array,
     gk: jax.Array,
 ) -> QuasiNewtonState:
     """Return the state after a search: s <- c d and g_k^last <- g_k, or the state of a failed search."""
-    accepted = learned._replace(
+    accepted = current._replace(
         last_gradient=gk,
         last_move=found.step_length * d,
         has_last=jnp.ones([], jnp.bool_),
-        first_length=jnp.zeros_like(held.first_length),
+        first_length=jnp.zeros_like(previous.first_length),
     )
     # A step without a search (no basis, or f not finite) is not a failed search.
-    one_more = held.rejections + (found.num_trials > 0).astype(jnp.int32)
+    one_more = previous.rejections + (found.num_trials > 0).astype(jnp.int32)
     rejections = jnp.where(found.is_accepted, jnp.zeros_like(one_more), one_more)
     return _where(found.is_accepted, accepted, rejected)._replace(rejections=rejections)
 

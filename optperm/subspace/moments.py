@@ -22,7 +22,7 @@ class Change(NamedTuple):
     """A change of the basis of a leaf's matrices.
 
     Attributes:
-      matrix: How the leaf is projected.
+      matrix: The view of the leaf as matrices.
       old: The basis before the change, (..., d, r).
       new: The basis after the change.
       is_new: Whether each matrix has another basis, (...).
