@@ -150,6 +150,11 @@ def svrg(
       An entry whose correction is not finite passes through uncorrected. A snapshot is not taken if its
       params or its full gradient are not finite.
 
+      A learning rate beyond stability need not end in NaN: where gradients are bounded, as in logistic
+      regression, the loss stays finite, above its first value. `svrg` does not know the rate and cannot
+      warn: compare the loss over all examples with its value before the first step, and take the rate
+      from `optperm.svrg_learning_rate`, above all for features on their raw scales.
+
     Raises:
       TypeError: If a number has another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
