@@ -189,14 +189,6 @@ def choice(*names):
     return Kind(((["none", 3], ValueError, message),))
 
 
-# Of other annotations. An optimizer is not its factory, and not a learning rate.
-KINDS = {
-    bool: Kind((([1, 0.0, "yes", None], TypeError, "must be True or False"),)),
-    optax.GradientTransformation: Kind(
-        (([optax.adam, 0.1], TypeError, "must be an optax.GradientTransformation"),)
-    ),
-    tuple[str, ...]: Kind((([3, ["data"]], TypeError, "must be the name of a mapped axis"),)),
-}
 # What tells trees, and axes of their leaves, from single numbers.
 _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 # What the annotation and the default of a function's argument do not tell: its limits, or None where it
@@ -209,8 +201,6 @@ LIMITS = {
     "erk_sparsity": {"sparsity": SHARE},
     "interval_coverage": {"levels": None},
     "sample": {"sampler": None, "warmup": {"minimum": 0}},
-    "evaluate": {"has_aux": None, "axis_name": None},
-    "full_gradient": {"has_aux": None, "axis_name": None, "progress": None},
     "low_rank_report": {"tx_or_rank": None},
     "pca_basis": {"num_snapshots": None},
     "svrg_learning_rate": {"num_passes": {"minimum": 0}, "seed": {"minimum": 0}},
@@ -232,11 +222,11 @@ def kind_of(parameter, limits):
         return count(minimum=minimum, is_optional=is_optional)
     if float in options:
         return number(**limits, is_optional=is_optional)
-    return next((kind for hint, kind in KINDS.items() if hint in options), None)
+    return None
 
 
 def kinds_of(name):
-    """Each argument of a function that is a number, a flag or a choice, and what it takes."""
+    """Each argument of a function that is a number or a choice, and what it takes."""
     parameters = inspect.signature(getattr(optperm, name), eval_str=True).parameters
     limits = LIMITS.get(name, {})
     kinds = {
@@ -391,7 +381,7 @@ REFUSED = {
     ],
     "dldr.init": [
         value_error(
-            "n_components=3 needs num_samples of at least 4 .centered.*got 3",
+            "n_components=3 needs num_samples of at least 4, got 3",
             num_samples=3,
             subspace_optimizer=optperm.dim_reduce(n_components=3),
         ),
@@ -401,11 +391,9 @@ REFUSED = {
             subspace_optimizer=optperm.twa(3, sgd()),
         ),
         value_error("places params", optimizer=optperm.sgperm()),
+        value_error("must hold one of dim_reduce, project or twa, got 0", subspace_optimizer=sgd()),
         value_error(
-            r"must hold one subspace, got none: pass optperm\.dim_reduce", subspace_optimizer=sgd()
-        ),
-        value_error(
-            "must hold one subspace, got 2",
+            "must hold one of dim_reduce, project or twa, got 2",
             subspace_optimizer=optax.chain(
                 optperm.project(1, sgd()), optperm.dim_reduce(n_components=1)
             ),
@@ -458,7 +446,7 @@ REFUSED = {
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         value_error(
-            r"needs scores.*pass scores=optperm.full_gradient\(",
+            r"needs scores, from optperm.full_gradient",
             criterion=Each(["gradient", "preconditioned_gradient"]),
             scores=None,
         ),
@@ -480,13 +468,16 @@ REFUSED = {
         *(
             value_error(message, batches=FOUR_AND_TWO, weights=weights)
             for weights, message in (
-                ([ONES, ONES], "weights ended after 2 arrays, but batches go on"),
-                ([ONES, ONES, ONES[:2], ONES], "batches ended, but weights go on"),
-                ([ONES, ONES[:3], ONES[:2]], r"batch 1 has 4 examples.* of shape \(3,\)"),
-                ([ONES, ONES[:, None], ONES[:2]], r"batch 1 has 4 examples.* of shape \(4, 1\)"),
+                ([ONES, ONES], "argument 2 is shorter than argument 1"),
+                ([ONES, ONES, ONES[:2], ONES], "argument 2 is longer than argument 1"),
+                (
+                    [ONES, ONES[:3], ONES[:2]],
+                    r"weights\[1\] must be of shape \(4,\), got shape \(3,\)",
+                ),
+                ([ONES, ONES[:, None], ONES[:2]], r"weights\[1\] must be of shape .* \(4, 1\)"),
                 ([ONES, -ONES, ONES[:2]], "finite and not negative"),
                 ([ONES, np.inf * ONES, ONES[:2]], "finite and not negative"),
-                ([0.0 * ONES, 0.0 * ONES, 0.0 * ONES[:2]], "not all zero.* sum is 0"),
+                ([0.0 * ONES, 0.0 * ONES, 0.0 * ONES[:2]], "not all zero, got the sum 0"),
             )
         ),
         value_error(
@@ -494,18 +485,13 @@ REFUSED = {
             batches=Each([[EXAMPLES | {"y": jnp.ones(3)}], [{"scale": np.float32(1.0)}]]),
         ),
         value_error("axis_name 'data' is not bound here", axis_name="data"),
-        type_error(
-            "batches must be an iterable, one item a batch, got",
-            batches=Each([EXAMPLES, 3, "batches", None, b"ab", np.float32(1), jnp.zeros([])]),
-        ),
-        type_error("weights must be an iterable", weights=1.0),
+        type_error(r"batches\[0\] must be an array", batches=Each([EXAMPLES, "batches"])),
         type_error(
             "loss_fn must return a real scalar.* has_aux=True",
             loss_fn=lambda p, b: (loss_fn(p, b), 0),
         ),
         type_error(r"params\['b'\] has dtype int32", params=one_leaf(b=jnp.arange(2))),
         type_error(r"batches\[1\]\['x'\] must be an array", batches=[{"x": BATCH}, {"x": "ab"}]),
-        type_error(r"weights\[0\] is complex64", weights=[jnp.ones(2, complex), BATCH]),
     ],
     "gaussian_kl": [
         value_error("^covariance.*must be positive definite", covariance=np.diag([1.0, -1.0])),
@@ -527,10 +513,10 @@ REFUSED = {
             "at least 4 snapshots.*got 3", snapshots=TABLE, n_components=3, num_snapshots=3
         ),
         value_error(
-            r"snapshots\['b'\] has shape \(3,\)",
+            r"snapshots must be arrays that agree.* got shapes \[\(4, 7\), \(3,\)\]",
             snapshots={"a": TABLE, "b": np.zeros(3, np.float32)},
         ),
-        value_error("no leaves", snapshots={}),
+        value_error(r"snapshots must be arrays that agree.* got shapes \[\]", snapshots={}),
         type_error("dtype int32", snapshots=np.zeros((4, 7), np.int32)),
     ],
     "posterior_predictive": [
@@ -604,12 +590,14 @@ REFUSED = {
     "set_basis": [
         value_error("rows of zeros alone", basis=jax.tree.map(jnp.zeros_like, ROWS_2)),
         value_error(
-            "inside optax.MultiSteps would.*optperm.evaluate once",
+            "inside optax.MultiSteps would.*use optperm.evaluate",
             opt_state=state(optax.MultiSteps(optperm.dim_reduce(n_components=2), 2)),
         ),
         value_error(r"basis\['b'\] is float32\[3, 2\].*\[2, 2\]", basis=ROWS_3),
         value_error("basis has another tree structure", basis={"w": ROWS_2["w"]}),
-        value_error("not finite", basis=jax.tree.map(lambda r: r * np.nan, ROWS_2)),
+        value_error(
+            "orthonormal rows, but .* is nan", basis=jax.tree.map(lambda r: r * np.nan, ROWS_2)
+        ),
         type_error(
             r"basis\['w'\] has dtype int32", basis=ROWS_2 | {"w": np.zeros((2, 3, 2), np.int32)}
         ),

@@ -158,11 +158,16 @@ NOISE_LIMITS = {
     **dict.fromkeys(("max_step", "stability", "rho"), ABOVE_ZERO),
     **dict.fromkeys(("burn_in", "seed"), FROM_ZERO),
 }
-LOW_RANK_LIMITS = {
-    "rank": None,  # an integer, or a share
-    "limit": {"low": 1.0},
-    "scale": ABOVE_ZERO,
-    "seed": FROM_ZERO,
+# What entries of `low_rank` and `apollo` have in common; a rank is an integer, or a share.
+LOW_RANK: dict[str, Any] = {
+    "limits": {"rank": None, "limit": {"low": 1.0}, "scale": ABOVE_ZERO, "seed": FROM_ZERO},
+    "static": ("rank",),
+    "lenient": True,
+    "knows": "nothing",
+    "has_own_shapes": True,
+    "needs_params": False,
+    "hands_on": True,
+    "sums_over_params": True,
 }
 REACHES_NO_OTHER_VALUES = "reaches only the values that the params start with"
 # A weight vector that lies on several devices has to be gathered to be permuted.
@@ -314,14 +319,7 @@ TRANSFORMATIONS = (
             "rank": 1,
             "update_every": 2,
         },
-        limits=LOW_RANK_LIMITS,
-        static=("rank",),
-        lenient=True,
-        knows="nothing",
-        has_own_shapes=True,
-        needs_params=False,
-        hands_on=True,
-        sums_over_params=True,
+        **LOW_RANK,
     ),
     Transformation(
         optperm.low_rank,
@@ -333,27 +331,13 @@ TRANSFORMATIONS = (
             "residual": None,
         },
         other_name="low_rank-svd",
-        limits=LOW_RANK_LIMITS,
-        static=("rank",),
-        lenient=True,
-        knows="nothing",
-        has_own_shapes=True,
-        needs_params=False,
-        hands_on=True,
-        sums_over_params=True,
+        **LOW_RANK,
         may_gather={"input": "kernel", "both": "kernel"},
     ),
     Transformation(
         optperm.apollo,
         {"inner": optax.adam(1e-2), "rank": 1, "update_every": 2},
-        limits=LOW_RANK_LIMITS,
-        static=("rank",),
-        lenient=True,
-        knows="nothing",
-        has_own_shapes=True,
-        needs_params=False,
-        hands_on=True,
-        sums_over_params=True,
+        **LOW_RANK,
     ),
     Transformation(
         optperm.mask_elements,

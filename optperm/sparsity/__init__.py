@@ -1,4 +1,4 @@
-"""Pruning and freezing.
+"""Pruning, freezing and sparse training.
 
-A mask for each single weight. See ``examples/prune_freeze_sweep.py``.
+Each weight has its own entry in a mask. See ``examples/prune_freeze_sweep.py``.
 """

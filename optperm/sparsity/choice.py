@@ -1,4 +1,4 @@
-"""Which entries stay, by their scores."""
+"""Choose which entries to keep, by their scores."""
 
 import math
 from typing import Any, Literal, get_args
@@ -11,46 +11,41 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import without_variables
 from optperm.sparsity.selection import keep_highest, order_codes
-from optperm.sparsity.shares import Scope, group_leaves, without_masked
+from optperm.sparsity.shares import Scope, group_leaves, select_masked
 from optperm.sparsity.structures import (
     NOfM,
     Structure,
     check_fits,
-    check_structure,
     keep_n_of_m,
     num_units,
     pool,
     spread,
 )
 
-# "unit", the same share of what enters each output unit: of each slice along the last axis.
+# "unit": the same share of the inputs of each output unit, a slice along the last axis.
 UnitScope = Literal[Scope, "unit"]
 
 
-def wide_scores(name: str, scores: Any, mask: Any) -> Any:
-    """Return the part of the scores that the masks are for, all in one dtype, to be compared."""
-    scores = without_masked(name, without_variables(scores), mask)
+def widen_scores(name: str, scores: Any, mask: Any) -> Any:
+    """Return the scores of the leaves that have a mask, in one dtype, so that they can be compared."""
+    scores = select_masked(name, without_variables(scores), mask)
     checks.check_real_floating(name, scores, advice="Pass scores such as gradients.")
     dtype = accumulation_dtype(scores)
     return jax.tree.map(lambda s: jnp.asarray(s, dtype), scores)
 
 
-def codes_of_scores(scores: Any, flags: Any, structure: Structure | None) -> Any:
-    """Return the codes of the units of each leaf, in the order of their scores."""
+def encode_scores(scores: Any, flags: Any, structure: Structure | None) -> Any:
+    """Return codes of the units of each leaf, unsigned integers in the order of their scores."""
     check_fits(structure, scores, flags)
-
     return jax.tree.map(
         lambda score, flag: order_codes(pool(structure if flag else None, score)), scores, flags
     )
 
 
-def random_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Array | None) -> Any:
-    """Return codes that depend on the key and on the place in the tree alone."""
+def draw_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Array | None) -> Any:
+    """Draw codes of the units of each leaf that depend only on the key and on the leaf's place."""
     if key is None:
-        raise ValueError(
-            "criterion 'random' needs a key: pass key=jax.random.key(0), for instance."
-        )
-    checks.check_key("key", key)
+        raise ValueError("criterion 'random' needs a key: pass key=jax.random.key(0).")
     check_fits(structure, mask, flags)
     leaves, treedef = jax.tree.flatten(mask)
     units = [
@@ -58,6 +53,7 @@ def random_codes(mask: Any, flags: Any, structure: Structure | None, key: jax.Ar
         for m, flag in zip(leaves, jax.tree.leaves(flags), strict=True)
     ]
     drawn = [
+        # By the leaf's place, so that other leaves do not change its codes.
         jax.random.bits(jax.random.fold_in(key, index), unit.shape, jnp.uint32)
         for index, unit in enumerate(units)
     ]
@@ -73,30 +69,29 @@ def keep(
     flags: Any,
     structure: Structure | None,
 ) -> Any:
-    """Say of each entry whether it stays.
+    """Return the mask of the entries to keep.
 
     Args:
-      name: What `sparsity` is called, for messages.
-      codes: Of the units of each leaf, from `codes_of_scores` or `random_codes`.
-      sparsity: The share of units that go, or a tree of shares; None for `NOfM`.
-      scope: Of what it is the share.
-      tree: Arrays of the shapes of the leaves.
-      flags: Which leaves take part.
-      structure: What the units are.
+      name: The name of the argument `sparsity`, for messages.
+      codes: Codes of the units of each leaf, from `encode_scores` or `draw_codes`.
+      sparsity: The share of units to drop, or a tree of shares; None for `NOfM`.
+      scope: The entries that a share refers to.
+      tree: Arrays with the shapes of the leaves.
+      flags: Whether each leaf is included.
+      structure: The units.
 
     Returns:
-      Booleans like the tree, True for a leaf that does not take part.
+      Booleans like the tree, True for a leaf that is not included.
     """
     checks.check_choice("scope", scope, get_args(UnitScope))
-    check_structure(structure)
+    if isinstance(structure, NOfM) and sparsity is not None:
+        raise ValueError(f"{name} must be None with {structure}, got {sparsity!r}.")
+    if structure is not None and scope == "unit":
+        raise ValueError(f"scope 'unit' needs structure=None, got {structure}.")
     leaves, treedef = jax.tree.flatten(tree)
     units, chosen = jax.tree.leaves(codes), jax.tree.leaves(flags)
+    # The counts of n of m are part of the structure: no share is needed.
     if isinstance(structure, NOfM):
-        if sparsity is not None:
-            raise ValueError(
-                f"{name} must be None with {structure}, which says itself how many stay, got "
-                f"{sparsity!r}."
-            )
         kept = [
             keep_n_of_m(structure, unit) if flag else jnp.ones_like(unit, bool)
             for unit, flag in zip(units, chosen, strict=True)
@@ -107,11 +102,8 @@ def keep(
         for leaf, flag in zip(leaves, chosen, strict=True)
     ]
     if scope == "unit":
-        if structure is not None:
-            raise ValueError(
-                f"scope 'unit' ranks single entries: structure must be None, got {structure}."
-            )
         return _keep_in_each_unit(name, codes, sparsity, tree, flags)
+    # Of each group of n units the n - round(s n) with the highest codes stay.
     groups = group_leaves(name, sparsity, scope, tree, flags, sizes)
     totals = [sum(sizes[index] for index in group) for group in groups.leaves]
     counts = [total - zeros for total, zeros in zip(totals, groups.zeros, strict=True)]
@@ -124,7 +116,7 @@ def keep(
 
 
 def _keep_in_each_unit(name: str, codes: Any, sparsity: Any, tree: Any, flags: Any) -> Any:
-    """Keep the highest of what enters each output unit, the last axis, of equal ones the first."""
+    """Return the mask of the highest inputs of each output unit, of equal ones the first."""
     leaves, treedef = jax.tree.flatten(codes)
     lengths = [math.prod(leaf.shape[:-1]) for leaf in leaves]
     groups = group_leaves(name, sparsity, "leaf", tree, flags, lengths)
@@ -132,6 +124,7 @@ def _keep_in_each_unit(name: str, codes: Any, sparsity: Any, tree: Any, flags: A
     for (index,), zeros in zip(groups.leaves, groups.zeros, strict=True):
         if not leaves[index].size:
             continue
+        # One column for each output unit; the rank of an entry is its place in its column's order.
         rows = unshard(leaves[index]).reshape(lengths[index], -1)
         order = jnp.argsort(~rows, axis=0, stable=True)
         mask = jnp.argsort(order, axis=0) < lengths[index] - zeros

@@ -28,21 +28,12 @@ from optperm.sparsity.shares import (
     Groups,
     Include,
     Scope,
-    check_shares,
+    flag_leaves,
     group_leaves,
-    included,
     nearest_count,
 )
-from optperm.sparsity.sparse_state import SparseState, hide, land, live_like
-from optperm.sparsity.structures import (
-    NOfM,
-    Structure,
-    check_fits,
-    check_structure,
-    num_units,
-    pool,
-    spread,
-)
+from optperm.sparsity.sparse_state import SparseState, make_masks, mask_updates, zero_dead
+from optperm.sparsity.structures import NOfM, Structure, check_fits, num_units, pool, spread
 
 Criterion = Literal["magnitude", "saliency", "movement"]
 
@@ -59,10 +50,11 @@ def prune_gradually(
     structure: Structure | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Trains with an optimizer while the share of zeros rises to a final one.
+    r"""Train with an optimizer while the share of zeros rises to its final value.
 
-    Of each leaf, or of all, Z entries are zero in the end. In step :math:`t = 0, 1, \dots`, with
-    the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the step u of the optimizer:
+    In the end Z entries of each leaf, or of all leaves together, are zero. In step
+    :math:`t = 0, 1, \dots`, with the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the
+    step u of the optimizer:
 
     .. math::
       \text{if } t \bmod \text{every} = 0:\quad &
@@ -71,39 +63,32 @@ def prune_gradually(
       & u \leftarrow u(g \text{ where } m, \text{ else } 0) \\
       & \theta \leftarrow \theta + u \text{ where } m, \text{ else } 0
 
-    The scores are :math:`|\theta|` before the step; or :math:`|\theta g|`, by the gradient of the batch
-    ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights that move
-    away from zero score high). Of equal scores the first stays; NaN stays before all others.
-
-    Masks only shrink, and a ramp that falls does nothing. The final share is reached at the first
-    multiple of `every` at or after the end of the ramp. Zhu and Gupta's ramp is
-    `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`. `optperm.prune` prunes more by hand,
-    and `optperm.reset_masks` frees all.
+    The scores are :math:`|\theta|` before the step ("magnitude"); :math:`|\theta g|` with the batch's
+    gradient ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights
+    that move away from zero score high). Of equal scores the first stays; NaN stays before all others.
 
     Args:
-      optimizer: Any optimizer. It sees gradients with zeros in the place of what is pruned, so clipping
-        inside it clips by the norm of what lives; in front of this, in an `optax.chain`, by that of all.
-      sparsity: The final share of zeros, in [0, 1]; or a tree of shares like params, or a prefix of one.
-      ramp: r, a schedule from 0 to 1; or a number.
-      every: How often the mask may change, in steps.
+      optimizer: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
+        inside it uses the norm of the live entries; clipping in front of this transformation, in an
+        `optax.chain`, uses the norm of all entries.
+      sparsity: The final share of zeros, in [0, 1]; or a tree of shares like params, or a prefix of such
+        a tree.
+      ramp: r, a schedule from 0 to 1, or a number. Zhu and Gupta's ramp is
+        `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`.
+      every: The number of steps between changes of the mask.
       criterion: `"magnitude"`, `"saliency"` or `"movement"`.
       scope: `"erk"`, shares of the leaves by `optperm.erk_sparsity`; `"leaf"`, the same share of
-        each; or `"global"`, of all of them together.
-      include: Which leaves are pruned: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for those of rank 2 and more.
-      structure: `optperm.Blocks` or `optperm.Units`, to prune groups of entries; counts are of
-        these then. None for single entries.
+        each leaf; or `"global"`, a share of all leaves together.
+      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      structure: `optperm.Blocks` or `optperm.Units`, to prune groups of entries, which are then counted
+        instead of entries. None for single entries.
       axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
         params or gradients differ. None where they agree.
 
     Returns:
-      A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It is
-      the last of its chain; with `optperm.apply_updates` zeros hold wherever it stands.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
-        is not bound where `update` is called, or if trees do not match.
+      A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It must be
+      the last of its chain; with `optperm.apply_updates` zeros stay zero wherever it stands.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -121,39 +106,41 @@ def prune_gradually(
       3 [4.0, 0.0, 0.0, 0.0]
       4 [4.0, 0.0, 0.0, 0.0]
 
+    Notes:
+      Masks only shrink, so that a ramp that falls has no effect. The final share is reached at the first
+      multiple of `every` at or after the end of the ramp. `optperm.prune` prunes more by hand, and
+      `optperm.reset_masks` frees all entries.
+
+      Products stay dense: training is not faster. A step whose mask may change costs a selection while
+      the ramp rises; under `jax.vmap` every step does. An average of the params outside, such as
+      `optax.ema`'s, is not sparse where masks change.
+
+    Raises:
+      TypeError: If a share or the ramp is not a number, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
+        is not bound where `update` is called, or if trees do not match.
+
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
       <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
       <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
-
-    Notes:
-      Products stay dense: training is not faster. A step whose mask may change costs a selection while
-      the ramp rises; under `jax.vmap` every step does. An average of the params outside, such as
-      `optax.ema`'s, is not sparse where masks move.
     """
-    checks.check_transformation("optimizer", optimizer)
-    check_shares("sparsity", sparsity)
     checks.check_in_range("ramp", ramp, 0.0, 1.0)
     checks.check_count("every", every)
     checks.check_choice("criterion", criterion, get_args(Criterion))
     checks.check_choice("scope", scope, get_args(Scope))
-    check_structure(structure)
     if isinstance(structure, NOfM):
-        raise ValueError(
-            "structure must not be an NOfM, of which there is nothing between none and all: call "
-            "optperm.prune once, or train with optperm.keep_top."
-        )
-    checks.check_axis_name("axis_name", axis_name)
+        raise ValueError("structure must not be an NOfM, which has no ramp: use optperm.keep_top.")
     inside = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> SparseState:
-        flags = included(include, params)
+        flags = flag_leaves(include, params)
         check_fits(structure, params, flags)
-        mask = live_like(flags, params)
-        _groups(mask, sparsity, scope, structure)
+        mask = make_masks(flags, params)
+        _group(mask, sparsity, scope, structure)  # refuses shares that do not fit
         scores = None
         if criterion == "movement":
-            scores = jax.tree.map(_zeros, mask_like(params, mask))
+            scores = jax.tree.map(_make_zeros, mask_like(params, mask))
         return SparseState(jnp.zeros([], jnp.int32), mask, inside.init(params), scores)
 
     def update(
@@ -165,7 +152,7 @@ def prune_gradually(
             # S <- S - w g where m
             scores = jax.tree.map(_accumulate, scores, mask, w, g)
 
-        # s, at the params before the step
+        # s = |w|, |w g| or S, at the params before the step
         def rank() -> Any:
             wide = accumulation_dtype(w)
             if criterion == "magnitude":
@@ -176,17 +163,17 @@ def prune_gradually(
                 )
             else:
                 ranked = scores
+            # Replicas rank the same scores, so that their masks agree.
             if axis_name is None:
                 return ranked
             return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
 
         # m <- the n - round(r_t Z) highest of s where m
-        groups = _groups(mask, sparsity, scope, structure)
+        groups = _group(mask, sparsity, scope, structure)
         r = resolve_schedule("ramp", ramp, state.count, high=1.0)
-        zeros = jnp.stack([jnp.zeros([], jnp.int32), *(nearest_count(r, z) for z in groups.zeros)])[
-            1:
-        ]
+        zeros = _stack_counts([nearest_count(r, z) for z in groups.zeros])
 
+        # Scores are computed only where the ramp asks for more zeros than there are.
         def shrink() -> Any:
             has_more = jnp.any(zeros > _count_zeros(mask, groups, structure))
             select = functools.partial(_keep_highest, mask, groups, zeros, structure)
@@ -195,10 +182,10 @@ def prune_gradually(
         is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
         mask = cond(is_multiple, shrink, lambda: state.mask)
 
-        # w + u where m, else 0
-        updates, inner = inside.update(hide(mask, grads), state.inner, params, **extra_args)
+        # u(g where m, else 0), then w + u where m, else 0
+        updates, inner = inside.update(zero_dead(mask, grads), state.inner, params, **extra_args)
         count = optax.safe_increment(state.count)
-        return land(mask, updates, params), SparseState(count, mask, inner, scores)
+        return mask_updates(mask, updates, params), SparseState(count, mask, inner, scores)
 
     return transformation(
         init,
@@ -210,24 +197,25 @@ def prune_gradually(
     )
 
 
-def _zeros(p: jax.Array) -> jax.Array:
+def _make_zeros(p: jax.Array) -> jax.Array:
     return shard_like(mark_varying(jnp.zeros_like(p, jnp.float32), varying_axes(p)), p)
 
 
 def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
     """Return S - w g where m, and S where that is not finite."""
+    # In float32: sums in 16 bits would lose small products.
     product = jnp.asarray(w, jnp.float32) * jnp.asarray(g, jnp.float32)
     return jnp.where(m & jnp.isfinite(product), s - product, s)
 
 
-def _groups(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None) -> Groups:
+def _group(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None) -> Groups:
     sizes = [num_units(structure, leaf.shape) for leaf in jax.tree.leaves(mask)]
     flags = jax.tree.map(lambda _: True, mask)
     return group_leaves("sparsity", sparsity, scope, mask, flags, sizes)
 
 
 def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
-    """Return which units have a live entry, leaf by leaf."""
+    """Return whether each unit has a live entry, leaf by leaf."""
     return [
         m if structure is None else pool(structure, m.astype(jnp.float32)) > 0
         for m in jax.tree.leaves(mask)
@@ -235,19 +223,24 @@ def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
 
 
 def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
-    """Return how many units of each group do not live."""
+    """Return the number of units of each group without a live entry."""
     zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
     of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
-    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, of_groups)])[1:]
+    return _stack_counts(of_groups)
+
+
+def _stack_counts(counts: list[Any]) -> jax.Array:
+    # The zero in front makes an array of no counts too.
+    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, counts)])[1:]
 
 
 def _keep_highest(
     mask: Any, groups: Groups, zeros: jax.Array, structure: Structure | None, scores: Any
 ) -> Any:
-    """Return the mask of the live entries that stay when so many units of each group are zero."""
+    """Return the mask of live entries when each group has the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
-    # No code of a live unit is 0.
+    # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
     codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
     totals = [sum(units[index].size for index in group) for group in groups.leaves]

@@ -1,4 +1,4 @@
-"""A mask for each element of the params: pruning, freezing, and what keeps both under any optimizer."""
+"""A mask for each element of the params: pruning and freezing under any optimizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
-from optperm.sparsity.choice import UnitScope, codes_of_scores, keep, random_codes, wide_scores
-from optperm.sparsity.shares import Include, included, without_masked
+from optperm.sparsity.choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
+from optperm.sparsity.shares import Include, flag_leaves, select_masked
 from optperm.sparsity.sparse_state import SparseState
-from optperm.sparsity.structures import Structure, check_structure
+from optperm.sparsity.structures import Structure
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -28,14 +28,14 @@ FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
 
 @runtime_checkable
 class PreconditioningState(Protocol):
-    """What `freeze` asks of a preconditioner: a state that multiplies gradients by its matrix H."""
+    """A state that multiplies gradients by its preconditioner H, for `freeze`."""
 
     def preconditioned(self, grads: optax.Updates) -> optax.Updates:
-        """H g.
+        """Return H g.
 
         Args:
-          grads: g, a tree like the params, whole or without the leaves that this state does not see
-            (`optax.MaskedNode` in their place): it leaves those out itself.
+          grads: g, a tree like params, with all leaves or with `optax.MaskedNode` in place of the leaves
+            that this state does not see.
 
         Returns:
           A tree like the params that this state sees.
@@ -47,47 +47,35 @@ class MaskElementsState(NamedTuple):
     """State of `mask_elements`.
 
     Attributes:
-      mask: Which entries may move.
+      mask: Whether each entry may move.
     """
 
     mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
     def trainable_masks(self) -> list[Any]:
-        """The mask, for `optperm.apply_updates`."""
+        """Return the mask, for `optperm.apply_updates`."""
         return [self.mask]
 
 
 def mask_elements(
     mask: Any | Callable[[optax.Params], Any] = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Hold the entries of the params that its mask says at the value they have.
+    r"""Hold the masked entries of the params at their values.
 
     .. math::
       u_i \leftarrow \begin{cases} u_i & \text{if } m_i \\ -0 & \text{else} \end{cases}
 
-    Each entry has a boolean :math:`m_i` of its own, where `optax.masked` has one a leaf. All are True at
-    first; `optperm.prune`, `optperm.freeze` and `optperm.reset_masks` change them between steps, inside
-    `jax.jit` too, and nothing has to be compiled again. An update that is masked may be anything, NaN
-    included. Negative zero is the number that leaves -0.0 as it is.
-
-    It is the last of its chain: with `optax.apply_updates` weight decay, for instance, would move what
-    it holds if it came later. With `optperm.apply_updates` masked entries keep their bits wherever it
-    stands, even under a method that places weights (`optperm.sgperm`, `optperm.agn`), under
-    `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the
-    processor flushes subnormal numbers. A placing method does not know the masks: what it reports from
-    its own state, such as `optperm.center_params`, is not masked.
+    Each entry has its own boolean :math:`m_i`, where `optax.masked` has one for each leaf.
+    `optperm.prune`, `optperm.freeze` and `optperm.reset_masks` change the booleans between steps, inside
+    `jax.jit` too, without a new compilation. A masked update may be any number, NaN included.
 
     Args:
-      mask: Which entries may move at first: booleans in a tree like params, each for one leaf as a whole
-        or of its shape, or in a prefix of that tree; or a function from params to such a tree. None for
-        all of them.
+      mask: The entries that may move at first: a tree of booleans like params, each for a whole leaf or
+        of the leaf's shape; a prefix of such a tree; or a function from params to such a tree. None for
+        all entries.
 
     Returns:
       A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
-
-    Raises:
-      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
-      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -97,18 +85,30 @@ def mask_elements(
       >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
       [[2.5, 0.0], [0.0, 3.5]]
+
+    Notes:
+      It must be the last of its chain: with `optax.apply_updates`, weight decay after it, for instance,
+      would move masked entries. With `optperm.apply_updates` masked entries keep their bits wherever it
+      stands: under a method that places weights (`optperm.sgperm`, `optperm.agn`), under
+      `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the
+      processor flushes subnormal numbers. A placing method does not know the masks: what it reports
+      from its own state, such as `optperm.center_params`, is not masked.
+
+    Raises:
+      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
+      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
     """
 
     def init(params: optax.Params) -> MaskElementsState:
         given = mask(params) if callable(mask) else mask
-        return MaskElementsState(_spread(True if given is None else given, params))
+        return MaskElementsState(_spread_mask(True if given is None else given, params))
 
     def update(
         updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
     ) -> tuple[optax.Updates, MaskElementsState]:
         del params
 
-        # u_i where m_i, else -0
+        # u_i where m_i, else -0: adding it leaves 0.0 and -0.0 as they are
         def hold(is_trainable: jax.Array, u: Any) -> jax.Array:
             return jnp.where(is_trainable, u, jnp.array(-0.0, jnp.result_type(u)))
 
@@ -125,17 +125,15 @@ def mask_elements(
     )
 
 
-def _spread(mask: Any, params: optax.Params) -> Any:
-    """A mask, or a prefix of one, as an array of booleans for each leaf."""
+def _spread_mask(mask: Any, params: optax.Params) -> Any:
+    """Return a mask, or a prefix of a mask, as an array of booleans for each leaf."""
 
-    def of_leaf(allowed: Any, leaf: jax.Array) -> jax.Array:
+    def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
         if checks.dtype_of("mask", allowed) != jnp.bool_:
             raise TypeError(f"mask must be of booleans, got {jnp.result_type(allowed)}.")
-        if jnp.shape(allowed) not in ((), jnp.shape(leaf)):
-            raise ValueError(
-                f"mask has a leaf of shape {jnp.shape(allowed)} for a parameter of shape "
-                f"{jnp.shape(leaf)}: give one boolean for all of it, or one for each entry."
-            )
+        shape, wanted = jnp.shape(allowed), jnp.shape(leaf)
+        if shape not in ((), wanted):
+            raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
         allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
         return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
 
@@ -143,7 +141,7 @@ def _spread(mask: Any, params: optax.Params) -> Any:
         mask = jax.tree.broadcast(mask, params)
     except ValueError as error:
         raise ValueError(f"mask must be a tree like params, or a prefix of one: {error}") from error
-    return jax.tree.map(of_leaf, mask, params)
+    return jax.tree.map(spread, mask, params)
 
 
 def prune(
@@ -158,55 +156,41 @@ def prune(
     include: Include | None = None,
     structure: Structure | None = None,
 ) -> tuple[optax.Params, Any]:
-    r"""Set a fraction of the weights to zero, and mask them, so that they stay there.
+    r"""Set a fraction of the weights to zero, and mask them so that they stay zero.
 
-    Of n entries the :math:`n - \lfloor p n + \tfrac12 \rfloor` with the highest scores stay, for the
-    fraction p: :math:`|w|`, or the `scores` as they are, signs included. Of equal scores the first
-    stays, and one that is NaN stays before all others. So the count is exact, whatever the scores
-    are. The n entries are those of a leaf, which has its own p by `optperm.erk_sparsity` (`"erk"`),
-    or the same as the others (`"leaf"`); those of all leaves together (`"global"`); or those that
-    enter one output unit (`"unit"`: a slice along the last axis). With a structure all counts are
-    of its units.
+    For the fraction p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` highest scores of n entries stay.
+    The scores are :math:`|w|`, or `scores` with their signs. Of equal scores the first stays, and NaN
+    stays before all others, so that the count is exact for any scores. The n entries are the entries
+    of a leaf, with a p for each leaf by `optperm.erk_sparsity` (`"erk"`) or the same p for all leaves
+    (`"leaf"`); of all leaves together (`"global"`); or of the inputs of one output unit (`"unit"`: a
+    slice along the last axis). With a structure units are counted instead of entries.
 
-    All entries stand for election, those that are masked already too, and none becomes free: masks
-    accumulate. By magnitude what was pruned before is chosen first, so pruning .5 and then .6 leaves .4.
-    A weight that is frozen at another value than zero is set to zero if it is chosen. With
-    `optperm.prune_gradually` or `optperm.rigl` all that their masks leave out is set to zero:
-    `prune(params, opt_state, 0.0)` before the first step lets its gradient be that of the sparse
-    network.
-
-    It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A
-    fraction of Python or NumPy is the decimal number that it is printed as; one that is an array of
-    JAX, traced or not, is rounded to a multiple of :math:`2^{-24}`. A traced one that is out of
-    range counts as the nearest that is not, NaN as 0.
+    All entries are ranked, masked ones too, and none becomes free: masks accumulate. By magnitude pruned
+    entries rank lowest, so that pruning .5 and then .6 leaves .4. A weight that is frozen at another
+    value is set to zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl` all dead
+    entries are set to zero: `prune(params, opt_state, 0.0)` before the first step makes the first
+    gradient the gradient of the sparse network.
 
     Args:
-      params: The params, all of them where the mask is inside `optax.masked` or `optax.partition`: those
-        that it does not see stay as they are.
+      params: All params. Where the mask is inside `optax.masked` or `optax.partition`, the params that
+        it does not see stay as they are.
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
         `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
-        by `flax.nnx.Optimizer`. It is left alone.
-      fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of one, each of its
-        own leaf. None with `optperm.NOfM`.
+        by `flax.nnx.Optimizer`. It is not changed.
+      fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
+        fraction for each leaf. None with `optperm.NOfM`.
       criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
-        the same key a larger fraction takes in all that a smaller one does.
+        the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
-      scores: A tree like params whose lowest entries go; None for the magnitude of the params. Used by
-        `"magnitude"` alone.
-      key: A key of `jax.random`, used by `"random"` alone. All replicas need the same.
-      include: Which leaves take part: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for those of rank 2 and more.
+      scores: A tree like params; None for the magnitude of the params. Only for `"magnitude"`.
+      key: A key of `jax.random`, only for `"random"`. All replicas need the same.
+      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
       structure: `optperm.NOfM`, `optperm.Blocks` or `optperm.Units`. None for single entries.
 
     Returns:
-      The params with zero (0.0, never -0.0) in the place of the chosen, and the optimizer state with
-      their masks; both of the same structure, shapes and dtypes.
-
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
-        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
-        that has masks.
+      The params with 0.0 (never -0.0) in place of pruned entries, and the optimizer state with the
+      masks; both of the same structure, shapes and dtypes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -218,31 +202,42 @@ def prune(
       >>> pruned["bias"].tolist()
       [0.0, 1.0]
 
+    Notes:
+      It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A Python
+      or NumPy fraction is the decimal number that it is printed as; a JAX array, traced or not, is
+      rounded to a multiple of :math:`2^{-24}`. A traced fraction that is out of range counts as the
+      nearest limit, and NaN as 0.
+
+      Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, except for
+      `"unit"`, `NOfM` and `Blocks`.
+
+    Raises:
+      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
+      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
+        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
+        with masks.
+
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
       <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
-
-    Notes:
-      Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, but for
-      `"unit"`, `NOfM` and `Blocks`.
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
-    check_structure(structure)
-    state = _masked_state(opt_state)
+    state = _find_masked_state(opt_state)
     plain = without_variables(params)
-    weights = without_masked("params", plain, state.mask)
-    flags = included(include, state.mask, plain)
+    weights = select_masked("params", plain, state.mask)
+    flags = flag_leaves(include, state.mask, plain)
     if criterion == "random":
-        codes = random_codes(state.mask, flags, structure, key)
+        codes = draw_codes(state.mask, flags, structure, key)
     else:
         if scores is None:
-            ranked = jax.tree.map(jnp.abs, wide_scores("params", weights, state.mask))
+            ranked = jax.tree.map(jnp.abs, widen_scores("params", weights, state.mask))
         else:
-            ranked = wide_scores("scores", scores, state.mask)
-        codes = codes_of_scores(ranked, flags, structure)
+            ranked = widen_scores("scores", scores, state.mask)
+        codes = encode_scores(ranked, flags, structure)
     kept = keep("fraction", codes, fraction, scope, state.mask, flags, structure)
-    mask = jax.tree.map(_hold, state.mask, kept)
-    # What such a state leaves out is zero, where a mask of `mask_elements` may hold any value.
+    # m <- m and kept: masks accumulate
+    mask = jax.tree.map(_intersect, state.mask, kept)
+    # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
     stays = mask if isinstance(state, SparseState) else kept
     pruned = jax.tree.map(
         lambda is_kept, w: jnp.where(shard_like(is_kept, w), w, jnp.zeros_like(w)), stays, weights
@@ -264,34 +259,28 @@ def freeze(
     key: jax.Array | None = None,
     include: Include | None = None,
 ) -> Any:
-    r"""Mask a fraction of the weights, so that they stay at the value they have.
+    r"""Mask a fraction of the weights so that they stay at their values.
 
-    Chosen are those with the smallest :math:`|g_i|`, :math:`|(H g)_i|` or at random, with g the gradient
-    over all examples and H the preconditioner that `optperm.constant_sgd` has learned.
-    How many they are, and which of equal ones, is as in `optperm.prune`; masks accumulate as there.
+    The weights with the smallest :math:`|g_i|` or :math:`|(H g)_i|`, or random ones, are masked, with g
+    the gradient over all examples and H the preconditioner that `optperm.constant_sgd` has learned.
+    Numbers and ties are as in `optperm.prune`, and masks accumulate.
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
-        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is left alone.
+        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is not changed.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.prune`.
       scores: g, a tree like params, from `optperm.full_gradient` for instance.
       criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
-        `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which takes no
-        scores, and with the same key and a larger fraction all that it takes with a smaller one.
+        `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
+        the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
-      key: A key of `jax.random`, used by `"random"` alone. All replicas need the same.
-      include: Which leaves take part: a tree of booleans like params, or a prefix of one; or a function
-        to one from a tree with the structure and shapes of the params (it is the masks: there are no
-        params here). None for those of rank 2 and more.
+      key: A key of `jax.random`, only for `"random"`. All replicas need the same.
+      include: The leaves to freeze: a tree of booleans like params, a prefix of such a tree, or a
+        function to such a tree from the masks, which have the structure and shapes of the params. None
+        for all leaves of rank 2 and more.
 
     Returns:
-      The optimizer state with the masks, of the same structure, shapes and dtypes.
-
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `scores` or `key` is
-        missing, a tree does not match the masks, or there is not exactly one state of `mask_elements`,
-        or of a preconditioner where one is asked for.
+      The optimizer state with the new masks, of the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -303,21 +292,25 @@ def freeze(
       >>> optperm.apply_updates(w, updates, opt_state).tolist()
       [[1.0, 1.0], [3.0, 3.0]]
 
+    Raises:
+      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
+      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `scores` or `key` is
+        missing, a tree does not match the masks, or there is not exactly one state of `mask_elements`,
+        or of a preconditioner where the criterion needs one.
+
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, 2017, for H
     """
     checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
-    flags = included(include, state.mask)
+    flags = flag_leaves(include, state.mask)
     if criterion == "random":
-        codes = random_codes(state.mask, flags, None, key)
+        codes = draw_codes(state.mask, flags, None, key)
     else:
         if scores is None:
-            raise ValueError(
-                f"criterion {criterion!r} needs scores, the gradient over all examples: pass "
-                "scores=optperm.full_gradient(loss_fn, params, batches)."
-            )
+            raise ValueError(f"criterion {criterion!r} needs scores, from optperm.full_gradient.")
+        # |g|, or |H g|
         name, grads = "scores", scores
         if criterion == "preconditioned_gradient":
             preconditioner = find_state(
@@ -327,25 +320,22 @@ def freeze(
             )
             grads = preconditioner.preconditioned(without_variables(scores))
             name = "the preconditioned scores"
-        ranked = jax.tree.map(jnp.abs, wide_scores(name, grads, state.mask))
-        codes = codes_of_scores(ranked, flags, None)
+        ranked = jax.tree.map(jnp.abs, widen_scores(name, grads, state.mask))
+        codes = encode_scores(ranked, flags, None)
     kept = keep("fraction", codes, fraction, scope, state.mask, flags, None)
-    new = MaskElementsState(jax.tree.map(_hold, state.mask, kept))
+    new = MaskElementsState(jax.tree.map(_intersect, state.mask, kept))
     return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
 
 
 def reset_masks(opt_state: Any) -> Any:
-    """Return the optimizer state with every mask True again: all entries may move.
+    """Return the optimizer state with masks of True: all entries may move again.
 
     Args:
       opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
-        `optperm.rigl` anywhere in it. It is left alone.
+        `optperm.rigl` anywhere in it. It is not changed.
 
     Returns:
       The whole optimizer state, of the same structure, shapes and dtypes.
-
-    Raises:
-      ValueError: If there is not exactly one state that has masks.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -355,17 +345,20 @@ def reset_masks(opt_state: Any) -> Any:
       [[True, False]]
       >>> optperm.reset_masks(opt_state).mask.tolist()
       [[True, True]]
+
+    Raises:
+      ValueError: If there is not exactly one state with masks.
     """
-    state = _masked_state(opt_state)
+    state = _find_masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
     return replace_state(opt_state, type(state), new, method="mask_elements")
 
 
-def _masked_state(opt_state: Any) -> MaskElementsState | SparseState:
+def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
     types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
     state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
     return state
 
 
-def _hold(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:
+def _intersect(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:
     return is_trainable & shard_like(is_kept, is_trainable)

@@ -1,7 +1,7 @@
-"""RigL: weights are dropped by magnitude and grown by gradient, at a constant number of them.
+"""RigL: drop weights by magnitude and grow others by gradient, at a constant number of weights.
 
 U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11134. With random
-growth it is SET, D. Mocanu et al., arXiv 1707.04780.
+growth it is SET: D. Mocanu et al., arXiv 1707.04780.
 """
 
 from typing import Any, Literal, get_args
@@ -19,8 +19,8 @@ from optperm.contract.shardings import shard_like
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 from optperm.sparsity.selection import keep_highest, order_codes
-from optperm.sparsity.shares import Include, check_shares, group_leaves, included, nearest_count
-from optperm.sparsity.sparse_state import SparseState, hide, land, live_like
+from optperm.sparsity.shares import Include, flag_leaves, group_leaves, nearest_count
+from optperm.sparsity.sparse_state import SparseState, make_masks, mask_updates, zero_dead
 
 Grow = Literal["gradient", "random"]
 
@@ -38,10 +38,10 @@ def rigl(
     skip_step: bool = False,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Train a network that is always sparse, and move its weights where the gradient wants them.
+    r"""Train a network that is always sparse, and move its weights to where gradients are large.
 
     The first mask is random. In step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
-    of the n live weights of each leaf :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` move:
+    :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each leaf move:
 
     .. math::
       \text{kept} &= \text{the } n - k \text{ live entries with the highest } |\theta| \\
@@ -49,43 +49,31 @@ def rigl(
       m &\leftarrow \text{kept} \cup \text{grown}, \qquad
       \alpha_t = \tfrac{1}{2} \alpha \, (1 + \cos(\pi t / T))
 
-    Those that were just dropped may be grown again; they go on as they were. The others start at 0, with
-    what the optimizer's `init` gives in its state. It sees gradients and params with 0 in the place
-    of what does not live, and what is dropped is set to 0. So each leaf keeps its number of live
-    weights for ever. With `grow="random"` the places are random (SET); with `drop_fraction=0` the
-    mask stays.
-
-    The gradient is that of all entries: since dead weights are zeros in the params, `jax.grad` gives it.
-    Do not multiply by a mask in the model: the gradient is zero there, and the first places would grow.
-    To average it over batches put `optax.MultiSteps` outside. Until the first update the params are
-    dense, unless they are made sparse before: `params, opt_state = optperm.prune(params, opt_state,
-    0.0)`.
+    A weight that is dropped and grown in the same step keeps its value and its state. Other grown
+    weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. The
+    optimizer sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
+    live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
 
     Args:
-      optimizer: Any optimizer. Clipping inside it clips by the norm of the live entries; in front
-        of this, in an `optax.chain`, by that of all.
-      sparsity: The share of zeros, in [0, 1], spread by `optperm.erk_sparsity`; or a tree of shares like
-        params, or a prefix of one.
+      optimizer: Any optimizer. Clipping inside it uses the norm of the live entries; clipping in front
+        of this transformation, in an `optax.chain`, uses the norm of all entries.
+      sparsity: The share of zeros, in [0, 1], distributed by `optperm.erk_sparsity`; or a tree of shares
+        like params, or a prefix of such a tree.
       end: T, the step from which on the mask stays: about three quarters of the training.
-      key: A key of `jax.random`, of the first mask and of random growth. All replicas need the same.
-      every: How often the mask changes, in steps.
-      drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is :math:`\alpha_t` as it is.
-      grow: `"gradient"`, or `"random"`.
-      include: Which leaves are sparse: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for those of rank 2 and more.
-      skip_step: Whether live weights and the state of the optimizer stay as they are in a step that
-        changes the mask, as in the paper's code.
+      key: A key of `jax.random` for the first mask and for random growth. All replicas need the same.
+      every: The number of steps between changes of the mask.
+      drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is used as :math:`\alpha_t` itself.
+      grow: `"gradient"` or `"random"`.
+      include: The leaves that are sparse: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      skip_step: Whether live weights and the optimizer's state stay as they are in a step that changes
+        the mask, as in the paper's code.
       axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
         for replicas whose params or gradients differ. None where they agree.
 
     Returns:
-      A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It is
-      the last of its chain; with `optperm.apply_updates` zeros hold wherever it stands.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `axis_name` is not bound where `update` is
-        called, or if trees do not match.
+      A transformation whose state is an `optperm.SparseState`. Its `update` needs `params`. It must be
+      the last of its chain; with `optperm.apply_updates` zeros stay zero wherever it stands.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -99,41 +87,51 @@ def rigl(
       >>> w.round(1).tolist()  # the four largest
       [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
 
+    Notes:
+      The gradient must be the gradient of all entries, which `jax.grad` gives since dead weights are
+      zeros in the params. Do not multiply by a mask in the model: the gradient would be zero there, and
+      the first places would grow. To average gradients over batches, put `optax.MultiSteps` outside.
+
+      Until the first update the params are dense, unless they are made sparse before by
+      `params, opt_state = optperm.prune(params, opt_state, 0.0)`.
+
+      Products and gradients are dense: training is not faster, and gradual pruning, at the same cost
+      here, reaches a better accuracy. Under Adam a fresh weight moves further than an old one, since
+      its moments are fresh and their count is not: 3.2 times as far at once and 6.6 times at most, for
+      decays of .9 and .999. Use b2=.99 where that hurts.
+
+      Under `jax.vmap` every step costs a selection. Within `jax.lax.scan` a step in which the mask stays
+      costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a single step
+      also allocates, in every call, the memory of a selection, four times the bytes of the params.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `axis_name` is not bound where `update` is
+        called, or if trees do not match.
+
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
       ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
       connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
-
-    Notes:
-      Products and gradients are dense: training is not faster, and gradual pruning, at the same
-      cost here, ends at a better accuracy. After Adam a fresh weight moves further than an old one,
-      since its moments are fresh and their count is not: 3.2 times at once, 6.6 times at most, for
-      decays of .9 and .999; take b2=.99 where that hurts. Under `jax.vmap` every step costs a
-      selection. A step in which the mask stays costs within `jax.lax.scan` what one of the
-      optimizer with `optperm.mask_elements` does; a program of a single step also allocates, in
-      every call, what a selection needs, four times the bytes of the params.
     """
-    checks.check_transformation("optimizer", optimizer)
-    check_shares("sparsity", sparsity)
     checks.check_count("end", end)
-    checks.check_key("key", key)
     checks.check_count("every", every)
     checks.check_in_range("drop_fraction", drop_fraction, 0.0, 1.0)
     checks.check_choice("grow", grow, get_args(Grow))
-    checks.check_flag("skip_step", skip_step)
-    checks.check_axis_name("axis_name", axis_name)
-    _check_first_update(end, every, drop_fraction)
+    is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
+    if is_known and drop_fraction > 0 and end <= every:
+        raise ValueError(f"end must be above every={every}, or drop_fraction 0, got {end}.")
     inside = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(key, (2,), jnp.uint32)
-        mask = live_like(included(include, params), params)
+        mask = make_masks(flag_leaves(include, params), params)
         leaves, treedef = jax.tree.flatten(mask)
         flags = jax.tree.map(lambda _: True, mask)
         groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
         counts = [m.size - zeros for m, zeros in zip(leaves, groups.zeros, strict=True)]
-        # Nothing grows in step 0, whose bits are free for the first mask.
-        codes = _random_codes(leaves, raw, jnp.zeros([], jnp.int32))
+        # The first mask uses the random bits of step 0, in which nothing grows.
+        codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)
         return SparseState(
             count=jnp.zeros([], jnp.int32),
@@ -147,33 +145,35 @@ def rigl(
     ) -> tuple[optax.Updates, SparseState]:
         t, before = state.count, state.mask
         last = jnp.asarray(end, jnp.int32)
-        # w where m, else 0; and in the optimizer's state what its init gives where not m
-        live = hide(before, params)
-        inner = _restart(inside, before, state.inner, live)
+        # w where m, else 0; where not m the optimizer's state is as `init` gives it
+        live = zero_dead(before, params)
+        inner = _restart_dead(inside, before, state.inner, live)
 
-        # kept and grown, for alpha_t = alpha / 2 (1 + cos(pi t / T))
         def move() -> Any:
+            # alpha_t = alpha / 2 (1 + cos(pi t / T))
             alpha = resolve_schedule("drop_fraction", drop_fraction, t, high=1.0)
             if not callable(drop_fraction):
                 done = t.astype(jnp.float32) / last.astype(jnp.float32)
                 alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
-            w, g = _magnitudes(before, params, grads, axis_name)
-            drawn = None if state.key is None else _random_codes(before, state.key, t)
-            return _move(before, w, [_grow_codes(x) for x in g] if drawn is None else drawn, alpha)
+            # m <- kept (by |w|) and grown (by |g|, or at random)
+            w, g = _compute_magnitudes(before, params, grads, axis_name)
+            random = None if state.key is None else _draw_codes(before, state.key, t)
+            return _move(before, w, random or [_encode_gradient(x) for x in g], alpha)
 
+        # By the count alone, which is the same on all replicas, so that a selection stays rare.
         due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
         mask = cond(due, move, lambda: before)
 
-        # w + u where m, else 0
+        # u(g where m, else 0), by the new mask; then w + u where m, from 0 where it is new, else 0
         def step() -> tuple[optax.Updates, Any]:
-            u, new_inner = inside.update(hide(mask, grads), inner, live, **extra_args)
+            u, new_inner = inside.update(zero_dead(mask, grads), inner, live, **extra_args)
             return cast_like(u, params), cast_like(new_inner, inner)
 
         def stay() -> tuple[optax.Updates, Any]:
             return jax.tree.map(jnp.zeros_like, params), inner
 
         u, inner = cond(due, stay, step) if skip_step else step()
-        updates = land(mask, u, params, before)
+        updates = mask_updates(mask, u, params, before)
         return updates, state._replace(count=optax.safe_increment(t), mask=mask, inner=inner)
 
     return transformation(
@@ -186,16 +186,7 @@ def rigl(
     )
 
 
-def _check_first_update(end: Any, every: Any, drop_fraction: Any) -> None:
-    is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
-    if is_known and drop_fraction > 0 and end <= every:
-        raise ValueError(
-            f"end must be after the first change of the mask, in step every={every}, got {end}. For a "
-            "mask that stays pass drop_fraction=0."
-        )
-
-
-def _magnitudes(
+def _compute_magnitudes(
     mask: Any, params: Any, grads: Any, axis_name: AxisName | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return |w| and |g| of the included leaves, averaged over the named axes."""
@@ -205,14 +196,14 @@ def _magnitudes(
     return (w, g) if axis_name is None else jax.lax.pmean((w, g), axis_name)
 
 
-def _grow_codes(g: jax.Array) -> jax.Array:
-    """Return codes in the order of |g|, what is not finite below all others."""
+def _encode_gradient(g: jax.Array) -> jax.Array:
+    """Return codes in the order of |g|, with entries that are not finite below all others."""
     codes = order_codes(g)
     return jnp.where(jnp.isfinite(g), codes, jnp.ones_like(codes))
 
 
-def _random_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
-    """Return random bits, which depend on the key, the step and the place of a leaf."""
+def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
+    """Draw random codes above 0, which depend on the key, the step and the place of a leaf."""
     key = jax.random.fold_in(as_key(raw), t)
     return [
         shard_like(
@@ -225,27 +216,28 @@ def _random_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
 def _move(
     mask: Any, magnitudes: list[jax.Array], grow_codes: list[jax.Array], alpha: jax.Array
 ) -> Any:
-    """Return the mask of what is kept and of what grows, as many in each leaf as lived before."""
+    """Return the mask of kept and grown entries, with as many live entries in each leaf as before."""
     leaves, treedef = jax.tree.flatten(mask)
     alone = [[index] for index in range(len(leaves))]
     live = [jnp.sum(m, dtype=jnp.int32) for m in leaves]
     moving = [nearest_count(alpha, n) for n in live]
-    # The n - k highest |w| among live ones, and the k highest of all others. No code is 0.
+    # kept: the n - k highest |w| among live entries; dead ones have code 0, below all live codes.
     codes = [order_codes(w) for w in magnitudes]
     codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
     kept = keep_highest(codes, alone, [n - k for n, k in zip(live, moving, strict=True)])
+    # grown: the k highest |g| among the entries that are not kept, the dropped ones included.
     codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
     grown = keep_highest(codes, alone, moving)
     return jax.tree.unflatten(treedef, [a | b for a, b in zip(kept, grown, strict=True)])
 
 
-def _restart(
+def _restart_dead(
     optimizer: optax.GradientTransformation, mask: Any, inner: Any, params: optax.Params
 ) -> Any:
-    """Return the optimizer's state with what `init` gives where the mask is False.
+    """Return the optimizer's state with the entries of a fresh state where the mask is False.
 
-    An array belongs to the parameter at whose path its own ends, if their shapes are equal. What does
-    not live is the same in every step, so that an entry that comes to live later is fresh then.
+    An array of the state belongs to the parameter whose path is the end of the array's path, if their
+    shapes are equal. Dead entries are restarted in every step, so that an entry is fresh when it grows.
     """
     masks = dict(jax.tree_util.tree_leaves_with_path(mask))
     fresh = jax.tree.leaves(optimizer.init(params))

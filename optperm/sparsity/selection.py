@@ -1,7 +1,7 @@
-"""The k highest of many scores, exactly, by counting instead of sorting.
+"""Select the k highest of many scores, exactly, by counting instead of sorting.
 
-A threshold is found bit by bit from the top: each bit stays if at least k codes are as high. On a mesh
-that sums one number a round, where a sort gathers all scores.
+The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold with
+it. On a mesh each round sums one number, where a sort would gather all scores.
 """
 
 import functools
@@ -18,16 +18,16 @@ _LARGEST_INT32 = 2**31 - 1
 
 
 def order_codes(scores: jax.Array) -> jax.Array:
-    """Return unsigned integers in the order of the scores, none of them 0.
+    """Return unsigned integers in the order of the scores, all of them above 0.
 
     -0 equals 0, and NaN is above infinity. Scores of 16 bits are cast to float32. Only bits are
-    compared: a processor that flushes subnormal numbers gives the same order.
+    compared, so that a processor that flushes subnormal numbers gives the same order.
 
     Args:
-      scores: Real floating numbers of any shape.
+      scores: An array of a real floating dtype.
 
     Returns:
-      An array of the same shape, of uint64 for float64, else of uint32.
+      An array of the same shape, uint64 for float64 and else uint32.
     """
     is_double = scores.dtype == jnp.float64
     word, wide = (jnp.uint64, jnp.float64) if is_double else (jnp.uint32, jnp.float32)
@@ -35,6 +35,7 @@ def order_codes(scores: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(jnp.asarray(scores, wide), word)
     infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, wide), word)
     bits = jnp.where(bits == top, jnp.zeros_like(bits), bits)
+    # Negative numbers are ordered by their flipped bits, below all others.
     codes = jnp.where(bits < top, bits | top, ~bits)
     return jnp.where((bits & ~top) > infinity, ~jnp.zeros_like(bits), codes)
 
@@ -42,12 +43,13 @@ def order_codes(scores: jax.Array) -> jax.Array:
 def keep_highest(
     codes: Sequence[jax.Array], groups: Sequence[Sequence[int]], counts: Sequence[int | jax.Array]
 ) -> list[jax.Array]:
-    """Say of each entry whether it is among the highest of its group, of equal ones the first.
+    """Return whether each entry is among the highest of its group, of equal ones the first.
 
     Args:
       codes: Arrays of unsigned integers of one dtype.
-      groups: The indices of the arrays that are ranked together, in their order. None is in two groups.
-      counts: How many entries of each group to keep, an integer from 0 to its size.
+      groups: For each group the indices of the arrays that are ranked together, in order. No array is
+        in two groups.
+      counts: The number of entries of each group to keep, from 0 to the size of the group.
 
     Returns:
       Booleans shaped like the codes, True for an array of no group.
@@ -57,17 +59,14 @@ def keep_highest(
     """
     sizes = [sum(codes[index].size for index in group) for group in groups]
     if max(sizes, default=0) > _LARGEST_INT32:
-        raise ValueError(
-            f"At most {_LARGEST_INT32} entries can be ranked together, got {max(sizes)}: give the "
-            "leaves shares of their own, by scope='erk' or 'leaf'."
-        )
+        raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
     if max(sizes, default=0) == 0:
         return [jnp.ones_like(code, bool) for code in codes]
     wanted = jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
     return [*_select(list(codes), wanted, tuple(map(tuple, groups)))]
 
 
-# Compiled once for all calls outside of jax.jit.
+# Compiled once for all calls outside jax.jit.
 @functools.partial(jax.jit, static_argnames="groups")
 def _select(
     codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
@@ -79,7 +78,7 @@ def _select(
     wanted = mark_varying(wanted, axes)
 
     def count(is_counted: Any) -> jax.Array:
-        """How many entries of each group satisfy a condition on an array's index and its group."""
+        """Return how many entries of each group satisfy a condition on the array and its group."""
         sums = [
             [jnp.sum(is_counted(index, number), dtype=jnp.int32) for index in group]
             for number, group in enumerate(groups)
@@ -87,7 +86,7 @@ def _select(
         zero = jnp.zeros([], jnp.int32)
         return mark_varying(jnp.stack([sum(each, start=zero) for each in sums]), axes)
 
-    # t, the code of the k-th highest: the largest one that at least k codes reach.
+    # t, the code of the k-th highest entry: the largest code that at least k codes reach.
     def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
         reached = count(lambda index, number: codes[index] >= candidate[number])
@@ -96,7 +95,7 @@ def _select(
     none = mark_varying(jnp.zeros(len(groups), word), axes)
     t = jax.lax.fori_loop(0, bits, find_threshold, none)
 
-    # Of the entries that equal t the first r, which end before the place e.
+    # Of the entries that equal t the first r are kept: those before the place e.
     r = wanted - count(lambda index, number: codes[index] > t[number])
     num_bits = max(sizes).bit_length()
 
@@ -117,7 +116,7 @@ def _select(
 
 
 def _places(codes: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> dict[int, jax.Array]:
-    """Return the place of each entry in its group, in C order."""
+    """Return the place of each entry within its group, in C order."""
     places = {}
     for group in groups:
         start = 0

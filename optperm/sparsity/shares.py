@@ -1,4 +1,4 @@
-"""Which leaves take part, and how many of their entries are zero: exact counts of a share."""
+"""Shares of zeros: which leaves have one, and exactly how many entries it is."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,33 +13,34 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.states import is_masked, mask_like, without_variables
 
-# "erk", shares by `erk_sparsity`; "leaf", the same share of each leaf; "global", of all together.
+# "erk": shares by `erk_sparsity`; "leaf": the same share of each leaf; "global": of all leaves together.
 Scope = Literal["erk", "leaf", "global"]
-# Booleans, a tree like params or a prefix of one, or a function from a tree like params to them.
+# A tree of booleans like params, a prefix of such a tree, or a function from params to such a tree.
 Include = Any | Callable[[Any], Any]
 
 _HALF_OF_24_BITS = 2**23
 
 
 class Groups(NamedTuple):
-    """Which leaves are ranked together.
+    """Groups of leaves that are ranked together.
 
     Attributes:
       leaves: The indices of the leaves of each group.
-      zeros: How many of the entries of each group are zero in the end.
+      zeros: The final number of zeros of each group.
     """
 
     leaves: list[list[int]]
     zeros: list[int | jax.Array]
 
 
-def included(include: Include | None, tree: Any, params: Any = None) -> Any:
-    """Return a flag for each leaf; for None whether it has two axes or more.
+def flag_leaves(include: Include | None, tree: Any, params: Any = None) -> Any:
+    """Return whether each leaf is included.
 
     Args:
-      include: The flags, a prefix of them, or a function to them.
-      tree: What has the leaves, with `optax.MaskedNode` for those that are not seen.
-      params: What to call a function with; None for the tree.
+      include: The flags, a prefix of them, or a function that returns them; None to include each leaf of
+        two axes and more.
+      tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
+      params: The argument of the function; None for the tree.
     """
     if not jax.tree.leaves(tree):
         return tree
@@ -57,53 +58,52 @@ def group_leaves(
     flags: Any,
     sizes: Sequence[int],
 ) -> Groups:
-    """Return the groups of leaves, and how many zeros each has.
+    """Return the groups of leaves that are ranked together, with their numbers of zeros.
 
     Args:
-      name: The argument's name, for messages.
-      sparsity: A share for all leaves, or a tree (or prefix of one) of shares for each.
-      scope: How a share for all is spread.
+      name: The name of the argument `sparsity`, for messages.
+      sparsity: One share, or a tree of shares like `tree`, or a prefix of such a tree.
+      scope: The distribution of one share over the leaves.
       tree: Arrays, or shapes.
-      flags: Which of them take part, a tree of the same structure.
-      sizes: How many entries each leaf has, or how many units of a structure.
+      flags: Whether each leaf is included.
+      sizes: The number of entries of each leaf, or of units of a structure.
 
     Raises:
-      TypeError: If a share is no single number.
-      ValueError: If it is out of range, if the tree of shares does not fit, or if it comes with
-        "global".
+      TypeError: If a share is not a single number.
+      ValueError: If a share is out of range, if the tree of shares does not fit, or if `scope` is
+        "global" and there is a tree.
     """
-    taking_part = [index for index, flag in enumerate(jax.tree.leaves(flags)) if flag]
-    if _is_number(sparsity) or callable(sparsity):
+    indices = [index for index, flag in enumerate(jax.tree.leaves(flags)) if flag]
+    is_single = _is_number(sparsity) or callable(sparsity)
+    if is_single:
         check_share(name, sparsity)
-        if scope == "global":
-            total = sum(sizes[index] for index in taking_part)
-            return Groups([taking_part], [nearest_count(sparsity, total)])
-        if scope == "erk":
-            sparsity = _erk(tree, sparsity, flags)
-    elif scope == "global":
-        raise ValueError(
-            f"{name} must be a single number with scope 'global': a tree says the share of each leaf."
-        )
+    if is_single and scope == "erk":
+        sparsity = _compute_erk(tree, sparsity, flags)
+    # One group of all leaves, or a group for each leaf
+    if scope == "global":
+        if not is_single:
+            raise ValueError(f"{name} must be a single number with scope 'global', got a tree.")
+        total = sum(sizes[index] for index in indices)
+        return Groups([indices], [nearest_count(sparsity, total)])
     shares = jax.tree.leaves(
         spread_prefix(name, without_variables(sparsity), tree, _is_number, "a number")
     )
     for share in shares:
         check_share(name, share)
-    zeros = [nearest_count(shares[index], sizes[index]) for index in taking_part]
-    return Groups([[index] for index in taking_part], zeros)
+    zeros = [nearest_count(shares[index], sizes[index]) for index in indices]
+    return Groups([[index] for index in indices], zeros)
 
 
 def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
-    """Return floor(s n + 1/2), exactly: the same from Python's numbers and from arrays of JAX.
+    """Return floor(s n + 1/2), exactly: the same for Python numbers and for JAX arrays.
 
-    A share of Python or NumPy is the decimal number that it is printed as. One of JAX is rounded to a
-    multiple of 2^-24, and the rest is arithmetic of integers, so that every processor gives the
-    same. NaN counts as 0.
+    A Python or NumPy share is the decimal number that it is printed as. A JAX share is rounded to a
+    multiple of 2^-24; the rest is integer arithmetic, so that all processors agree. NaN counts as 0.
     """
     if not isinstance(share, jax.Array) and not isinstance(size, jax.Array):
         return math.floor(Fraction(str(share)) * size + Fraction(1, 2))
     share = jnp.clip(jnp.asarray(share, accumulation_dtype(share)), 0, 1)
-    # floor((k n + 2^23) / 2^24), with k and n in two parts each so that no product exceeds 32 bits.
+    # floor((k n + 2^23) / 2^24) for s = k / 2^24; k and n are split in two so that products fit 32 bits.
     k = jnp.round(jnp.where(share > 0, share, 0) * 2**24).astype(jnp.uint32)
     n = jnp.asarray(size, jnp.uint32)
     k_high, k_low, n_high, n_low = k >> 12, k & 0xFFF, n >> 16, n & 0xFFFF
@@ -112,20 +112,12 @@ def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.
     return (whole + ((rest + k_low * n_low + _HALF_OF_24_BITS) >> 24)).astype(jnp.int32)
 
 
-def check_shares(name: str, shares: Any) -> None:
-    """Raise unless this is a share, or a tree of them, as far as it can be seen."""
-    is_one = _is_number(shares) or callable(shares)
-    for share in [shares] if is_one else jax.tree.leaves(shares):
-        check_share(name, share)
-
-
 def check_share(name: str, share: Any) -> None:
-    """Raise unless a share is a single number in [0, 1], as far as it can be seen."""
+    """Raise unless a share is a single number, in [0, 1] where it is not traced."""
     checks.check_in_range(name, share, 0.0, 1.0, may_be_schedule=False)
     if isinstance(share, jax.core.Tracer) and (share.ndim or share.dtype == bool):
         raise TypeError(
-            f"{name} must be a single number, got {share.dtype}{list(share.shape)}: use "
-            "jax.vmap for several."
+            f"{name} must be a number, got {share.dtype}{list(share.shape)}: use jax.vmap."
         )
 
 
@@ -139,23 +131,19 @@ def erk_sparsity(
     .. math::
       d = \min(1, \epsilon r), \qquad r = \frac{n_1 + \dots + n_k}{n_1 \cdots n_k}
 
-    with one :math:`\epsilon` for all, such that :math:`\sum d N = (1 - s) \sum N`. Counts are rounded by
-    the largest remainder, so that the zeros of all leaves are floor(s N + 1/2) of their N entries. It is
-    what `scope="erk"` stands for elsewhere; call it to change an entry of the tree before you pass that.
+    with one :math:`\epsilon` for all leaves, such that :math:`\sum d N = (1 - s) \sum N`. Counts are
+    rounded by the largest remainder, so that floor(s N + 1/2) of all N entries are zero. `scope="erk"`
+    elsewhere means these shares; call this function to change some of them before you pass the tree.
 
     Args:
-      params: A tree of arrays, or of the shapes that `jax.eval_shape` gives.
-      sparsity: s, in [0, 1]. An array of JAX, traced or not, gives shares that are not rounded to
-        counts, in float32.
-      include: Which leaves take part: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for those of rank 2 and more.
+      params: A tree of arrays, or of the shapes that `jax.eval_shape` returns.
+      sparsity: s, in [0, 1]. A JAX array, traced or not, gives shares in float32 that are not rounded to
+        counts.
+      include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
 
     Returns:
-      A tree like params of floats, 0.0 for a leaf that does not take part.
-
-    Raises:
-      TypeError: If `sparsity` is no number.
-      ValueError: If it is out of range, or `include` does not fit.
+      A tree of floats like params, 0.0 for a leaf that is not included.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -165,6 +153,10 @@ def erk_sparsity(
       >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, shares)  # that are not zero
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
+    Raises:
+      TypeError: If `sparsity` is not a number.
+      ValueError: If `sparsity` is out of range, or `include` does not fit.
+
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
       ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
@@ -172,35 +164,38 @@ def erk_sparsity(
     """
     check_share("sparsity", sparsity)
     params = without_variables(params)
-    return _erk(params, sparsity, included(include, params))
+    return _compute_erk(params, sparsity, flag_leaves(include, params))
 
 
-def _erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
+def _compute_erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     shares: list[Any] = [0.0] * len(leaves)
-    # A leaf without entries has nothing to share.
+    # A leaf without entries has no zeros.
     chosen = [
         i for i, flag in enumerate(jax.tree.leaves(flags)) if flag and math.prod(leaves[i].shape)
     ]
-    # By falling r: the first ones become dense before the others. r N is the sum of the shape.
+    # Water filling: by falling r = sum / size: the first leaves become dense before the others.
     sizes = {i: math.prod(leaves[i].shape) for i in chosen}
     sums = {i: max(sum(leaves[i].shape), 1) for i in chosen}
     order = sorted(chosen, key=lambda i: -Fraction(sums[i], sizes[i]))
     total = sum(sizes.values())
     live = total - nearest_count(sparsity, total)
     if isinstance(sparsity, jax.Array):
-        densities = _traced_densities(live, [sizes[i] for i in order], [sums[i] for i in order])
+        densities = _compute_traced_densities(
+            live, [sizes[i] for i in order], [sums[i] for i in order]
+        )
         for i, density in zip(order, densities, strict=True):
             shares[i] = 1 - density
         return jax.tree.unflatten(structure, shares)
     wanted, rest = {}, sum(sums.values())
     for place, i in enumerate(order):
-        # eps r <= 1, where all leaves before this one are dense.
+        # eps = live / rest, with the leaves before this one dense; all after it have eps r <= 1 too.
         if live * sums[i] <= rest * sizes[i]:
             wanted = {j: Fraction(live * sums[j], rest) for j in order[place:]}
             break
         live, rest = live - sizes[i], rest - sums[i]
     counts = sizes | {i: math.floor(exact) for i, exact in wanted.items()}
+    # The largest remainders get the entries that rounding down has left.
     by_remainder = sorted(wanted, key=lambda i: (counts[i] - wanted[i], i))
     for i in by_remainder[: live - sum(counts[i] for i in wanted)]:
         counts[i] += 1
@@ -209,12 +204,12 @@ def _erk(tree: Any, sparsity: float | jax.Array, flags: Any) -> Any:
     return jax.tree.unflatten(structure, shares)
 
 
-def _traced_densities(live: Any, sizes: list[int], sums: list[int]) -> list[jax.Array]:
-    """Return min(1, eps r) of leaves by falling r, for a number of live entries that is traced."""
+def _compute_traced_densities(live: Any, sizes: list[int], sums: list[int]) -> list[jax.Array]:
+    """Return min(1, eps r) of leaves by falling r, for a traced number of live entries."""
     live = live.astype(jnp.float32)
     dense, rest = np.cumsum([0, *sizes[:-1]]), sum(sums) - np.cumsum([0, *sums[:-1]])
     ratios = np.float32(np.divide(sums, sizes))
-    # eps where the leaves before one are dense; the first whose r it does not lift above 1.
+    # For each leaf eps if all leaves before it are dense; the first one with eps r <= 1 is the solution.
     epsilons = (live - np.float32(dense)) / np.float32(rest)
     is_fit = epsilons * ratios <= 1
     eps = epsilons[jnp.argmax(is_fit)]
@@ -225,18 +220,20 @@ def _traced_densities(live: Any, sizes: list[int], sums: list[int]) -> list[jax.
 def spread_prefix(
     name: str, prefix: Any, tree: Any, is_value: Callable[[Any], bool], values: str, path: str = ""
 ) -> Any:
-    """Return the value of each leaf, from a prefix of the tree; it may have leaves where that is masked.
+    """Return the value of each leaf, from a prefix of the tree.
+
+    The prefix may have values for leaves that the tree masks.
 
     Args:
       name: The argument's name, for messages.
-      prefix: A value, or a tree of them.
-      tree: What to give values to.
-      is_value: Whether a node is one.
-      values: What values are, for messages.
-      path: Where in the tree this is.
+      prefix: A value, or a tree of values.
+      tree: The tree whose leaves get values.
+      is_value: Whether a node of the prefix is a value.
+      values: A description of values, for messages.
+      path: The path to this part of the tree.
 
     Raises:
-      ValueError: Naming the place where it does not fit.
+      ValueError: Naming the place where the prefix does not fit.
     """
     if is_masked(tree):
         return tree
@@ -248,10 +245,8 @@ def spread_prefix(
     )
     found, of_prefix = jax.tree.flatten(prefix, is_leaf=lambda node: node is not prefix)
     if of_prefix != structure or jax.tree_util.treedef_is_leaf(structure):
-        raise ValueError(
-            f"{name}{path} does not fit the params: got {prefix!r} for "
-            f"{structure}. Pass {values} for each leaf, or for a whole part of the tree."
-        )
+        got = f"got {prefix!r} for {structure}"
+        raise ValueError(f"{name}{path} does not fit the params: pass {values}, {got}.")
     children = [
         spread_prefix(name, value, part, is_value, values, path + jax.tree_util.keystr(at))
         for value, (at, part) in zip(found, parts, strict=True)
@@ -259,8 +254,8 @@ def spread_prefix(
     return jax.tree.unflatten(structure, children)
 
 
-def without_masked(name: str, tree: Any, mask: Any) -> Any:
-    """Return the part of a tree that the masks are for."""
+def select_masked(name: str, tree: Any, mask: Any) -> Any:
+    """Return the part of a tree that has masks."""
     tree = mask_like(tree, mask)
     checks.check_same_tree(name, tree, mask, source="the mask", dtypes=False)
     return tree
@@ -271,5 +266,5 @@ def _is_flag(node: Any) -> bool:
 
 
 def _is_number(node: Any) -> bool:
-    """Whether a node is no tree: a number, or something that is refused as one."""
+    """Return whether a node is not a tree: a number, or an object that is refused as a number."""
     return node is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(node))

@@ -1,4 +1,4 @@
-"""What the wrappers that train sparse networks share: their state, and how updates land on zero."""
+"""The state of wrappers that train sparse networks, and updates that end exactly at zero."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class SparseState(NamedTuple):
     """State of `prune_gradually` and of `rigl`.
 
     Attributes:
-      count: The steps taken.
-      mask: Which entries live; `optax.MaskedNode` for a leaf that is not included.
-      inner: The state of the optimizer inside.
-      scores: S of criterion "movement", like the mask; None for others.
-      key: The raw data of the key of `grow="random"`; None for others.
+      count: Number of steps taken.
+      mask: Whether each entry is live; `optax.MaskedNode` for a leaf that is not included.
+      inner: The state of the wrapped optimizer.
+      scores: S of criterion "movement", like the mask; None for the other criteria.
+      key: The raw data of the key of `grow="random"`; None for `grow="gradient"`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -38,8 +38,8 @@ class SparseState(NamedTuple):
         return [self.mask]
 
 
-def live_like(flags: Any, params: Any) -> Any:
-    """Return a mask of True for each included leaf, `optax.MaskedNode` for the others."""
+def make_masks(flags: Any, params: Any) -> Any:
+    """Make a mask of True for each included leaf, `optax.MaskedNode` for the others."""
 
     def mask(flag: bool, leaf: Any) -> Any:
         ones = mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf))
@@ -48,31 +48,33 @@ def live_like(flags: Any, params: Any) -> Any:
     return jax.tree.map(mask, flags, params)
 
 
-def hide(mask: Any, tree: Any) -> Any:
-    """Return the tree with 0 in the place of each entry that does not live."""
+def zero_dead(mask: Any, tree: Any) -> Any:
+    """Return the tree with 0 in place of each entry that is not live."""
 
-    def hide_leaf(m: Any, leaf: Any) -> Any:
+    # A selection instead of a product, since 0 * NaN is NaN
+    def zero_leaf(m: Any, leaf: Any) -> Any:
         return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros([], leaf.dtype))
 
-    return jax.tree.map(hide_leaf, mask, tree, is_leaf=is_masked)
+    return jax.tree.map(zero_leaf, mask, tree, is_leaf=is_masked)
 
 
-def land(mask: Any, updates: Any, params: Any, before: Any = None) -> Any:
-    """Return updates that put params on exactly 0.0 where the mask says, and move the others.
+def mask_updates(mask: Any, updates: Any, params: Any, before: Any = None) -> Any:
+    """Return updates that move live entries and set the other entries to exactly 0.0.
 
     Args:
-      mask: Which entries live after this step.
-      updates: How they move.
-      params: Where they are.
-      before: Which entries lived before, where others may live now: those start at 0, wherever they are.
+      mask: Whether each entry is live after this step.
+      updates: The updates of live entries.
+      params: The params before this step.
+      before: Whether each entry was live before; an entry that becomes live starts at 0, whatever its
+        value is. None for the mask.
     """
 
-    # w + (-w) is +0.0 in every dtype, for any finite w.
-    def land_leaf(m: Any, u: Any, w: Any, was_live: Any) -> Any:
+    # w + u where m, from 0 where w was not live, else w + (-w), which is +0.0 in every dtype
+    def mask_leaf(m: Any, u: Any, w: Any, was_live: Any) -> Any:
         if is_masked(m):
             return u
         u = jnp.asarray(u, w.dtype)
         return jnp.where(m, jnp.where(was_live, u, u - w), -w)
 
     before = mask if before is None else before
-    return jax.tree.map(land_leaf, mask, updates, params, before, is_leaf=is_masked)
+    return jax.tree.map(mask_leaf, mask, updates, params, before, is_leaf=is_masked)

@@ -1,13 +1,13 @@
-"""Networks that are sparse in the forward pass alone: a straight-through estimator of top-k."""
+"""Sparsity in the forward pass alone: a straight-through estimator of top-k."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optperm.sparsity.choice import UnitScope, codes_of_scores, keep, wide_scores
-from optperm.sparsity.shares import Include, included
-from optperm.sparsity.structures import Structure, check_structure
+from optperm.sparsity.choice import UnitScope, encode_scores, keep, widen_scores
+from optperm.sparsity.shares import Include, flag_leaves
+from optperm.sparsity.structures import Structure
 
 
 def keep_top(
@@ -18,30 +18,26 @@ def keep_top(
     include: Include | None = None,
     structure: Structure | None = None,
 ) -> Any:
-    r"""Return params with zeros in the place of the smallest, through which gradients pass unchanged.
+    r"""Return params with the smallest entries set to zero; gradients pass through unchanged.
 
     .. math::
       w_i \mapsto \begin{cases} w_i & \text{if } m_i \\ 0 & \text{else} \end{cases}, \qquad
       \text{with the derivative } 1
 
-    Called on the params inside the loss, it lets the network be sparse while the optimizer keeps all
-    weights: one that is zero now may come back. In the end `optperm.prune` makes the params sparse.
+    Call it on the params inside the loss: the network is sparse, while the optimizer keeps all weights,
+    so that a weight that is zero now may come back. At the end `optperm.prune` makes the params sparse.
 
     Args:
       params: A tree of real floating arrays.
-      sparsity: The share of zeros as in `optperm.prune`, a number or a tree of them. It may be
-        traced, as `schedule(step)`. None with `optperm.NOfM`.
+      sparsity: The share of zeros as in `optperm.prune`, a number or a tree of numbers. It may be
+        traced, such as `schedule(step)`. None with `optperm.NOfM`.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
-      include: Which leaves are sparse: a tree of booleans like params, or a prefix of one; or a function
-        from the params to one. None for those of rank 2 and more.
+      include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
       structure: `optperm.NOfM`, `optperm.Blocks` or `optperm.Units`. None for single entries.
 
     Returns:
-      A tree like params. Each entry is that of params, or zero.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
+      A tree like params, whose entries are those of params or zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -51,23 +47,27 @@ def keep_top(
       >>> jax.grad(lambda w: optperm.keep_top(w, 0.5).sum())(w).tolist()
       [[1.0, 1.0], [1.0, 1.0]]
 
+    Notes:
+      Every forward pass selects entries, which takes longer than the rest of a small network's step;
+      the selection of `NOfM` is cheap.
+
+    Raises:
+      TypeError: If a parameter is not of a real floating dtype, or a share is not a number.
+      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
+
     References:
       Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
       <https://arxiv.org/abs/1308.3432>`_, 2013
-
-    Notes:
-      A selection is made in every forward pass, which takes longer than the rest of a small
-      network's step; that of `NOfM` is cheap.
     """
-    check_structure(structure)
-    flags = included(include, params)
+    flags = flag_leaves(include, params)
     fixed = jax.lax.stop_gradient(params)
-    scores = jax.tree.map(jnp.abs, wide_scores("params", fixed, fixed))
-    codes = codes_of_scores(scores, flags, structure)
+    scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))
+    codes = encode_scores(scores, flags, structure)
     kept = keep("sparsity", codes, sparsity, scope, fixed, flags, structure)
     return jax.tree.map(_pass_through, params, kept)
 
 
+# w where m, else 0, with the derivative of w.
 @jax.custom_jvp
 def _pass_through(w: jax.Array, is_kept: jax.Array) -> jax.Array:
     return jnp.where(is_kept, w, jnp.zeros_like(w))

@@ -1,6 +1,7 @@
-"""Zeros that come in groups: n of m, blocks, and whole units.
+"""Structured sparsity: n of m, blocks, and whole units.
 
-A structure turns the scores of a leaf into those of its units, and a mask of units into one of entries.
+A structure turns the scores of a leaf into scores of its units, and a mask of units into a mask of
+entries.
 """
 
 import dataclasses
@@ -16,19 +17,15 @@ from optperm.contract.shardings import shard_like, unshard
 
 @dataclasses.dataclass(frozen=True)
 class NOfM:
-    """Keep n of each m consecutive entries along an axis, as 2:4 hardware asks.
+    """Keep n of each m consecutive entries along an axis, as 2:4 hardware requires.
 
-    Of equal scores the first is kept. The default is the axis over which kernels of shapes (in, out) and
-    (h, w, in, out) are summed, the one that such hardware multiplies.
+    Of equal scores the first is kept. The default axis is the input axis of kernels of shapes
+    (in, out) and (h, w, in, out), over which such hardware sums.
 
     Attributes:
-      n: How many of them stay, from 1 to m.
-      m: The length of a group; it divides the axis.
+      n: The number of entries kept in each group, from 1 to m.
+      m: The length of a group, which must divide the axis.
       axis: The axis.
-
-    Raises:
-      TypeError: If an argument is no integer.
-      ValueError: If one is out of range.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -38,6 +35,10 @@ class NOfM:
       ... )
       >>> [round(x, 1) for x in pruned.ravel().tolist()]
       [0.0, -0.4, 0.3, 0.0]
+
+    Raises:
+      TypeError: If `n` or `m` is not an integer.
+      ValueError: If `n` or `m` is out of range.
 
     References:
       Mishra et al., `Accelerating Sparse Deep Neural Networks <https://arxiv.org/abs/2104.08378>`_, 2021
@@ -50,22 +51,17 @@ class NOfM:
     def __post_init__(self) -> None:
         checks.check_count("m", self.m)
         checks.check_count("n", self.n, maximum=self.m)
-        _check_integer("axis", self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Keep or drop whole blocks over the last two axes, by the mean score of the entries of each.
+    """Keep or drop whole blocks over the last two axes, by the mean score of their entries.
 
-    A block at the edge has those entries that exist.
+    A block at the edge of a leaf is smaller.
 
     Attributes:
-      rows: The length of a block along the last axis but one.
-      columns: Its length along the last axis.
-
-    Raises:
-      TypeError: If an argument is no integer.
-      ValueError: If one is below 1.
+      rows: The length of a block along the second-to-last axis.
+      columns: The length of a block along the last axis.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -75,6 +71,10 @@ class Blocks:
       ... )
       >>> pruned.tolist()
       [[0.0, 0.0, 3.0, 4.0], [0.0, 0.0, 7.0, 8.0]]
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If an argument is below 1.
     """
 
     rows: int
@@ -87,13 +87,10 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """Keep or drop whole slices, by the mean score of the entries of each.
+    """Keep or drop whole slices, by the mean score of their entries.
 
     Attributes:
       axis: The axis that numbers the slices: -1 for the output units of a kernel.
-
-    Raises:
-      TypeError: If the axis is no integer.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -107,39 +104,21 @@ class Units:
 
     axis: int = -1
 
-    def __post_init__(self) -> None:
-        _check_integer("axis", self.axis)
-
 
 Structure = NOfM | Blocks | Units
-
-
-def check_structure(structure: object) -> None:
-    """Raise a TypeError unless this is a structure or None."""
-    if structure is not None and not isinstance(structure, Structure):
-        raise TypeError(
-            "structure must be an optperm.NOfM, optperm.Blocks, optperm.Units or None, got "
-            f"{structure!r}."
-        )
 
 
 def check_fits(structure: Structure | None, tree: Any, flags: Any) -> None:
     """Raise a ValueError that names the first included leaf that the structure does not fit."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    for (path, leaf), flag in zip(leaves, jax.tree.leaves(flags), strict=True):
-        if structure is None or not flag:
-            continue
-        shape, name = jnp.shape(leaf), f"The leaf {jax.tree_util.keystr(path)} has shape"
-        needs = structure.axis if not isinstance(structure, Blocks) else -2
-        if not -len(shape) <= needs < len(shape):
-            raise ValueError(
-                f"{name} {shape}, and {structure} needs an axis {needs}: leave it out by include=."
-            )
-        if isinstance(structure, NOfM) and shape[structure.axis] % structure.m:
-            raise ValueError(
-                f"{name} {shape}, whose axis {structure.axis} is not divided by m={structure.m}: "
-                "leave it out by include=, or choose another m or axis."
-            )
+    included = [leaf for leaf, flag in zip(leaves, jax.tree.leaves(flags), strict=True) if flag]
+    for path, leaf in included if structure else ():
+        shape, axis = jnp.shape(leaf), getattr(structure, "axis", -2)
+        has_axis = -len(shape) <= axis < len(shape)
+        m = structure.m if isinstance(structure, NOfM) else 1
+        if not has_axis or shape[axis] % m:
+            name = f"{jax.tree_util.keystr(path)} of shape {shape}"
+            raise ValueError(f"{structure} does not fit {name}: leave the leaf out by include=.")
 
 
 def pool(structure: Structure | None, scores: jax.Array) -> jax.Array:
@@ -149,14 +128,15 @@ def pool(structure: Structure | None, scores: jax.Array) -> jax.Array:
     if isinstance(structure, Units):
         axes = tuple(a for a in range(scores.ndim) if a != structure.axis % scores.ndim)
         return jnp.mean(scores, axis=axes)
-    blocks = _in_blocks(structure, unshard(scores))
-    ones = _in_blocks(structure, jnp.ones(scores.shape[-2:], scores.dtype))
+    # A block at the edge is padded with zeros: its mean is over the entries that exist.
+    blocks = _split_into_blocks(structure, unshard(scores))
+    ones = _split_into_blocks(structure, jnp.ones(scores.shape[-2:], scores.dtype))
     sums, sizes = jnp.sum(blocks, axis=(-3, -1)), jnp.sum(ones, axis=(-3, -1))
     return sums / jnp.broadcast_to(sizes, sums.shape)
 
 
 def spread(structure: Structure | None, mask: jax.Array, like: Any) -> jax.Array:
-    """Return the mask of the entries of a leaf from that of its units."""
+    """Return the mask of the entries of a leaf from the mask of its units."""
     if structure is None or isinstance(structure, NOfM):
         return mask
     shape = jnp.shape(like)
@@ -164,13 +144,14 @@ def spread(structure: Structure | None, mask: jax.Array, like: Any) -> jax.Array
         axis = structure.axis % len(shape)
         mask = jax.lax.broadcast_in_dim(unshard(mask), shape, (axis,))
     else:
+        # Blocks at the edge are cropped.
         mask = jnp.repeat(jnp.repeat(mask, structure.rows, axis=-2), structure.columns, axis=-1)
         mask = mask[..., : shape[-2], : shape[-1]]
     return shard_like(mask, like)
 
 
 def num_units(structure: Structure | None, shape: tuple[int, ...]) -> int:
-    """Return how many units a leaf has."""
+    """Return the number of units of a leaf."""
     if isinstance(structure, Units):
         return shape[structure.axis]
     if isinstance(structure, Blocks):
@@ -183,25 +164,21 @@ def num_units(structure: Structure | None, shape: tuple[int, ...]) -> int:
 
 
 def keep_n_of_m(structure: NOfM, codes: jax.Array) -> jax.Array:
-    """Say of each entry whether it is among the n highest of its m, of equal ones the first."""
+    """Return whether each entry is among the n highest of its group of m, of equal ones the first."""
     axis = structure.axis % codes.ndim
     apart = jnp.moveaxis(unshard(codes), axis, -1)
     apart = apart.reshape(*apart.shape[:-1], codes.shape[axis] // structure.m, structure.m)
+    # The rank of an entry is its place in the stable order of falling codes.
     order = jnp.argsort(~apart, axis=-1, stable=True)
     kept = jnp.argsort(order, axis=-1) < structure.n
     kept = jnp.moveaxis(kept.reshape(*kept.shape[:-2], codes.shape[axis]), -1, axis)
     return shard_like(kept, codes)
 
 
-def _in_blocks(structure: Blocks, leaf: jax.Array) -> jax.Array:
-    """Return a leaf as (..., rows of blocks, rows, columns of blocks, columns), zero beyond its edge."""
+def _split_into_blocks(structure: Blocks, leaf: jax.Array) -> jax.Array:
+    """Return a leaf as (..., rows of blocks, rows, columns of blocks, columns), padded with zeros."""
     *lead, height, width = leaf.shape
     rows, columns = -(-height // structure.rows), -(-width // structure.columns)
     beyond = (rows * structure.rows - height, columns * structure.columns - width)
     padded = jnp.pad(leaf, [(0, 0)] * len(lead) + [(0, size) for size in beyond])
     return padded.reshape(*lead, rows, structure.rows, columns, structure.columns)
-
-
-def _check_integer(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}.")

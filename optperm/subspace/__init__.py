@@ -1,5 +1,5 @@
 """Training in small subspaces.
 
-DLDR, its first phase, and what trains in the subspace: BFGS, P-SGD and TWA. See
-``examples/dldr_digits.py``.
+DLDR with its second phases, P-BFGS, P-SGD and TWA (see ``examples/dldr_digits.py``), and optimizers with
+low-rank states.
 """

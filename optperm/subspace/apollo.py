@@ -1,4 +1,4 @@
-"""APOLLO: the gradient itself, scaled by what an optimizer makes of a random projection of it.
+"""APOLLO: the gradient itself, scaled by an optimizer's step on a random projection of it.
 
 H. Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", MLSys 2025, arXiv 2412.05270.
 """
@@ -19,22 +19,22 @@ from optperm.contract.shardings import unshard
 from optperm.contract.transformation import transformation
 from optperm.subspace.directions import (
     check_limit,
-    direction_sign,
-    gains,
-    growth_limit,
-    inner_direction,
+    compute_direction,
+    compute_gains,
+    find_sign,
+    limit_growth,
 )
 from optperm.subspace.matrices import (
     DimensionNumbers,
     Matrix,
-    check_projection,
-    low_rank_leaves,
-    low_rank_like,
+    check_rank,
+    make_batch_zeros,
+    make_low_rank_leaf,
+    make_low_rank_tree,
     map_plans,
-    matrices_of,
-    note,
+    plan_matrices,
     project_leaf,
-    zeros_of_batch,
+    record_leaves,
 )
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ class ApolloState(NamedTuple):
     """State of `apollo`.
 
     Attributes:
-      count: Steps taken.
-      norm: q, the norm of the step of each matrix before `scale`, (...); 0 for none yet, and for
-        leaves that stay at full rank.
-      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while that is not known.
-      inner_state: State of `inner`, over low-rank leaves and those that stay at full rank.
+      count: Number of steps taken.
+      norm: q, the norm of the last step of each matrix before `scale`, (...); 0 before the first step,
+        and for leaves at full rank.
+      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while this is unknown.
+      inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -71,22 +71,22 @@ def apollo(
     dimension_numbers: DimensionNumbers | None = None,
     seed: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Scale each gradient by what an optimizer makes of a random projection of it.
+    r"""Scale each gradient as an optimizer scales a random projection of it.
 
     Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
     :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 /
-    r)`, and so keeps moments of r x k numbers. With N what it makes of R, each column j, or
+    r)`, so that its moments have r x k numbers. With N its direction on R, each column j, or
     channel, of the gradient is scaled as its projection was,
 
     .. math::
       U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
 
-    or the whole matrix by one number, and the norm of the step grows by at most `limit` from step
-    to step. B is another one every `update_every` steps; it is drawn anew in each step and never
-    stored, and moments are kept over a change, since only norms are used.
+    or the whole matrix by one number, and the norm of the step grows by at most the factor `limit`
+    per step. B changes every `update_every` steps. It is drawn in each step and never stored, and
+    moments are kept over a change, since only norms are used.
 
-    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. Rate and weight decay
-    stand outside, and which leaves are projected is as in `optperm.low_rank`::
+    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and
+    weight decay come after it, and the leaves to project are chosen as in `optperm.low_rank`::
 
       optax.chain(
           optperm.apollo(rank=1 / 4), optax.add_decayed_weights(0.1),
@@ -95,26 +95,19 @@ def apollo(
 
     Args:
       inner: The optimizer, a direction that gets no params; None for `optax.scale_by_adam()`. A
-        complete one works too: the step takes its sign.
+        complete optimizer works too: the step takes its sign.
       rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
-      update_every: The steps for which a projection stays, at least 1.
-      by: What is scaled by one number: each "channel", or the "tensor".
-      scale: A factor on the steps of projected leaves. The norm of N is that of r entries where
-        Adam's is of d, and "auto", :math:`\sqrt{d / r}`, makes a rate of AdamW's carry over. The
-        option of the authors' code is the square of this number.
-      limit: The most by which the norm of the step grows, at least 1, or None for no limit.
+      update_every: The number of steps with the same projection, at least 1.
+      by: The part of a gradient that is scaled by one number: each "channel", or the "tensor".
+      scale: A factor on the steps of projected leaves. N has r entries per column where Adam's step
+        has d; "auto", :math:`\sqrt{d / r}`, corrects for this, so that the rate of AdamW can be
+        used. The option of the authors' code is the square of this number.
+      limit: The factor by which the norm of the step grows at most, at least 1; None for no limit.
       dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`.
-      seed: Of the projections.
+      seed: Seed of the projections.
 
     Returns:
       A transformation whose state is an `ApolloState`. Its `update` needs no params.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating
-        dtype.
-      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these name an axis twice or one that is not
-        there, or `inner` needs params.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -125,18 +118,23 @@ def apollo(
       >>> updates["kernel"].shape, opt_state[0].inner_state.trace["kernel"].shape
       ((8, 16), (2, 16))
 
+    Notes:
+      With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
+      columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
+      all-reduce of R.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that `dimension_numbers` names, these name an axis twice or an axis that does
+        not exist, or `inner` needs params.
+
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
       <https://arxiv.org/abs/2412.05270>`_, 2024
-
-    Notes:
-      With Adam a projected leaf takes 2 r k words in the place of 2 d k. By channel a matrix whose
-      columns are spread over devices needs no communication but the norms of the limiter; rows cost
-      an all-reduce of R.
     """
     inner = optax.scale_by_adam() if inner is None else inner
-    checks.check_transformation("inner", inner)
-    check_projection(rank, "smaller")
+    check_rank(rank)
     checks.check_count("update_every", update_every)
     checks.check_choice("by", by, get_args(By))
     if not isinstance(scale, str) or scale != "auto":
@@ -146,14 +144,14 @@ def apollo(
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:
-        return matrices_of(tree, rank, "smaller", dimension_numbers)
+        return plan_matrices(tree, rank, "smaller", dimension_numbers)
 
     def init(params: optax.Params) -> ApolloState:
         plans = plan(params)
-        low = map_plans(low_rank_like, params, plans)
+        low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
-        note(params, plans, low, inner_state, has_basis=False)
-        norm = map_plans(zeros_of_batch, params, plans)
+        record_leaves(params, plans, low, inner_state, has_basis=False)
+        norm = map_plans(make_batch_zeros, params, plans)
         sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
         return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
 
@@ -167,39 +165,42 @@ def apollo(
 
         # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
         exact = [
-            leaf if m is None else project_leaf(m, gaussian_basis(seed, i, number, m, leaf), leaf)
+            leaf
+            if m is None
+            else project_leaf(m, draw_gaussian_basis(seed, i, number, m, leaf), leaf)
             for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
         ]
-        low = low_rank_leaves(updates, plans, exact)
-        direction, inner_state = inner_direction(
+        low = make_low_rank_tree(updates, plans, exact)
+        direction, inner_state = compute_direction(
             optimizer, low, state.inner_state, extra_args, "apollo"
         )
-        sign = direction_sign(direction, low, state.sign)
+        sign = find_sign(direction, low, state.sign)
 
         out = structure.flatten_up_to(direction)
         for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
             if m is None:
                 continue
             g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
-            # S = G f, with f = |N| / |R| of columns or of all, divided by L where it grows too fast
-            s = gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1)) * g
+            # S = G f, with f = |N| / |R| of each column or of the matrix
+            s = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1)) * g
             norm = unshard(jnp.sqrt(jnp.sum(jnp.square(s), axis=(-2, -1))))
-            quotient, norms[i] = growth_limit(norm, norms[i], limit)
-            # U = scale S
+            # S <- S / L, so that |S| <= limit q
+            quotient, norms[i] = limit_growth(norm, norms[i], limit)
+            # U = scale S, with scale = sqrt(d / r) for "auto", along or against G as N along R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
             factor = jnp.asarray(size, s.dtype) * sign.astype(s.dtype) / quotient
             out[i] = m.leaf(m.turn(factor[..., None, None] * s))
         count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
         return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
 
-    # Gradients tell all that an update needs; params only the dtypes.
+    # An update needs the gradients alone; params only give the dtypes.
     return transformation(init, update, method="apollo", needs_params=False)
 
 
-def gaussian_basis(
+def draw_gaussian_basis(
     seed: int | jax.Array, index: int, number: jax.Array, matrix: Matrix, leaf: jax.Array
 ) -> jax.Array:
-    """Return B of the leaf of an index, (..., d, r), the same until the number of refreshes grows."""
+    """Draw B, (..., d, r), of the leaf with this index for this number of changes."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
     shape, dtype = matrix.basis_shape, accumulation_dtype(leaf)
     return jax.random.normal(jax.random.fold_in(key, number), shape, dtype) / math.sqrt(matrix.rank)

@@ -1,4 +1,4 @@
-"""Giving a basis to an optimizer that trains in a subspace."""
+"""Set the basis of an optimizer that trains in a subspace."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.contract.dtypes import accumulation_dtype, cast_like
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import (
     find_state,
@@ -19,36 +19,25 @@ from optperm.contract.states import (
     without_variables,
 )
 from optperm.subspace.dim_reduce import DimReduceState
-from optperm.subspace.quasi_newton import nothing_learned
+from optperm.subspace.quasi_newton import make_quasi_newton
 from optperm.subspace.subspace import Subspace, inner_products, own_rows
 
 _METHODS = "dim_reduce, project or twa"
 
 
 def set_basis(opt_state: Any, basis: optax.Params) -> Any:
-    r"""The optimizer state with a basis for `dim_reduce`, `project` or `twa`.
+    r"""Return the optimizer state with a basis for `dim_reduce`, `project` or `twa`.
 
-    What `dim_reduce` has learned of the curvature in an earlier basis is forgotten; the residual is
-    kept.
+    `dim_reduce` forgets the curvature in an earlier basis, and keeps its residual.
 
     Args:
-      opt_state: The state of an optimizer with one of these anywhere in it. It is left alone. A
-        state of many replicas needs this function mapped over them, with the same basis for all:
-        `jax.pmap(optperm.set_basis, in_axes=(0, None))`, or `jax.vmap` alike, or a call within the
-        function given to `jax.shard_map`. Each takes its own rows.
-      basis: A tree like params whose leaves have a leading axis of `n_components` rows, all of them,
-        orthonormal over all leaves together, of any real floating dtypes; `optperm.pca_basis` makes one.
-        Rows of zeros stand for components that there are not.
+      opt_state: The state of an optimizer with one of these anywhere in it. It is not changed.
+      basis: A tree like params whose leaves have a leading axis of all `n_components` rows, orthonormal
+        over all leaves together, of any real floating dtypes, such as the result of
+        `optperm.pca_basis`. Rows of zeros stand for missing components.
 
     Returns:
-      The whole optimizer state, of the same structure, shapes and dtypes.
-
-    Raises:
-      TypeError: If a leaf is not of a real floating dtype.
-      ValueError: If there is no such state, or more than one, or `dim_reduce` is inside of
-        `optax.MultiSteps`; or the basis does not match the params in the state, or (where Python can see
-        it) its rows are not finite, not orthonormal to within 1e-3 or the rounding of their dtype, or
-        all zero.
+      The optimizer state, of the same structure, shapes and dtypes.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -58,14 +47,26 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
       >>> opt_state = optperm.set_basis(tx.init(params), basis)
       >>> bool(opt_state[1].subspace.is_set)
       True
+
+    Notes:
+      For a state of many replicas map this function over them, with the same basis for all:
+      `jax.pmap(optperm.set_basis, in_axes=(0, None))`, the same with `jax.vmap`, or call it within the
+      function given to `jax.shard_map`. Each replica takes its own rows.
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype.
+      ValueError: If there is not exactly one such state, `dim_reduce` is inside `optax.MultiSteps`, the
+        basis does not match the params in the state, or (where Python can see it) its rows are not
+        finite, not orthonormal to within 1e-3 or the rounding of their dtype, or all zero.
     """
     subspace = find_state(opt_state, Subspace, method=_METHODS)
     for accumulating in find_states(opt_state, optax.MultiStepsState):
         if find_states(accumulating, DimReduceState):
+            message = (
+                "dim_reduce inside optax.MultiSteps would search by the loss of one batch alone"
+            )
             raise ValueError(
-                "dim_reduce inside optax.MultiSteps would search along the mean gradient of several "
-                "batches with the loss of the last one: call optperm.evaluate once with a loss_fn that "
-                "is the mean over all of them (see the docstring of optperm.dim_reduce)."
+                f"{message}: use optperm.evaluate with the mean loss over all batches."
             )
     wanted = one_row(subspace.rows)
     basis = mask_like(without_variables(basis), wanted)
@@ -73,51 +74,38 @@ def set_basis(opt_state: Any, basis: optax.Params) -> Any:
     k = subspace.determined.shape[-1]
     wanted = jax.tree.map(lambda row: jax.ShapeDtypeStruct((k, *row.shape), jnp.float32), wanted)
     checks.check_same_tree("basis", basis, wanted, source="the optimizer state", dtypes=False)
-    is_finite = all_finite(basis)
-    if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
-        raise ValueError("basis has entries that are not finite: take it from finite snapshots.")
-    products = _products(basis, k)
-    _check_orthonormal(products, basis)
+    products = _multiply_rows(basis, k)
+    if jax.tree.leaves(basis) and not isinstance(products, jax.core.Tracer):
+        _check_orthonormal(np.asarray(products), basis)
     rows = jax.tree.map(
-        lambda leaf, held: own_rows(shard_like(leaf, held), subspace.own_first_row, held.shape[0]),
+        lambda leaf, own: own_rows(shard_like(leaf, own), subspace.own_first_row, own.shape[0]),
         basis,
         subspace.rows,
     )
     new = subspace._replace(rows=rows, determined=jnp.diagonal(products) > 0)
     opt_state = replace_state(opt_state, Subspace, cast_like(new, subspace), method=_METHODS)
     for state in find_states(opt_state, DimReduceState):
-        fresh = nothing_learned(k, state.step_length.dtype)
+        fresh = make_quasi_newton(k, state.step_length.dtype)
         without = state._replace(quasi_newton=cast_like(fresh, state.quasi_newton))
         opt_state = replace_state(opt_state, DimReduceState, without, method="dim_reduce")
     return opt_state
 
 
-def _products(basis: optax.Params, k: int) -> jax.Array:
-    """The inner products of all pairs of rows."""
+def _multiply_rows(basis: optax.Params, k: int) -> jax.Array:
+    """Return the inner products of all pairs of rows, (k, k)."""
     dtype = accumulation_dtype(basis)
     wide = [jnp.asarray(leaf, dtype) for leaf in jax.tree.leaves(basis)]
     return sum((inner_products(leaf, leaf) for leaf in wide), start=jnp.zeros((k, k), dtype))
 
 
-def _check_orthonormal(traced: jax.Array, basis: optax.Params) -> None:
-    """Raises a ValueError unless all rows that are not zero are orthonormal, where Python can see it."""
-    leaves = jax.tree.leaves(basis)
-    if not leaves or isinstance(traced, jax.core.Tracer):
-        return
-    products = np.asarray(traced)
+def _check_orthonormal(products: np.ndarray, basis: optax.Params) -> None:
+    """Raise a ValueError unless the rows that are not zero are finite and orthonormal."""
     if not products.any():
-        raise ValueError(
-            "basis has rows of zeros alone, so there is no subspace: snapshots that do not differ "
-            "have no components. Take it from params that have moved."
-        )
-    wanted = np.diag(products.diagonal() > 0).astype(products.dtype)
-    gaps = np.abs(products - wanted)
-    i, j = np.unravel_index(gaps.argmax(), gaps.shape)
+        raise ValueError("basis has rows of zeros alone: take it from params that have moved.")
+    gaps = np.abs(products - np.where(np.diag(products.diagonal() > 0), 1, 0))
+    i, j = np.unravel_index(np.argmax(gaps), gaps.shape)
     # Rounding to a dtype changes an inner product of two unit vectors by at most its epsilon.
-    tolerance = max(1e-3, *(2 * float(jnp.finfo(jnp.result_type(leaf)).eps) for leaf in leaves))
-    if gaps[i, j] > tolerance:
-        raise ValueError(
-            f"basis must have orthonormal rows, but the inner product of rows {i} and {j} is "
-            f"{products[i, j]:.6g}, {gaps[i, j]:.3g} from {wanted[i, j]:g}, where {tolerance:.2g} is "
-            "allowed. optperm.pca_basis makes such rows of snapshots, jnp.linalg.qr of other vectors."
-        )
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(basis)]
+    if not gaps[i, j] <= max(1e-3, *(2 * float(jnp.finfo(dtype).eps) for dtype in dtypes)):
+        rows = f"rows {i} and {j} is {products[i, j]:.6g}"
+        raise ValueError(f"basis must have orthonormal rows, but the product of {rows}.")

@@ -1,4 +1,4 @@
-"""DLDR: training in full, then in the subspace that the trajectory spans, as one optimizer.
+"""DLDR: train in full, then in the subspace that the trajectory spans, as one optimizer.
 
 T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
@@ -36,13 +36,13 @@ class DldrState(NamedTuple):
     Until the last snapshot is taken, the rows of the second phase's basis hold the first snapshots.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       optimizer_state: State of the optimizer of the first phase.
-      further_snapshots: The snapshots for which the basis has no room.
+      further_snapshots: The snapshots that do not fit into the rows of the basis.
       second: State of the subspace optimizer.
-      restart_point: Where the second phase begins: the first snapshot, or the mean of those so far, in
-        float32 or float64; without leaves if that is the last one.
-      is_restarted: Whether the last step put the params there.
+      restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
+        far, in float32 or float64; without leaves for the last snapshot.
+      is_restarted: Whether the last step placed the params there.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -53,16 +53,16 @@ class DldrState(NamedTuple):
     is_restarted: Bool[Array, ""]
 
     def placements(self) -> list[Placement]:
-        """The point where the second phase begins, at the step that puts the params there."""
+        """Return the start of the second phase, and whether the last step placed the params there."""
         if not jax.tree.leaves(self.restart_point):
             return []
         return [(self.restart_point, self.is_restarted)]
 
     def replace_targets(self, other: DldrState) -> DldrState:
-        """This state with the restart point of another one.
+        """Return this state with the restart point of another state.
 
         Args:
-          other: That one.
+          other: The other state.
         """
         return self._replace(restart_point=other.restart_point)
 
@@ -76,70 +76,31 @@ def dldr(
     start: int | jax.Array = 0,
     restart: Restart = "last",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Trains with any optimizer, then in the subspace of the largest components of its trajectory.
+    r"""Train with any optimizer, then in the subspace of the largest components of its trajectory.
 
-    The params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T` are kept. With the last of them the
-    basis :math:`P` of their first :math:`k` principal components is computed (`optperm.pca_basis`),
-    and from that step on the params move by the subspace optimizer:
+    The params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T` are recorded. At the last of these
+    steps the basis :math:`P` of their first :math:`k` principal components is computed
+    (`optperm.pca_basis`), and from that step on the subspace optimizer moves the params:
 
     - `optperm.dim_reduce`, quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
     - `optperm.project`, an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
-    - `optperm.twa`, whose basis is that of the snapshots themselves, not of what differs in them (TWA);
-    - or any transformation with one of these in it, such as a chain.
-
-    The two phases are one optimizer with one state, whose form never changes: it runs in a
-    `jax.lax.scan` through the switch, and resumes from a checkpoint at any step. The snapshots take the
-    memory of m params, and the basis is written over them. Under `jax.vmap` (not over an axis of
-    replicas but over independent trainings) both phases and the basis are computed in every step. Where
-    the snapshots do not differ (for `twa`: are zero), or are not finite, there is no subspace, and the
-    first phase goes on; `subspace.is_set` in the state of the subspace optimizer tells.
-
-    With `restart="last"` the second phase goes on from the params as they are at the last snapshot, in
-    that step. Else that step puts them on another point, exactly (with `optperm.apply_updates`), and
-    moves no further: on the first snapshot, as the authors' code does, or on the mean of all. In
-    between a copy of the params is kept.
-
-    A gradient that is not finite skips the step, in both phases. Where the subspace optimizer has an
-    `axis_name`, gradients are averaged over it in both phases, snapshots are kept by all replicas, and
-    each holds its rows of the basis; call `init` within the mapped function.
-
-    The paper's setting for CIFAR takes one snapshot an epoch by SGD, 81 in all, then 20 epochs
-    with batches of 1024 (for ImageNet m = 121, k = 120 and 4 epochs):
-
-    .. code-block:: python
-
-      optperm.dldr(
-          optax.sgd(0.1, momentum=0.9),
-          optperm.dim_reduce(
-              n_components=40, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
-          ),
-          sample_every=steps_per_epoch, num_samples=81, restart="first",
-      )
-
-    Where none of the 20 trials is accepted, which are down to 1e-8 of the step then, the authors take
-    the last of them, and this takes none.
+    - `optperm.twa`, whose basis spans the snapshots themselves, not their differences (TWA);
+    - or any transformation that contains one of these, such as a chain.
 
     Args:
-      optimizer: The optimizer of the first phase. Not one that places params, such as
-        `optperm.sgperm`.
-      subspace_optimizer: The one of the second phase, whose schedules begin with it. Its
-        `n_components` is k, and its `axis_name` that of both phases.
-      sample_every: :math:`T \ge 1`, the steps from one snapshot to the next.
-      num_samples: m, the snapshots with whose last one the second phase begins, at least k + 1, or k for
-        `optperm.twa`.
-      start: :math:`t_0 \ge 0`, the step at which the first snapshot is taken.
-      restart: Where the second phase begins: at the params of the `"last"` snapshot, of the `"first"`
-        one, or at the `"mean"` of all.
+      optimizer: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
+      subspace_optimizer: The optimizer of the second phase, in which its schedules start. Its
+        `n_components` is k, and its `axis_name` is the axis of both phases.
+      sample_every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
+      num_samples: m, the number of snapshots, after which the second phase starts: at least k + 1, or k
+        for `optperm.twa`.
+      start: :math:`t_0 \ge 0`, the step of the first snapshot.
+      restart: The start of the second phase: the `"last"` snapshot, the `"first"` snapshot as in the
+        authors' code, or the `"mean"` of all snapshots.
 
     Returns:
       A transformation whose state is a `DldrState`. Its `update` needs `params`, and in both phases the
       extra arguments that the subspace optimizer needs.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, the subspace optimizer holds no subspace or several,
-        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
-        where `init` or `update` is called, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -159,67 +120,105 @@ def dldr(
       >>> [round(x, 3) for x in w.tolist()]  # 8 steps of SGD, then 32 in the subspace
       [3.0, 2.0, 1.0]
 
+    Notes:
+      Both phases are one optimizer with one state of fixed form: it runs in a `jax.lax.scan` through the
+      switch, and resumes from a checkpoint at any step. Snapshots take the memory of m params, and the
+      basis is written over them. Under `jax.vmap` over independent trainings (not over an axis of
+      replicas) both phases and the basis are computed in every step. If the snapshots do not differ
+      (for `twa`: are zero) or are not finite, there is no subspace, and the first phase continues;
+      `subspace.is_set` in the state of the subspace optimizer is False then.
+
+      With `restart="last"` the second phase continues from the params at the last snapshot, in the same
+      step. Otherwise this step places the params at the other point, exactly (with
+      `optperm.apply_updates`), and the state holds a copy of the params until then.
+
+      If the gradient is not finite, the step is skipped, in both phases. If the subspace optimizer has
+      an `axis_name`, gradients are averaged over it in both phases, all replicas record snapshots, and
+      each holds its rows of the basis; call `init` within the mapped function.
+
+      The paper's setting for CIFAR takes one snapshot per epoch by SGD, 81 in all, and then 20 epochs
+      with batches of 1024 (for ImageNet m = 121, k = 120 and 4 epochs):
+
+      .. code-block:: python
+
+        optperm.dldr(
+            optax.sgd(0.1, momentum=0.9),
+            optperm.dim_reduce(
+                n_components=40, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
+            ),
+            sample_every=steps_per_epoch, num_samples=81, restart="first",
+        )
+
+      If none of the 20 trials is accepted, the authors take the last of them, 1e-8 of the step; this
+      function takes none.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, the subspace optimizer does not hold one subspace,
+        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
+        where `init` or `update` is called, or the trees passed to `update` do not match.
+
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
-    checks.check_transformation("optimizer", optimizer)
-    checks.check_transformation("subspace_optimizer", subspace_optimizer)
     checks.check_count("sample_every", sample_every)
     checks.check_static_count("num_samples", num_samples)
     checks.check_count("start", start, minimum=0)
     checks.check_choice("restart", restart, get_args(Restart))
-    _check_last_step(start, num_samples, sample_every)
+    last_step = start + (num_samples - 1) * sample_every
+    checks.check_count("start + (num_samples - 1) * sample_every", last_step, minimum=0)
     first = optax.with_extra_args_support(optimizer)
     then = optax.with_extra_args_support(subspace_optimizer)
 
     def init(params: optax.Params) -> DldrState:
         optimizer_state, second = first.init(params), then.init(params)
-        subspace = _subspace_of(second, num_samples)
+        subspace = _find_subspace(second, num_samples)
         if placing_states(optimizer_state):
             raise ValueError(
-                "optimizer places params where its own state says, and would keep them there in the "
-                "second phase: use one that moves them."
+                "optimizer places params, and would place them in the second phase too."
             )
-        # One at least: an array without entries cannot be saved.
+        # At least one row: an array without entries cannot be saved.
         further = jax.tree.map(
             lambda rows: rows_like(rows[0], max(num_samples - rows.shape[0], 1), rows.dtype),
             subspace.rows,
         )
-        point = () if restart == "last" else jax.tree.map(_wide_zeros, params)
+        point = () if restart == "last" else jax.tree.map(_make_wide_zeros, params)
         count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
         return DldrState(count, optimizer_state, further, second, point, is_restarted)
 
     def update(
         updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, DldrState]:
-        # The samples theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first of them in the rows of P
+        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first snapshots in the rows of P
         last = jnp.asarray(start + (num_samples - 1) * sample_every, jnp.int32)
         subspace, further, point = _record(state, params, start, sample_every, last, restart)
-        # P = the first k components of all samples, with the last of them
+        # P = the first k components of all snapshots, at the last of these steps
         is_switch = (state.count == last) & ~subspace.is_set
-        subspace = _with_components(subspace, further, num_samples, is_switch)
+        subspace = _compute_components(subspace, further, num_samples, is_switch)
 
-        # Until then theta <- theta + u(g), the optimizer's step
+        # First phase: theta <- theta + u(g), the optimizer's step
         def in_full() -> tuple[optax.Updates, Any, Any]:
             axis_name = subspace.axis_name
             g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
             moves, new = step_where(all_finite(g), first, g, state.optimizer_state, params, extras)
-            return moves, new, _with_subspace(state.second, _Elsewhere())
+            return moves, new, _replace_subspace(state.second, _Placeholder())
 
-        # From then on the step of the second phase, in the subspace
+        # Second phase: the step of the subspace optimizer
         def in_subspace() -> tuple[optax.Updates, Any, Any]:
-            second = _with_subspace(state.second, subspace)
+            second = _replace_subspace(state.second, subspace)
             moves, new = then.update(updates, second, params, **extra_args)
-            new = _with_subspace(cast_like(new, second), _Elsewhere())
+            new = _replace_subspace(cast_like(new, second), _Placeholder())
             return cast_like(moves, params), state.optimizer_state, new
 
-        # But for the step that puts theta on the first sample, or on the mean of all
+        # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
+        # rounding, by `apply_updates` exactly
         def at_restart() -> tuple[optax.Updates, Any, Any]:
             moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
-            second = _with_subspace(state.second, _Elsewhere())
+            second = _replace_subspace(state.second, _Placeholder())
             return cast_like(moves, params), state.optimizer_state, second
 
+        # Without a restart point the program has no branch for it.
         is_restarted = (
             jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
         )
@@ -229,20 +228,20 @@ def dldr(
 
         branches = (is_restarted, at_restart, onwards)
         moves, new, second = onwards() if restart == "last" else cond(*branches)
-        second, count = _with_subspace(second, subspace), optax.safe_increment(state.count)
+        second, count = _replace_subspace(second, subspace), optax.safe_increment(state.count)
         return moves, DldrState(count, new, further, second, point, is_restarted)
 
     return transformation(
         init,
         update,
         method="dldr",
-        like=lambda state: one_row(_subspaces(state.second)[0].rows),
+        like=lambda state: one_row(_find_subspaces(state.second)[0].rows),
         dtypes=False,
     )
 
 
-def _subspaces(second: Any) -> list[Subspace]:
-    """Those in the state of the subspace optimizer, with the leaves of the params' own containers."""
+def _find_subspaces(second: Any) -> list[Subspace]:
+    """Return all subspaces in the state of the subspace optimizer, with the containers of the params."""
 
     def is_subspace(node: Any) -> bool:
         return isinstance(node, Subspace)
@@ -250,44 +249,36 @@ def _subspaces(second: Any) -> list[Subspace]:
     return [node for node in jax.tree.leaves(second, is_leaf=is_subspace) if is_subspace(node)]
 
 
-class _Elsewhere(NamedTuple):
-    """Stands for the subspace, which no branch has to hand on."""
+class _Placeholder(NamedTuple):
+    """Replaces the subspace in states that a conditional returns, so that no branch copies it."""
 
 
-def _with_subspace(second: Any, subspace: Any) -> Any:
-    """The state of the subspace optimizer with another subspace in its place."""
+def _replace_subspace(second: Any, subspace: Any) -> Any:
+    """Return the state of the subspace optimizer with another subspace."""
 
     def is_place(node: Any) -> bool:
-        return isinstance(node, Subspace | _Elsewhere)
+        return isinstance(node, Subspace | _Placeholder)
 
     return jax.tree.map(lambda node: subspace if is_place(node) else node, second, is_leaf=is_place)
 
 
-def _subspace_of(second: Any, num_samples: int) -> Subspace:
-    """The subspace in the state of the subspace optimizer."""
-    found = _subspaces(second)
+def _find_subspace(second: Any, num_samples: int) -> Subspace:
+    """Return the subspace of the subspace optimizer, which must have enough samples."""
+    found = _find_subspaces(second)
     if len(found) != 1:
+        names = "dim_reduce, project or twa"
+        raise ValueError(f"subspace_optimizer must hold one of {names}, got {len(found)}.")
+    k = found[0].determined.size
+    # Centered snapshots span one direction fewer.
+    least = k + found[0].is_centered
+    if num_samples < least:
         raise ValueError(
-            f"subspace_optimizer must hold one subspace, got {len(found) or 'none'}: pass "
-            "optperm.dim_reduce(...), optperm.project(...) or optperm.twa(...), alone or in a chain."
+            f"n_components={k} needs num_samples of at least {least}, got {num_samples}."
         )
-    subspace = found[0]
-    k, centered = subspace.determined.size, int(subspace.is_centered)
-    if num_samples < k + centered:
-        why = " (centered, m samples span m - 1 directions)" if centered else ""
-        raise ValueError(
-            f"n_components={k} needs num_samples of at least {k + centered}{why}, got {num_samples}."
-        )
-    return subspace
+    return found[0]
 
 
-def _check_last_step(start: Any, num_samples: int, sample_every: Any) -> None:
-    if not any(isinstance(each, jax.core.Tracer) for each in (start, sample_every)):
-        last = int(start) + (num_samples - 1) * int(sample_every)
-        checks.check_count("start + (num_samples - 1) * sample_every", last, minimum=0)
-
-
-def _wide_zeros(leaf: Any) -> jax.Array:
+def _make_wide_zeros(leaf: Any) -> jax.Array:
     return rows_like(leaf, 1, accumulation_dtype(leaf))[0]
 
 
@@ -299,12 +290,13 @@ def _record(
     last: jax.Array,
     restart: Restart,
 ) -> tuple[Subspace, optax.Params, Any]:
-    """The snapshots with that of this step, if it is due, and the point where the second phase begins.
+    """Record the params if a snapshot is due, and update the start of the second phase.
 
-    The snapshots are the basis's rows and the further ones.
+    Returns the subspace, whose rows hold the first snapshots, the further snapshots, and the start.
     """
-    (subspace,) = _subspaces(state.second)
+    (subspace,) = _find_subspaces(state.second)
     further = state.further_snapshots
+    # The rows of P hold the first snapshots until the basis is written over them.
     room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
     since = state.count - jnp.asarray(start, jnp.int32)
     period = jnp.asarray(every, jnp.int32)
@@ -313,8 +305,8 @@ def _record(
     rows = write_row(subspace.rows, params, index, is_due & (index < room))
     further = write_row(further, params, index - room, is_due & (index >= room))
 
-    # The first sample, or the mean of those so far
-    def moved(point: Any) -> Any:
+    # point <- the first snapshot, or the mean of the snapshots so far: point + (theta - point) / (i + 1)
+    def move(point: Any) -> Any:
         share = 1 / (index + 1) if restart == "mean" else 1.0
 
         def toward(to: jax.Array, leaf: Any) -> jax.Array:
@@ -324,17 +316,18 @@ def _record(
 
     is_part = is_due & ((index == 0) | (restart == "mean"))
     point = state.restart_point
-    point = point if restart == "last" else cond(is_part, moved, lambda point: point, point)
+    point = point if restart == "last" else cond(is_part, move, lambda point: point, point)
     return subspace._replace(rows=rows), further, point
 
 
-def _with_components(
+def _compute_components(
     subspace: Subspace, further: optax.Params, num_samples: int, is_switch: jax.Array
 ) -> Subspace:
-    """The subspace with components of all samples over the first ones, at the step that switches."""
+    """Write the components of all samples over the rows of the subspace, at the step of the switch."""
     k = subspace.determined.size
 
-    def components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+    def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+        # P = Lambda_k^(-1/2) U_k' X, in place of the first snapshots
         rows, rank = principal_rows(
             rows,
             (further,),
@@ -344,12 +337,12 @@ def _with_components(
             in_place=True,
             is_centered=subspace.is_centered,
         )
-        if subspace.axis_name is not None:  # the same on all, by its type too
+        if subspace.axis_name is not None:  # The same on all replicas, also by its type.
             rank = jax.lax.pmin(rank, subspace.axis_name)
         return rows, jnp.arange(k, dtype=jnp.int32) < rank
 
-    def samples(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+    def keep(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
         return rows, subspace.determined
 
-    rows, determined = cond(is_switch, components, samples, subspace.rows)
+    rows, determined = cond(is_switch, write_components, keep, subspace.rows)
     return subspace._replace(rows=rows, determined=determined)

@@ -1,10 +1,10 @@
-"""Line searches along the direction of a quasi-Newton step, and what each teaches.
+"""Line searches along the direction of a quasi-Newton step.
 
 J. Nocedal and S. J. Wright, "Numerical Optimization", 2006, chapter 3.
 
-Both searches have the same methods. `learn` takes the pair of the last step into B, `init` gives the
-first length, `step` judges a length and gives the next one, and `after` is the state after a search in
-vain.
+Both searches have the same methods. `learn` updates B by the pair of the last step, `init` returns the
+first length, `step` judges a length and returns the next, and `after` returns the state after a failed
+search.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import jax.numpy as jnp
 from optperm.contract.mapped_axes import mark_varying
 from optperm.subspace.quasi_newton import (
     QuasiNewtonState,
-    change_of_gradient,
+    add_pair,
+    compute_pair,
+    make_quasi_newton,
     norm,
-    nothing_learned,
-    with_pair,
 )
 
-# By what a trial is shortened at most, wherever the parabola through it has its minimum.
+# The smallest ratio of successive lengths, wherever the parabola has its minimum.
 _SHORTEST = 0.1
-# After so many searches in a row without a step the curvature is forgotten.
+# The number of failed searches in a row after which the curvature is forgotten.
 _PATIENCE = 2
 
 
 class Outcome(NamedTuple):
-    """What a line search has found.
+    """Result of a line search.
 
     Attributes:
-      step_length: The length that was accepted, or 0.
-      is_accepted: Whether there is one.
-      next_length: What it would have tried next, or 0 where the rounding of the loss hides the decrease.
-      num_trials: How many lengths it has tried.
+      step_length: The accepted length, or 0.
+      is_accepted: Whether a length was accepted.
+      next_length: The length of the next trial, or 0 where the rounding of the loss hides the decrease.
+      num_trials: Number of trials.
     """
 
     step_length: jax.Array
@@ -48,13 +48,13 @@ class Outcome(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a trial shows.
+    """Result of a trial.
 
     Attributes:
-      length: The length that was tried.
+      length: The length of the trial.
       loss: The loss there.
-      start: The loss before.
-      predicted: By how much the gradient predicts the loss to change, negative downhill.
+      start: The loss before the step.
+      predicted: The change of the loss that the gradient predicts, negative downhill.
     """
 
     length: jax.Array
@@ -63,7 +63,7 @@ class Trial(NamedTuple):
     predicted: jax.Array
 
     def is_enough(self, sigma: jax.Array) -> jax.Array:
-        """Whether the loss falls by a share sigma of what is predicted."""
+        """Return whether the loss falls by a share sigma of the predicted decrease."""
         return jnp.isfinite(self.loss) & (self.loss < self.start + sigma * self.predicted)
 
 
@@ -74,49 +74,49 @@ class MindSpore:
     max_trials: int = 2
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
-        """Take in pairs of y's > 1e-20."""
-        pair = change_of_gradient(state, gk)
-        return with_pair(state, state.inverse_hessian, pair, pair[2] > 1e-20)
+        """Update B by pairs of y's > 1e-20."""
+        pair = compute_pair(state, gk)
+        return add_pair(state, state.inverse_hessian, pair, pair[2] > 1e-20)
 
     def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
-        """Begin at 1."""
+        """Return 1."""
         return jnp.ones_like(f)
 
     def step(self, trial: Trial, sigma: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whether the trial is enough, and rho times its length."""
+        """Return whether to accept the trial, and rho times its length."""
         return trial.is_enough(sigma), rho * trial.length
 
     def predict(self, slope: jax.Array, _: Callable[[], jax.Array]) -> jax.Array:
-        """Return c g_k'd, whatever the optimizer makes of the direction."""
+        """Return c g_k'd, for any step of the optimizer along the direction."""
         return slope
 
     def share_of_residual(self, is_rounding: jax.Array) -> jax.Array:
-        """Take the residual as it is."""
+        """Return 1: the residual is used as it is."""
         return jnp.ones_like(is_rounding)
 
-    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
-        """Keep what was held."""
-        return held
+    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+        """Return the state before the search."""
+        return previous
 
 
 @dataclasses.dataclass(frozen=True)
 class Safeguarded:
-    """A search that neither depends on the scale of the loss or of the params nor stalls."""
+    """A search that does not depend on the scale of the loss or of the params, and does not stall."""
 
     max_trials: int = 10
 
     def learn(self, state: QuasiNewtonState, gk: jax.Array) -> QuasiNewtonState:
-        """Take in pairs of y's > eps |y| |s|, the first one into B_0 = (s'y / y'y) I."""
-        s, y, ys = pair = change_of_gradient(state, gk)
+        """Update B by pairs of y's > eps |y| |s|, at the first pair from B_0 = (s'y / y'y) I."""
+        s, y, ys = pair = compute_pair(state, gk)
         is_positive = ys > jnp.finfo(ys.dtype).eps * norm(y) * norm(s)
         initial = _over_square(ys, norm(y)) * jnp.eye(s.size, dtype=s.dtype)
         hessian = jnp.where(state.has_pair, state.inverse_hessian, initial)
-        return with_pair(state, hessian, pair, is_positive)
+        return add_pair(state, hessian, pair, is_positive)
 
     def init(self, state: QuasiNewtonState, f: jax.Array, gk: jax.Array) -> jax.Array:
-        """Begin where the last search stopped, or at 1, or at |f| / |g_k|^2 for an unknown B.
+        """Return the length where the last search stopped, or 1, or |f| / |g_k|^2 for an unknown B.
 
-        The last is Polyak's step to a minimum of 0. It does not depend on the scale of the loss.
+        The last is Polyak's step to a minimum of 0, which does not depend on the scale of the loss.
         """
         one = jnp.ones_like(f)
         polyak = _over_square(jnp.abs(f), norm(gk))
@@ -125,9 +125,10 @@ class Safeguarded:
         return jnp.where(state.first_length > 0, state.first_length, fresh)
 
     def step(self, trial: Trial, sigma: jax.Array, rho: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return whether the trial is enough, and else the next length, or 0 if none could tell."""
+        """Return whether to accept the trial, and the next length, or 0 if rounding hides its result."""
         c, loss, f, predicted = trial
-        # The minimum of the parabola through both losses, with the predicted slope
+        # The parabola q(t) = f + p t + (f(c) - f - p) t^2 through both losses, with the predicted slope
+        # p, has its minimum at t = -p / (2 (f(c) - f - p)), as a ratio of lengths.
         beyond = loss - f - predicted
         parabola = -predicted / (2 * jnp.where(beyond > 0, beyond, jnp.ones_like(beyond)))
         shortest = jnp.minimum(_SHORTEST, rho)
@@ -137,20 +138,20 @@ class Safeguarded:
         return trial.is_enough(sigma), jnp.where(is_hidden, jnp.zeros_like(c), shorter)
 
     def predict(self, _: jax.Array, along: Callable[[], jax.Array]) -> jax.Array:
-        """Return what the gradient says of the step that the optimizer makes of the direction."""
+        """Return the change that the gradient predicts for the optimizer's step."""
         return along()
 
     def share_of_residual(self, is_rounding: jax.Array) -> jax.Array:
-        """Take a residual of the size of its own rounding for zero."""
+        """Return 0 for a residual of the size of its own rounding, else 1."""
         return ~is_rounding
 
-    def after(self, held: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
-        """Go on where the search stopped; after two searches in vain forget the curvature."""
-        stopped = held._replace(first_length=found.next_length)
-        is_hopeless = held.has_last & (held.rejections + 1 >= _PATIENCE)
-        forgotten = nothing_learned(held.last_gradient.size, held.last_gradient.dtype)
+    def after(self, previous: QuasiNewtonState, found: Outcome) -> QuasiNewtonState:
+        """Continue where the search stopped; after two failed searches forget the curvature."""
+        stopped = previous._replace(first_length=found.next_length)
+        is_hopeless = previous.has_last & (previous.rejections + 1 >= _PATIENCE)
+        forgotten = make_quasi_newton(previous.last_gradient.size, previous.last_gradient.dtype)
         rejected = _where(is_hopeless, forgotten, stopped)
-        return _where(found.num_trials > 0, rejected, held)
+        return _where(found.num_trials > 0, rejected, previous)
 
 
 LINE_SEARCHES: dict[str, Safeguarded | MindSpore] = {
@@ -165,17 +166,18 @@ def search(
     max_trials: jax.Array,
     axes: frozenset[str],
 ) -> Outcome:
-    """Try one length after the other until one is enough.
+    """Try lengths one after the other until a length is accepted.
 
     Args:
-      try_length: Whether a length is enough, and else the next one.
+      try_length: Returns whether to accept a length, and the next length.
       first: The first length.
-      max_trials: How many are tried.
-      axes: The mapped axes over which the answers vary.
+      max_trials: The maximum number of trials.
+      axes: The mapped axes over which results vary.
     """
 
     def is_searching(carry: Any) -> jax.Array:
         index, c, _, is_accepted = carry
+        # c = 0 where the rounding of the loss hides the result of further trials
         return ~is_accepted & (index < max_trials) & (c > 0)
 
     def try_next(carry: Any) -> Any:
@@ -190,21 +192,22 @@ def search(
 
 
 def after_search(
-    held: QuasiNewtonState,
-    learned: QuasiNewtonState,
+    previous: QuasiNewtonState,
+    current: QuasiNewtonState,
     rejected: QuasiNewtonState,
     found: Outcome,
     d: jax.Array,
     gk: jax.Array,
 ) -> QuasiNewtonState:
-    """Return the state after a step: s <- c d and g_k^last <- g_k, or that of a search in vain."""
-    accepted = learned._replace(
+    """Return the state after a search: s <- c d and g_k^last <- g_k, or the state of a failed search."""
+    accepted = current._replace(
         last_gradient=gk,
         last_move=found.step_length * d,
         has_last=jnp.ones([], jnp.bool_),
-        first_length=jnp.zeros_like(held.first_length),
+        first_length=jnp.zeros_like(previous.first_length),
     )
-    one_more = held.rejections + (found.num_trials > 0).astype(jnp.int32)
+    # A step without a search (no basis, or f not finite) is not a failed search.
+    one_more = previous.rejections + (found.num_trials > 0).astype(jnp.int32)
     rejections = jnp.where(found.is_accepted, jnp.zeros_like(one_more), one_more)
     return _where(found.is_accepted, accepted, rejected)._replace(rejections=rejections)
 
@@ -214,5 +217,5 @@ def _where(condition: jax.Array, state: QuasiNewtonState, other: Any) -> QuasiNe
 
 
 def _over_square(a: jax.Array, b: jax.Array) -> jax.Array:
-    """A / b^2, where b^2 may be too large or too small; XLA would make one division of two."""
+    """Return a / b^2, where b^2 may overflow or underflow; XLA would merge the two divisions."""
     return jax.lax.optimization_barrier(a / b) / b

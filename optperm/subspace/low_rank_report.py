@@ -1,4 +1,4 @@
-"""What low-rank methods make of each leaf of a model, before anything is trained."""
+"""A report on how low-rank methods treat each leaf of a model, before any training."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import jax
 import optax
 
 from optperm.subspace.low_rank import low_rank
-from optperm.subspace.matrices import LeafReport, reporting
+from optperm.subspace.matrices import LeafReport, collect_leaves
 
 
 class LowRankReport(NamedTuple):
-    """What `low_rank_report` returns; as text it is a table.
+    """Result of `low_rank_report`, which prints as a table.
 
     Attributes:
-      leaves: For each leaf, in the order of the tree: `name`, its `shape`, `matrices`, the number
-        of its matrices and their sides (batch, d, k), or None where it stays at full rank, d being
-        the side on which bases stand, `on_rows`, whether that is the side of the rows, `rank`, r or
-        0, `words`, the numbers that the optimizer's state holds for it, and `full_words`, those at
-        full rank.
-      words_per_param: The words of state for each parameter.
-      full_words_per_param: Those at full rank.
+      leaves: For each leaf, in the order of the tree: `name`; `shape`; `matrices`, the number of its
+        matrices and their sides (batch, d, k), with bases on the side of d, or None at full rank;
+        `on_rows`, whether d is the side of the rows; `rank`, r or 0; `words`, the words of its state;
+        and `full_words`, the words of its state at full rank.
+      words_per_param: Words of state per parameter.
+      full_words_per_param: Words of state per parameter at full rank.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -37,7 +36,7 @@ class LowRankReport(NamedTuple):
             size = max(math.prod(leaf.shape), 1)
             numbers = f"{leaf.words / size:.2f}", f"{leaf.full_words / size:.2f}"
             if leaf.matrices is None:
-                # Nothing tells which axes of such a leaf are rows, columns or layers.
+                # The rows, columns and layers of such a leaf are unknown.
                 what = "axes not named" if len(leaf.shape) > 2 else "full rank"
                 middle = what, "-", "-"
             else:
@@ -61,22 +60,18 @@ class LowRankReport(NamedTuple):
 def low_rank_report(
     tx_or_rank: optax.GradientTransformation | int | float, params: optax.Params
 ) -> LowRankReport:
-    """Return which leaves are projected, on which side and to what rank, and what state they take.
+    """Report which leaves are projected, on which side and to what rank, and the size of their state.
 
-    Nothing is computed: shapes are enough. A leaf of three or more axes whose axes are not named
-    stays at full rank, and the table says so.
+    Only shapes are used. A leaf of three or more axes whose axes are not named stays at full rank, as
+    the table says.
 
     Args:
       tx_or_rank: An optimizer with `optperm.low_rank` or `optperm.apollo` anywhere in it; or a
         rank, for `optperm.low_rank(optax.scale_by_adam(), rank)`.
-      params: The model's params, or their shapes as of `jax.eval_shape`.
+      params: The model's params, or their shapes from `jax.eval_shape`.
 
     Returns:
-      A `LowRankReport`. `print` it for a table.
-
-    Raises:
-      TypeError: If the rank is no number, or a parameter is not of a real floating dtype.
-      ValueError: If the rank is out of range, or no low-rank method is in the optimizer.
+      A `LowRankReport`, which prints as a table.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -88,21 +83,19 @@ def low_rank_report(
       ['kernel']  (64, 256)  64 x 256        rows      16    0.56         2.00
       ['stack']   (2, 8, 8)  axes not named  -         -     2.00         2.00
       all                                                    0.58         2.00
+
+    Raises:
+      TypeError: If the rank is not a number, or a parameter is not of a real floating dtype.
+      ValueError: If the rank is out of range, or the optimizer has no low-rank method.
     """
     tx = tx_or_rank
     if not isinstance(tx, optax.GradientTransformation):
-        try:
-            tx = low_rank(optax.scale_by_adam(), tx_or_rank)
-        except (TypeError, ValueError) as error:
-            message = f"tx_or_rank must be an optimizer, or a rank: {error}"
-            raise type(error)(message) from error
-    with reporting() as leaves:
-        # As a function of its own: what JAX has traced before it does not trace again.
+        tx = low_rank(optax.scale_by_adam(), tx_or_rank)
+    with collect_leaves() as leaves:
+        # A new function object, since JAX would not trace the same function again.
         jax.eval_shape(functools.partial(tx.init), params)
     if not leaves and jax.tree.leaves(params):
-        raise ValueError(
-            "tx_or_rank must hold optperm.low_rank or optperm.apollo, or be a rank: found neither."
-        )
+        raise ValueError("tx_or_rank must hold optperm.low_rank or optperm.apollo, or be a rank.")
     size = max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
     words, full = (sum(getattr(leaf, name) for leaf in leaves) for name in ("words", "full_words"))
     return LowRankReport(tuple(leaves), words / size, full / size)

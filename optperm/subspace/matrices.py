@@ -1,6 +1,6 @@
-"""The leaves of a tree as matrices: which of them are projected, along which axes, and to what rank.
+"""The leaves of a tree as matrices: which leaves are projected, along which axes, and to what rank.
 
-All that works on them sees (..., d, k), d being the side on which the basis stands.
+All functions see matrices of shape (..., d, k), with the basis on the side of length d.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of
 
 Side = Literal["smaller", "larger"]
-# Axes of leaves: `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function.
+# `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
 DimensionNumbers: TypeAlias = Any
 # On accelerators float32 products lose half their digits by default.
 _PRECISION = jax.lax.Precision.HIGHEST
@@ -33,15 +33,15 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """How a leaf is seen as matrices G, (..., d, k), whose rank is reduced on the side of d.
+    """A view of a leaf as matrices G, (..., d, k), whose rank is reduced on the side of d.
 
     Attributes:
       name: The path of the leaf, for messages.
-      shape: Its shape.
-      batch: The axes along which it is a stack of matrices.
+      shape: The shape of the leaf.
+      batch: The axes along which the leaf is a stack of matrices.
       projected: The axes that are merged into d.
       kept: The axes that are merged into k.
-      on_rows: Whether d is the matrix's first side, so that low-rank leaves are (..., r, k), else
+      on_rows: Whether d is the matrix's first side: low-rank leaves are (..., r, k) then, else
         (..., k, r).
       rank: r.
     """
@@ -61,12 +61,12 @@ class Matrix:
 
     @property
     def d(self) -> int:
-        """The side on which the basis stands."""
+        """The length of the side of the basis."""
         return math.prod(self.shape[axis] for axis in self.projected)
 
     @property
     def k(self) -> int:
-        """The other side."""
+        """The length of the other side."""
         return math.prod(self.shape[axis] for axis in self.kept)
 
     @property
@@ -83,7 +83,7 @@ class Matrix:
         sharding = explicit_sharding(x)
         if sharding is None:
             return x.reshape(shape)
-        # Of axes that are merged the first one alone can stay cut.
+        # Of axes that are merged only the first can stay sharded.
         start = len(self.batch)
         heads = {*range(start), start, start + len(self.projected)}
         spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
@@ -93,7 +93,7 @@ class Matrix:
         return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=merged))
 
     def leaf(self, matrices: jax.Array) -> jax.Array:
-        """Return (..., d, k) as the leaf that it was."""
+        """Return matrices of shape (..., d, k) as a leaf."""
         axes = self.batch + self.projected + self.kept
         shape = tuple(self.shape[axis] for axis in axes)
         if matrices.shape != shape:
@@ -112,127 +112,93 @@ class Matrix:
         return -2 if self.on_rows else -1
 
     def turn(self, x: jax.Array) -> jax.Array:
-        """Return R, (..., r, k), or G as the leaf has it: transposed where bases stand on columns.
-
-        It is the same both ways.
-        """
+        """Return R or G in the orientation of the leaf, or back: transposed if bases are on columns."""
         return x if self.on_rows else jnp.swapaxes(x, -1, -2)
 
 
-def matrices_of(
+def plan_matrices(
     tree: optax.Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
 ) -> list[Matrix | None]:
-    """Return, for each leaf, the matrices that it is projected as, or None if it stays at full rank.
+    """Return for each leaf its view as matrices, or None if it stays at full rank.
 
     Args:
       tree: Params or updates.
-      rank: r, or the share of the smaller side that it is.
-      side: The side on which bases stand; of a square matrix the columns are the smaller one.
-      dimension_numbers: The axes of the leaves to project; None for those of exactly two axes whose
-        state becomes smaller.
+      rank: r, or r as a share of the smaller side.
+      side: The side of the bases; the columns of a square matrix are its smaller side.
+      dimension_numbers: The axes of the leaves to project; None for all leaves of two axes whose state
+        becomes smaller.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if dimension_numbers is not None and leaves:
         given = dimension_numbers(tree) if callable(dimension_numbers) else dimension_numbers
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
         structure: Any = jax.tree.structure(tree)
-        try:
-            numbers = structure.flatten_up_to(given)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"dimension_numbers must have one entry for each leaf of params: {error}"
-            ) from error
+        numbers = structure.flatten_up_to(given)
     found: list[Matrix | None] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if number is not None:
-            matrix = _matrix(name, shape, number, rank, side)
+            matrix = _make_matrix(name, shape, number, rank, side)
             if rank > min(matrix.d, matrix.k):
-                raise ValueError(
-                    f"rank={rank} is above the smaller side {min(matrix.d, matrix.k)} of {name}, which "
-                    "dimension_numbers names: give a smaller rank, or None for that leaf."
-                )
+                smaller = f"the smaller side {min(matrix.d, matrix.k)} of {name}"
+                raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
             found.append(matrix if matrix.rank < min(matrix.d, matrix.k) else None)
         elif dimension_numbers is None and len(shape) == 2 and 0 not in shape:
-            matrix = _matrix(name, shape, GaLoreDimensionNumbers(), rank, side)
+            matrix = _make_matrix(name, shape, GaLoreDimensionNumbers(), rank, side)
             d, k, r = matrix.d, matrix.k, matrix.rank
+            # A basis and two moments, d r + 2 r k numbers, against two moments at full rank, 2 d k
             found.append(matrix if r < min(d, k) and d * r + 2 * r * k < 2 * d * k else None)
         else:
             found.append(None)
     sides = [min(jnp.shape(leaf)) for _, leaf in leaves if jnp.ndim(leaf) == 2 and jnp.size(leaf)]
     if dimension_numbers is None and sides and rank > max(sides):
-        raise ValueError(
-            f"rank={rank} is above the smaller side of every matrix, of which the largest is "
-            f"{max(sides)}, and nothing would be projected: give a smaller one, or a share."
-        )
+        raise ValueError(f"rank={rank} is above the smaller side of every matrix, {max(sides)}.")
     return found
 
 
-def _matrix(
+def _make_matrix(
     name: str, shape: tuple[int, ...], numbers: GaLoreDimensionNumbers, rank: float, side: Side
 ) -> Matrix:
-    if not isinstance(numbers, GaLoreDimensionNumbers):
-        raise TypeError(
-            "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params of "
-            f"them and of None, or a function from params to one, got {numbers!r} for {name}."
-        )
-    rows, columns = (
+    given = [
         (axes,) if isinstance(axes, int) else tuple(axes)
         for axes in (numbers.reduction_axis, numbers.output_axis)
-    )
-    axes = [*rows, *columns]
-    in_range = all(-len(shape) <= axis < len(shape) for axis in axes)
-    if (
-        not in_range
-        or len({axis % len(shape) for axis in axes}) < len(axes)
-        or not rows
-        or not columns
-    ):
-        raise ValueError(
-            f"dimension_numbers of {name}, of shape {shape}, must name each of its axes at most once "
-            f"and at least one on each side, got {numbers}."
-        )
-    rows = tuple(axis % len(shape) for axis in rows)
-    columns = tuple(axis % len(shape) for axis in columns)
+    ]
+    own = range(-len(shape), len(shape))
+    rows, columns = (tuple(axis % len(shape) for axis in axes if axis in own) for axes in given)
+    number = sum(map(len, given))
+    if not rows or not columns or len({*rows, *columns}) < number:
+        raise ValueError(f"{numbers} must name different axes of {name} of shape {shape}.")
     batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
     m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
+    # Of a square, with m = n, the columns are the smaller side.
     on_rows = (m < n) == (side == "smaller")
     projected, kept = (rows, columns) if on_rows else (columns, rows)
     r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
     return Matrix(name, shape, batch, projected, kept, on_rows, r)
 
 
-def check_projection(rank: object, side: object) -> None:
-    """Raise unless rank is one that matrices may be reduced to, and side names one of theirs.
-
-    Raises:
-      TypeError: If rank is no plain number.
-      ValueError: If rank or side are out of range.
-    """
-    if isinstance(rank, float | np.floating):
-        if not 0 < rank < 1:
-            raise ValueError(
-                "rank must be an integer of at least 1, or a share in (0, 1) of the smaller side, got "
-                f"{rank!r}."
-            )
-    else:
+def check_rank(rank: object) -> None:
+    """Raise unless the rank is a plain integer of at least 1, or a share in (0, 1)."""
+    if not isinstance(rank, float | np.floating):
         checks.check_static_count("rank", rank)
-    checks.check_choice("side", side, get_args(Side))
+    elif not 0 < rank < 1:
+        raise ValueError(f"rank must be an integer, or a share in (0, 1), got {rank!r}.")
 
 
 class LeafReport(NamedTuple):
-    """What `optperm.low_rank_report` says of one leaf.
+    """The entry of one leaf in `optperm.low_rank_report`.
 
     Attributes:
-      name: Its path.
-      shape: Its shape.
+      name: The path of the leaf.
+      shape: The shape of the leaf.
       matrices: The number of its matrices and their sides, (batch, d, k); None at full rank.
-      on_rows: Whether its bases stand on rows, the side of `reduction_axis`.
+      on_rows: Whether its bases are on rows, the side of `reduction_axis`.
       rank: r, or 0 at full rank.
-      words: The words of state that it takes.
-      full_words: Those that it would take at full rank.
+      words: The number of words of its state.
+      full_words: The number of words of its state at full rank.
     """
 
     name: str
@@ -244,13 +210,13 @@ class LeafReport(NamedTuple):
     full_words: float
 
 
-# What `note` writes to while a report is made.
+# `record_leaves` appends to this list while a report is made.
 _REPORT: contextvars.ContextVar[list[LeafReport] | None] = contextvars.ContextVar(
     "report", default=None
 )
 
 
-def note(
+def record_leaves(
     params: optax.Params,
     plans: Sequence[Matrix | None],
     low: optax.Params,
@@ -258,11 +224,11 @@ def note(
     *,
     has_basis: bool,
 ) -> None:
-    """Write down what becomes of each leaf, if a report is being made."""
+    """Append an entry for each leaf to the report, if one is being made."""
     report = _REPORT.get()
     if report is None:
         return
-    # The words that the optimizer takes for each entry that it sees: 2 of Adam.
+    # Words of the optimizer's state for each entry that it sees: 2 for Adam
     lows = [math.prod(leaf.shape) for leaf in jax.tree.leaves(low)]
     words = sum(leaf.size for leaf in jax.tree.leaves(inner_state)) / max(sum(lows), 1)
     paths = jax.tree_util.tree_leaves_with_path(params)
@@ -283,8 +249,8 @@ def note(
 
 
 @contextlib.contextmanager
-def reporting() -> Iterator[list[LeafReport]]:
-    """Collect what every low-rank transformation that is initialized within this says of its leaves."""
+def collect_leaves() -> Iterator[list[LeafReport]]:
+    """Collect the entries of all low-rank transformations that are initialized within this context."""
     report: list[LeafReport] = []
     token = _REPORT.set(report)
     try:
@@ -293,8 +259,8 @@ def reporting() -> Iterator[list[LeafReport]]:
         _REPORT.reset(token)
 
 
-def zeros_beside(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
-    """Return zeros on the leaf's mesh, cut along its axes as a spec says, or whole."""
+def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
+    """Make zeros on the leaf's mesh, with the given spec of a sharding, or replicated."""
     zeros = mark_varying(jnp.zeros(shape, dtype), varying_axes(leaf))
     sharding = sharding_of(leaf)
     if sharding is None:
@@ -303,18 +269,19 @@ def zeros_beside(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> j
     return place(zeros, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
-def basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
-    """Return the place of a leaf's bases, which lie where the rows of G lie, or () at full rank."""
+def make_basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
+    """Make zeros for a leaf's bases, sharded as the rows of G, or a single zero at full rank."""
+    # An array without entries could not be saved: at full rank there is one number.
     dtype = accumulation_dtype(leaf)
     if matrix is None:
-        return zeros_beside(leaf, (), dtype)
+        return make_zeros(leaf, (), dtype)
     sharding = sharding_of(matrix.matrices(shard_like(jnp.zeros_like(leaf), leaf)))
     spec = sharding.spec[:-1] if sharding else ()
-    return zeros_beside(leaf, matrix.basis_shape, dtype, *spec)
+    return make_zeros(leaf, matrix.basis_shape, dtype, *spec)
 
 
 def project(basis: jax.Array, g: jax.Array) -> jax.Array:
-    r"""Return :math:`R = P^\top G`, (..., r, k), which lies where the columns of G lie."""
+    r"""Return :math:`R = P^\top G`, (..., r, k), sharded as the columns of G."""
     sharding = explicit_sharding(g)
     if sharding is not None:
         spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
@@ -325,8 +292,8 @@ def project(basis: jax.Array, g: jax.Array) -> jax.Array:
 def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array:
     r"""Return :math:`R = P^\top G` of a leaf as its low-rank leaf, in the dtype of the basis.
 
-    Where bases stand on columns, R' = G' P is computed. What follows is then laid out as the leaf:
-    a loop over arrays of two layouts takes several times as long.
+    Where bases are on columns, R' = G' P is computed: the following operations then use the layout of
+    the leaf, since a loop over arrays of two layouts takes several times as long.
     """
     if matrix.on_rows:
         return project(basis, matrix.matrices(leaf))
@@ -339,17 +306,17 @@ def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array
 
 
 def lift(matrix: Matrix, basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
-    """Return P R of a low-rank leaf, turned as the leaf, where an array of that shape lies."""
+    """Return P R of a low-rank leaf, in the orientation of the leaf, sharded as another array."""
     sharding = explicit_sharding(like)
     if matrix.on_rows:
         return product("...dr,...rk->...dk", basis, low, sharding)
     return product("...kr,...dr->...kd", low, basis, sharding)
 
 
-def zeros_of_batch(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
-    """Return a zero for each matrix of a leaf, or a single one at full rank."""
+def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
+    """Make a zero for each matrix of a leaf, or a single zero at full rank."""
     shape = matrix.batch_shape if matrix else ()
-    return zeros_beside(leaf, shape, dtype or accumulation_dtype(leaf))
+    return make_zeros(leaf, shape, dtype or accumulation_dtype(leaf))
 
 
 def map_plans(
@@ -357,23 +324,23 @@ def map_plans(
     tree: optax.Params,
     plans: Sequence[Matrix | None],
 ) -> optax.Params:
-    """Return the tree of what a function makes of each leaf and how it is projected."""
+    """Map a function of a leaf and its matrices over a tree."""
     structure: Any = jax.tree.structure(tree)
     return structure.unflatten(map(function, jax.tree.leaves(tree), plans))
 
 
-def low_rank_like(leaf: Any, matrix: Matrix | None) -> Any:
-    """Return what an optimizer is initialized with: zeros that lie where the columns of G lie."""
+def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
+    """Make the low-rank leaf that an optimizer is initialized with: zeros, sharded as R."""
     if matrix is None:
         return leaf
     zeros = shard_like(jnp.zeros_like(leaf), leaf)
-    return project_leaf(matrix, basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
+    return project_leaf(matrix, make_basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
 
 
-def low_rank_leaves(
+def make_low_rank_tree(
     updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
 ) -> optax.Updates:
-    """Return the tree that an optimizer sees: low-rank leaves of R, in the dtypes of updates."""
+    """Make the tree that an optimizer sees: low-rank leaves R in the dtypes of updates."""
     structure: Any = jax.tree.structure(updates)
     return structure.unflatten(
         r if m is None else r.astype(leaf.dtype)
@@ -384,5 +351,5 @@ def low_rank_leaves(
 def product(
     subscripts: str, a: jax.Array, b: jax.Array, sharding: NamedSharding | None
 ) -> jax.Array:
-    """Return a product of matrices in full precision, laid out as the sharding says, if there is one."""
+    """Return a product of matrices in full precision, with the given sharding if there is one."""
     return jnp.einsum(subscripts, a, b, precision=_PRECISION, out_sharding=sharding)

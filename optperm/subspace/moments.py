@@ -1,4 +1,4 @@
-"""Moments of Optax's transformations, carried over from one basis to the next."""
+"""Carry moments of Optax's transformations over from one basis to the next."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Change(NamedTuple):
     """A change of the basis of a leaf's matrices.
 
     Attributes:
-      matrix: How the leaf is projected.
-      old: The basis before, (..., d, r).
-      new: The one after.
-      is_new: Of which matrices it is another one, (...).
+      matrix: The view of the leaf as matrices.
+      old: The basis before the change, (..., d, r).
+      new: The basis after the change.
+      is_new: Whether each matrix has another basis, (...).
     """
 
     matrix: Matrix
@@ -33,45 +33,47 @@ class Change(NamedTuple):
     new: jax.Array
     is_new: jax.Array
 
-    def rotated(self, moment: jax.Array) -> jax.Array:
+    def rotate(self, moment: jax.Array) -> jax.Array:
         r"""Return :math:`C M`, with :math:`C = P_{new}^\top P_{old}`."""
         return rotate(self.new, self.old, moment)
 
-    def squares_rotated(self, moment: jax.Array) -> jax.Array:
+    def rotate_squares(self, moment: jax.Array) -> jax.Array:
         r"""Return :math:`(C \circ C) V`."""
         return rotate(self.new, self.old, moment, squared=True)
 
 
-def _first(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
-    """M <- C M."""
-    return (change.rotated(moment),)
+def _carry_mean(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
+    """Return C M."""
+    return (change.rotate(moment),)
 
 
-def _second(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
-    """V <- (C * C) V, of squares of entries without a mean."""
-    return (change.squares_rotated(moment),)
+def _carry_squares(change: Change, moment: jax.Array) -> tuple[jax.Array, ...]:
+    """Return (C * C) V, of squares of entries whose mean is unknown."""
+    return (change.rotate_squares(moment),)
 
 
-def _adam(
+def _carry_adam(
     change: Change, mu: jax.Array, nu: jax.Array, *, count: jax.Array, decays: Decays
 ) -> tuple[jax.Array, ...]:
-    """M <- C M and V <- c2 |(C * C)(V / c2 - (M / c1)^2) + (C M / c1)^2|, as LDAdam does."""
-    # c = 1 - b^t; before the first step there is nothing to carry.
+    """Return C M, and c2 |(C * C)(V / c2 - (M / c1)^2) + (C M / c1)^2|, as LDAdam does."""
+    # c_i = 1 - b_i^t, the bias corrections; before the first step there is nothing to carry.
     t = jnp.maximum(count, 1).astype(nu.dtype)
     c1, c2 = (1 - jnp.asarray(b, nu.dtype) ** t for b in decays or (0.0, 0.0))
-    mean = change.rotated(mu)
-    variance = change.squares_rotated(nu / c2 - jnp.square(mu / c1))
+    # Squares have no coordinates: the variance V / c2 - (M / c1)^2 is rotated as if entries were
+    # uncorrelated, and the square of the rotated mean is added again.
+    mean = change.rotate(mu)
+    variance = change.rotate_squares(nu / c2 - jnp.square(mu / c1))
     return mean, c2 * jnp.abs(variance + jnp.square(mean / c1))
 
 
-# By the type of the state: its trees of moments, and what becomes of those of one leaf.
+# For each type of state the fields of its moments, and the function that carries the moments of a leaf.
 _KNOWN: dict[type, tuple[tuple[str, ...], Callable[..., tuple[jax.Array, ...]]]] = {
-    optax.ScaleByAdamState: (("mu", "nu"), _adam),
-    optax.ScaleByLionState: (("mu",), _first),
-    optax.EmaState: (("ema",), _first),
-    optax.TraceState: (("trace",), _first),
-    optax.contrib.MuonState: (("mu",), _first),
-    optax.ScaleByRmsState: (("nu",), _second),
+    optax.ScaleByAdamState: (("mu", "nu"), _carry_adam),
+    optax.ScaleByLionState: (("mu",), _carry_mean),
+    optax.EmaState: (("ema",), _carry_mean),
+    optax.TraceState: (("trace",), _carry_mean),
+    optax.contrib.MuonState: (("mu",), _carry_mean),
+    optax.ScaleByRmsState: (("nu",), _carry_squares),
 }
 
 
@@ -85,10 +87,10 @@ def carry_moments(
     """Return an optimizer's state with its moments in the coordinates of new bases.
 
     Args:
-      inner_state: Its state, over low-rank leaves.
+      inner_state: The state, over low-rank leaves.
       treedef: The structure of params.
-      changes: For each leaf, what has become of its basis; None for leaves at full rank.
-      decays: Those of Adam's moments, for its bias corrections, or None to leave those away.
+      changes: For each leaf the change of its basis; None for leaves at full rank.
+      decays: The decays of Adam's moments, for its bias corrections; None for no corrections.
     """
 
     def carry(state: Any) -> Any:
@@ -96,10 +98,10 @@ def carry_moments(
             return state
         names, formula = _KNOWN[type(state)]
         trees = [treedef.flatten_up_to(getattr(state, name)) for name in names]
-        if formula is _adam:
-            formula = functools.partial(_adam, count=state.count, decays=decays)
+        if formula is _carry_adam:
+            formula = functools.partial(_carry_adam, count=state.count, decays=decays)
         moved = [
-            each if change is None else _carried(change, each, formula)
+            each if change is None else _carry_leaf(change, each, formula)
             for change, *each in zip(changes, *trees, strict=True)
         ]
         columns = zip(*moved, strict=True) if moved else ((),) * len(names)
@@ -110,15 +112,16 @@ def carry_moments(
     return jax.tree.map(carry, inner_state, is_leaf=_is_known)
 
 
-def _carried(
+def _carry_leaf(
     change: Change,
     leaves: list[Any],
     formula: Callable[..., tuple[jax.Array, ...]],
 ) -> list[Any]:
-    """Return one leaf's moments, carried where its basis is another one."""
+    """Return one leaf's moments, carried over where its basis has changed."""
     if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # masked within inner
         return leaves
 
+    # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
     def move() -> list[jax.Array]:
         dtype = change.new.dtype
         low = [change.matrix.turn(leaf).astype(dtype) for leaf in leaves]
@@ -133,26 +136,23 @@ def _carried(
 
 
 def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], lows: Sequence[Any]) -> None:
-    """Raise a ValueError that names the first state of which nothing is known of how it is carried.
-
-    States that hold nothing of the shape of a projected leaf need nothing.
-    """
+    """Raise a ValueError that names the first state whose moments cannot be carried over."""
     shapes = {low.shape for matrix, low in zip(matrices, lows, strict=True) if matrix is not None}
+    if unknown := _find_unknown_state(inner_state, shapes):
+        raise ValueError(
+            f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."
+        )
 
-    def check(node: Any, owner: str) -> None:
-        if _is_known(node):
-            return
-        if hasattr(node, "_fields"):
-            owner = type(node).__name__
-        children = node.values() if isinstance(node, dict) else node
-        if isinstance(node, dict | tuple | list):
-            for child in children:
-                check(child, owner)
-        elif getattr(node, "shape", None) in shapes:
-            names = ", ".join(each.__name__ for each in _KNOWN)
-            raise ValueError(
-                f"inner keeps a {owner} of projected leaves, and low_rank does not know how to carry it "
-                f"over to a new basis (known are {names}): pass carry=False to keep it as it is."
-            )
 
-    check(inner_state, type(inner_state).__name__)
+def _find_unknown_state(
+    node: Any, shapes: set[tuple[int, ...]], owner: str = "state"
+) -> str | None:
+    """Return the name of the first state with an array of these shapes that cannot be carried over."""
+    if _is_known(node):
+        return None
+    if not isinstance(node, dict | tuple | list):
+        return owner if getattr(node, "shape", None) in shapes else None
+    owner = type(node).__name__ if hasattr(node, "_fields") else owner
+    children = node.values() if isinstance(node, dict) else node
+    found = (_find_unknown_state(child, shapes, owner) for child in children)
+    return next(filter(None, found), None)

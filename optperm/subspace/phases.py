@@ -1,4 +1,4 @@
-"""What steps in full and in a subspace share: averages over replicas, and gradients that are skipped."""
+"""Averages over replicas, and steps that are skipped, for steps in full and in a subspace."""
 
 import functools
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def mean_over_replicas(
     extras: dict[str, Any],
     axis_name: AxisName | None,
 ) -> tuple[optax.Updates, dict[str, Any]]:
-    """The gradient in a wide dtype, and the loss and its function, averaged over the replicas."""
+    """Return the gradient in a wide dtype, and the loss and its function, averaged over replicas."""
     dtype = accumulation_dtype(params)
     grads = jax.tree.map(lambda g, p: jnp.asarray(g, accumulation_dtype(p)), updates, params)
     value: Any = extras.get("value")
@@ -36,14 +36,17 @@ def mean_over_replicas(
     if axis_name is None:
         return grads, {**extras, "value": value}
 
+    # In one collective for each dtype
     grads, mean = mean_over((grads, value), axis_name)
     if value_fn is not None:
 
         @functools.wraps(value_fn)
-        def wide_value(at: optax.Params, **options: Any) -> jax.Array:
+        def evaluate_wide(at: optax.Params, **options: Any) -> jax.Array:
             return jnp.asarray(value_fn(at, **options), dtype)
 
-        mean_value = mapped_axes.mean_of_function(wide_value, (value, updates), axis_name, shared)
+        mean_value = mapped_axes.mean_of_function(
+            evaluate_wide, (value, updates), axis_name, shared
+        )
         extras = {**extras, "value_fn": mean_value}
     return grads, {**extras, "value": mean}
 
@@ -56,7 +59,7 @@ def step_where(
     params: optax.Params,
     extras: dict[str, Any],
 ) -> tuple[optax.Updates, Any]:
-    """One step of an optimizer, or none if the gradient is not finite: the moves, and its state."""
+    """Take a step of an optimizer, or none if the gradient is not finite; return updates and state."""
     moves, new = optimizer.update(cast_like(direction, params), opt_state, params, **extras)
     moves = cast_like(moves, params)
     moves = optax.tree.where(is_finite, moves, optax.tree.zeros_like(moves))

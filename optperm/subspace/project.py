@@ -1,4 +1,4 @@
-"""P-SGD: an optimizer that is fed with the part of the gradient within a subspace.
+"""P-SGD: an optimizer that sees only the part of the gradient in a subspace.
 
 T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
@@ -35,7 +35,7 @@ def project(
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Feeds an optimizer the part of the gradient within a subspace.
+    r"""Run an optimizer on the part of the gradient in a subspace.
 
     :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.set_basis` or by
     `optperm.dldr`. With :math:`u` the step of `optimizer`:
@@ -43,24 +43,18 @@ def project(
     .. math::
       \theta \leftarrow \theta + u(P^\top P g)
 
-    By SGD, with momentum or without, the params stay in the subspace through where they are: that is
-    P-SGD. An optimizer that is not linear in the gradient leaves it; `optperm.twa` trains the
-    coordinates themselves, by any optimizer. Until a basis is set the gradient that it sees is zero. A
-    gradient that is not finite, or whose projection is not, skips the step.
+    With SGD, with or without momentum, the params stay in the subspace through their current values:
+    this is P-SGD. Until a basis is set the optimizer sees a gradient of zero.
 
     Args:
-      n_components: :math:`k \ge 1`, the rows of :math:`P`.
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
       optimizer: :math:`u`, any optimizer.
-      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the basis
-        and the batch are spread, or several, as in `optperm.dim_reduce`. None for a single replica.
+      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
+        single replica.
 
     Returns:
       A transformation whose state is a `ProjectState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -71,13 +65,21 @@ def project(
       >>> (w + updates).tolist()
       [2.0, 2.0]
 
+    Notes:
+      An optimizer that is not linear in the gradient leaves the subspace; `optperm.twa` trains the
+      coordinates themselves, by any optimizer. If the gradient or its projection is not finite, the step
+      is skipped.
+
+    Raises:
+      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
+
     References:
       Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
       <https://arxiv.org/abs/2103.11154>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    checks.check_transformation("optimizer", optimizer)
-    checks.check_axis_name("axis_name", axis_name)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> ProjectState:

@@ -1,4 +1,4 @@
-"""Orthonormal bases of a small part of a matrix's columns' space: (..., d, r) for G, (..., d, k)."""
+"""Orthonormal bases, (..., d, r), of small subspaces for gradients G, (..., d, k)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from optperm.subspace.matrices import product, project
 def gram_basis(g: jax.Array, rank: int) -> jax.Array:
     """Return the first left singular vectors of G, by its Gram matrix on the smaller side.
 
-    Squaring halves the digits: directions below the root of the machine's precision times the first
-    are any that complete the basis.
+    A Gram matrix has half the digits: directions whose singular value is below the largest one times
+    the root of the machine's precision are arbitrary.
     """
+    # G G' = U S^2 U'
     if g.shape[-2] <= g.shape[-1]:
         return _last_eigenvectors(_whole("...dk,...ek->...de", g, g), rank)
-    # G v of the right ones; where G is of lower rank, the QR completes them.
+    # G' G = V S^2 V' and G V = U S: the QR normalizes it, and completes it where G has a lower rank.
     right = _last_eigenvectors(_whole("...dk,...dl->...kl", g, g), rank)
     return jnp.linalg.qr(_whole("...dk,...kr->...dr", g, right))[0]
 
@@ -34,7 +35,7 @@ def random_basis(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DType
 
 
 def align_signs(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return the new basis, each column with the sign for which its product with the old one is >= 0."""
+    """Return the new basis, with nonnegative products of its columns with the old ones."""
     products = jnp.sum(new * old, axis=-2, keepdims=True)
     return jnp.where(products < 0, -new, new)
 
@@ -44,20 +45,20 @@ def rotate(new: jax.Array, old: jax.Array, low: jax.Array, *, squared: bool = Fa
 
     Args:
       new: The new basis, (..., d, r).
-      old: The old one.
-      low: M, (..., r, k), in the coordinates of the old one.
-      squared: Whether entries of C are squared.
+      old: The old basis.
+      low: M, (..., r, k), in the coordinates of the old basis.
+      squared: Whether the entries of C are squared.
     """
     c = _whole("...dr,...ds->...rs", new, old)
     return product("...rs,...sk->...rk", c * c if squared else c, low, explicit_sharding(low))
 
 
 def _last_eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
-    """Return those of the largest eigenvalues, the largest one first."""
+    """Return the eigenvectors of the largest eigenvalues, in descending order."""
     return jnp.linalg.eigh(gram)[1][..., ::-1][..., :rank]
 
 
 def _whole(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return a product all of which lies on each device."""
+    """Return a product of matrices that every device holds in full."""
     sharding = explicit_sharding(a)
     return product(subscripts, a, b, sharding and sharding.update(spec=PartitionSpec()))

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class QuasiNewtonState(NamedTuple):
-    r"""What steps in the subspace have taught, all in float32, or in float64 if any parameter is.
+    r"""The curvature in the subspace, in float32, or in float64 if any parameter is.
 
     Attributes:
       inverse_hessian: :math:`B`, the BFGS approximation.
-      has_pair: Whether a pair of a step and a change of the gradient is in it.
-      last_gradient: The projected gradient of the last step that the line search accepted.
-      last_move: :math:`s`, that step.
-      has_last: Whether there was such a step.
-      first_length: Where the next line search begins: where the last one stopped in vain, else 0.
-      rejections: Line searches in a row that found no step.
+      has_pair: Whether :math:`B` holds a pair of a step and a change of the gradient.
+      last_gradient: The projected gradient of the last accepted step.
+      last_move: :math:`s`, the last accepted step.
+      has_last: Whether a step has been accepted.
+      first_length: The first length of the next line search, where the last search failed; else 0.
+      rejections: Number of line searches in a row that found no step.
     """
 
     inverse_hessian: Float[Array, "k k"]
@@ -36,8 +36,8 @@ class QuasiNewtonState(NamedTuple):
     rejections: Int32[Array, ""]
 
 
-def nothing_learned(n_components: int, dtype: Any) -> QuasiNewtonState:
-    """The state before the first step."""
+def make_quasi_newton(n_components: int, dtype: Any) -> QuasiNewtonState:
+    """Make the state before the first step."""
     return QuasiNewtonState(
         inverse_hessian=jnp.eye(n_components, dtype=dtype),
         has_pair=jnp.zeros([], jnp.bool_),
@@ -49,21 +49,19 @@ def nothing_learned(n_components: int, dtype: Any) -> QuasiNewtonState:
     )
 
 
-def change_of_gradient(
-    state: QuasiNewtonState, gk: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def compute_pair(state: QuasiNewtonState, gk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return s, y = g_k - g_k^last and y's."""
     s, y = state.last_move, gk - state.last_gradient
     return s, y, dot(y, s)
 
 
-def with_pair(
+def add_pair(
     state: QuasiNewtonState,
     hessian: jax.Array,
     pair: tuple[jax.Array, jax.Array, jax.Array],
     is_positive: jax.Array,
 ) -> QuasiNewtonState:
-    """Return the state whose B is the given one with the pair (s, y), if that is positive and known."""
+    """Return the state with B updated from the given matrix by the pair (s, y), if it is positive."""
     s, y, ys = pair
     is_used = state.has_last & is_positive
     # T = I - y s' / y's, B <- T' B T + s s' / y's
@@ -77,12 +75,13 @@ def with_pair(
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product of vectors or matrices, in full precision."""
+    """Return the product of vectors or matrices, in full precision."""
     return jnp.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def norm(vector: jax.Array) -> jax.Array:
-    """The length of a vector whose squares may be too large or too small to be represented."""
+    """Return the norm of a vector whose squares may overflow or underflow."""
+    # |v| = m |v / m|, with m the largest entry
     largest = jnp.max(jnp.abs(vector))
     scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
     return scale * jnp.sqrt(jnp.sum((vector / scale) ** 2))

@@ -1,4 +1,4 @@
-"""A subspace of all params, given by orthonormal rows, and the two matrix products with it."""
+"""A subspace of all params, given by orthonormal rows P, and the products P g and P' c."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _PRECISION = jax.lax.Precision.HIGHEST
 
 
 class Subspace(NamedTuple):
-    r"""Orthonormal rows :math:`P` over all params, or those of them that one replica holds.
+    r"""Orthonormal rows :math:`P` over all params, or the rows of one replica.
 
-    `optperm.dldr` sets the one in the state of its subspace optimizer, in any nesting. An optimizer that
-    holds one reads it, and hands it on as it is.
+    `optperm.dldr` sets the subspace in the state of its subspace optimizer, in any nesting. An optimizer
+    with a subspace reads it, and returns it unchanged.
 
     Attributes:
-      rows: Those of this replica, in float32, or float64 for float64 params; zero until they are set and
-        where there are fewer than there is room for.
-      first_row: The number of the first of them among all rows, as a sum with one part for each axis
-        over which rows are spread, by its name; empty without such an axis.
-      determined: Which of all rows there are.
+      rows: The rows of this replica, in float32, or float64 for float64 params; zero until they are set,
+        and where components are missing.
+      first_row: The number of this replica's first row among all rows, as a sum of one part for each
+        axis over which rows are distributed, by its name; empty without such an axis.
+      determined: Whether each of all rows exists.
     """
 
     rows: PyTree[Float[Array, "rows ?*shape"], "Params"]
@@ -49,7 +49,7 @@ class Subspace(NamedTuple):
 
     @property
     def is_centered(self) -> bool:
-        """Whether the rows are components of displacements from the mean of the snapshots."""
+        """Whether the rows are components of differences from the mean of the snapshots."""
         return True
 
     @property
@@ -59,7 +59,7 @@ class Subspace(NamedTuple):
 
     @property
     def axis_name(self) -> tuple[str, ...] | None:
-        """The axes over which rows, and with them the batch, are spread."""
+        """The axes over which the rows and the batch are distributed."""
         return tuple(sorted(self.first_row)) or None
 
     @property
@@ -69,13 +69,13 @@ class Subspace(NamedTuple):
 
 
 class Span(Subspace):
-    """The same for components of the snapshots themselves, which span the way to their mean as well."""
+    """A subspace of components of the snapshots themselves, which contains their mean."""
 
     __slots__ = ()
 
     @property
     def is_centered(self) -> bool:
-        """They are components of the snapshots as they are."""
+        """False: the rows are components of the snapshots themselves."""
         return False
 
 
@@ -85,7 +85,7 @@ def empty_subspace(
     axis_name: AxisName | None,
     kind: type[Subspace] = Subspace,
 ) -> Subspace:
-    """Room for ceil(k / R) rows on each of R replicas, each row sharded like the params.
+    """Make ceil(k / R) rows of zeros on each of R replicas, each row sharded like the params.
 
     Raises:
       ValueError: If the axis is not bound where this is called.
@@ -94,6 +94,7 @@ def empty_subspace(
     first_row = {name: jnp.zeros([], jnp.int32) for name in names}
     if names and jax.tree.leaves(params):
         checks.check_axis_is_bound(axis_name)
+        # Rows are numbered in the order of `all_gather` over the sorted axes: the last varies fastest.
         num_rows = -(-n_components // jax.lax.axis_size(axis_name))
         stride = num_rows
         for name in names:
@@ -105,12 +106,13 @@ def empty_subspace(
 
 
 def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Array:
-    """P g, (k,): every replica's part, gathered."""
+    """Return P g, (k,), gathered from all replicas."""
     n_components = subspace.determined.size
     products = jax.tree.map(inner_products, subspace.rows, tree)
     parts = [part.astype(dtype) for part in jax.tree.leaves(products)]
     if not parts:
         return jnp.zeros(n_components, dtype)
+    # Each replica's rows times g, summed over leaves; the gather puts them in order.
     own = functools.reduce(jnp.add, parts)
     if subspace.axis_name is None:
         return own
@@ -118,9 +120,9 @@ def coordinates(subspace: Subspace, tree: optax.Updates, dtype: Any) -> jax.Arra
 
 
 def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
-    """Of each row with one other leaf, or with each row of another: (k,) or (k, number of those).
+    """Return the products of each row with another leaf, (k,), or with rows of another, (k, number).
 
-    Where the rows are sharded each device sums over its own part, and these sums are all that moves.
+    If the rows are sharded, each device sums over its own part, and only these sums are communicated.
     """
     of_row = tuple(range(1, rows.ndim))
     of_other = tuple(range(others.ndim - len(of_row), others.ndim))
@@ -135,10 +137,11 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ...]:
-    """P' c for each row c of the coefficients, (number, k), in one pass over P and one psum."""
+    """Return P' c for each row c of the coefficients, (number, k), by one pass over P and one psum."""
 
     def combine(rows: jax.Array) -> jax.Array:
         own = coefficients
+        # P' c is the sum over replicas of their own rows times their own coefficients.
         if subspace.axis_name is not None:
             own = own_rows(coefficients.T, subspace.own_first_row, rows.shape[0]).T
         return jax.lax.dot_general(
@@ -152,22 +155,24 @@ def lift(subspace: Subspace, coefficients: jax.Array) -> tuple[optax.Updates, ..
 
 
 def own_rows(rows: jax.Array, first_row: jax.Array | int, num_rows: int) -> jax.Array:
-    """Some of the rows, from the given one on, and zeros in the place of those past the last."""
+    """Return the rows from the given one on, with zeros past the last row."""
+    # Padded, since a slice past the end would start earlier instead.
     padded = jnp.pad(rows, [(0, num_rows), *[(0, 0)] * (rows.ndim - 1)])
     return jax.lax.dynamic_slice_in_dim(padded, first_row, num_rows)
 
 
 def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """The sum over replicas, in one collective for each dtype.
+    """Return the sum over replicas, by one collective for each dtype.
 
-    Beside mesh axes over which one replica's params may be sharded it is one for each leaf: to lay
-    sharded leaves end to end would take a gather of each.
+    With other mesh axes, over which one replica's params may be sharded, there is one collective for
+    each leaf: concatenating sharded leaves would gather them.
     """
     if axis_name is None:
         return tree
     mesh = jax.sharding.get_abstract_mesh()
     if set(mesh.axis_names) - set(mesh.manual_axes):
         return jax.lax.psum(tree, axis_name)
+    # One vector for each dtype, so that small leaves need no collectives of their own.
     leaves, structure = jax.tree.flatten(tree)
     results: list[Any] = [None] * len(leaves)
     for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
@@ -179,7 +184,7 @@ def sum_over(tree: Any, axis_name: AxisName | None) -> Any:
 
 
 def mean_over(tree: Any, axis_name: AxisName | None) -> Any:
-    """The mean over replicas, in as many collectives as `sum_over`."""
+    """Return the mean over replicas, by the same number of collectives as `sum_over`."""
     if axis_name is None:
         return tree
     size = jax.lax.axis_size(axis_name)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optperm.contract import checks
@@ -24,9 +23,9 @@ class TrajectoryState(NamedTuple):
     """State of `record_trajectory`.
 
     Attributes:
-      count: Steps taken.
-      num_recorded: Snapshots taken, those overwritten since included.
-      snapshots: A ring: the i-th snapshot is in row i modulo the capacity.
+      count: Number of steps taken.
+      num_recorded: Number of snapshots taken, including overwritten ones.
+      snapshots: A ring buffer: the i-th snapshot is in row i modulo the capacity.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -37,25 +36,19 @@ class TrajectoryState(NamedTuple):
 def record_trajectory(
     every: int | jax.Array, capacity: int, *, dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps snapshots of the params, and leaves the updates as they are.
+    """Record snapshots of the params, and return the updates unchanged.
 
-    The params passed to `update` at steps 0, every, 2 * every, ... are recorded, the last `capacity` of
-    them. Steps in between cost nothing where the state is donated (`jax.jit(step, donate_argnums=...)`)
-    or carried by a `jax.lax.scan`: a snapshot is then written in place.
+    The params passed to `update` at steps 0, every, 2 * every, ... are recorded; the last `capacity`
+    snapshots are kept.
 
     Args:
-      every: Steps from one snapshot to the next, at least 1.
-      capacity: The most snapshots to keep, at least 1. They take that many times the params' memory.
-      dtype: The dtype to keep them in; None for float32, and float64 for float64 params. With
-        `jnp.bfloat16` they take half the memory, and displacements below about 0.4 % of a weight are
-        lost.
+      every: The number of steps from one snapshot to the next, at least 1.
+      capacity: The maximum number of snapshots, at least 1. Each takes the memory of the params.
+      dtype: The dtype of the snapshots; None for float32, and float64 for float64 params. With
+        `jnp.bfloat16` they take half the memory, and changes below about 0.4 % of a weight are lost.
 
     Returns:
       A transformation whose state is a `TrajectoryState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -68,25 +61,35 @@ def record_trajectory(
       >>> snapshots, count = optperm.trajectory(opt_state)
       >>> snapshots[:count].tolist()  # at steps 0 and 2
       [[8.0], [2.0]]
+
+    Notes:
+      Steps without a snapshot cost nothing if the state is donated
+      (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`: snapshots are then written
+      in place.
+
+    Raises:
+      TypeError: If a count is not an integer, or `dtype` or a parameter is not real floating.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
     """
     checks.check_count("every", every)
     checks.check_static_count("capacity", capacity)
-    if dtype is not None:
-        _check_dtype(dtype)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
 
     def init(params: optax.Params) -> TrajectoryState:
-        def ring(leaf: Any) -> jax.Array:
+        def make_ring(leaf: Any) -> jax.Array:
             return rows_like(leaf, capacity, accumulation_dtype(leaf) if dtype is None else dtype)
 
         return TrajectoryState(
             count=jnp.zeros([], jnp.int32),
             num_recorded=jnp.zeros([], jnp.int32),
-            snapshots=jax.tree.map(ring, params),
+            snapshots=jax.tree.map(make_ring, params),
         )
 
     def update(
         updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
     ) -> tuple[optax.Updates, TrajectoryState]:
+        # snapshots[i mod capacity] <- theta, at every `every`-th step
         is_due = state.count % jnp.asarray(every, jnp.int32) == 0
         snapshots = write_row(state.snapshots, params, state.num_recorded % capacity, is_due)
         recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
@@ -102,20 +105,10 @@ def record_trajectory(
     )
 
 
-def _check_dtype(dtype: Any) -> None:
-    try:
-        is_array = isinstance(dtype, jax.Array | np.ndarray | np.generic)
-        is_floating = not is_array and jnp.issubdtype(np.dtype(dtype), jnp.floating)
-    except (TypeError, ValueError):
-        is_floating = False
-    if not is_floating:
-        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
-
-
 def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
-    """Writes params over one row where that is due."""
+    """Write params over one row if this is due."""
 
     def write(row: jax.Array, leaf: Any) -> jax.Array:
         new = jnp.asarray(leaf).astype(row.dtype)
@@ -125,20 +118,17 @@ def write_row(
 
 
 def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
-    """The snapshots that `optperm.record_trajectory` has kept, oldest first, and how many there are.
+    """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
 
-    `optperm.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To go on in another
-    run, save them with Orbax like any tree of arrays, in bfloat16 if memory is short.
+    `optperm.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use them in
+    another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is short.
 
     Args:
       opt_state: The optimizer state, in any nesting.
 
     Returns:
-      A tree like params whose leaves have a leading axis of the capacity, of which the first rows are
-      valid and the others zero, and the number of valid ones, int32 ().
-
-    Raises:
-      ValueError: If there is no such state in `opt_state`, or more than one.
+      A tree like params whose leaves have a leading axis of the capacity, with the valid rows first and
+      zeros after them, and the number of valid rows, int32 ().
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -149,14 +139,18 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       >>> snapshots, count = optperm.trajectory(opt_state)
       >>> snapshots.tolist(), int(count)
       ([[2.0], [3.0]], 2)
+
+    Raises:
+      ValueError: If there is not exactly one such state in `opt_state`.
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
 
-    def in_order(ring: jax.Array) -> jax.Array:
+    def sort_ring(ring: jax.Array) -> jax.Array:
         capacity = ring.shape[0]
+        # The oldest snapshot is in the row that is overwritten next, if the ring is full.
         start = jnp.where(state.num_recorded > capacity, state.num_recorded % capacity, 0)
         return jnp.roll(ring, -start, axis=0)
 
     capacity = next((leaf.shape[0] for leaf in jax.tree.leaves(state.snapshots)), 0)
     valid = jnp.minimum(state.num_recorded, jnp.asarray(capacity, jnp.int32))
-    return jax.tree.map(in_order, state.snapshots), valid
+    return jax.tree.map(sort_ring, state.snapshots), valid

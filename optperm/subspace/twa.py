@@ -1,4 +1,4 @@
-"""TWA: training the weights of an average of snapshots.
+"""TWA: train the weights of an average of snapshots.
 
 T. Li, Z. Huang, Q. Tao, Y. Wu and X. Huang, "Trainable Weight Averaging: Efficient Training by
 Optimizing Historical Solutions", ICLR 2023, arXiv 2205.13104.
@@ -36,17 +36,17 @@ def twa(
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Trains the weights of an average of snapshots, as coordinates in their span.
+    r"""Train the weights of an average of snapshots, as coordinates in their span.
 
     :math:`P` has :math:`k` orthonormal rows over all params, which span the snapshots
-    :math:`\theta_1, \dots, \theta_m` themselves (all of that for :math:`k = m`), not what differs in
-    them. The trained coordinates and the step of `optimizer` with them are
+    :math:`\theta_1, \dots, \theta_m` themselves (completely for :math:`k = m`), not their differences.
+    The coordinates and the step of `optimizer` on them are
 
     .. math::
       \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
 
-    so any optimizer stays in the span, and its state is of :math:`k` numbers. Trainable weight averaging
-    begins at the mean of the snapshots:
+    so that any optimizer stays in the span, with a state for :math:`k` numbers. Trainable weight
+    averaging starts at the mean of the snapshots:
 
     .. code-block:: python
 
@@ -55,24 +55,18 @@ def twa(
           sample_every=100, num_samples=10, restart="mean",
       )
 
-    where a schedule begins with the second phase. By `optperm.set_basis` it takes any orthonormal rows.
-    Until there are some, nothing moves. A gradient that is not finite, or whose projection is not,
-    skips the step.
+    where a schedule starts with the second phase.
 
     Args:
-      n_components: :math:`k \ge 1`, the rows of :math:`P`, at most the number of snapshots.
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
       optimizer: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
-        parameter is. Of extra arguments it gets `value` alone.
-      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the rows of the basis
-        and the batch are spread, or several, as in `optperm.dim_reduce`. None for a single replica.
+        parameter is. `value` is its only extra argument.
+      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
+        single replica.
 
     Returns:
       A transformation whose state is a `TwaState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
-        called, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -91,16 +85,23 @@ def twa(
       >>> _, trail = jax.lax.scan(step, (w, tx.init(w)), jnp.arange(30))
       >>> trail[1].tolist()  # the mean of the snapshots, (1, 0, 0) and (2, 1, 0)
       [1.5, 0.5, 0.0]
-      >>> [round(x, 3) for x in trail[-1].tolist()]  # what of the target is in their span
+      >>> [round(x, 3) for x in trail[-1].tolist()]  # the part of the target in their span
       [1.0, 2.0, 0.0]
+
+    Notes:
+      `optperm.set_basis` sets any orthonormal rows. Until a basis is set nothing moves. If the gradient
+      or its projection is not finite, the step is skipped.
+
+    Raises:
+      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
 
     References:
       Li et al., `Trainable Weight Averaging: Efficient Training by Optimizing Historical Solutions
       <https://arxiv.org/abs/2205.13104>`_, 2023
     """
     checks.check_static_count("n_components", n_components)
-    checks.check_transformation("optimizer", optimizer)
-    checks.check_axis_name("axis_name", axis_name)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> TwaState:
@@ -116,6 +117,7 @@ def twa(
         beta, gk = (coordinates(state.subspace, tree, dtype) for tree in (params, g))
         # theta <- theta + P' u(P g, beta)
         step, new = inner.update(gk, state.inner_state, beta, value=extras["value"])
+        # Rows of zeros have no coordinate to move.
         is_finite = all_finite(gk)
         step = jnp.where(is_finite & state.subspace.determined, step, 0.0)
         (moves,) = lift(state.subspace, step[None])

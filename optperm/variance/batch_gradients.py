@@ -1,4 +1,4 @@
-"""Gradients on the batch of a step at other params, and the order in which they are taken."""
+"""Gradients on the batch of a step at other params, and the order in which they are computed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,23 +14,25 @@ GradFn = Callable[[optax.Params], optax.Updates]
 BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}
 
 
-def gradient_at(params: optax.Params, grad_fn: GradFn, name: str = "grad_fn") -> optax.Updates:
-    """What a function of that name says of the gradient at params, as a tree like them."""
+def evaluate_gradient(
+    params: optax.Params, grad_fn: GradFn, name: str = "grad_fn"
+) -> optax.Updates:
+    """Evaluate a gradient function of the given name at params, as a tree like params."""
     grads = mask_like(grad_fn(params), params)
     checks.check_same_tree(f"{name}(params)", grads, params, source="params", dtypes=False)
     return grads
 
 
-def in_order(first: Any, second: Any) -> tuple[Any, Any]:
-    """Both trees, the first of them computed, once, before anything is made of the second.
+def compute_in_order(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return both trees; the first is computed, once, before the second is used.
 
-    Else XLA computes the first again wherever it is used, from copies of the state that it is made of.
+    Otherwise XLA computes the first again wherever it is used, from copies of the state.
     """
     return jax.lax.optimization_barrier((first, second))
 
 
-def where_finite(new: optax.Params, old: optax.Params) -> optax.Params:
-    """The new tree, with the old one's entries for those that are not finite."""
+def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
+    """Return the new tree, with entries of the old tree in place of entries that are not finite."""
     return jax.tree.map(
         lambda x, y: jnp.where(jnp.isfinite(x), jnp.asarray(x, y.dtype), y), new, old
     )

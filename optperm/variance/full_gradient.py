@@ -1,13 +1,12 @@
-"""The exact mean gradient over all examples, streamed batch by batch."""
+"""The mean gradient over all examples, summed batch by batch."""
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.tree_util import Partial
 
@@ -20,8 +19,7 @@ from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
 
 _T = TypeVar("_T")
-_END = object()
-# Compiled programs by the form of their arguments and their text, the oldest first.
+# Compiled programs by the types of their arguments and their text, the oldest first.
 _PROGRAMS: dict[Any, Callable[..., Any]] = {}
 _MOST_PROGRAMS = 64
 
@@ -30,8 +28,8 @@ class _Sums(NamedTuple):
     """Sums over examples.
 
     Attributes:
-      grad: Of the gradients, each times its example's weight; at least float32, shaped like params.
-      weight: Of the weights; NaN if one of them is negative or not finite.
+      grad: Sum of the weighted gradients, shaped like params, at least float32.
+      weight: Sum of the weights; NaN if a weight is negative or not finite.
     """
 
     grad: optax.Updates
@@ -48,58 +46,32 @@ def full_gradient(
     has_aux: bool = False,
     progress: bool = False,
 ) -> optax.Updates:
-    r"""The mean gradient over all examples of all batches.
+    r"""Compute the mean gradient over all examples of all batches.
 
     .. math::
       \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
 
     where :math:`i` runs over examples, not over batches: batches of unequal size count by their size.
-    The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
-    no more than one. What one batch gives is rounded once to a narrower dtype of the params, as
-    `jax.grad` does.
-
-    Each call traces the loss once for each batch shape, so what `loss_fn` reads beside its arguments
-    (a global, an attribute, batch statistics) is what it is now. A program is compiled only where it
-    differs from the earlier ones. Arrays that change from call to call are best bound by
-    `jax.tree_util.Partial`: as arguments of the program they compile nothing anew.
-
-    What a loss draws at random, such as dropout masks, is drawn once: the result is the gradient of that
-    draw, and so unbiased over draws, not the mean over masks. Pass each batch several times, each with
-    another key, for a mean over as many.
-
-    Over many devices there are two ways. Under `jax.jit` batches may be arrays sharded over a mesh, of
-    one process or of many (`jax.make_array_from_process_local_data`), with params replicated over it;
-    nothing else is needed. Inside `jax.pmap` or `jax.shard_map` each device brings its own batches, and
-    `axis_name` sums over devices. In both all processes bring the same number of batches of the same
-    shapes: fill up what is missing, and give the filling weight 0.
 
     Args:
       loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
         axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
-      params: The parameters at which to evaluate.
+      params: The parameters at which the gradient is evaluated.
       batches: Any iterable of batches: a list, a generator, the iterator of a data loader. A batch is a
-        tree of arrays (or of what NumPy can convert to arrays). Leaves of rank 0, such as a typed
-        random key, are shared by all examples of a batch. One without examples is passed over.
-      weights: One array of shape (batch,) for each batch, beside it: 1 for an example that counts, 0 for
-        padding, or any fraction. The loss of each example is then taken by itself, as a batch of one,
-        with a random key of its own (see `optperm.evaluate`), and what stands in an example of weight 0,
-        NaN for instance, makes no difference. So `loss_fn` is the plain mean: a loss that divides by
-        weights of its own, per example or per token, has another gradient in each batch than its share
-        of the whole; pass those weights here instead. BatchNorm needs its running averages.
-      axis_name: A mapped axis, or several, over which sums and weights are summed.
-      has_aux: Whether `loss_fn` returns something beside the loss.
+        tree of arrays, or of objects that NumPy can convert to arrays. Leaves of rank 0, such as a
+        typed random key, are shared by all examples of a batch. Empty batches are skipped.
+      weights: One array of shape (batch,) for each batch: 1 for an example that counts, 0 for padding,
+        or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
+        its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
+        NaN, do not matter. `loss_fn` must be the plain mean: a loss that divides by its own weights,
+        per example or per token, has other gradients in each batch than its share of the whole; pass
+        those weights here instead. BatchNorm needs its running averages.
+      axis_name: A mapped axis, or a tuple of axes, over which sums and weights are summed.
+      has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
       progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
 
     Returns:
       The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
-
-    Raises:
-      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
-      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
-        their leading axis, weights are not as many and as long as the batches, negative, not finite,
-        or all zero, or with weights the loss is not the mean of what its examples lose. Values that
-        are being traced are not checked: where such weights are wrong the gradient is NaN.
-      ImportError: If `progress` is on and `rich` is not installed.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -115,53 +87,75 @@ def full_gradient(
       >>> float(optperm.full_gradient(loss_fn, jnp.array(1.0), batches, weights=weights))
       5.0
 
+    Notes:
+      The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
+      no more than one batch. The gradient of one batch is rounded once to the dtype of the params, as
+      `jax.grad` does.
+
+      Each call traces the loss once for each batch shape, so that values that `loss_fn` reads from
+      outside (a global, an attribute, batch statistics) are the current ones. A program is compiled
+      only where it differs from earlier programs. Bind arrays that change from call to call by
+      `jax.tree_util.Partial`: as arguments of the program they need no new compilation.
+
+      Random numbers of a loss, such as dropout masks, are drawn once: the result is the gradient of
+      that draw, unbiased over draws, and not the mean over masks. For a mean over several masks pass
+      each batch several times, each time with another key.
+
+      There are two ways to use many devices. Under `jax.jit` batches may be arrays sharded over a mesh,
+      of one process or of many (`jax.make_array_from_process_local_data`), with params replicated over
+      it. Inside `jax.pmap` or `jax.shard_map` each device has its own batches, and `axis_name` sums
+      over devices. In both all processes need the same number of batches of the same shapes: pad the
+      missing ones, with weight 0.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or
+        `batches` or `weights` is not an iterable of arrays.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
+        their leading axis, weights do not match the batches in number or length, are negative, not
+        finite, or all zero, or with weights the loss is not the mean of the losses of its examples.
+        Traced values are not checked: if traced weights are wrong, the gradient is NaN.
+      ImportError: If `progress` is on and `rich` is not installed.
+
     References:
       Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
     """
-    checks.check_function("loss_fn", loss_fn, "(params, batch)")
-    checks.check_real_floating("params", params, advice="Differentiate the others by themselves.")
-    checks.check_flag("has_aux", has_aux)
-    checks.check_flag("progress", progress)
-    _check_iterable("batches", batches)
-    if weights is not None:
-        _check_iterable("weights", weights)
-    checks.check_axis_name("axis_name", axis_name)
+    checks.check_real_floating("params", params, advice="Differentiate the others separately.")
     checks.check_axis_is_bound(axis_name)
 
     bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
-    sums_of = _traced_anew(functools.partial(_batch_sums, has_aux=has_aux))
+    sum_batch = _compile_fresh(functools.partial(_sum_batch, has_aux=has_aux))
     total: tuple[_Sums, _Sums] | None = None
-    for batch, of_batch in _with_weights(_bar(batches) if progress else batches, weights):
+    pairs = _pair_with_weights(_show_progress(batches) if progress else batches, weights)
+    for batch, of_batch in pairs:
         if total is None and of_batch is not None:
-            _check_is_mean(bound, params, batch, of_batch, has_aux=has_aux)
-        sums = sums_of(params, batch, of_batch, bound)
+            gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
+            if gap:
+                wanted = "the mean of what each example loses by itself (without BatchNorm)"
+                raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
+        # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
+        sums = sum_batch(params, batch, of_batch, bound)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
         else:
-            # One batch is computed while the next is loaded, and no more of them pile up.
+            # One batch is computed while the next is loaded, but no more of them wait.
             jax.block_until_ready(total)
             total = _add(total, sums)
     if total is None:
-        raise ValueError(
-            "There are no examples in batches: it yields no batch, or only empty ones. A generator "
-            "can be gone through only once: pass a new one for each full gradient."
-        )
-    grad, weight = _mean(*total, axis_name=axis_name)
+        raise ValueError("There are no examples in batches: was this generator used before?")
+    grad, weight = _divide(*total, axis_name=axis_name)
     if weights is not None and checks.is_concrete_number(weight) and not float(weight) > 0.0:
-        raise ValueError(
-            "weights must be finite and not negative, and not all zero: 1 for an example that "
-            f"counts, 0 for padding. Their sum is {float(weight)}."
-        )
+        wanted = "finite and not negative, and not all zero"
+        raise ValueError(f"weights must be {wanted}, got the sum {float(weight)}.")
     return grad
 
 
-def _traced_anew(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Compile a function for the calls that follow, without programs of what a loss closed over before.
+def _compile_fresh(function: Callable[..., _T]) -> Callable[..., _T]:
+    """Compile a function for the following calls, without programs that hold old values of a closure.
 
     `jax.jit` finds a program by the function alone, and would not see that a global or an attribute
-    that the loss reads has changed. Here each function returned traces the loss once for each form of
-    its arguments, and a program is used again only where its text is the same.
+    that the loss reads has changed. Here each returned function traces the loss once for each type of
+    its arguments, and a program is reused only where its text is the same.
     """
     fresh = jax.jit(function)
     found: dict[Any, Callable[..., _T]] = {}
@@ -170,8 +164,9 @@ def _traced_anew(function: Callable[..., _T]) -> Callable[..., _T]:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return fresh(*args)
-        form = structure, tuple(map(_form, leaves))
+        form = structure, tuple(map(_describe, leaves))
         if form not in found:
+            # A program that captures traced values belongs to the trace around it.
             consts = jax.make_jaxpr(fresh)(*args).consts
             if any(isinstance(const, jax.core.Tracer) for const in consts):
                 return fresh(*args)
@@ -187,19 +182,19 @@ def _traced_anew(function: Callable[..., _T]) -> Callable[..., _T]:
     return call
 
 
-def _form(leaf: Any) -> Any:
-    """Return what a program depends on of an argument beside its values."""
+def _describe(leaf: Any) -> Any:
+    """Return the properties of an argument, besides its values, that a program depends on."""
     return jax.typeof(leaf), getattr(leaf, "sharding", None), getattr(leaf, "committed", None)
 
 
-def _batch_sums(
+def _sum_batch(
     params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
 ) -> _Sums:
-    # In shard_map's checked mode the gradient with respect to params that do not vary would arrive
-    # summed over devices.
+    # In shard_map's checked mode the gradient with respect to params that do not vary is summed over
+    # devices: here it has to be the gradient on this device's batch.
     local = mark_varying(params, varying_axes(batch, weights))
     if weights is None:
-        size = float(_batch_size(batch))
+        size = float(_count_batch(batch))
         grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
         return _Sums(
             jax.tree.map(lambda g: size * g.astype(accumulation_dtype(g)), grads),
@@ -208,41 +203,41 @@ def _batch_sums(
 
     weights = jnp.asarray(weights, float)
     counts = weights > 0.0
-    examples = _without_padding(batch, counts)
+    examples = _replace_padding(batch, counts)
 
-    def losses_of(params: optax.Params) -> jax.Array:
-        return _losses_of_examples(loss_fn, params, examples, has_aux=has_aux)
+    def evaluate(params: optax.Params) -> jax.Array:
+        return _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
 
-    # As shares of a power of two, exact in every dtype, weights make no sum larger than its terms. What
-    # they lose in a narrow dtype of the losses goes by itself.
+    # The weights are divided by a power of two, exactly, so that no sum is larger than its terms. In a
+    # narrow dtype of the losses a second pullback adds what the first rounds off the weights.
     kept = jnp.where(counts, weights, 0.0)
     unit = jnp.ldexp(jnp.ones_like(weights[0]), jnp.frexp(jnp.sum(kept))[1])
     shares = kept / unit
-    losses, pull = jax.vjp(losses_of, local)
+    losses, pull = jax.vjp(evaluate, local)
     parts = [shares.astype(losses.dtype)]
     if losses.dtype.itemsize < 4:
         parts.append((shares - parts[0].astype(shares.dtype)).astype(losses.dtype))
 
-    def summed(*grads: jax.Array) -> jax.Array:
+    def add(*grads: jax.Array) -> jax.Array:
         wide = functools.reduce(jnp.add, [g.astype(accumulation_dtype(g)) for g in grads])
         return jnp.where(jnp.any(counts), unit.astype(wide.dtype) * wide, 0.0)
 
-    grads = jax.tree.map(summed, *(pull(cast_like(part, losses))[0] for part in parts))
+    grads = jax.tree.map(add, *(pull(cast_like(part, losses))[0] for part in parts))
     valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
     return _Sums(grads, jnp.where(valid, jnp.sum(weights), jnp.nan))
 
 
-def _losses_of_examples(
+def _evaluate_examples(
     loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
 ) -> jax.Array:
-    def loss_of_one(loss_fn: LossFn, example: Any) -> jax.Array:
+    def evaluate_one(loss_fn: LossFn, example: Any) -> jax.Array:
         return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
 
-    return map_examples(loss_of_one, loss_fn, examples)
+    return map_examples(evaluate_one, loss_fn, examples)
 
 
-def _without_padding(batch: Any, counts: jax.Array) -> Any:
-    """Put an example that counts in the place of each that does not."""
+def _replace_padding(batch: Any, counts: jax.Array) -> Any:
+    """Replace each example that does not count by an example that counts."""
     first = jnp.argmax(counts)
 
     def fill(leaf: jax.Array) -> jax.Array:
@@ -253,119 +248,87 @@ def _without_padding(batch: Any, counts: jax.Array) -> Any:
     return jax.tree.map(fill, batch)
 
 
-def _check_is_mean(
+def _measure_gap(
     loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
-) -> None:
-    """Refuse a loss that is no mean of what its examples lose by themselves, such as one with BatchNorm.
+) -> float:
+    """Return the gap between a loss and the mean over its examples, or 0 if it is only rounding.
 
-    Nothing is checked where a random key would give the two losses other draws.
+    The gap is 0 also for traced values, and where random keys would give the two losses other draws.
     """
     leaves = jax.tree.leaves((loss_fn, params, batch, weights))
     if any(isinstance(leaf, jax.core.Tracer) or is_key(leaf) for leaf in leaves):
-        return
+        return 0.0
 
     def compare(
         params: optax.Params, batch: Any, weights: jax.Array, loss_fn: Partial
     ) -> tuple[jax.Array, jax.Array]:
-        examples = _without_padding(batch, jnp.asarray(weights, float) > 0.0)
+        examples = _replace_padding(batch, jnp.asarray(weights, float) > 0.0)
         together = checked_loss(loss_fn, params, examples, has_aux=has_aux)[0]
-        losses = _losses_of_examples(loss_fn, params, examples, has_aux=has_aux)
+        losses = _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
         wide = accumulation_dtype(losses)
         error = jnp.abs(together.astype(wide) - jnp.mean(losses.astype(wide)))
         rounding = float(jnp.finfo(losses.dtype).eps) ** 0.5
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = _traced_anew(compare)(params, batch, weights, loss_fn)
-    if float(error) > float(rounding):
-        raise ValueError(
-            "With weights, loss_fn must be the mean of what each example loses by itself, but on the "
-            f"first of batches it differs from that by {float(error):.3g}. BatchNorm in training mode, "
-            "a sum, or a division by the weights of the batch does that: use the running averages of "
-            "BatchNorm, return the plain mean, or leave weights out and drop the padding."
-        )
+    error, rounding = _compile_fresh(compare)(params, batch, weights, loss_fn)
+    return float(error) if error > rounding else 0.0
 
 
 @functools.partial(jax.jit, donate_argnames=("total",))
 def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
-    """Adds to the sums, and what that rounds off to their errors."""
+    """Add to the sums, and add the rounding errors of these additions to the errors."""
     old, errors = total
     sums = jax.tree.map(operator.add, old, new)
 
-    def rounded_off(a: jax.Array, b: jax.Array, s: jax.Array) -> jax.Array:
+    # Knuth's TwoSum: s + error = a + b exactly, whichever of a and b is larger
+    def compute_error(a: jax.Array, b: jax.Array, s: jax.Array) -> jax.Array:
         b_in_s = s - a
         return (a - (s - b_in_s)) + (b - b_in_s)
 
-    lost = jax.tree.map(rounded_off, old, new, sums)
+    lost = jax.tree.map(compute_error, old, new, sums)
     return sums, jax.tree.map(operator.add, errors, lost)
 
 
 @functools.partial(jax.jit, static_argnames=("axis_name",))
-def _mean(
+def _divide(
     sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
 ) -> tuple[optax.Updates, jax.Array]:
     if axis_name is not None:
         sums, errors = jax.lax.psum((sums, errors), axis_name)
+    # mu = sum_i w_i grad l_i / sum_i w_i
     grad, weight = jax.tree.map(operator.add, sums, errors)
     return jax.tree.map(lambda g: g / weight.astype(g.dtype), grad), weight
 
 
-def _with_weights(
+def _pair_with_weights(
     batches: Iterable[Any], weights: Iterable[Any] | None
 ) -> Iterator[tuple[Any, Any]]:
-    """The batches that have examples, as arrays, each with its weights or None."""
-    others = None if weights is None else iter(weights)
-    for index, batch in enumerate(batches):
-        arrays = as_arrays(batch)
+    """Yield the batches that have examples, as arrays, each with its weights or None."""
+    pairs = ((b, None) for b in batches) if weights is None else zip(batches, weights, strict=True)
+    for index, (batch, own) in enumerate(pairs):
+        arrays: Any = as_arrays(batch)
+        of_batch: Any = None if weights is None else as_arrays(own)
         checks.check_arrays(f"batches[{index}]", arrays)
-        size = _batch_size(arrays)
-        of_batch = None
-        if others is not None:
-            if (own := next(others, _END)) is _END:
-                raise ValueError(
-                    f"weights ended after {index} arrays, but batches go on: one array a batch."
-                )
-            of_batch = as_arrays(own)
-            kind = checks.dtype_of(f"weights[{index}]", of_batch)
-            real = (jnp.floating, jnp.integer, jnp.bool_)
-            if not any(jnp.issubdtype(kind, each) for each in real):
-                raise TypeError(f"weights must be of real numbers, weights[{index}] is {kind}.")
-            if jnp.shape(of_batch) != (size,):
-                raise ValueError(
-                    f"weights must be one number an example: batch {index} has {size} examples, but "
-                    f"its weights are of shape {jnp.shape(of_batch)}."
-                )
+        size = _count_batch(arrays)
+        if weights is not None and jnp.shape(of_batch) != (size,):
+            shape = jnp.shape(of_batch)
+            raise ValueError(f"weights[{index}] must be of shape ({size},), got shape {shape}.")
         if size:
             yield arrays, of_batch
-    if others is not None and next(others, _END) is not _END:
-        raise ValueError("batches ended, but weights go on: one array a batch.")
 
 
-def _batch_size(batch: Any) -> int:
+def _count_batch(batch: Any) -> int:
+    """Return the number of examples of a batch, 0 included."""
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
     sizes = {shape[0] for shape in shapes if shape}
     if len(sizes) != 1:
         raise ValueError(
-            "In each of batches the leaves must agree in their leading axis, of examples, got "
-            f"leaves of shapes {shapes}. Leaves of rank 0 are shared; a random key has rank 0 if it is "
-            "a typed one, from jax.random.key."
+            f"batches must agree in their leading axis, got leaves of shapes {shapes}."
         )
     return int(sizes.pop())
 
 
-def _check_iterable(name: str, value: object) -> None:
-    is_iterable = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
-    if not is_iterable or isinstance(value, Mapping | str | bytes) or _is_scalar(value):
-        raise TypeError(
-            f"{name} must be an iterable, one item a batch, got {type(value).__name__}. "
-            "For a single batch pass a list of it."
-        )
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray | np.generic) and value.ndim == 0
-
-
-def _bar(batches: Iterable[Any]) -> Iterable[Any]:
+def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
     extra = "optperm[progress]"
     rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
     total = len(batches) if isinstance(batches, Sized) else None

@@ -1,4 +1,4 @@
-"""A learning rate for SVRG, by the curvature of the loss and by short trials.
+"""Find a learning rate for SVRG by the curvature of the loss and by short trials.
 
 O. Sebbouh, N. Gazagnadou, S. Jelassi, F. Bach and R. M. Gower, "Towards closing the gap between the
 theory and practice of SVRG", NeurIPS 2019.
@@ -17,7 +17,7 @@ from optperm.contract import checks
 from optperm.evaluation import LossFn, checked_loss, evaluate
 from optperm.variance.svrg import svrg
 
-# Steps of the power iteration, and the most trials.
+# Steps of the power iteration, and the maximum number of trials.
 _STEPS, _MOST = 8, 20
 
 
@@ -31,41 +31,33 @@ def svrg_learning_rate(
     chunk_size: int = 256,
     seed: int | jax.Array = 0,
 ) -> float:
-    r"""Find the learning rate of `optax.sgd` behind `optperm.svrg`.
+    r"""Find a learning rate for `optax.sgd` after `optperm.svrg`.
 
     With :math:`L` the largest curvature of the mean loss of n examples and :math:`L_{\max}` the largest
-    one of a single example, batches of b without replacement have the expected smoothness
+    curvature of a single example, batches of b without replacement have the expected smoothness
 
     .. math::
       \mathcal{L}_b = \frac{n (b - 1)}{b (n - 1)} L + \frac{n - b}{b (n - 1)} L_{\max}
 
-    Theory asks for rates below :math:`1 / \mathcal{L}_b`, and the best ones are often far above: the
-    curvature at hand is less than at `params`, or lies in other directions. So SVRG runs for some passes
-    at :math:`\eta = 1 / \mathcal{L}_b`, then at twice as much for as long as that ends lower, or else at
-    half as much. On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times
-    what it found, and 4 times in one of the ten, with raw features (`benchmarks/convex.py`).
+    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far above: the
+    curvature along the way is less than at `params`, or is in other directions. So SVRG runs for some
+    passes at :math:`\eta = 1 / \mathcal{L}_b`, and the rate is doubled for as long as the loss at the
+    end falls. If the first doubling does not help, the rate is halved in the same way.
 
     Args:
       loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
         axis of the batch's leaves. A penalty belongs to the loss of each example.
       params: Where the training begins.
       data: All examples, or a sample of them: a tree of arrays of shape (n, ...).
-      batch_size: b, the examples of a step.
-      num_passes: Passes of a trial over the examples, with a full gradient for each two of them. With 0
+      batch_size: b, the number of examples of a step.
+      num_passes: Passes of a trial over the examples, with a full gradient every two passes. With 0
         the rate is :math:`1 / \mathcal{L}_b`.
-      chunk_size: How many single examples are evaluated at a time; the mean loss takes all at once.
-      seed: Seed of the batches, and of the directions in which power iterations begin.
+      chunk_size: The number of single examples that are evaluated together; the mean loss is evaluated
+        on all examples together.
+      seed: Seed of the batches, and of the start vectors of power iterations.
 
     Returns:
       The rate, a Python float.
-
-    Raises:
-      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
-      ValueError: If the examples' arrays disagree in length, are fewer than a batch, or have no
-        curvature.
-
-    Warns:
-      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -77,6 +69,20 @@ def svrg_learning_rate(
       True
       >>> optperm.svrg_learning_rate(loss_fn, jnp.zeros(2), data, 1) / rate  # after trials
       0.25
+
+    Notes:
+      On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times the rate that
+      this function found, and 4 times in one of the ten cases, with raw features
+      (`benchmarks/convex.py`).
+
+    Raises:
+      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or a
+        number is not an integer.
+      ValueError: If the examples' arrays disagree in length, there are fewer examples than in a batch,
+        or the loss has no curvature.
+
+    Warns:
+      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
 
     References:
       Sebbouh et al., `Towards closing the gap between the theory and practice of SVRG
@@ -91,25 +97,26 @@ def svrg_learning_rate(
     if n < batch_size:
         raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
     key = jax.random.key(seed)
-    curvature, largest = jax.jit(_curvatures, static_argnums=(0, 4))(
+    # L and L_max
+    curvature, largest = jax.jit(_measure_curvatures, static_argnums=(0, 4))(
         loss_fn, params, data, key, min(chunk_size, n)
     )
     if curvature < 0:
-        warnings.warn(
-            "svrg_learning_rate: the loss is not convex at these params: its largest curvature, "
-            f"{float(curvature):.2g}, is negative. The rate is right near these params at most.",
-            RuntimeWarning,
-            stacklevel=2,
+        message = (
+            f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
         )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    # L_b = n (b - 1) / (b (n - 1)) L + (n - b) / (b (n - 1)) L_max
     b, rest = batch_size, max(n - 1, 1)
     smoothness = n * (b - 1) / (b * rest) * abs(float(curvature))
     smoothness += (n - b) / (b * rest) * float(largest) if n > 1 else float(largest)
     if not 0 < smoothness < float("inf"):
-        raise ValueError(f"The loss has no curvature at these params: it is {smoothness:g}.")
+        raise ValueError(f"The loss has no curvature at these params, got {smoothness:g}.")
+    # eta = 1 / L_b, then doubled while the loss falls; halved if the first doubling does not help
     start = 1 / smoothness
     if not num_passes:
         return start
-    trial = _trial(loss_fn, params, data, batch_size, num_passes, key)
+    trial = _make_trial(loss_fn, params, data, batch_size, num_passes, key)
     rate, lowest, factor = start, trial(start), 2.0
     for index in range(_MOST):
         loss = trial(rate * factor)
@@ -122,10 +129,10 @@ def svrg_learning_rate(
     return rate
 
 
-def _trial(
+def _make_trial(
     loss_fn: LossFn, params: Any, data: Any, batch_size: int, num_passes: int, key: jax.Array
 ) -> Callable[[float], float]:
-    """Return the function from a rate to the loss after some passes of SVRG, infinite for NaN."""
+    """Make the function from a rate to the loss after some passes of SVRG, infinite for NaN."""
     n = jax.tree.leaves(data)[0].shape[0]
     steps = n // batch_size
 
@@ -157,16 +164,17 @@ def _trial(
     return trial
 
 
-def _curvatures(
+def _measure_curvatures(
     loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any, key: jax.Array, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the largest curvature of the mean loss, with its sign, and the largest of one example."""
+    """Return the largest curvature of the mean loss, with its sign, and of single examples."""
 
-    def largest(batch: Any) -> jax.Array:
-        """Return the Hessian's eigenvalue of the largest size, by power iteration."""
+    def measure(batch: Any) -> jax.Array:
+        """Return the Hessian's eigenvalue of the largest magnitude, by power iteration."""
         gradient = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=False)[0])
 
         def step(v: Any, _: None) -> tuple[Any, jax.Array]:
+            # v <- H v / |v|, and v' H v for the eigenvalue
             size = optax.tree.norm(v)
             v = optax.tree.scale(1 / jnp.where(size > 0, size, jnp.ones_like(size)), v)
             product = jax.jvp(gradient, (params,), (v,))[1]
@@ -174,8 +182,8 @@ def _curvatures(
 
         return jax.lax.scan(step, optax.tree.random_like(key, params), None, length=_STEPS)[1][-1]
 
-    def of_one(example: Any) -> jax.Array:
-        return jnp.abs(largest(jax.tree.map(lambda leaf: leaf[None], example)))
+    def measure_one(example: Any) -> jax.Array:
+        return jnp.abs(measure(jax.tree.map(lambda leaf: leaf[None], example)))
 
-    of_each = jax.lax.map(of_one, data, batch_size=chunk)
-    return largest(data), jnp.max(of_each)
+    of_each = jax.lax.map(measure_one, data, batch_size=chunk)
+    return measure(data), jnp.max(of_each)

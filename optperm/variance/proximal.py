@@ -1,4 +1,4 @@
-"""Proximal steps: penalties and bounds that an optimizer meets exactly, at the end of its chain.
+"""Proximal steps: penalties and bounds that hold exactly, at the end of an optimizer's chain.
 
 N. Parikh and S. Boyd, "Proximal Algorithms", Foundations and Trends in Optimization 1 (3), 2014.
 """
@@ -25,7 +25,7 @@ class ProximalState(NamedTuple):
     """State of `proximal`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -43,7 +43,7 @@ def proximal(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Take the step of an optimizer, then the proximal step of a penalty.
 
-    With :math:`u_t` the updates that come in and :math:`\eta_t` the learning rate, params go to
+    With :math:`u_t` the incoming updates and :math:`\eta_t` the learning rate, the new params are
 
     .. math::
       \theta_{t+1} = \arg\min_\theta \; \tfrac{1}{2} \lVert \theta - (\theta_t + u_t) \rVert^2
@@ -52,30 +52,25 @@ def proximal(
       + \lambda_g \sum_g \sqrt{|g|} \, \lVert \theta_g \rVert_2
       \quad \text{within the bounds.}
 
-    Entries and groups that the penalty takes to zero are exactly 0.0. Behind SGD this is proximal
-    gradient descent (ISTA), behind `optperm.svrg` and SGD it is ProxSVRG::
+    Entries and groups that the penalty takes to zero are exactly 0.0. After SGD this is proximal
+    gradient descent (ISTA), after `optperm.svrg` and SGD it is ProxSVRG::
 
       optax.chain(optperm.svrg(refresh_every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
-      learning_rate: :math:`\eta_t`, a number or a schedule of the step: that of the optimizer before it.
+      learning_rate: :math:`\eta_t`, the learning rate of the optimizer before it: a number or a schedule
+        of the step.
       l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
       l2: :math:`\lambda_2 \ge 0` of ridge.
       group: :math:`\lambda_g \ge 0` of the group lasso, on leaves of two axes and more, or None for no
-        groups; each one counts with the root of its size.
-      group_axes: The axes along which the entries of one group lie: (0,) for what enters an output unit
-        of a dense kernel, (1,) for what leaves an input.
-      lower: The least value of an entry; 0.0 for non-negative params.
-      upper: The largest one.
+        groups. A group of size |g| is weighted by the root of its size.
+      group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
+        of a dense kernel, (1,) for the outgoing weights of each input.
+      lower: The smallest value of an entry; 0.0 for non-negative params.
+      upper: The largest value of an entry.
 
     Returns:
       A transformation whose state is a `ProximalState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
-        bound, a leaf has no such axis, `params` is missing, or the trees passed to `update` do not
-        match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -90,26 +85,30 @@ def proximal(
       >>> [round(entry, 3) for entry in w.tolist()]
       [1.75, 0.0]
 
+    Notes:
+      It must be the last of its chain, after SGD with or without momentum. After Adam and similar
+      optimizers it converges to another point, since each entry has its own learning rate there.
+      The gradient must not contain the penalty. Biases are usually left out, by `optax.masked`.
+
+      Params are at a bound up to the rounding of `params + updates`, and at 0.0 to the bit. A NaN in the
+      updates is passed on to the params.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
+        bound, a leaf does not have the axes of a group, `params` is missing, or the trees passed to
+        `update` do not match.
+
     References:
       Parikh and Boyd, `Proximal Algorithms <https://doi.org/10.1561/2400000003>`_, 2014
 
       Xiao and Zhang, `A Proximal Stochastic Gradient Method with Progressive Variance Reduction
       <https://arxiv.org/abs/1403.4699>`_, 2014
-
-    Notes:
-      It is the last of its chain, and behind SGD with or without momentum. Behind Adam and its kin the
-      point that it converges to is another one: there each entry has a learning rate of its own.
-      The gradient must not contain the penalty. Biases are usually left alone, by `optax.masked`.
-
-      Params land on a bound but for the rounding of `params + updates`, and on 0.0 to the bit. A NaN
-      in the updates goes on to the params, as without it.
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     penalties = {"l1": l1, "l2": l2} | ({} if group is None else {"group": group})
     for name, strength in penalties.items():
         checks.check_in_range(name, strength, 0.0, float("inf"), may_be_schedule=False)
-    if not (isinstance(group_axes, tuple) and all(type(axis) is int for axis in group_axes)):
-        raise TypeError(f"group_axes must be a tuple of axes, such as (0,), got {group_axes!r}.")
     low, high = -float("inf"), float("inf")
     if lower is not None:
         checks.check_in_range("lower", lower, low, high, may_be_schedule=False)
@@ -117,22 +116,10 @@ def proximal(
     if upper is not None:
         checks.check_in_range("upper", upper, low, high, may_be_schedule=False)
     if group is not None and not lower is upper is None:
-        raise ValueError("group cannot be combined with lower or upper: give one of them.")
+        raise ValueError("group cannot be combined with lower or upper.")
 
-    def init(params: optax.Params) -> ProximalState:
-        if group is not None:
-            jax.tree_util.tree_map_with_path(_check_axes, params)
+    def init(_: optax.Params) -> ProximalState:
         return ProximalState(jnp.zeros([], jnp.int32))
-
-    def _check_axes(path: Any, leaf: Any) -> None:
-        number = jnp.ndim(leaf)
-        own = {axis % number for axis in group_axes if -number <= axis < number}
-        if number >= 2 and len(own) < len(group_axes):
-            raise ValueError(
-                f"group_axes={group_axes!r} must be different axes of params"
-                f"{jax.tree_util.keystr(path)}, which has {number}: leave other leaves out with "
-                "optax.masked."
-            )
 
     def update(
         updates: optax.Updates, state: ProximalState, params: optax.Params, **_: Any
@@ -144,13 +131,14 @@ def proximal(
             theta, rate = (jnp.asarray(x, wide) for x in (p, eta))
             v = theta + jnp.asarray(u, wide)
 
-            # sign(v) max(|v| - eta l1, 0)
+            # q = prox(v), v = theta + u: q <- sign(v) max(|v| - eta l1, 0)
             q = jnp.sign(v) * jnp.maximum(jnp.abs(v) - rate * jnp.asarray(l1, wide), 0)
-            # q_g max(1 - eta lambda_g sqrt|g| / |q_g|, 0)
+            # q_g <- q_g max(1 - eta lambda_g sqrt|g| / |q_g|, 0)
             if group is not None and q.ndim >= 2:
                 q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
-            # The other penalties are homogeneous of degree 1, so that ridge divides what they leave.
+            # q <- q / (1 + eta l2), after the other penalties, which are homogeneous of degree 1
             q = q / (1 + rate * jnp.asarray(l2, wide))
+            # The updates are q - theta, within the bounds.
             bounds = (None if x is None else jnp.asarray(x, wide) for x in (lower, upper))
             return jnp.clip(q, *bounds) - theta
 
@@ -160,7 +148,7 @@ def proximal(
 
 
 def _shrink_groups(q: jax.Array, strength: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return each group, shortened by strength times the root of its size, or zeros."""
+    """Shorten each group by strength times the root of its size, or to zeros."""
     # |q_g| = m |q_g / m|, so that no square is too large or too small
     m = jnp.max(jnp.abs(q), axis=axes, keepdims=True, initial=0.0)
     unit = q / jnp.where(m > 0, m, 1)

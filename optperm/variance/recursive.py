@@ -1,4 +1,4 @@
-"""Recursive gradients: STORM, SARAH, SPIDER and PAGE, each by what it keeps of its last estimate."""
+"""Recursive gradients: STORM, SARAH, SPIDER and PAGE."""
 
 from typing import Any
 
@@ -11,14 +11,19 @@ from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.variance.batch_gradients import GradFn, gradient_at, in_order, where_finite
+from optperm.variance.batch_gradients import (
+    GradFn,
+    compute_in_order,
+    evaluate_gradient,
+    keep_finite,
+)
 from optperm.variance.svrg import (
     Snapshot,
     SvrgState,
-    corrected_by,
-    initial_state,
+    correct_gradient,
     is_due,
-    needs_of,
+    list_extra_args,
+    make_state,
 )
 
 
@@ -29,35 +34,21 @@ def recursive_gradient(
     *,
     seed: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Estimates the gradient by the last estimate and by how the batch's gradient has changed since.
+    r"""Estimate the gradient by the last estimate and the change of the batch's gradient since then.
 
     .. math::
       d_t = \nabla f_{B_t}(\theta_t) + (1 - a_t) (d_{t-1} - \nabla f_{B_t}(\theta_{t-1})), \qquad
       d_0 = \nabla f_{B_0}(\theta_0)
 
-    Now and then it may begin again from the gradient over all examples,
-    :math:`d_t = \nabla f(\theta_t)`. These are of the family:
+    In some steps it may restart from the gradient over all examples, :math:`d_t = \nabla f(\theta_t)`.
+    The family includes
 
     - SGD: `recursive_gradient(1.0)`;
-    - STORM: `recursive_gradient(a)` with a between 0 and 1. In the paper it is a multiple of the square
-      of the learning rate;
-    - SARAH and SPIDER: `recursive_gradient(0.0, refresh_every=m)`. SPIDER goes steps of a given length:
-      `optax.normalize_by_update_norm()` follows;
+    - STORM: `recursive_gradient(a)` with a between 0 and 1, in the paper a multiple of the square of the
+      learning rate;
+    - SARAH and SPIDER: `recursive_gradient(0.0, refresh_every=m)`; the steps of SPIDER have a given
+      length, by `optax.normalize_by_update_norm()` after it;
     - PAGE: `recursive_gradient(0.0, refresh_probability=p)`. All replicas draw the same.
-
-    Where the gradients of examples have errors of variance :math:`\sigma^2` that do not depend on the
-    params, the variance of STORM's estimate goes to :math:`\sigma^2 a / (2 - a)`. Without refreshes and
-    with a = 0 what is wrong with the first gradient stays for ever.
-
-    An estimate is biased by those before it, unlike SVRG's, and a large step away from the last params
-    makes it worse than the plain gradient. It costs two gradients a step; a step that refreshes costs
-    the full gradient instead of the second one. The state holds the last params and a float32 estimate.
-    What the docstring of `svrg` says of dropout, of what else changes gradients, of `optax.MultiSteps`,
-    `optax.masked` and `optax.partition` holds here too. `optperm.take_snapshot` takes a full gradient
-    for the estimate between steps.
-
-    An entry of the estimate that is not finite is that of the batch; if that is not finite either, the
-    next step begins again there.
 
     Args:
       a: :math:`a_t` in [0, 1], a number or a schedule of the step.
@@ -66,15 +57,10 @@ def recursive_gradient(
       seed: Seed of the coins.
 
     Returns:
-      A transformation whose state is a `SvrgState`, with the last params and the last estimate for its
+      A transformation whose state is a `SvrgState`, with the last params and the last estimate as its
       snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on the
       batch at other params, as `optperm.evaluate` makes it; to refresh also `full_grad_fn(params)`, the
       gradient over all examples.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -95,8 +81,27 @@ def recursive_gradient(
       >>> for epoch in range(8):
       ...     for i in range(0, 512, 16):
       ...         w, opt_state = step(w, opt_state, (x[i : i + 16], y[i : i + 16]))
-      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, in spite of noise
+      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, despite the noise
       True
+
+    Notes:
+      If the gradients of examples have errors of variance :math:`\sigma^2` that do not depend on the
+      params, the variance of STORM's estimate goes to :math:`\sigma^2 a / (2 - a)`. With a = 0 and
+      without refreshes the error of the first gradient stays forever.
+
+      An estimate is biased by earlier ones, unlike SVRG's, and after a large step it is worse than the
+      plain gradient. A step costs two gradients; a step that refreshes costs the full gradient in place
+      of the second one. The state holds the last params and a float32 estimate. The notes of `svrg` on
+      dropout, on other transformations of gradients, on `optax.MultiSteps`, `optax.masked` and
+      `optax.partition` apply here too. `optperm.take_snapshot` sets the estimate between steps.
+
+      An entry of the estimate that is not finite is replaced by the entry of the batch's gradient; if
+      that is not finite either, the next step restarts there.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
@@ -112,12 +117,12 @@ def recursive_gradient(
       <https://arxiv.org/abs/2008.10898>`_, ICML 2021
     """
     checks.check_in_range("a", a, 0.0, 1.0)
-    needs = needs_of(refresh_every, refresh_probability)
+    needs = list_extra_args(refresh_every, refresh_probability)
     checks.check_seed("seed", seed)
     is_refreshed = refresh_every is not None or refresh_probability is not None
 
     def init(params: optax.Params) -> SvrgState:
-        return initial_state(params, seed)
+        return make_state(params, seed)
 
     def update(
         grads: optax.Updates,
@@ -130,14 +135,16 @@ def recursive_gradient(
     ) -> tuple[optax.Updates, SvrgState]:
         last = state.snapshot
 
-        # d <- g + (1 - a) (d - grad f_B(theta_{t-1})): the last step is the snapshot of this one
+        # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})): the correction of SVRG
+        # by 1 - a, with the last step as the snapshot
         def follow() -> optax.Updates:
             rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
-            return corrected_by(last, rest, grads, params, grad_fn=grad_fn)
+            return correct_gradient(last, rest, grads, params, grad_fn=grad_fn)
 
-        # d <- grad f(theta)
-        def begin_again() -> optax.Updates:
-            full_grad = cast_like(gradient_at(params, full_grad_fn, "full_grad_fn"), last.full_grad)
+        # d_t = grad f(theta_t), and the batch's gradient where that is not finite
+        def restart() -> optax.Updates:
+            full_grad = evaluate_gradient(params, full_grad_fn, "full_grad_fn")
+            full_grad = cast_like(full_grad, last.full_grad)
             return jax.tree.map(
                 lambda mu, g: jnp.where(jnp.isfinite(mu), mu, jnp.asarray(g, mu.dtype)),
                 full_grad,
@@ -146,12 +153,13 @@ def recursive_gradient(
 
         if is_refreshed:
             is_time = is_due(state, refresh_every, refresh_probability)
-            d = cond(is_time, begin_again, follow)
+            d = cond(is_time, restart, follow)
         else:
             d = follow()
-        d, there = in_order(cast_like(d, last.full_grad), last.params)
-        here, d = in_order(where_finite(params, there), d)
-        snapshot = Snapshot(jnp.ones_like(last.is_taken), here, d)
+        # The last params are replaced only after d has read them, in the same buffers.
+        d, old = compute_in_order(cast_like(d, last.full_grad), last.params)
+        new, d = compute_in_order(keep_finite(params, old), d)
+        snapshot = Snapshot(jnp.ones_like(last.is_taken), new, d)
         return d, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
 
     return transformation(

@@ -1,4 +1,4 @@
-"""SVRG: gradients with less variance, by a snapshot of the params and the full gradient there.
+"""SVRG: gradients with less variance, by a snapshot of the params and its full gradient.
 
 R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance Reduction",
 NeurIPS 2013.
@@ -22,31 +22,27 @@ from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import find_state, mask_like, replace_state, without_variables
 from optperm.contract.transformation import transformation
-from optperm.variance.batch_gradients import BATCH_GRADIENT, GradFn, gradient_at
+from optperm.variance.batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gradient
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 _FULL_GRADIENT = {
-    "full_grad_fn": "the gradient over all examples at given params, beside those of the batch (fit "
-    "takes it between steps: leave out refresh_every and refresh_probability, and pass "
-    "epoch_start=optperm.take_snapshot): full_grad_fn=lambda params: optperm.evaluate(loss_fn, params, "
-    "all_examples).grad, with"
+    "full_grad_fn": "the gradient over all examples at given params (in fit, leave out refresh_every "
+    "and refresh_probability and pass epoch_start=optperm.take_snapshot): full_grad_fn=lambda params: "
+    "optperm.evaluate(loss_fn, params, all_examples).grad, with"
 }
-_ADVICE = (
-    "take one by optperm.take_snapshot(opt_state, params, full_grad), or pass refresh_every or "
-    "refresh_probability"
-)
+_ADVICE = "call optperm.take_snapshot, or pass refresh_every or refresh_probability"
 
 
 class Snapshot(NamedTuple):
     r"""A point at which the full gradient is known.
 
     Attributes:
-      is_taken: Whether there is one yet.
-      params: :math:`\tilde\theta`; the initial params before the first one is taken.
+      is_taken: Whether a snapshot has been taken.
+      params: :math:`\tilde\theta`; the initial params before the first snapshot.
       full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
-        before.
+        before the first snapshot.
     """
 
     is_taken: Bool[Array, ""]
@@ -58,10 +54,10 @@ class SvrgState(NamedTuple):
     """State of `svrg` and of `recursive_gradient`.
 
     Attributes:
-      count: Steps taken.
+      count: Number of steps taken.
       key: Data of the threefry key from which the coins of `refresh_probability` are drawn.
-      snapshot: The snapshot that the next step uses. For `recursive_gradient` it is the last step: its
-        params, and the estimate of the full gradient there.
+      snapshot: The snapshot that the next step uses; for `recursive_gradient` the last params and the
+        estimate of the full gradient there.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -76,19 +72,17 @@ def svrg(
     refresh_probability: optax.ScalarOrSchedule | None = None,
     seed: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Corrects the gradient of a batch by what the batch gets wrong at a snapshot of the params.
+    r"""Correct the gradient of a batch by the batch's error at a snapshot of the params.
 
     .. math::
       g_t = \nabla f_{B_t}(\theta_t) - c_t (\nabla f_{B_t}(\tilde\theta) - \mu), \qquad
       \mu = \nabla f(\tilde\theta)
 
     with :math:`\tilde\theta` the params at the snapshot and :math:`\mu` the full gradient there. The
-    correction is zero in the mean over batches, so the gradient stays unbiased; its variance goes to
-    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum, so SGD with a constant
-    learning rate, with momentum or without, converges to the rounding of the params. Before the first
-    snapshot gradients pass through. It corrects gradients and nothing else, so any optimizer may follow
-    it, as in `optax.chain(optperm.svrg(), optax.sgd(0.025))`; but Adam with a constant rate does not
-    converge all the way, since it divides by a running size of the gradients.
+    correction has mean zero over batches, so that the gradient stays unbiased, and its variance goes to
+    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. So SGD with a constant rate,
+    with or without momentum, converges to the rounding of the params, for example
+    `optax.chain(optperm.svrg(), optax.sgd(0.025))`. Before the first snapshot gradients pass through.
 
     There are three ways to take snapshots:
 
@@ -97,31 +91,9 @@ def svrg(
     - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
       else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
 
-    In SVRG :math:`c_t` is 1. It pays on convex problems that are to be solved to many digits. On
-    networks it *hurts*, on small ones too: a snapshot soon says little of the gradient, the correction
-    adds variance, and plain SGD takes more than twice as many steps for as many gradients.
-    :math:`\alpha`-SVRG weakens it by a coefficient that falls linearly over the training, from 0.75 to 0
-    for instance; a step at which it is 0 costs hardly more than without SVRG. `benchmarks/svrg.py`
-    compares them all.
-
-    Both gradients of a step are on the same batch, its random key included, so that they see the same
-    dropout masks: draw what is random from a key in the batch. :math:`\mu` holds one draw of masks, so
-    that the corrected gradient is off by the same amount, what that draw makes of the full gradient,
-    until the next snapshot; it is unbiased over snapshots alone. `optperm.full_gradient` says how to
-    average over several draws.
-
-    It belongs in front of what else changes gradients, such as clipping and weight decay, since those
-    that it subtracts are plain ones, and in front of what accumulates or divides them. Inside
-    `optax.MultiSteps` only the last of the accumulated gradients would be corrected: chain it with
-    `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
-    `optax.masked` it sees its own part of the params, and the closures of `optperm.evaluate` take the
-    others as they are now: that is exact only as long as those do not change.
-
-    An entry whose correction is not finite passes through uncorrected, and a snapshot that is not
-    finite, or whose full gradient is not, is not taken.
-
     Args:
-      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step.
+      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG, and falls
+        linearly over the training in :math:`\alpha`-SVRG, for instance from 0.75 to 0.
       refresh_every: m, in steps.
       refresh_probability: p, in [0, 1], a number or a schedule of the step.
       seed: Seed of the coins.
@@ -130,11 +102,6 @@ def svrg(
       A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
       `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it; to
       take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
-        that is needed is missing, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -155,8 +122,43 @@ def svrg(
       ...     opt_state = optperm.take_snapshot(opt_state, w, full_grad)
       ...     for batch in batches:
       ...         w, opt_state = step(w, opt_state, batch)
-      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, in spite of noise
+      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, despite the noise
       True
+
+    Notes:
+      SVRG pays on convex problems that are to be solved to many digits. On networks it *hurts*, on small
+      ones too: the gradient soon differs from its value at the snapshot, the correction adds variance,
+      and plain SGD takes more than twice as many steps for the same number of gradients.
+      :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
+      step without SVRG. `benchmarks/svrg.py` compares all of them. Any optimizer may follow, but Adam
+      with a constant rate does not converge to the optimum, since it divides by a running average of
+      the size of the gradients.
+
+      Both gradients of a step are on the same batch, its random key included: draw random numbers, such
+      as dropout masks, from a key in the batch, so that both gradients use the same ones. :math:`\mu`
+      holds one draw of masks, so that the corrected gradient has the error of this draw until the next
+      snapshot; it is unbiased only over snapshots. `optperm.full_gradient` says how to average over
+      several draws.
+
+      Put it before other transformations of gradients, such as clipping and weight decay, since it
+      subtracts gradients that are not transformed, and before accumulation. Inside `optax.MultiSteps`
+      only the last of the accumulated gradients would be corrected: chain it with
+      `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
+      `optax.masked` it sees its own part of the params, and the functions of `optperm.evaluate` use the
+      current values of the other params: that is exact only while those do not change.
+
+      An entry whose correction is not finite passes through uncorrected. A snapshot is not taken if its
+      params or its full gradient are not finite.
+
+      A learning rate beyond stability need not end in NaN: where gradients are bounded, as in logistic
+      regression, the loss stays finite, above its first value. `svrg` does not know the rate and cannot
+      warn: compare the loss over all examples with its value before the first step, and take the rate
+      from `optperm.svrg_learning_rate`, above all for features on their raw scales.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
 
     References:
       Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
@@ -168,11 +170,11 @@ def svrg(
       Yin et al., `A Coefficient Makes SVRG Effective <https://arxiv.org/abs/2311.05589>`_, ICLR 2025
     """
     checks.check_in_range("coefficient", coefficient, 0.0, float("inf"))
-    needs = needs_of(refresh_every, refresh_probability)
+    needs = list_extra_args(refresh_every, refresh_probability)
     checks.check_seed("seed", seed)
 
     def init(params: optax.Params) -> SvrgState:
-        return initial_state(params, seed)
+        return make_state(params, seed)
 
     def update(
         grads: optax.Updates,
@@ -183,36 +185,36 @@ def svrg(
         full_grad_fn: Any = None,  # needed where it refreshes
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
-        def renewed() -> Snapshot:
-            return installed(state.snapshot, params, full_grad_fn(params))[0]
+        def renew() -> Snapshot:
+            return install_snapshot(state.snapshot, params, full_grad_fn(params))[0]
 
-        # theta~ <- theta, mu <- grad f(theta), every m steps
+        # theta~ <- theta, mu <- grad f(theta), every m steps, before the correction
         snapshot = state.snapshot
         if refresh_every is not None:
             is_time = is_due(state, refresh_every, None)
-            snapshot = cond(is_time, renewed, lambda: state.snapshot)
+            snapshot = cond(is_time, renew, lambda: state.snapshot)
         elif refresh_probability is None:
             warn_without(snapshot)
 
-        # g <- g - c_t (grad f_B(theta~) - mu)
+        # g_t = grad f_B(theta) - c_t (grad f_B(theta~) - mu)
         c = resolve_schedule("coefficient", coefficient, state.count, float)
 
         def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
-            return cast_like(corrected_by(snapshot, c, grads, params, grad_fn=grad_fn), params)
+            return cast_like(correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn), params)
 
         new_grads = correct(snapshot, grad_fn)
 
-        # theta~ <- theta, mu <- grad f(theta) with probability p, for the next step, in the place of the
-        # old ones, which the correction has read. The first step is corrected by its own snapshot.
-        def renewed_after(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
-            new = renewed()
+        # theta~ <- theta, mu <- grad f(theta) with probability p, for the next step: after the
+        # correction has read the old snapshot, whose buffers it reuses. The first step uses its own.
+        def renew_after(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
+            new = renew()
             first = correct(new, lambda _: grads)
             return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
 
         if refresh_probability is not None:
             is_time = is_due(state, None, refresh_probability)
             new_grads, snapshot = cond(
-                is_time, renewed_after, lambda g: (g, state.snapshot), new_grads
+                is_time, renew_after, lambda g: (g, state.snapshot), new_grads
             )
         return new_grads, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
 
@@ -221,7 +223,7 @@ def svrg(
     )
 
 
-def corrected_by(
+def correct_gradient(
     snapshot: Snapshot,
     c: jax.Array,
     grads: optax.Updates,
@@ -229,35 +231,35 @@ def corrected_by(
     *,
     grad_fn: GradFn,
 ) -> optax.Updates:
-    r"""The gradients less what their batch gets wrong at a snapshot, in float32 or wider.
+    r"""Return the gradient less its batch's error at a snapshot, in float32 or wider.
 
     .. math::
       g - c (\nabla f_B(\tilde\theta) - \mu)
 
-    An entry that is not finite then, in the dtype of its parameter, is the gradient's own; so are all
-    where there is no snapshot or the coefficient is zero.
+    An entry of the result that is not finite in the dtype of its parameter is replaced by the entry of
+    g; without a snapshot or with a coefficient of zero the result is g.
     """
     is_used = snapshot.is_taken & (c != 0.0)
-    # It alone stands behind the condition: the rest is one pass over the params, which XLA joins with
-    # what follows.
+    # Only this gradient is conditional: the rest is one pass over the params, which XLA fuses with the
+    # following operations.
     at_snapshot = cond(
         is_used,
-        lambda: cast_like(gradient_at(snapshot.params, grad_fn), snapshot.full_grad),
+        lambda: cast_like(evaluate_gradient(snapshot.params, grad_fn), snapshot.full_grad),
         lambda: optax.tree.zeros_like(snapshot.full_grad),
     )
 
     def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, theta: Any) -> jax.Array:
         wide = accumulation_dtype((mu, g))
         g, g_snapshot, mu, c_t = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
-        # In this order what is large and nearly equal cancels first, without a rounding error.
+        # g - c (g_snapshot - mu), in this order: large, nearly equal numbers cancel first, exactly.
         new = (g - c_t * g_snapshot) + c_t * mu
         return jnp.where(is_used & jnp.isfinite(new.astype(jnp.result_type(theta))), new, g)
 
     return jax.tree.map(correct, grads, at_snapshot, snapshot.full_grad, params)
 
 
-def initial_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
-    """Without a snapshot yet."""
+def make_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
+    """Make a state without a snapshot."""
     return SvrgState(
         count=jnp.zeros([], jnp.int32),
         key=key_data(seed),
@@ -271,26 +273,24 @@ def initial_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
     )
 
 
-def installed(
+def install_snapshot(
     old: Snapshot, params: optax.Params, full_grad: optax.Updates
 ) -> tuple[Snapshot, jax.Array]:
-    """A new snapshot, or the old one if the new one is not finite; and whether it is."""
+    """Return the new snapshot, or the old one if the new one is not finite, and whether it is finite."""
     params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
     source = "the optimizer state"
     checks.check_same_tree("params", params, old.params, source=source)
     checks.check_same_tree("full_grad", full_grad, old.params, source=source, dtypes=False)
-    checks.check_same_mesh("params", params, old.params, source=source)
-    checks.check_same_mesh("full_grad", full_grad, old.params, source=source)
     params, full_grad = cast_like((params, full_grad), (old.params, old.full_grad))
     is_finite = all_finite((params, full_grad))
     new = Snapshot(is_taken=jnp.ones_like(old.is_taken), params=params, full_grad=full_grad)
     return optax.tree.where(is_finite, new, old), is_finite
 
 
-def needs_of(
+def list_extra_args(
     refresh_every: int | jax.Array | None, refresh_probability: optax.ScalarOrSchedule | None
 ) -> dict[str, str]:
-    """The extra arguments of a method that may ask for the full gradient in its steps; checks both."""
+    """Return the extra arguments of a method that may need the full gradient, after checking both."""
     if refresh_every is not None:
         checks.check_count("refresh_every", refresh_every)
     if refresh_probability is not None:
@@ -306,27 +306,25 @@ def is_due(
     refresh_every: int | jax.Array | None,
     refresh_probability: optax.ScalarOrSchedule | None,
 ) -> jax.Array:
-    """Whether this step asks for the full gradient; the same on all replicas."""
+    """Return whether this step needs the full gradient; the same on all replicas."""
     if refresh_probability is None:
         return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
     key = as_key(state.key)
     p = resolve_schedule("refresh_probability", refresh_probability, state.count, high=1.0)
+    # Before the first snapshot the coin always asks for one.
     coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
     return coin | ~state.snapshot.is_taken
 
 
 def warn_without(snapshot: Snapshot, advice: str = _ADVICE, *, stacklevel: int = 2) -> None:
-    """Says, where Python can see it, that a step has nothing to correct its gradients by."""
+    """Warn, where Python can see it, that there is no snapshot to correct gradients by."""
     if can_be_seen(snapshot.is_taken) and not np.asarray(snapshot.is_taken).all():
-        warnings.warn(
-            f"svrg has no snapshot yet, so gradients pass through as they are: {advice}.",
-            RuntimeWarning,
-            stacklevel=stacklevel,
-        )
+        message = f"svrg has no snapshot yet, so gradients pass through: {advice}."
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
 
 def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
-    r"""The optimizer state with a new snapshot for `svrg`, or a new estimate for `recursive_gradient`.
+    r"""Return the optimizer state with a new snapshot of `svrg`, or estimate of `recursive_gradient`.
 
     .. math::
       \tilde\theta \leftarrow \theta, \qquad \mu \leftarrow \nabla f(\theta)
@@ -334,16 +332,13 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
     Args:
       opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
         in it: chained, masked, partitioned, injected into, or kept as variables by
-        `flax.nnx.Optimizer`. It is left alone.
-      params: The current params, all of them where svrg is masked. They are copied.
+        `flax.nnx.Optimizer`. It is not changed.
+      params: All current params, also where svrg is masked. They are copied.
       full_grad: The full gradient at these params, from `optperm.full_gradient`.
 
     Returns:
-      The whole optimizer state, of the same structure, shapes and dtypes. If the params or the full
-      gradient are not finite, the snapshot stays as it was, with a warning where Python can see it.
-
-    Raises:
-      ValueError: If there is no such state, or more than one, or the trees do not match it.
+      The optimizer state, of the same structure, shapes and dtypes. If the params or the full gradient
+      are not finite, the old snapshot stays, with a warning where Python can see it.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -353,16 +348,16 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       >>> opt_state = optperm.take_snapshot(opt_state, params, {"w": jnp.array([0.5, 0.0])})
       >>> opt_state[0].snapshot.full_grad["w"].tolist()
       [0.5, 0.0]
+
+    Raises:
+      ValueError: If there is not exactly one such state, or the trees do not match it.
     """
     state = find_state(opt_state, SvrgState, method="svrg")
-    snapshot, is_finite = installed(
+    snapshot, is_finite = install_snapshot(
         state.snapshot, without_variables(params), without_variables(full_grad)
     )
     if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
-        warnings.warn(
-            "The snapshot was not taken: the params or their full gradient are not finite.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        message = "The snapshot was not taken: the params or their full gradient are not finite."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     new = state._replace(snapshot=snapshot)
     return replace_state(opt_state, SvrgState, new, method="svrg")

@@ -291,7 +291,7 @@ def test_bad_arguments():
         (ValueError, "single number with scope 'global'", {"sparsity": [0.5], "scope": "global"}),
         (
             ValueError,
-            r"\['b'\] .* needs an axis -2",
+            r"Blocks\(.*\) does not fit \['b'\] of shape \(3,\)",
             {"structure": optperm.Blocks(2, 2), "include": True},
         ),
     ):

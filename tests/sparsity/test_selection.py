@@ -76,7 +76,7 @@ def test_scores_of_64_and_16_bits():
 
 def test_more_than_int32_can_count_is_refused():
     whole = jax.ShapeDtypeStruct((2**16, 2**15), jnp.uint32)
-    with pytest.raises(ValueError, match="At most 2147483647 entries"):
+    with pytest.raises(ValueError, match=r"At most 2\*\*31 - 1 entries"):
         jax.eval_shape(lambda code: keep_highest([code], [[0]], [1]), whole)
 
 
@@ -186,31 +186,19 @@ def test_what_does_not_fit_a_structure_is_named():
     w = {"a": jnp.ones((6, 4)), "b": jnp.ones(3)}
     state = optperm.mask_elements().init(w)
     for message, fraction, structure, options in (
-        (
-            r"\['a'\] has shape \(6, 4\), whose axis -2 is not divided by m=4",
-            None,
-            optperm.NOfM(2, 4),
-            {},
-        ),
-        (
-            r"\['b'\] has shape \(3,\).* needs an axis -2",
-            0.5,
-            optperm.Blocks(2, 2),
-            {"include": True},
-        ),
+        (r"NOfM\(.*\) does not fit \['a'\] of shape \(6, 4\)", None, optperm.NOfM(2, 4), {}),
+        (r"Blocks\(.*\) does not fit \['b'\]", 0.5, optperm.Blocks(2, 2), {"include": True}),
         ("fraction must be None with NOfM", 0.5, optperm.NOfM(2, 3), {}),
-        ("structure must be None", 0.5, optperm.Units(), {"scope": "unit"}),
+        ("scope 'unit' needs structure=None", 0.5, optperm.Units(), {"scope": "unit"}),
         ("single number with scope 'global'", {"a": 0.5, "b": 0.0}, None, {"scope": "global"}),
         ("fraction does not fit", {"a": 0.5}, None, {}),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.prune(w, state, fraction, structure=structure, **options)
     for error, make in (
-        (TypeError, lambda: optperm.Units(0.5)),
         (TypeError, lambda: optperm.Blocks(True, 2)),
         (ValueError, lambda: optperm.Blocks(0, 2)),
         (ValueError, lambda: optperm.NOfM(3, 2)),
-        (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
     ):
         with pytest.raises(error):
             make()

@@ -47,7 +47,7 @@ def test_sequences_of_the_authors(name, leaf, x64, monkeypatch):
     """APOLLO and APOLLO-Mini step for step, in float64, with the bases of the file."""
     method = "apollo_mini" if "mini" in name else "apollo"
     bases = jnp.asarray(sequences.reference()[f"{method}_bases_{leaf}"])
-    monkeypatch.setattr(module, "gaussian_basis", lambda seed, i, number, *_: bases[number])
+    monkeypatch.setattr(module, "draw_gaussian_basis", lambda seed, i, number, *_: bases[number])
     found = sequences.sequence(SEQUENCES[name](), leaf)
     support.assert_close(found, sequences.of_leaf(name, leaf), atol=1e-9)
 
@@ -81,10 +81,10 @@ def test_a_gradient_of_zero_does_not_hold_back_the_next(x64):
 
 def test_projections_change_with_leaf_seed_and_time_alone():
     """They are those of N(0, 1 / r), others for each leaf, and the same until the next refresh."""
-    (matrix,) = module.matrices_of({"w": jnp.zeros((300, 400))}, 4, "smaller", None)
+    (matrix,) = module.plan_matrices({"w": jnp.zeros((300, 400))}, 4, "smaller", None)
     leaf = jnp.zeros((300, 400))
     draws = {
-        key: np.asarray(module.gaussian_basis(key[0], key[1], jnp.int32(key[2]), matrix, leaf))
+        key: np.asarray(module.draw_gaussian_basis(key[0], key[1], jnp.int32(key[2]), matrix, leaf))
         for key in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))
     }
     for one in draws.values():

@@ -392,7 +392,7 @@ def test_multi_steps_around_it_is_refused():
     """It would search along the mean gradient with the loss of the last batch."""
     tx = optperm.dim_reduce(n_components=3)
     for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
-        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search along the mean"):
+        with pytest.raises(ValueError, match=r"optax\.MultiSteps would search by the loss"):
             optperm.set_basis(outer.init(start()), rows(3))
 
 
@@ -448,9 +448,9 @@ def test_basis_without_orthonormal_rows_is_refused():
         scale = np.ones((3,), np.float32)
         scale[index] = factor
         long = {"a": basis["a"] * scale[:, None, None], "b": basis["b"] * scale}
-        with pytest.raises(ValueError, match=rf"orthonormal.* rows {index} and {index} is"):
+        with pytest.raises(ValueError, match=rf"orthonormal.* rows {index} and {index} is "):
             optperm.set_basis(opt_state, long)
-    with pytest.raises(ValueError, match=r"rows 0 and 1 is 1, 1 from 0, where 0.001 is allowed"):
+    with pytest.raises(ValueError, match=r"orthonormal.* rows 0 and 1 is 1\."):
         optperm.set_basis(opt_state, jax.tree.map(lambda r: r[np.array([0, 0, 2])], basis))
     fewer = jax.tree.map(lambda r: r * np.float32([1, 1, 0]).reshape(3, *[1] * (r.ndim - 1)), basis)
     coarse = jax.tree.map(lambda r: r.astype(jnp.bfloat16), basis)

@@ -70,13 +70,7 @@ def test_a_loss_that_is_not_convex_is_said():
         return -jnp.sum(w**2) + 0 * jnp.mean(batch)
 
     with pytest.warns(RuntimeWarning, match="not convex"):
-        rate = optperm.svrg_learning_rate(
-            lambda w, batch: -jnp.sum(w**2) + 0 * jnp.mean(batch),
-            jnp.ones(2),
-            jnp.ones(4),
-            2,
-            num_passes=0,
-        )
+        rate = optperm.svrg_learning_rate(hill, jnp.ones(2), jnp.ones(4), 2, num_passes=0)
     assert rate == pytest.approx(0.5)
 
 
