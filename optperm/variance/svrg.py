@@ -279,8 +279,6 @@ def installed(
     source = "the optimizer state"
     checks.check_same_tree("params", params, old.params, source=source)
     checks.check_same_tree("full_grad", full_grad, old.params, source=source, dtypes=False)
-    checks.check_same_mesh("params", params, old.params, source=source)
-    checks.check_same_mesh("full_grad", full_grad, old.params, source=source)
     params, full_grad = cast_like((params, full_grad), (old.params, old.full_grad))
     is_finite = all_finite((params, full_grad))
     new = Snapshot(is_taken=jnp.ones_like(old.is_taken), params=params, full_grad=full_grad)
