@@ -21,7 +21,7 @@ from optperm.distributed.commits import RULES, Center, Commit, Replicas, check_w
 from optperm.distributed.local_steps import (
     Period,
     advance_schedules,
-    center_step,
+    make_center_step,
     check_can_be_pulled,
     check_period,
     ends_period,
@@ -162,6 +162,7 @@ def agn(
       :math:`T` in the equations is the number of steps that were made, also with `commit=`. Within
       `optax.MultiSteps`, flags of micro-steps that only accumulate are ignored. Within `jax.shard_map`
       params must vary over the axis: `jax.lax.pcast(params, axis_name, to='varying')` if they do not.
+      Axes of `jax.shard_map` and of a `jax.vmap` within it together need `check_vma=False`.
 
       `optimizer` has two states: one for the local params, which is kept in a pull, and one for the
       center. Schedules of both count local steps, so a rate decays for both; bias correction counts the
@@ -241,7 +242,7 @@ def agn(
 
         def make_commit() -> tuple[Center, jax.Array]:
             n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator, grads))
-            step = center_step(outer, extra_args, params, None if is_paired else axis_name)
+            step = make_center_step(outer, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(step_in_pairs, count=state.count)
             (c, s_c), took_part = combine(old[0], n, step, replicas, weight)
             if center_optimizer is None:

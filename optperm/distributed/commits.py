@@ -46,8 +46,8 @@ class Replicas:
         if tracked - varying_axes(grads) or any(tracked - varying_axes(*pair) for pair in pairs):
             cast = f"jax.lax.pcast(params, {self.axis_name!r}, to='varying')"
             raise ValueError(
-                f"The updates given to {method} do not vary over the axis {self.axis_name!r}: in "
-                f"jax.shard_map they are summed over it, unless params vary over it, as of {cast}."
+                f"The updates given to {method} do not vary over the axis {self.axis_name!r}: "
+                f"jax.shard_map sums gradients over it unless params vary over it. Use {cast}."
             )
 
     def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:

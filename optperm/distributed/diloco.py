@@ -26,7 +26,7 @@ from optperm.distributed.exchanges import NOTHING, Exchanger
 from optperm.distributed.fragments import FragmentOf, Fragments
 from optperm.distributed.local_steps import (
     Period,
-    center_step,
+    make_center_step,
     check_can_be_pulled,
     check_period,
     ends_period,
@@ -182,7 +182,7 @@ def diloco(
       Local gradients, `commit=` and `weight=` of `update`, extra arguments, wrappers (around `inner`,
       not around `diloco`) and exact params by `optperm.apply_updates` are as in `optperm.agn`. Only a
       replica whose params are not finite is left out of an exchange: entries of a gradient that are not
-      finite count as zero. The pull puts such params back on the center, whatever `mixing` is, but only
+      finite count as zero. The pull puts such params back on the center, for any `mixing`, but only
       by `optperm.apply_updates`: NaN plus an update is NaN.
 
       With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True
@@ -216,7 +216,9 @@ def diloco(
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     replicas = Replicas(axis_name or None, shard_axes or ())
     is_paired, axis_name = commit == "pairs", replicas.axis_name
-    _check_options(commit, axis_name, mixing, compress, center_dtype, sync_every)
+    _check_options(commit, axis_name, mixing, compress, center_dtype)
+    if not isinstance(sync_every, Every):
+        check_period("sync_every", sync_every)
     plan = sync_every if isinstance(sync_every, Every) else Every(1)
     local_optimizer = optax.with_extra_args_support(inner)
     center_optimizer = optax.with_extra_args_support(outer)
@@ -234,7 +236,7 @@ def diloco(
             # Its targets would disagree with a pull of a part of the params, or to other values.
             allowed = "one fragment without delay, mixing, compress or center_dtype"
             raise ValueError(
-                f"The inner optimizer places params, which diloco allows with {allowed}."
+                f"The inner optimizer places params, which diloco only allows with {allowed}."
             )
         center = optax.tree.cast(jax.tree.map(jnp.copy, params), center_dtype)
         parts = [fragments.take_rows(center, p) for p in range(plan.fragments)]
@@ -283,7 +285,7 @@ def diloco(
 
         # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
-        move = center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
+        move = make_center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
 
         def theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
@@ -347,23 +349,16 @@ def _pull(
 
 
 def _check_options(
-    commit: object,
-    axis_name: AxisName | None,
-    mixing: Any,
-    compress: object,
-    center_dtype: Any,
-    sync_every: object,
+    commit: str, axis_name: AxisName | None, mixing: Any, compress: object, center_dtype: Any
 ) -> None:
     checks.check_choice("commit", commit, ("mean", "pairs"))
     checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
     if commit == "pairs":
         check_can_be_paired(axis_name)
-        if compress is not None:
-            raise ValueError('compress needs commit="mean", a sum over all replicas.')
+    if commit == "pairs" and compress is not None:
+        raise ValueError('compress needs commit="mean", a sum over all replicas.')
     if center_dtype is not None and not jnp.issubdtype(center_dtype, jnp.floating):
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
-    if not isinstance(sync_every, Every):
-        check_period("sync_every", sync_every)
 
 
 def _check_same_plan(state: DilocoState, plan: Every) -> None:

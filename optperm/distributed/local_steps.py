@@ -83,7 +83,7 @@ def ends_period(
     return since_commit + 1 >= number
 
 
-def center_step(
+def make_center_step(
     optimizer: optax.GradientTransformationExtraArgs,
     extra_args: dict[str, Any],
     params: optax.Params,
@@ -213,19 +213,10 @@ def follow_center(
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     """Raise unless both optimizers place the same params, and the center's steps at every commit."""
     if find_states(center_state, optax.MultiStepsState):
-        raise ValueError(
-            f"MultiSteps in the center's optimizer throws commits away: write optax.MultiSteps({method}"
-            "(optimizer, ...), k)."
-        )
-    local, center = (
-        [type(state).__name__ for state in placing_states(tree)]
-        for tree in (local_state, center_state)
-    )
-    if SwitchAfterState.__name__ in local:
-        # The center's optimizer counts commits, so it would be in another phase.
-        raise ValueError(f"switch_after with a phase that places params must be around {method}.")
-    if local != center:
-        raise ValueError(
-            f"Replicas of {method} could not be pulled to the center: its optimizer places params by "
-            f"{center}, the local one by {local}. Use the same method for both."
-        )
+        wanted = f"write optax.MultiSteps({method}(optimizer, ...), k)"
+        raise ValueError(f"MultiSteps in the center's optimizer throws commits away: {wanted}.")
+    local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
+    # The center's optimizer counts commits: within switch_after it would be in another phase.
+    if local != center or SwitchAfterState in local:
+        wanted = f"use one method for both, with switch_after around {method}"
+        raise ValueError(f"{local} could not be pulled to a center of {center}: {wanted}.")
