@@ -21,11 +21,11 @@ from optperm.distributed.commits import RULES, Center, Commit, Replicas, check_w
 from optperm.distributed.local_steps import (
     Period,
     advance_schedules,
-    make_center_step,
     check_can_be_pulled,
     check_period,
     ends_period,
     follow_center,
+    make_center_step,
     replace_center,
     zero_bad_entries,
 )

@@ -26,11 +26,11 @@ from optperm.distributed.exchanges import NOTHING, Exchanger
 from optperm.distributed.fragments import FragmentOf, Fragments
 from optperm.distributed.local_steps import (
     Period,
-    make_center_step,
     check_can_be_pulled,
     check_period,
     ends_period,
     follow_center,
+    make_center_step,
     replace_center,
     zero_bad_entries,
 )
