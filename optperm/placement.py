@@ -173,7 +173,6 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     whole, params = params, trained_part(params)
     params = params if params is whole else _select_updated(params, updates)
     before, moves = without_variables(params), without_variables(updates)
-    checks.check_arrays("params", before)
     checks.check_same_tree("updates", moves, before, source="params", dtypes=False)
     _check_wrappers(opt_state)
     if _has_follower(opt_state, lambda state: find_states(state, SearchingState)):
