@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from optperm.contract.mapped_axes import cond, psum
 from optperm.distributed.commits import CenterStep, Replicas, divide, scale, weigh
 from optperm.distributed.compression import Compression, sum_compressed
 from optperm.distributed.fragments import Fragments
-from optperm.distributed.pairs import swap_with_partner
+from optperm.distributed.pairs import map_with_partner
 from optperm.distributed.plans import Due
 
 # In place of the sum of weights: nothing is in flight.
@@ -147,14 +148,25 @@ class Exchanger:
             weights, takes_part = weigh(self.weight, is_finite, jnp.float32)
             total, axis_name = scale(delta, weights), self.replicas.axis_name
             if self.pair_count is not None:
-                # (c - theta) + (c - theta'), both from this replica's center: so the centers approach.
-                theta, w = swap_with_partner((theta, weights), axis_name, self.pair_count)
-                total = optax.tree.add(total, scale(subtract_params(center, theta), w))
-                weights = weights + w
+                # w (c - theta) + w' (c - theta'), both from this replica's c: so the centers approach.
+                total, weights = self._sum_pair(center, theta, weights, self.pair_count)
             elif axis_name is not None:
                 total, weights = psum((total, weights), axis_name)
         # Delta = sum w Delta / sum w
         return divide(total, weights), part._replace(weights=weights), ~takes_part
+
+    def _sum_pair(
+        self, center: Any, theta: Any, w: jax.Array, count: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """Return the sum of w Delta over this replica and its partner, and the sum of w."""
+        axis_name = self.replicas.axis_name
+        pair = functools.partial(map_with_partner, axis_name=axis_name, count=count)
+        w_theirs = pair(lambda _, theirs: theirs, w)
+
+        def add(own: jax.Array, theirs: jax.Array, c: jax.Array) -> Any:
+            return scale(subtract_params(c, own), w) + scale(subtract_params(c, theirs), w_theirs)
+
+        return pair(add, theta, center), w + w_theirs
 
     def _receive(self, part: Part, n: Any, p: int) -> tuple[Part, jax.Array, jax.Array]:
         """Step the center by n; return also whether theta is not finite, and whether n overflowed."""

@@ -315,8 +315,12 @@ def test_plans_say_what_is_wrong():
             tx.update(params, opt_state, params, commit=wrong)
     with pytest.raises(TypeError, match=r"must be plan\.at\(step\), True, False or None"):
         tx.update(params, opt_state, params, commit=3)
-    with pytest.raises(ValueError, match="places params, which diloco only allows"):
-        optperm.diloco(optperm.sgperm(), None, optperm.Every(4)).init({"a": jnp.arange(3.0)})
+    for plan, message in (
+        (4, "could not be pulled"),
+        (optperm.Every(4, 2), "only allows with one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optperm.diloco(optperm.sgperm(), None, plan).init({"a": jnp.arange(3.0)})
 
 
 def run_alone(plan, flags, **options):
