@@ -218,5 +218,6 @@ def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> Non
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.
     if local != center or SwitchAfterState in local:
+        names = [kind.__name__ for kind in local]
         wanted = f"use one method for both, with switch_after around {method}"
-        raise ValueError(f"{local} could not be pulled to a center of {center}: {wanted}.")
+        raise ValueError(f"Params that {names} places could not be pulled to the center: {wanted}.")
