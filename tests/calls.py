@@ -492,7 +492,7 @@ REFUSED = {
             loss_fn=lambda p, b: (loss_fn(p, b), 0),
         ),
         type_error(r"params\['b'\] has dtype int32", params=one_leaf(b=jnp.arange(2))),
-        type_error("not a valid JAX array type", batches=[{"x": BATCH}, {"x": "ab"}]),
+        type_error(r"batches\[1\]\['x'\] must be an array", batches=[{"x": BATCH}, {"x": "ab"}]),
         type_error(r"weights\[0\] is complex64", weights=[jnp.ones(2, complex), BATCH]),
     ],
     "gaussian_kl": [

@@ -123,7 +123,10 @@ def check_static_count(name: str, value: object) -> None:
 
 def dtype_of(name: str, value: object) -> Any:
     """Return the dtype of an array or a number; raise a TypeError if `value` is neither."""
-    if not hasattr(value, "dtype") and not isinstance(value, bool | int | float | complex):
+    # NumPy also has arrays of objects, strings and dates.
+    dtype = getattr(value, "dtype", np.dtype(object))
+    is_array = getattr(dtype, "kind", "V") not in "OSUMm"
+    if not is_array and not isinstance(value, bool | int | float | complex):
         advice = _ADVICE_FUNCTIONS if callable(value) else ""
         raise TypeError(f"{name} must be an array of numbers, got {value!r}.{advice}")
     return jnp.result_type(value)
