@@ -174,13 +174,16 @@ def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
         jax.device_put(params_of(), NamedSharding(where, P("x"))) for where in (here, there)
     )
     opt_state = tx.init(params)
+    refused = None
     with jax.set_mesh(there):
         try:
             updates, _ = tx.update(moved, opt_state, moved)
         except ValueError as error:
-            assert "devices" in str(error)
-            assert ours.knows != "nothing" or ours.has_own_shapes
-            return
+            refused = str(error)
+    if refused is not None:
+        assert "devices" in refused
+        assert ours.knows != "nothing" or ours.has_own_shapes
+        return
     pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(moved), strict=True)
     assert all(leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim) for leaf, other in pairs)
 
