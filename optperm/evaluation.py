@@ -124,6 +124,7 @@ def evaluate(
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
+    # g = grad L_B, at params that vary like the batch: the gradient stays local, and is averaged once
     def value_and_grad(
         params: optax.Params, examples: Any
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
@@ -147,6 +148,7 @@ def evaluate(
     ) -> optax.Updates:
         local = varying_like(trained_part(params), batch, axis_name)
 
+        # One example is a batch of one: its mean loss is its own loss, for any loss_fn.
         def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
             grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
             return jax.tree.map(jnp.conj, grad)

@@ -62,6 +62,7 @@ def cond(
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)
+    # Only in shard_map and on explicit meshes do types have more than shape and dtype.
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
         return jax.lax.cond(predicate, true_fn, false_fn, *operands)
@@ -213,6 +214,8 @@ def _combine(
         del indices
         is_mapped, is_own = in_batched
         rest = tuple(name for name, own in zip(names, is_own, strict=True) if not own)
+        # A named vmap combines its rows, and the other axes are left to the mappings outside of it. So
+        # does an unnamed one of size 1, as in the block of a device.
         if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
 
             def rows(leaf: Any, mapped: bool) -> Any:
@@ -230,6 +233,7 @@ def _combine(
                 f"Counted steps in an unnamed jax.vmap over {axis_size} would exchange at every step: "
                 "name its axis to the optimizer if it maps replicas, else pass commit=."
             )
+        # Any other vmap maps independent trees: combine each, and move its axis back to the front.
         result = _combine(tree, names, of_rows, of_devices, batch_axis)
         first = jax.tree.map(
             lambda leaf, mapped: jnp.moveaxis(leaf, batch_axis, 0) if mapped else leaf,

@@ -42,5 +42,6 @@ def resolve_schedule(
         if not isinstance(value, jax.core.Tracer):
             checks.check_in_range(what, float(value), low, high)
         number = value
+    # A traced value out of range cannot be refused, so it is moved to the nearest limit.
     number = jnp.asarray(number, dtype)
     return jnp.clip(number, jnp.asarray(low, dtype), None if np.isinf(high) else high)

@@ -76,7 +76,7 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
     # The arrays of a state are strongly typed.
     new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
 
-    def put(place: Any, value: Any) -> Any:
+    def write(place: Any, value: Any) -> Any:
         return place.replace(value) if _is_variable(place) else value
 
     def is_wanted(node: Any) -> bool:
@@ -84,7 +84,7 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
 
     return jax.tree.map(
         lambda node: (
-            jax.tree.map(put, node, new, is_leaf=_is_variable) if is_wanted(node) else node
+            jax.tree.map(write, node, new, is_leaf=_is_variable) if is_wanted(node) else node
         ),
         opt_state,
         is_leaf=is_wanted,

@@ -71,6 +71,7 @@ def transformation(
         if not is_wrapper:
             checks.check_real_floating("params", params)
         state = init(params)
+        # Strong types: a weak one would become strong in the first step, which breaks a jax.lax.scan.
         return cast_like(state, state)
 
     def update_fn(
@@ -78,6 +79,7 @@ def transformation(
     ) -> tuple[optax.Updates, Any]:
         if params is None and needs_params:
             raise ValueError(f"{method} needs params: call update(updates, state, params).")
+        # Params and updates must fit the state: JAX would broadcast other shapes to a wrong result.
         if like is not None:
             expected = like(state)
             if params is not None:
@@ -96,6 +98,7 @@ def transformation(
             # Operations on an explicit mesh refuse gradients that are sharded unlike the params.
             updates = jax.tree.map(shard_like, updates, params)
         new_updates, new_state = update(updates, state, params, **extra_args)
+        # The method may compute in other dtypes: the form of state and updates never changes.
         other = params if updates_like == "params" and params is not None else updates
         return cast_like(new_updates, other), cast_like(new_state, state)
 
