@@ -236,8 +236,8 @@ def agn(
         # a <- a + g, of the raw gradient: a commit sees an entry that is not finite
         add = functools.partial(jax.tree.map, lambda a, g: a + g.astype(a.dtype))
 
-        # n = a / T, c <- c + u(n; s_c). The commit adds a + g itself: as an input of the conditional, the
-        # sum would be stored once more in every step.
+        # n = a / T, c <- c + u(n; s_c). The commit adds a + g itself: as an input of the conditional,
+        # the sum would be stored once more in every step.
         old = (state.center, state.center_state), jnp.array(True)
 
         def make_commit() -> tuple[Center, jax.Array]:
