@@ -1,4 +1,4 @@
-"""Loss, gradient and the batch closures that a method may ask for, from one function."""
+"""Make the loss, the gradient and the closures that a method may ask for from one loss function."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,14 +18,14 @@ LossFn = Callable[[optax.Params, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found on one batch.
+    """Result of `evaluate` on one batch.
 
     Attributes:
       value: Scalar, the loss.
-      grad: The gradient, a tree like params; of complex ones the conjugate of what `jax.grad` gives, so
-        that a step against it descends, as Optax's rules take it.
-      aux: What the loss function returned beside the loss; None without `has_aux`.
-      extra_args: Everything a transformation of this library may ask for, by name:
+      grad: The gradient, a tree like params. For complex params it is the conjugate of `jax.grad`, so
+        that a step against it descends, as Optax's rules expect.
+      aux: The second result of the loss function; None without `has_aux`.
+      extra_args: All extra arguments that a transformation of this library may need, by name:
         `tx.update(e.grad, opt_state, params, **e.extra_args)`.
     """
 
@@ -44,48 +44,34 @@ def evaluate(
     axis_name: AxisName | None = None,
     example: Any = None,
 ) -> Evaluation:
-    r"""Evaluates a loss on one batch and binds to it the closures that methods may ask for.
+    r"""Evaluate a loss on one batch, and bind the closures that methods may ask for to the batch.
 
     .. math::
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i), \qquad g = \nabla L_B(\theta)
 
-    The closures take params and are bound to this batch, whatever it holds (a random key for dropout
-    included). They are only traced where they are called, so those that no method asks for are free.
-
     Args:
       loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the batch's
         leaves, or `(loss, aux)` with `has_aux`.
-      params: The parameters at which to evaluate. Of a model made of dataclasses, as Equinox's are, the
-        floating arrays are; all else is held fixed, and the gradient has None there.
+      params: The parameters at which to evaluate. In a model made of dataclasses, as in Equinox, the
+        floating arrays are the parameters; the gradient is None for every other leaf.
       batch: A tree of arrays. Leaves of rank 0, such as a typed random key, are shared by all examples.
-        Where examples are taken by themselves each has a key of its own, that of the batch folded with
-        its place, and so a dropout mask of its own; keys that `jax.tree_util.Partial` binds to `loss_fn`
-        likewise.
-      has_aux: Whether `loss_fn` returns something beside the loss.
+        For gradients of single examples a key is folded with the index of the example, so each example
+        has its own dropout mask. Keys that `jax.tree_util.Partial` binds to `loss_fn` are folded too.
+      has_aux: Whether `loss_fn` returns a pair.
       axis_name: A mapped axis, or several, over which `value`, `grad`, `value_fn` and `grad_fn` are
         averaged. Works under `jax.pmap`, `jax.vmap` and `jax.shard_map`, in its checked mode as well.
-      example: A batch of one, drawn apart from `batch`, for a method that compares the two.
+      example: A batch of one example, drawn independently of `batch`, for a method that compares them.
 
     Returns:
       An `Evaluation`. Its `extra_args` holds
 
       - `value`: the loss; `grad`: the gradient;
-      - `value_fn(params)` and `grad_fn(params)`: the same at other params, on the same batch;
-      - `per_example_grad_fn(params)`: the gradient of each example by itself, a tree like params with
-        a leading axis of the batch's size. It is not averaged over `axis_name`;
+      - `value_fn(params)` and `grad_fn(params)`: both at other params, on the same batch;
+      - `per_example_grad_fn(params)`: the gradient of each example, a tree like params with a leading
+        axis of the batch's size, not averaged over `axis_name`;
       - `example_grad_fn(params)`, if there is an `example`: its gradient, not averaged either.
 
       `grad_fn` and `per_example_grad_fn` also take a part of the batch, `start=` (0) and `size=`.
-      `optax.contrib.sam` takes no other extra argument than `grad_fn`:
-      `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
-
-      Inside `optax.masked` or `optax.partition` a method sees only its own part of the params. Where
-      the params given to a closure are an `optax.MaskedNode`, it takes those of this evaluation, and
-      it gives no gradient for them.
-
-    Raises:
-      TypeError: If the loss is not a real scalar, or an argument is of the wrong type.
-      ValueError: If `axis_name` is not bound where this is called.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -101,14 +87,20 @@ def evaluate(
       >>> opt_state = tx.init(jnp.array(1.0))
       >>> tx = optax.with_extra_args_support(tx)
       >>> updates, opt_state = tx.update(e.grad, opt_state, jnp.array(1.0), **e.extra_args)
+
+    Notes:
+      A closure costs nothing unless it is called. `optax.contrib.sam` takes no other extra argument than
+      `grad_fn`: `tx.update(e.grad, opt_state, params, grad_fn=e.extra_args["grad_fn"])`.
+
+      Inside `optax.masked` or `optax.partition` a method sees only its part of the params. Where the
+      params given to a closure are an `optax.MaskedNode`, the closure uses the params of this evaluation
+      and returns no gradient for them.
+
+    Raises:
+      TypeError: If the loss is not a real scalar.
+      ValueError: If `axis_name` is not bound where this is called.
     """
-    checks.check_function("loss_fn", loss_fn, "(params, batch)")
-    checks.check_arrays("batch", batch)
-    checks.check_arrays("example", example)
     here, params = params, trained_part(params)
-    _check_differentiable(params)
-    checks.check_flag("has_aux", has_aux)
-    checks.check_axis_name("axis_name", axis_name)
     checks.check_axis_is_bound(axis_name)
 
     def loss_and_aux(
@@ -119,8 +111,7 @@ def evaluate(
     def mean(tree: Any) -> Any:
         return tree if axis_name is None else jax.lax.pmean(tree, axis_name)
 
-    # Optax's line searches hand on to value_fn what they do not take themselves, and refuse what it
-    # does not take either.
+    # Optax's line searches pass their extra arguments on to value_fn, which must take all of them.
     def value_fn(
         params: optax.Params,
         *,
@@ -133,6 +124,7 @@ def evaluate(
         trained = trained_part(params)
         return mean(loss_and_aux(shared(trained, batch, axis_name), batch)[0])
 
+    # g = grad L_B, at params that vary like the batch: the gradient stays local, and is averaged once
     def value_and_grad(
         params: optax.Params, examples: Any
     ) -> tuple[tuple[jax.Array, Any], optax.Updates]:
@@ -156,6 +148,7 @@ def evaluate(
     ) -> optax.Updates:
         local = varying_like(trained_part(params), batch, axis_name)
 
+        # One example is a batch of one: its mean loss is its own loss, for any loss_fn.
         def grad_of_one(loss_fn: LossFn, example: Any) -> optax.Updates:
             grad = jax.grad(lambda p: loss_and_aux(p, example, loss_fn)[0])(local)
             return jax.tree.map(jnp.conj, grad)
@@ -165,9 +158,9 @@ def evaluate(
     def example_grad_fn(params: optax.Params) -> optax.Updates:
         return value_and_grad(params, example)[1]
 
-    # Estimators of the gradient noise compare it with the size they were told.
+    # Estimators of the gradient noise compare this number with their batch_size.
     vars(grad_fn)["num_examples"] = num_examples(batch)
-    # With random keys the mean of the examples' gradients is not that of the batch.
+    # With random keys the mean of the examples' gradients is not the gradient of the batch.
     vars(per_example_grad_fn)["draws_anew"] = any(
         map(_is_shared_key, jax.tree.leaves((loss_fn, batch)))
     )
@@ -185,39 +178,22 @@ def evaluate(
     return Evaluation(value=value, grad=grad, aux=aux, extra_args=extra_args)
 
 
-def _check_differentiable(params: optax.Params) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        dtype = checks.dtype_of(f"params{jax.tree_util.keystr(path)}", leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            raise TypeError(
-                f"params{jax.tree_util.keystr(path)} has dtype {dtype}, which has no gradient: pass it "
-                "in the batch, or bind it to loss_fn."
-            )
-
-
 def checked_loss(
     loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
-    """The loss and what else `loss_fn` returned, or a TypeError if that is no real scalar loss."""
+    """Return the loss and the second result of `loss_fn`; the loss must be a real scalar."""
     out = loss_fn(params, batch)
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise TypeError(
-            f"With has_aux=True loss_fn must return a pair (loss, aux), got {type(out).__name__}."
-        )
     loss, aux = out if has_aux else (out, None)
-    is_number = hasattr(loss, "dtype") or isinstance(loss, float)
-    shape = jnp.shape(loss) if is_number else ()
-    if not is_number or shape or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
-        what = f"{jnp.result_type(loss)}{list(shape)}" if is_number else type(loss).__name__
-        raise TypeError(
-            f"loss_fn must return a real scalar, the mean loss over the batch, got {what}. "
-            "If it returns (loss, aux), pass has_aux=True; optperm.with_loss takes the loss alone."
-        )
+    is_one = not isinstance(loss, tuple) and not jnp.shape(loss)
+    if not is_one or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        wanted = "a real scalar, or a pair (loss, aux) with has_aux=True"
+        came = "a tuple" if isinstance(loss, tuple) else jax.typeof(loss)
+        raise TypeError(f"loss_fn must return {wanted}, got {came}.")
     return loss, aux
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
-    """The `size` examples of a batch from `start` on, or all; leaves of rank 0 are shared by all."""
+    """Return `size` examples of a batch from `start` on, or all; all share leaves of rank 0."""
     if size is None:
         return batch
     return jax.tree.map(
@@ -227,7 +203,7 @@ def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:
 
 
 def num_examples(batch: Any) -> int:
-    """The length of a batch's leading axis; 1 where no leaf has one."""
+    """Return the length of a batch's leading axis; 1 if no leaf has one."""
     sizes = [jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 0]
     return max(sizes, default=1)
 
@@ -239,26 +215,26 @@ def map_examples(
     *,
     first: int | jax.Array = 0,
 ) -> Any:
-    """What `function(loss_fn, example)` gives on each example, a batch of one, along a leading axis.
+    """Map `function(loss_fn, example)` over the examples, each a batch of one.
 
-    Leaves of rank 0 are shared by all examples, but for typed random keys: in the batch, or bound to the
-    loss function by `jax.tree_util.Partial`, they are folded with the place of the example, which is
-    `first` for the first one.
+    All examples share leaves of rank 0, except for typed random keys: in the batch, or bound to the loss
+    function by `jax.tree_util.Partial`, a key is folded with the index of the example. Indices begin at
+    `first`.
     """
     is_mapped = jax.tree.map(lambda leaf: jnp.ndim(leaf) > 0, batch)
     axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
 
-    def one(place: jax.Array, example: Any) -> Any:
-        def own(leaf: Any) -> Any:
+    def call(place: jax.Array, example: Any) -> Any:
+        def fold(leaf: Any) -> Any:
             return jax.random.fold_in(leaf, place) if _is_shared_key(leaf) else leaf
 
         example = jax.tree.map(
-            lambda mapped, leaf: leaf[None] if mapped else own(leaf), is_mapped, example
+            lambda mapped, leaf: leaf[None] if mapped else fold(leaf), is_mapped, example
         )
-        return function(jax.tree.map(own, loss_fn), example)
+        return function(jax.tree.map(fold, loss_fn), example)
 
     places = first + jnp.arange(num_examples(batch))
-    return jax.vmap(one, in_axes=(0, axes))(places, batch)
+    return jax.vmap(call, in_axes=(0, axes))(places, batch)
 
 
 def _is_shared_key(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Two optimizers, one after the other, as one."""
+"""Train with one optimizer, then with another."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class SwitchAfterState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      switched: Whether the last step was one of the second optimizer.
-      first: State of the first optimizer; after the switch it stays as it is.
-      then: State of the second one.
+      switched: Whether the second optimizer took the last step.
+      first: State of the first optimizer; constant after the switch.
+      then: State of the second optimizer.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -35,16 +35,16 @@ class SwitchAfterState(NamedTuple):
     then: Any
 
     def placements(self) -> list[Placement]:
-        """Where the optimizer that took the last step placed params."""
+        """Return where the optimizer that took the last step placed params."""
         return [
-            (targets, jax.tree.map(functools.partial(_and, is_active), is_placed))
+            (targets, jax.tree.map(functools.partial(_combine_flags, is_active), is_placed))
             for phase, is_active in self._phases()
             for state in placing_states(phase)
             for targets, is_placed in state.placements()
         ]
 
     def trainable_masks(self) -> list[Any]:
-        """What the optimizer that took the last step lets move; the other one holds nothing."""
+        """Return the masks of the optimizer that took the last step; the other one holds nothing."""
         return [
             jax.tree.map(
                 lambda m, is_active=is_active: jnp.logical_or(m, jnp.logical_not(is_active)), mask
@@ -57,10 +57,10 @@ class SwitchAfterState(NamedTuple):
         return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
 
     def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
-        """This state with the targets of another one that is in the same phase.
+        """Return this state with the targets of another state.
 
         Args:
-          other: That one.
+          other: A state in the same phase.
         """
         return self._replace(
             first=replace_targets(self.first, other.first),
@@ -75,35 +75,20 @@ def switch_after(
     *,
     track: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Trains with one optimizer for some steps, and goes on with another.
+    r"""Train with one optimizer for some steps, then with another.
 
     .. math::
       u_t = \begin{cases} \text{first}(g_t) & t < T \\ \text{then}(g_t) & t \ge T \end{cases}
 
-    Each step computes only the optimizer whose turn it is, but under `jax.vmap` both. The switch is in
-    the state, so training resumes on either side of it, and the form of the state never changes: it
-    runs in a `jax.lax.scan` through the switch.
-
-    Without `track` the second optimizer starts cold: it is initialized on the params as they are at
-    the switch, which its state may hold (the weights of `optperm.sgperm`, the center of
-    `optperm.agn`, a snapshot). What was put into its state before, a mask say, is lost. With `track` it
-    sees every gradient of the first phase too, and what it would have done is dropped: its moments are
-    warm at the switch. Where it places params, the places are those of the params at the switch in
-    either case.
-
     Args:
       num_steps: :math:`T \ge 0`, in steps. Once the second optimizer has taken a step, a larger number
         does not bring the first one back.
-      first: The optimizer of steps 0 to T - 1. Extra arguments are passed on to both.
+      first: The optimizer of steps 0 to T - 1. Both optimizers get the extra arguments.
       then: The optimizer of all further steps.
-      track: Whether `then` is updated in the first phase as well, which costs its time.
+      track: Whether to update `then` in the first phase as well, at the cost of its time.
 
     Returns:
       A transformation whose state is a `SwitchAfterState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If `num_steps` is negative, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -117,11 +102,23 @@ def switch_after(
       [2.5, 0.5]
       [2.0, 1.0]
       [1.0, 2.0]
+
+    Notes:
+      Each step computes only the optimizer whose turn it is; under `jax.vmap` it computes both. The
+      switch is in the state, whose form never changes: training resumes on either side of the switch,
+      and a `jax.lax.scan` runs through it.
+
+      Without `track` the second optimizer starts cold, on the params at the switch, which its state may
+      hold (the weights of `optperm.sgperm`, the center of `optperm.agn`, a snapshot). Anything put into
+      its state before, such as a mask, is lost. With `track` the second optimizer sees every gradient of
+      the first phase, and its updates are dropped: its moments are warm at the switch. In either case it
+      places params from where they are at the switch.
+
+    Raises:
+      TypeError: If `num_steps` is not an integer.
+      ValueError: If `num_steps` is negative, or the trees passed to `update` do not match.
     """
     checks.check_count("num_steps", num_steps, minimum=0)
-    checks.check_transformation("first", first)
-    checks.check_transformation("then", then)
-    checks.check_flag("track", track)
     before, after = optax.with_extra_args_support(first), optax.with_extra_args_support(then)
 
     def init(params: optax.Params) -> SwitchAfterState:
@@ -150,22 +147,22 @@ def switch_after(
             )
             return cast_like(replace_targets(then_state, fresh) if track else fresh, then_state)
 
-        # u_t = first(g_t) for t < T
+        # u_t = first(g_t) for t < T; a tracked second optimizer only learns from the gradients
         def in_first() -> tuple[optax.Updates, Any, Any]:
             then_state = step(after, state.then)[1] if track else state.then
             moves, first_state = step(before, state.first)
             return moves, first_state, then_state
 
-        # u_t = then(g_t) for t >= T
+        # u_t = then(g_t) for t >= T, begun from the params at the switch
         def in_then() -> tuple[optax.Updates, Any, Any]:
             then_state = state.then
             if not track or placing_states(then_state):
-                # Params as an operand are traced, and warned of at the true init alone.
+                # As an operand params are traced: then.init must not warn of them again at each step.
                 then_state = cond(state.switched, lambda kept, _: kept, start, then_state, params)
             moves, then_state = step(after, then_state)
             return moves, state.first, then_state
 
-        # The branch named first is traced first: it names trees that do not match.
+        # The first branch is traced first, so its error names trees that do not match.
         moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
         return moves, SwitchAfterState(
             count=optax.safe_increment(state.count),
@@ -177,7 +174,7 @@ def switch_after(
     return transformation(init, update, method="switch_after", is_wrapper=True)
 
 
-def _and(is_active: jax.Array, is_placed: jax.Array | bool) -> jax.Array:
-    """Both, where the first has no axes but those of replicas that are stacked."""
+def _combine_flags(is_active: jax.Array, is_placed: jax.Array | bool) -> jax.Array:
+    """Return both flags combined; the first has only the leading axes of stacked replicas."""
     trailing = (1,) * max(0, jnp.ndim(is_placed) - is_active.ndim)
     return jnp.logical_and(is_placed, is_active.reshape(is_active.shape + trailing))

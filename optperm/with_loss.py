@@ -1,4 +1,4 @@
-"""A transformation that evaluates a loss by itself, for loops that pass no extra arguments."""
+"""Evaluate a loss within a transformation, for loops that pass no extra arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WithLossState(NamedTuple):
     Attributes:
       count: Steps taken.
       key: Data of the threefry key from which every batch is drawn.
-      inner_state: State of the transformation that is given the extra arguments.
+      inner_state: State of `tx`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -41,31 +41,25 @@ def with_loss(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Evaluate a loss within `update`, for loops that pass no extra arguments.
 
-    Each step takes a batch B, all of the data or :math:`|B|` examples drawn with replacement, and calls
+    Each step takes a batch B, all data or :math:`|B|` examples drawn with replacement, and calls
 
     .. math::
       \text{tx.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
       L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i)
 
-    with all that `optperm.evaluate` makes of this batch. The gradient that comes in is not used, nor are
-    extra arguments of these names: all are of one function and one batch, as a method needs them.
+    with all that `optperm.evaluate` returns for this batch.
 
     Args:
-      tx: The optimizer, as a whole: what stands in front of `with_loss` in a chain has no effect.
+      tx: The whole optimizer: a transformation in front of `with_loss` in a chain has no effect.
       loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the leaves.
-      data: A tree of arrays with one leading axis of examples. Leaves of rank 0 are shared by all; a
+      data: A tree of arrays with one leading axis of examples. All examples share leaves of rank 0; a
         typed random key among them is folded with the number of the step.
       batch_size: :math:`|B|`; None for all data in each step.
       seed: Seed of the batches.
 
     Returns:
-      A transformation whose state is a `WithLossState`. Its `update` needs `params`. Beside what
-      `optperm.evaluate` makes it passes on `full_grad_fn`, the gradient over all data, for methods that
-      take snapshots within a step, and `example_grad_fn` of one more example.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or the loss is not a real scalar.
-      ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
+      A transformation whose state is a `WithLossState`. Its `update` needs `params`, and ignores the
+      gradient that it is given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -76,7 +70,7 @@ def with_loss(
       >>> w = jnp.zeros(3)
       >>> opt_state = tx.init(w)
       >>> @jax.jit
-      ... def step(w, opt_state):  # of somebody else
+      ... def step(w, opt_state):  # a loop that knows nothing of the loss
       ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w, x), opt_state, w)
       ...     return optax.apply_updates(w, updates), opt_state
       >>> for _ in range(60):
@@ -85,20 +79,26 @@ def with_loss(
       True
 
     Notes:
+      Extra arguments with the names of those of `optperm.evaluate` are replaced: a method needs all of
+      them for one function and one batch. Two more are added: `full_grad_fn`, the gradient over all
+      data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one
+      more example.
+
       A step costs one more gradient than the loop's own. The data stay in memory as long as the result
-      does, and are constants of a program that calls `update`. Replicas and chains whose states have one
-      seed draw the same batches.
+      does, and are constants of a program that calls `update`. Replicas and chains whose states have the
+      same seed draw the same batches.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, or `batch_size` or `seed` is not an integer.
+      ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
     """
-    checks.check_transformation("tx", tx)
-    checks.check_function("loss_fn", loss_fn, "(params, batch)")
-    checks.check_arrays("data", data)
     data = jax.tree.map(jnp.asarray, data)
     size = checks.count_examples("data", data, has_scalars=True)
     if batch_size is not None:
         checks.check_static_count("batch_size", batch_size)
     checks.check_seed("seed", seed)
 
-    def drawn(key: jax.Array, number: int) -> Any:
+    def draw(key: jax.Array, number: int) -> Any:
         indices = jax.random.randint(key, (number,), 0, size)
         return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
 
@@ -112,17 +112,19 @@ def with_loss(
         fold_in = jax.random.fold_in
         keys = jax.random.split(fold_in(as_key(state.key), state.count))
 
-        def fresh(batch: Any) -> Any:
+        # A key in the data draws something else in each step.
+        def fold_keys(batch: Any) -> Any:
             return jax.tree.map(
                 lambda leaf: fold_in(leaf, state.count) if is_key(leaf) and not leaf.ndim else leaf,
                 batch,
             )
 
-        batch = fresh(data if batch_size is None else drawn(keys[0], batch_size))
-        e = evaluate(loss_fn, params, batch, example=fresh(drawn(keys[1], 1)))
+        batch = fold_keys(data if batch_size is None else draw(keys[0], batch_size))
+        # L_B and its gradient, and the gradient of an example drawn apart from B
+        e = evaluate(loss_fn, params, batch, example=fold_keys(draw(keys[1], 1)))
 
         def full_grad_fn(params: optax.Params) -> optax.Updates:
-            return evaluate(loss_fn, params, fresh(data)).grad
+            return evaluate(loss_fn, params, fold_keys(data)).grad
 
         extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
         extras = known_extra_args(tx, extras)

@@ -41,6 +41,10 @@ def entries(section):
     return re.findall(r"^  (\w+): \S", section, flags=re.MULTILINE)
 
 
+# The order of use. Fields come in the place of arguments.
+ORDER = ["summary", "Attributes", "Args", "Returns", "Example", "Notes", "Raises", "References"]
+
+
 def parameters(function):
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
@@ -56,6 +60,20 @@ def test_the_first_line_is_a_sentence():
         first, *rest = inspect.getdoc(documented).splitlines()
         assert re.search(r"\S.*\.$", first), name
         assert not rest or not rest[0], name
+
+
+def test_sections_stand_in_the_order_of_use():
+    """What a reader needs first comes first; limits and errors come after the example."""
+    found = {
+        name: list(sections(documented))
+        for name, documented in (PUBLIC | METHODS | TRAINING).items()
+    }
+    wrong = {
+        name: titles
+        for name, titles in found.items()
+        if titles != [title for title in ORDER if title in titles]
+    }
+    assert not wrong
 
 
 def test_all_arguments_are_explained_in_order():

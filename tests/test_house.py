@@ -1,10 +1,12 @@
-"""The plan of the house: what may import what, how long an update may be, and what `dir` shows."""
+"""The layout of the package: imports, the length of an update, the share of defence, and `dir`."""
 
 import ast
 import io
 import pathlib
 import tokenize
 import types
+
+import count_lines
 
 import optperm
 
@@ -23,7 +25,11 @@ FILES = [
     PACKAGE / "with_loss.py",
     *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
 ]
+# Code lines of an `update`, and together with the functions beside it in the function that makes both.
 LONGEST_UPDATE = 45
+LONGEST_WITH_SIBLINGS = 60
+# The share of the package's code lines that only refuse or warn, as `count_lines.py` counts them.
+MOST_DEFENCE = 0.129
 _NO_CODE = (
     tokenize.COMMENT,
     tokenize.NL,
@@ -49,14 +55,30 @@ def code_lines(source, node):
     return len(lines)
 
 
+def functions_in(node):
+    """The functions directly in the body of a module, a class or a function, by name."""
+    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+
+
 def test_an_update_can_be_read_beside_the_paper():
     """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
     for path in FILES:
         source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and node.name in ("update", "update_fn"):
-                length = code_lines(source, node)
-                assert length <= LONGEST_UPDATE, f"{path}:{node.lineno} has {length} lines"
+        for outer in ast.walk(ast.parse(source)):
+            if not isinstance(outer, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            lengths = {name: code_lines(source, f) for name, f in functions_in(outer).items()}
+            for name in lengths.keys() & {"update", "update_fn"}:
+                assert lengths[name] <= LONGEST_UPDATE, f"{path}: {name} of {lengths}"
+                if isinstance(outer, ast.FunctionDef):
+                    beside = sum(lengths.values()) - lengths.get("init", lengths.get("init_fn", 0))
+                    assert beside <= LONGEST_WITH_SIBLINGS, f"{path}:{outer.lineno} {lengths}"
+
+
+def test_defence_is_a_small_share_of_the_code():
+    counts = count_lines.count_folder(PACKAGE)
+    shares = {package: lines.defence / lines.code for package, lines in counts.items()}
+    assert shares["all"] <= MOST_DEFENCE, shares
 
 
 def floor_of(module):
@@ -78,17 +100,17 @@ def test_imports_point_downwards():
         own = ".".join(["optperm", *path.relative_to(PACKAGE).with_suffix("").parts])
         floor, room = floor_of(own)
         if floor is None:
-            continue  # the front door itself
+            continue  # `optperm/__init__.py`, which imports all
         for module in imported(path):
             other, other_room = floor_of(module)
             if not module.startswith("optperm.") or other_room == room or other is None:
                 continue
-            same_ground = floor == other == 1  # switching reads what placement says
+            same_ground = floor == other == 1  # switching imports placement
             assert other < floor or same_ground, f"{own} imports {module}"
 
 
-def test_transformations_are_made_by_one_door():
-    """Nothing else builds an Optax transformation, and no method repeats the door's checks."""
+def test_transformations_are_made_by_one_function():
+    """Nothing else builds an Optax transformation, and no method repeats its checks."""
     for path in FILES:
         text = path.read_text(encoding="utf-8")
         assert "GradientTransformationExtraArgs(" not in text, path

@@ -1,4 +1,4 @@
-"""Dtypes and types of arrays, and what of them is finite."""
+"""Cast dtypes and types of arrays, and check finiteness."""
 
 import functools
 from typing import Any
@@ -12,20 +12,20 @@ from optperm.contract.shardings import shard_like
 
 
 def accumulation_dtype(tree: Any) -> Any:
-    """The dtype to accumulate and to communicate in: float64 if any leaf is, else float32."""
+    """Return the dtype for sums and collectives: float64 if any leaf has it, else float32."""
     is_double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
     return jnp.float64 if is_double else jnp.float32
 
 
 def wide_zeros(tree: Any) -> Any:
-    """Zeros like each leaf, where it lies, in the dtype to accumulate in."""
+    """Return zeros like each leaf, sharded alike, in the dtype for sums."""
     return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), tree)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """The tree with the types of another one: dtypes, none of them weak, varying axes and shardings.
+    """Return a tree with the types of another: dtypes that are not weak, varying axes and shardings.
 
-    Of varying axes it only adds: what varies cannot be made the same.
+    Varying axes are only added: values that vary over an axis cannot be made the same.
     """
 
     def cast(leaf: Any, wanted: Any) -> Any:
@@ -38,20 +38,20 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether every entry of every leaf is finite."""
-    # Zero times anything finite is zero; as a sum it is one pass, where a mask would be stored first.
+    """Return whether every entry of every leaf is finite."""
+    # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
     flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
 
 
 def zero_if_not_finite(tree: Any) -> Any:
-    """The tree with zero in the place of each entry that is not finite."""
+    """Return a tree with zero for each entry that is not finite."""
     return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), tree)
 
 
 def as_arrays(tree: Any) -> Any:
-    """Return the tree as one that `jax.jit` takes: loaders may yield tensors of other libraries."""
-    # NumPy's first, as JAX's type is slow to answer; a loop asks for every leaf of every batch.
+    """Return a tree that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    # NumPy's types come first: isinstance of jax.Array is slow, and a loop calls it for every leaf.
     known = (np.ndarray, jax.Array, np.generic, bool, int, float)
     if all(isinstance(leaf, known) for leaf in jax.tree.leaves(tree)):
         return tree

@@ -1,11 +1,11 @@
-"""Imports of what only some uses need."""
+"""Import optional dependencies."""
 
 import importlib
 from types import ModuleType
 
 
 def import_optional(name: str, *, needed_by: str, install: str) -> ModuleType:
-    """A module that few uses need; an ImportError says what asks for it and what to hand to pip."""
+    """Return an optional module, or raise an ImportError that says what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

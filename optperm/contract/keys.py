@@ -1,4 +1,4 @@
-"""Random keys in a state: raw data of threefry keys, which every checkpoint and Orbax can hold."""
+"""Keep random keys in a state as raw data of threefry keys, which every checkpoint can hold."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 
 
 def key_data(seed: int | jax.Array) -> jax.Array:
-    """The raw data of a seed's key, (2,)."""
+    """Return the raw data of a seed's key, (2,)."""
     return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
 
 
 def as_key(data: jax.Array) -> jax.Array:
-    """The key of raw data."""
+    """Return the key of raw data."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed keys, from `jax.random.key`."""
+    """Return whether a leaf is an array of typed keys, from `jax.random.key`."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

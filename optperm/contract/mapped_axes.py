@@ -1,7 +1,7 @@
-"""What varies over which mapped axis, in the checked mode of `jax.shard_map`.
+"""Conditionals, collectives and types over mapped axes, the same in every mapping.
 
-There an array carries the mapped axes over which its value may differ. Elsewhere (`jax.pmap`,
-`jax.vmap`, the unchecked mode) nothing is marked as varying, and nothing has to be.
+In the checked mode of `jax.shard_map` an array's type holds the mapped axes over which it varies.
+Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode) no array is marked as varying, and none has to be.
 """
 
 import functools
@@ -19,18 +19,18 @@ AxisName = str | tuple[str, ...]
 
 
 def axis_names(axis_name: AxisName | None) -> tuple[str, ...]:
-    """The names of mapped axes, one by one."""
+    """Return the names of mapped axes as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:
-    """The mapped axes over which any leaf of the trees is marked as varying."""
+    """Return the mapped axes over which any leaf of the trees is marked as varying."""
     leaves = jax.tree.leaves(trees)
     return frozenset().union(*(type_of(leaf).manual_axis_type.varying for leaf in leaves))
 
 
 def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
-    """Marks every leaf as varying over the given axes, those included over which it already does."""
+    """Mark every leaf as varying over the given axes, unless it already is."""
 
     def mark(leaf: Any) -> Any:
         missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
@@ -40,10 +40,10 @@ def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
 
 
 def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
-    """Marks `tree` as varying over those of the named axes over which `other` varies.
+    """Mark `tree` as varying over the named axes over which `other` varies.
 
-    A gradient with respect to params that do not vary over an axis arrives summed over it; with
-    respect to params marked as varying like the batch, it stays the local one.
+    A gradient with respect to params that do not vary over an axis arrives summed over the axis. With
+    respect to params that are marked as varying like the batch, the gradient stays local.
     """
     return mark_varying(tree, varying_axes(other).intersection(axis_names(axis_name)))
 
@@ -54,34 +54,35 @@ def cond(
     false_fn: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """`jax.lax.cond` whose branches agree in their types, leaf by leaf.
+    """Call `jax.lax.cond` with branches whose types are made equal, leaf by leaf.
 
-    Both vary over the axes over which either does: so a state's leaf that varies in neither keeps its
-    type, beside others that do vary. On an explicit mesh both are sharded as the one that is: zeros that
-    are made of an array outside of `jax.jit` are not. A Python bool decides while tracing.
+    A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
+    as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
+    A Python bool chooses the branch while tracing.
     """
     if isinstance(predicate, bool):
         return (true_fn if predicate else false_fn)(*operands)
+    # Only in shard_map and on explicit meshes do types have more than shape and dtype.
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
         return jax.lax.cond(predicate, true_fn, false_fn, *operands)
     types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
 
-    def typed(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.tree.map(_agree, branch(*operands), *types)
+    def match_types(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: jax.tree.map(_add_types, branch(*operands), *types)
 
-    return jax.lax.cond(predicate, typed(true_fn), typed(false_fn), *operands)
+    return jax.lax.cond(predicate, match_types(true_fn), match_types(false_fn), *operands)
 
 
 def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """Return `change(tree)` where a predicate holds, else the tree as it is.
 
-    It is a loop of at most one turn: XLA writes what a loop carries in place, where a conditional copies
-    each leaf that it hands on, in every step. Types agree as those of `cond` do.
+    This is a loop of at most one turn. XLA updates the carry of a loop in place; a conditional copies
+    each leaf that it returns, in every step. Types are made equal as in `cond`.
 
     Args:
-      predicate: Whether to change it. A Python bool decides while tracing.
-      change: A function of the tree to one of the same form.
+      predicate: Whether to change the tree. A Python bool decides while tracing.
+      change: A function of the tree, which returns a tree of the same form.
       tree: The tree.
     """
     if isinstance(predicate, bool):
@@ -91,34 +92,35 @@ def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree
         types = jax.eval_shape(change, tree)
 
     def turn(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
-        # What is in a conditional is not moved out of the loop, to be computed in every step.
+        # Within a conditional, XLA does not hoist the change out of the loop into every step.
         changed = cond(carry[0], change, lambda tree: tree, carry[1])
         done = mark_varying(jnp.zeros([], jnp.bool_), varying_axes(is_due))
-        return done, jax.tree.map(_agree, changed, carry[1])
+        return done, jax.tree.map(_add_types, changed, carry[1])
 
-    start = is_due, jax.tree.map(_agree, tree, types)
+    start = is_due, jax.tree.map(_add_types, tree, types)
     result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
     return result
 
 
-def _agree(leaf: Any, *others: Any) -> Any:
+def _add_types(leaf: Any, *others: Any) -> Any:
+    """Return a leaf with the varying axes and the sharding of others."""
     return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
 
 def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
-    """Return each number's largest over those of the named axes that `jax.vmap` maps.
+    """Return the maximum of each number over the named axes that `jax.vmap` maps.
 
-    Counts of steps are the same on all replicas, so one stands for all. A predicate made of it is not
-    batched: a batched one would make a selection of `jax.lax.cond`, with both branches and their
-    collectives in every step. Axes of `jax.pmap` and `jax.shard_map` are left alone, where each device
-    has a conditional of its own.
+    Counts of steps are the same on all replicas, so their maximum stands for all. A predicate made of it
+    is not batched. `jax.vmap` turns a `jax.lax.cond` on a batched predicate into a selection, which runs
+    both branches and their collectives in every step. Axes of `jax.pmap` and `jax.shard_map` are left
+    alone: each device has a conditional of its own there.
 
     Args:
       tree: Numbers or flags, each a scalar on a replica.
       axis_name: The axes over which the replicas are spread.
 
     Raises:
-      ValueError: If a `jax.vmap` over more than one, that is none of the named axes, maps the numbers.
+      ValueError: If a `jax.vmap` of size above 1 that is not a named axis maps the numbers.
     """
     if axis_name is None:
         return tree
@@ -126,12 +128,12 @@ def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
 
 
 def psum(tree: Tree, axis_name: AxisName) -> Tree:
-    """Return `jax.lax.psum`, which JAX 0.12 cannot batch in a conditional on an explicit mesh."""
+    """Sum over mapped axes. JAX 0.12 cannot batch its psum in a conditional on an explicit mesh."""
     return _combine(tree, axis_names(axis_name), lambda x: jnp.sum(x, axis=0), jax.lax.psum, 0)
 
 
 def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
-    """Return `jax.lax.all_gather`, everywhere the same, by its type too if that is tracked."""
+    """Gather over mapped axes, with a result whose type does not vary over them."""
 
     def gather(tree: Any, names: tuple[str, ...]) -> Any:
         to = "invarying" if varying_axes(tree) else "varying"
@@ -144,20 +146,20 @@ def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
 
 
 def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
-    """Return the tree of place (shift - i) mod k at each place i of an axis of size k.
+    """Return at each index i of an axis of size k the tree of index (shift - i) mod k.
 
-    It is a permutation of devices however the axis is mapped: of `jax.lax.ppermute`, `jax.vmap` makes a
-    gather, and a mesh then gathers everything.
+    However the axis is mapped, the compiled program permutes devices. `jax.vmap` would turn
+    `jax.lax.ppermute` into a gather, and a mesh would then gather everything.
     """
 
     @jax.custom_batching.custom_vmap
-    def reflected(tree: Any, index: Any) -> Any:
+    def permute(tree: Any, index: Any) -> Any:
         del index
         size = jax.lax.axis_size(axis_name)
         pairs = [(i, (shift - i) % size) for i in range(size)]
         return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis_name, pairs), tree)
 
-    @reflected.def_vmap
+    @permute.def_vmap
     def _(axis_size: int, in_batched: Any, tree: Any, index: Any) -> tuple[Any, Any]:
         # Only the index of an axis that this vmap maps is batched.
         del axis_size, index
@@ -166,15 +168,17 @@ def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
             return reflect(tree, axis_name, shift), are_mapped
 
         def rows(leaf: Any, is_mapped: bool) -> Any:
-            return _reflected_rows(leaf, shift) if is_mapped else leaf
+            return _reflect_rows(leaf, shift) if is_mapped else leaf
 
         return jax.tree.map(rows, tree, are_mapped), are_mapped
 
-    result: Tree = reflected(tree, jax.lax.axis_index(axis_name))
+    result: Tree = permute(tree, jax.lax.axis_index(axis_name))
     return result
 
 
-def _reflected_rows(leaf: Any, shift: int) -> Any:
+def _reflect_rows(leaf: Any, shift: int) -> Any:
+    """Return at each row i of k the row (shift - i) mod k."""
+
     def rows(leaf: Any) -> Any:
         return jnp.roll(jax.lax.rev(leaf, (0,)), shift + 1, axis=0)
 
@@ -189,27 +193,29 @@ def _combine(
     of_devices: Callable[[Any, tuple[str, ...]], Any],
     batch_axis: int | None,
 ) -> Any:
-    """Return a tree combined over named axes, each by what maps it.
+    """Combine a tree over named axes, of which `jax.vmap` maps some and devices the others.
 
     Args:
-      tree: That of one replica.
+      tree: The tree of one replica.
       names: The axes.
-      of_rows: Combines a leaf along its leading axis, which holds what a named `jax.vmap` maps.
+      of_rows: Combines a leaf along its leading axis, the axis of a named `jax.vmap`.
       of_devices: Combines a tree over the axes that no `jax.vmap` maps.
-      batch_axis: Which axis of a result the axis of another `jax.vmap` becomes; None forbids it.
+      batch_axis: The axis of a result that the axis of any other `jax.vmap` becomes; None forbids it.
     """
 
     @jax.custom_batching.custom_vmap
-    def combined(tree: Any, indices: Any) -> Any:
+    def combine(tree: Any, indices: Any) -> Any:
         del indices
         return of_devices(tree, names)
 
-    @combined.def_vmap
+    @combine.def_vmap
     def _(axis_size: int, in_batched: Any, tree: Any, indices: Any) -> tuple[Any, Any]:
         # Only the index of an axis that this vmap maps is batched.
         del indices
         is_mapped, is_own = in_batched
         rest = tuple(name for name, own in zip(names, is_own, strict=True) if not own)
+        # A named vmap combines its rows, and the other axes are left to the mappings outside of it. So
+        # does an unnamed one of size 1, as in the block of a device.
         if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
 
             def rows(leaf: Any, mapped: bool) -> Any:
@@ -222,11 +228,12 @@ def _combine(
             )
             return result, jax.tree.map(lambda _: False, result)
         if batch_axis is None:
+            # The predicate would be batched, and the conditional a selection.
             raise ValueError(
-                f"A jax.vmap over {axis_size} without an axis_name of the optimizer's maps replicas "
-                "which count their steps, and would exchange at every step. If it maps replicas, name "
-                "it to the optimizer too; if whole runs, pass commit=, outside of what vmap maps."
+                f"Counted steps in an unnamed jax.vmap over {axis_size} would exchange at every step: "
+                "name its axis to the optimizer if it maps replicas, else pass commit=."
             )
+        # Any other vmap maps independent trees: combine each, and move its axis back to the front.
         result = _combine(tree, names, of_rows, of_devices, batch_axis)
         first = jax.tree.map(
             lambda leaf, mapped: jnp.moveaxis(leaf, batch_axis, 0) if mapped else leaf,
@@ -235,7 +242,7 @@ def _combine(
         )
         return first, is_mapped
 
-    return combined(tree, tuple(jax.lax.axis_index(name) for name in names))
+    return combine(tree, tuple(jax.lax.axis_index(name) for name in names))
 
 
 def mean_of_function(
@@ -244,16 +251,16 @@ def mean_of_function(
     axis_name: AxisName | None,
     place: Callable[[Any, Any, AxisName | None], Any],
 ) -> Callable[..., Any]:
-    """A function of params, averaged over the named axes.
+    """Return a function of params that averages another one over the named axes.
 
     Args:
-      function: Each replica's own, of params that are the same on all of them.
-      other: What varies over the axes where varying axes are tracked.
+      function: The function of each replica, of params that are the same on all replicas.
+      other: A tree that varies over the axes, where varying axes are tracked.
       axis_name: The axes; None for a single replica.
       place: `shared`, or `varying_like` for a function that is itself a gradient.
     """
 
-    @functools.wraps(function)  # Optax's line searches look at what value_fn takes
+    @functools.wraps(function)  # Optax's line searches inspect the signature of value_fn
     def mean(at: Any, **options: Any) -> Any:
         result = function(place(at, other, axis_name), **options)
         return result if axis_name is None else jax.lax.pmean(result, axis_name)
@@ -262,14 +269,14 @@ def mean_of_function(
 
 
 def shared(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
-    """The tree, to evaluate a function of it that each replica averages over the named axes.
+    """Return params at which to evaluate a function that is averaged over the named axes.
 
-    As it is, where varying axes are not tracked, the derivative of the average with respect to such
-    params would be this replica's part alone. Through this it is that of the average.
+    Where varying axes are not tracked, the derivative of the average with respect to plain params would
+    be the part of this replica alone. With respect to these params it is the derivative of the average.
 
     Args:
       tree: Params that are the same on every replica.
-      other: What varies over the axes where varying axes are tracked, such as the batch.
+      other: A tree that varies over the axes where varying axes are tracked, such as the batch.
       axis_name: The axes over which the function's value is averaged.
     """
 
@@ -289,7 +296,7 @@ def _averaged_gradient(axis_name: AxisName, leaf: Any) -> Any:
 def _average_cotangent(axis_name: AxisName, _: None, cotangent: Any) -> tuple[Any]:
     axes = varying_axes(cotangent)
     if axes:
-        # Here the transpose of the average has divided already.
+        # In the checked mode the transpose of the average has already divided.
         return (mark_varying(jax.lax.psum(cotangent, axis_name), axes),)
     return (jax.lax.pmean(cotangent, axis_name),)
 

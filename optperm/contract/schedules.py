@@ -19,31 +19,29 @@ def resolve_schedule(
     low: float = 0.0,
     high: float = float("inf"),
 ) -> jax.Array:
-    """A number, or the value of a schedule at a step, as an array of the given dtype.
+    """Return a number, or the value of a schedule at a step, as an array of the given dtype.
 
     Args:
       name: The argument's name, for messages.
       number: The number, or the schedule.
       count: The step.
-      dtype: What to give it in.
-      low: The least value allowed. Where Python cannot see the value it is moved to the nearest one
-        allowed.
-      high: The largest one.
+      dtype: The dtype of the result.
+      low: The least value allowed. A value that Python cannot see is moved to the nearest limit.
+      high: The largest value allowed.
 
     Raises:
-      TypeError: Naming the argument whose schedule gives something else than one real number.
-      ValueError: Naming the argument that is seen to be out of range at this step.
+      TypeError: Naming the argument whose schedule returns anything but one real number.
+      ValueError: Naming the argument whose value is seen to be out of range at this step.
     """
-    value = number(count) if callable(number) else number
     if callable(number):
-        kind = checks.dtype_of(f"what the schedule {name} returns", value)
-        is_real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-        if not is_real or jnp.ndim(value):
-            raise TypeError(
-                f"What the schedule {name} returns must be a single real number, got "
-                f"{kind}{list(jnp.shape(value))}."
-            )
-    value = jnp.asarray(value, dtype)
-    if callable(number) and not isinstance(value, jax.core.Tracer):
-        checks.check_in_range(f"What the schedule {name} returns", float(value), low, high)
-    return jnp.clip(value, jnp.asarray(low, dtype), None if np.isinf(high) else high)
+        value, what = number(count), f"What the schedule {name} returns"
+        kind = checks.dtype_of(what, value)
+        if jnp.ndim(value) or not checks.is_real(kind):
+            came = f"{kind}{list(jnp.shape(value))}"
+            raise TypeError(f"{what} must be a single real number, got {came}.")
+        if not isinstance(value, jax.core.Tracer):
+            checks.check_in_range(what, float(value), low, high)
+        number = value
+    # A traced value out of range cannot be refused, so it is moved to the nearest limit.
+    number = jnp.asarray(number, dtype)
+    return jnp.clip(number, jnp.asarray(low, dtype), None if np.isinf(high) else high)

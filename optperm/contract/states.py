@@ -1,4 +1,4 @@
-"""Lookup of a method's own state inside whatever Optax states it was composed into."""
+"""Find and replace the state of a method inside any composition of Optax states."""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ State = TypeVar("State")
 
 
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
-    """All states of a type inside any nesting of chain, masked, partition, MultiSteps and the like.
+    """Return all states of a type inside any nesting of chain, masked, partition, MultiSteps and so on.
 
-    The search does not look inside a state that it has found. Optimizer states that `flax.nnx` keeps
-    as variables are returned as plain arrays.
+    The search does not look inside a state that it has found. States that `flax.nnx` keeps as variables
+    are returned as plain arrays.
     """
 
     def is_wanted(node: Any) -> bool:
@@ -30,11 +30,11 @@ def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...
 def find_state(
     opt_state: Any, state_type: type[State] | tuple[type[State], ...], *, method: str
 ) -> State:
-    """The one state of a type inside any nesting of Optax states.
+    """Return the only state of a type inside any nesting of Optax states.
 
     Args:
       opt_state: The state of an optimizer, however composed.
-      state_type: The NamedTuple to look for, or several of which one is wanted.
+      state_type: The NamedTuple to look for, or a tuple of several.
       method: The public name of the transformation that makes such states, for the message.
 
     Returns:
@@ -44,30 +44,25 @@ def find_state(
       ValueError: If there is no such state, or more than one.
     """
     found = find_states(opt_state, state_type)
-    if len(found) == 1:
-        return found[0]
-    types = state_type if isinstance(state_type, tuple) else (state_type,)
-    name = " or ".join(each.__name__ for each in types)
-    wanted = f"a {name} (the state of optperm.{method})"
-    if not found:
-        raise ValueError(
-            f"Looked for {wanted} in the optimizer state and found none: pass the state that "
-            f"init or update of an optimizer built with optperm.{method} returned."
-        )
-    raise ValueError(
-        f"Looked for {wanted} in the optimizer state and found {len(found)}: pass the part of the "
-        "optimizer state that belongs to the one you mean."
-    )
+    if len(found) != 1:
+        types = state_type if isinstance(state_type, tuple) else (state_type,)
+        name = " or ".join(each.__name__ for each in types)
+        advice = f"{len(found)}: pass the part that belongs to one of them"
+        if not found:
+            advice = "none: pass the state of an optimizer that is built with it"
+        wanted = f"a {name} (the state of optperm.{method})"
+        raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")
+    return found[0]
 
 
 def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:
-    """The optimizer state with its one state of a type replaced, everything else as it was.
+    """Return the optimizer state with its only state of a type replaced.
 
     Args:
-      opt_state: The state of an optimizer, however composed. It is left alone.
+      opt_state: The state of an optimizer, however composed.
       state_type: The NamedTuple to look for.
-      new: What to put in its place, of the same form: plain arrays, as `find_state` returns them.
-        Where `flax.nnx` keeps variables, new ones of the same kind hold them.
+      new: The new state, of the same form: plain arrays, as `find_state` returns them. Where
+        `flax.nnx` keeps variables, new variables of the same kind hold them.
       method: The public name of the transformation that makes such states, for the message.
 
     Returns:
@@ -78,10 +73,10 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
     """
     old = find_state(opt_state, state_type, method=method)
     checks.check_same_tree(f"the new {state_type.__name__}", new, old, source="the optimizer state")
-    # A state's arrays are strongly typed, whatever made the new ones.
+    # The arrays of a state are strongly typed.
     new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
 
-    def put(place: Any, value: Any) -> Any:
+    def write(place: Any, value: Any) -> Any:
         return place.replace(value) if _is_variable(place) else value
 
     def is_wanted(node: Any) -> bool:
@@ -89,7 +84,7 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
 
     return jax.tree.map(
         lambda node: (
-            jax.tree.map(put, node, new, is_leaf=_is_variable) if is_wanted(node) else node
+            jax.tree.map(write, node, new, is_leaf=_is_variable) if is_wanted(node) else node
         ),
         opt_state,
         is_leaf=is_wanted,
@@ -101,14 +96,14 @@ def _is_variable(node: Any) -> bool:
 
 
 def without_variables(tree: Any) -> Any:
-    """The tree with the plain array in the place of each variable of `flax.nnx`."""
+    """Return the tree with the array of each variable of `flax.nnx` in its place."""
     return jax.tree.map(
         lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
     )
 
 
 def one_row(tree: Any) -> Any:
-    """The shapes, dtypes and shardings of a tree without the leading axis of its leaves."""
+    """Return the shapes, dtypes and shardings of a tree without the leading axis of its leaves."""
 
     def row(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=row_sharding(leaf))
@@ -117,14 +112,14 @@ def one_row(tree: Any) -> Any:
 
 
 def is_masked(node: Any) -> bool:
-    """Whether a node stands for a part of the params that a transformation does not see."""
+    """Return whether a node stands for params that a transformation does not see."""
     return isinstance(node, optax.MaskedNode)
 
 
 def mask_like(tree: Any, masked: Any) -> Any:
-    """The tree without the parts that are masked in another one.
+    """Return the tree without the parts that are masked in another one.
 
-    A tree that does not fit under the mask comes back as it is, for `checks.check_same_tree` to name.
+    A tree that does not fit under the mask is returned as it is: `checks.check_same_tree` names it.
     """
     try:
         return jax.tree.map(
@@ -135,7 +130,7 @@ def mask_like(tree: Any, masked: Any) -> Any:
 
 
 def fill_masked(tree: Any, whole: Any) -> Any:
-    """The tree with the nodes of another one where it is masked, or None."""
+    """Return the tree with the nodes of another one where it is masked or None."""
 
     def is_absent(node: Any) -> bool:
         return node is None or is_masked(node)
@@ -148,9 +143,9 @@ def fill_masked(tree: Any, whole: Any) -> Any:
 
 
 def trained_part(params: Any) -> Any:
-    """A model made of dataclasses, as Equinox's are, with None for each leaf that is not trained.
+    """Return a model made of dataclasses, as in Equinox, with None for each leaf that is not trained.
 
-    Trained are real and complex floating arrays. Any other tree comes back as it is.
+    Real and complex floating arrays are trained. Any other tree is returned as it is.
     """
 
     def keep(leaf: Any) -> Any:

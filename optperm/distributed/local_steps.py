@@ -1,7 +1,7 @@
-"""What AGN and DiLoCo share: when a period ends, finite local steps, and a step of the center.
+"""Shared parts of AGN and DiLoCo: the end of a period, finite local steps, and a step of the center.
 
-Every replica trains its own params. Once a period all of them contribute to one step of the center, in
-one collective, and are pulled to where it then stands.
+Every replica trains its own params. Once per period all replicas contribute to one step of the center,
+in one collective, and are pulled to the new center.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
-# The states of Optax whose count a schedule reads, by name: one of the types is not public.
-_READ_BY_SCHEDULES = (
+# The states of Optax with a count for schedules, by name: one of the types is not public.
+_COUNT_FOR_SCHEDULES = (
     "ScaleByScheduleState",
     "InjectStatefulHyperparamsState",
     "WrappedScheduleState",
@@ -44,24 +44,22 @@ _READ_BY_SCHEDULES = (
 
 
 def check_period(name: str, value: object) -> None:
-    """Raises unless `value` is an integer of at least 1, traced or not, or a schedule."""
+    """Raise unless `value` is an integer of at least 1, traced or not, or a schedule."""
     if isinstance(value, type) or not callable(value):
         checks.check_count(name, value)
 
 
-def flag_of(
-    commit: object, axis_name: AxisName | None, method: str, wanted: str = "True, False or None"
+def resolve_flag(
+    commit: object, axis_name: AxisName | None, method: str, allowed: str = "True, False or None"
 ) -> bool | jax.Array:
-    """Return the flag that an update was given: a bool known while tracing, or a traced one."""
+    """Return an explicit flag: a bool known while tracing, or a traced one for all replicas."""
     if isinstance(commit, bool | np.bool_):
         return bool(commit)
     if not isinstance(commit, jax.Array) or commit.ndim or commit.dtype != jnp.bool_:
-        raise TypeError(f"commit of {method} must be {wanted}, or a traced bool, got {commit!r}.")
+        raise TypeError(f"commit of {method} must be {allowed}, or a traced bool, got {commit!r}.")
     if varying_axes(commit) & set(axis_names(axis_name)):
-        raise ValueError(
-            f"commit of {method} varies over the replicas, which would wait for each other: pass one "
-            "flag to all, with P() for its in_specs of jax.shard_map."
-        )
+        # Some replicas would wait in a collective for the others.
+        raise ValueError(f"commit of {method} varies over the replicas: pass one flag with P().")
     return largest(commit, axis_name)
 
 
@@ -72,9 +70,12 @@ def ends_period(
     axis_name: AxisName | None,
     method: str,
 ) -> bool | jax.Array:
-    """Return whether a step ends a period: as the caller says, or by the steps that are counted."""
+    """Return whether a step ends a period: by an explicit flag, or by the count of steps.
+
+    The predicate is one for all replicas, never batched: so collectives stay in a conditional.
+    """
     if commit is not None:
-        return flag_of(commit, axis_name, method)
+        return resolve_flag(commit, axis_name, method)
     if callable(period):
         since_commit, commits = largest((state.since_commit, state.commits), axis_name)
         return since_commit + 1 >= period(commits)
@@ -82,13 +83,13 @@ def ends_period(
     return since_commit + 1 >= number
 
 
-def center_step(
+def make_center_step(
     optimizer: optax.GradientTransformationExtraArgs,
     extra_args: dict[str, Any],
     params: optax.Params,
     axis_name: AxisName | None,
 ) -> CenterStep:
-    """Return a function for c <- c + u(n; s_c), with extra arguments that speak for all replicas."""
+    """Make the function c <- c + u(n; s_c), with extra arguments for the batches of all replicas."""
 
     def step(at: Center, n: optax.Updates, is_valid: jax.Array) -> Center:
         def move() -> Center:
@@ -102,13 +103,13 @@ def center_step(
     return step
 
 
-def finite_local(
+def zero_bad_entries(
     grads: optax.Updates, extra_args: dict[str, Any], local_state: Any
 ) -> tuple[optax.Updates, dict[str, Any]]:
-    """Gradient and extra arguments of a local step: zero in the place of what is not finite.
+    """Return gradient and extra arguments of a local step with zeros for entries that are not finite.
 
-    Raw, they would leave NaN in the local state for ever. Only `optax.apply_if_finite` gets them as they
-    came: it skips the step.
+    NaN would stay in the local state for ever. Only `optax.apply_if_finite` gets the raw gradient: it
+    skips the step.
     """
     if isinstance(local_state, optax.ApplyIfFiniteState):
         return grads, extra_args
@@ -118,23 +119,23 @@ def finite_local(
 
 
 def advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
-    """A state after a commit in which the counts that schedules read went on by so many steps."""
+    """Return a state after a commit with the counts of schedules advanced by a number of steps."""
 
-    def is_read(node: Any) -> bool:
-        return type(node).__name__ in _READ_BY_SCHEDULES
+    def is_counted(node: Any) -> bool:
+        return type(node).__name__ in _COUNT_FOR_SCHEDULES
 
     def advance(new: Any, old: Any) -> Any:
-        if not is_read(new):
+        if not is_counted(new):
             return new
         within = type(new)(
             *(advance_schedules(*pair, steps) for pair in zip(new, old, strict=True))
         )
         largest = jnp.iinfo(jnp.int32).max
-        # Also where no contribution was finite: the local steps have been made.
+        # The local steps were made, even if no contribution was finite.
         later = jnp.where(old.count > largest - steps, largest, old.count + steps)
         return within._replace(count=later)
 
-    return jax.tree.map(advance, new_state, old_state, is_leaf=is_read)
+    return jax.tree.map(advance, new_state, old_state, is_leaf=is_counted)
 
 
 def _common_extras(
@@ -144,39 +145,39 @@ def _common_extras(
     params: optax.Params,
     axis_name: AxisName | None,
 ) -> dict[str, Any]:
-    """The extra arguments for a step of the center: of all replicas' batches, the same on every one.
+    """Return the extra arguments for a step of the center, for the batches of all replicas.
 
-    `value` and `grad` belong to the center, not to the local params. What the center's optimizer does
-    not use costs nothing; each call of a closure is a collective of its own, within the commit.
+    `value` and `grad` belong to the center, not to the local params. An extra argument costs nothing
+    unless the optimizer uses it; each call of a closure is a collective, within the commit.
     """
 
-    def gathered(function: Callable[..., Any]) -> Callable[..., Any]:
+    def gather_results(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def gather(at: optax.Params, **options: Any) -> Any:
+        def call_everywhere(at: optax.Params, **options: Any) -> Any:
             at = varying_like(at, params, axis_name)
             result = function(optax.tree.cast_like(at, params), **options)
             return result if axis_name is None else all_gather(result, axis_name, tiled=True)
 
-        return gather
+        return call_everywhere
 
-    def of_center(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
+    def average(function: Callable[..., Any], place: Callable[..., Any]) -> Callable[..., Any]:
         mean = mean_of_function(function, params, axis_name, place)
 
         @functools.wraps(function)
-        def at_center(at: optax.Params, **options: Any) -> Any:
+        def call_at_center(at: optax.Params, **options: Any) -> Any:
             # A center may have more digits than the params.
             return mean(optax.tree.cast_like(at, params), **options)
 
-        return at_center
+        return call_at_center
 
     common = dict(extras)
     if common.get("value_fn") is not None:
-        common["value_fn"] = of_center(common["value_fn"], shared)
+        common["value_fn"] = average(common["value_fn"], shared)
     if common.get("grad_fn") is not None:
-        # At params that are marked as varying, a gradient is not already the sum over all replicas.
-        common["grad_fn"] = of_center(common["grad_fn"], varying_like)
+        # At params that are marked as varying, the gradient is local, not the sum over all replicas.
+        common["grad_fn"] = average(common["grad_fn"], varying_like)
     if common.get("per_example_grad_fn") is not None:
-        common["per_example_grad_fn"] = gathered(common["per_example_grad_fn"])
+        common["per_example_grad_fn"] = gather_results(common["per_example_grad_fn"])
     if common.get("grad") is not None:
         common["grad"] = gradient
     if common.get("value") is not None:
@@ -188,7 +189,7 @@ def _common_extras(
 
 
 def replace_center(state: Any, other: Any) -> Any:
-    """Return the state of replicas with the center of another, and what its optimizers place."""
+    """Return a state with the center of another state, and with the targets of its optimizers."""
     return state._replace(
         center=other.center,
         local_state=replace_targets(state.local_state, other.local_state),
@@ -196,10 +197,10 @@ def replace_center(state: Any, other: Any) -> Any:
     )
 
 
-def after_pull(
+def follow_center(
     local_state: Any, center_state: Any, pulled: jax.Array, axis_name: AxisName | None
 ) -> Any:
-    """The local optimizer's state: it lives on across pulls, but what it places follows the center."""
+    """Return the local optimizer's state after a pull: only the targets that it places change."""
     if not placing_states(local_state):
         return local_state
     return cond(
@@ -210,26 +211,13 @@ def after_pull(
 
 
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
-    """Raises if the center's optimizer accumulates, or does not place what the local one places."""
-    # It only sees one gradient a commit.
+    """Raise unless both optimizers place the same params, and the center's steps at every commit."""
     if find_states(center_state, optax.MultiStepsState):
-        raise ValueError(
-            f"The center's optimizer of {method} takes one step a commit, so optax.MultiSteps would "
-            f"throw commits away: write optax.MultiSteps({method}(optimizer, ...), k) to accumulate "
-            "gradients before each local step."
-        )
-    local, center = (
-        [type(state) for state in placing_states(tree)] for tree in (local_state, center_state)
-    )
-    if SwitchAfterState in local:
-        raise ValueError(
-            "The local optimizer places params in a phase of optperm.switch_after, and the center's, "
-            f"which counts commits, would be in another phase: put switch_after around {method}."
-        )
-    if local != center:
-        raise ValueError(
-            f"The local optimizer of {method} places params where its own state says, and the center's "
-            "optimizer does not, so the replicas could not be pulled to the center: "
-            f"{[kind.__name__ for kind in local]} against {[kind.__name__ for kind in center]}. "
-            "Use the same method for both, as optperm.agn does."
-        )
+        wanted = f"write optax.MultiSteps({method}(optimizer, ...), k)"
+        raise ValueError(f"MultiSteps in the center's optimizer throws commits away: {wanted}.")
+    local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
+    # The center's optimizer counts commits: within switch_after it would be in another phase.
+    if local != center or SwitchAfterState in local:
+        names = [kind.__name__ for kind in local]
+        wanted = f"use one method for both, with switch_after around {method}"
+        raise ValueError(f"Params that {names} places could not be pulled to the center: {wanted}.")

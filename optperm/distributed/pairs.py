@@ -1,4 +1,4 @@
-"""Gossip: a replica exchanges with one other, which the number of the step draws, and with no more.
+"""Gossip: each replica exchanges with one other replica, drawn from the number of the step.
 
 J. Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large Models",
 arXiv 2506.10911, 2025.
@@ -7,6 +7,7 @@ arXiv 2506.10911, 2025.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import optax
 
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName, axis_names, largest, reflect
-from optperm.distributed.commits import Center, CenterStep, Replicas, mean, scale, weigh
+from optperm.distributed.commits import Center, CenterStep, Replicas, divide, scale, weigh
 
 
 def check_can_be_paired(axis_name: AxisName | None) -> None:
@@ -24,30 +25,47 @@ def check_can_be_paired(axis_name: AxisName | None) -> None:
         raise ValueError(f'commit="pairs" needs replicas along one axis, got {axis_name!r}.')
 
 
-def from_partner(tree: Any, axis_name: AxisName | None, count: jax.Array) -> Any:
-    """Return the tree of the replica with which this one is paired at a step.
+def map_with_partner(
+    function: Callable[..., Any],
+    tree: Any,
+    *others: Any,
+    axis_name: AxisName | None,
+    count: jax.Array,
+) -> Any:
+    """Return `function(leaf, partner's leaf, *leaves of others)` for each leaf of a tree.
 
-    Replica i is paired with (r - i) mod k. With r drawn from the odd numbers that is another one for
-    each of an even k; with any r one of an odd k is its own partner.
+    The partner of replica i is (r - i) mod k. For even k an odd r gives each replica another partner;
+    for odd k one replica is its own partner.
 
     Args:
-      tree: Arrays of this replica.
+      function: A function of arrays.
+      tree: Arrays of this replica, which are sent.
+      others: Trees of the same structure, which are not sent.
       axis_name: The axis of the k replicas.
-      count: The number of the step, which is the same on all replicas.
+      count: The number of the step, the same on all replicas.
     """
     if axis_name is None:
-        return tree
+        return jax.tree.map(lambda leaf, *rest: function(leaf, leaf, *rest), tree, *others)
     (name,) = axis_names(axis_name)
     size = jax.lax.axis_size(name)
     shifts = range(size) if size % 2 else range(1, size, 2)
     exchanges = [functools.partial(reflect, axis_name=name, shift=r) for r in shifts]
     key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), largest(count, axis_name))
-    # In 32 bits whatever x64 says: the same pairs in both.
+    # int32 also with x64, so that both draw the same pairs.
     drawn = jax.random.randint(key, (), 0, len(exchanges), jnp.int32)
-    return jax.lax.switch(drawn, exchanges, tree)
+    results: list[Any] = []
+
+    def exchange(leaf: jax.Array, *rest: jax.Array) -> None:
+        if results:
+            # One leaf after another: so the leaves received take the memory of one, not of all.
+            leaf, results[-1] = jax.lax.optimization_barrier((leaf, results[-1]))
+        results.append(function(leaf, jax.lax.switch(drawn, exchanges, leaf), *rest))
+
+    jax.tree.map(exchange, tree, *others)
+    return jax.tree.unflatten(jax.tree.structure(tree), results)
 
 
-def in_pairs(
+def step_in_pairs(
     at: Center,
     n: optax.Updates,
     step: CenterStep,
@@ -55,19 +73,25 @@ def in_pairs(
     weight: Any,
     count: jax.Array,
 ) -> tuple[Center, jax.Array]:
-    """One step by the weighted mean n of two replicas, from the mean of their centers."""
+    """Make one step by the weighted mean n of two replicas, from the mean of their centers."""
     center, center_state = at
-    _, is_finite = replicas.as_gradient(n, center)
+    _, is_finite = replicas.cast_gradient(n, center)
     w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    *theirs, w_theirs = from_partner((center, n, w), replicas.axis_name, count)
-    weights = w + w_theirs
-    share, share_theirs = mean((w, w_theirs), weights)
+    pair = functools.partial(map_with_partner, axis_name=replicas.axis_name, count=count)
+    w_theirs = pair(lambda _, theirs: theirs, w)
+    share, share_theirs = divide((w, w_theirs), w + w_theirs)
     has_any = share + share_theirs > 0
-    wide, wide_theirs = (optax.tree.cast_like(c, n) for c in (center, theirs[0]))
-    n = optax.tree.add(scale(n, share), scale(theirs[1], share_theirs))
-    # Centers are worth the same, whatever the last period was: their mean over all replicas stays.
-    c = jax.tree.map(lambda own, other: own / 2 + other / 2, wide, wide_theirs)
-    c = optax.tree.cast_like(c, center)
-    gradient, is_valid = replicas.as_gradient(n, c)
+
+    def average(own: jax.Array, theirs: jax.Array) -> jax.Array:
+        dtype = accumulation_dtype(own)
+        return (own.astype(dtype) / 2 + theirs.astype(dtype) / 2).astype(own.dtype)
+
+    # n = (w n + w' n') / (w + w')
+    n = pair(lambda own, theirs: scale(own, share) + scale(theirs, share_theirs), n)
+    # c = (c + c') / 2, without weights, so that the mean of all centers stays the same. It is sent after
+    # n, to save the memory of another leaf.
+    center, n = jax.lax.optimization_barrier((center, n))
+    c = pair(average, center)
+    gradient, is_valid = replicas.cast_gradient(n, c)
     at = step((c, center_state), gradient, is_valid & has_any)
-    return at, takes_part & ((is_valid & has_any) | (weights == 0))
+    return at, takes_part & ((is_valid & has_any) | (w + w_theirs == 0))

@@ -1,4 +1,4 @@
-"""When which part of the params is exchanged: fragments in turn, arriving some steps after they left."""
+"""Plans of exchanges: which fragments of the params are sent and received at the end of a step."""
 
 import dataclasses
 
@@ -7,15 +7,15 @@ import numpy as np
 
 from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName, largest
-from optperm.distributed.local_steps import flag_of
+from optperm.distributed.local_steps import resolve_flag
 
-# Whether a fragment leaves, and whether it arrives.
+# Whether a fragment is sent, and whether it is received.
 Due = tuple[bool | jax.Array, bool | jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """What one step exchanges: fragments whose contributions leave, and those whose steps arrive."""
+    """The fragments that one step sends, and the fragments that it receives."""
 
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
@@ -25,25 +25,24 @@ class Exchange:
 class Every:
     r"""A plan of exchanges: every fragment once a period, one after another.
 
-    Fragment :math:`p` of :math:`P` leaves at the end of the steps :math:`s` with
-    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and what the replicas sent of it arrives `delay`
-    steps later.
+    Fragment :math:`p` of :math:`P` is sent at the end of each step :math:`s` with
+    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and received `delay` steps later.
 
     Attributes:
       period: :math:`H`, steps from one exchange of a fragment to its next.
       fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order,
-        unless `fragment_of` of `optperm.diloco` says otherwise.
-      delay: Steps between sending and arrival, below `period`.
-
-    Raises:
-      TypeError: If an argument is not an integer.
-      ValueError: If an argument is out of range.
+        unless `fragment_of` of `optperm.diloco` assigns them.
+      delay: Steps between sending and receiving, below `period`.
 
     Example:
       >>> import optperm
       >>> plan = optperm.Every(period=4, fragments=2, delay=1)
       >>> [(plan.at(step).send, plan.at(step).receive) for step in (1, 2, 3, 4, 5)]
       [((), ()), ((1,), ()), ((), (1,)), ((0,), ()), ((), (0,))]
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If an argument is out of range.
     """
 
     period: int
@@ -51,48 +50,39 @@ class Every:
     delay: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the arguments."""
+        """Check the arguments."""
         checks.check_static_count("period", self.period)
         checks.check_static_count("fragments", self.fragments)
-        if isinstance(self.delay, jax.Array):
-            checks.check_static_count("delay", self.delay)
         checks.check_count("delay", self.delay, minimum=0)
         if self.fragments > self.period or self.delay >= self.period:
-            raise ValueError(
-                "fragments must be at most period and delay below it, got period "
-                f"{self.period}, fragments {self.fragments} and delay {self.delay}."
-            )
+            raise ValueError(f"fragments must be at most period and delay below it, got {self}.")
 
     def due(self, step: int | jax.Array) -> list[Due]:
-        """For each fragment whether it leaves, and whether it arrives, at the end of a step.
+        """Return for each fragment whether a step sends it, and whether the step receives it.
 
         Args:
-          step: Its number; the first step is step 1.
+          step: The number of the step; the first step is step 1.
 
         Returns:
-          Pairs of bools, traced where `step` is.
+          Pairs of bools, traced if `step` is.
         """
 
         def is_sent(step: int | jax.Array, fragment: int) -> bool | jax.Array:
+            # (s - floor(p H / P)) mod H = 0; nothing is received that was sent before step 1.
             offset = fragment * self.period // self.fragments
             return (step > 0) & ((step - offset) % self.period == 0)
 
         return [(is_sent(step, p), is_sent(step - self.delay, p)) for p in range(self.fragments)]
 
     def at(self, step: int) -> Exchange:
-        """What the step exchanges, for `commit=` of the step that is about to be taken.
+        """Return the exchanges of a step, for its `commit=`.
 
         Args:
-          step: Its number; the first step is step 1.
+          step: The number of the step, known while tracing; the first step is step 1.
 
         Returns:
           A hashable value, for a static argument of `jax.jit`.
         """
-        if isinstance(step, jax.Array):
-            raise TypeError(
-                f"step must be a plain integer, known while it is traced, got {step!r}: call plan.at "
-                "outside of jax.jit, and pass what it gives as a static argument."
-            )
         checks.check_count("step", step)
         send, receive = zip(*self.due(step), strict=True)
         return Exchange(
@@ -100,21 +90,17 @@ class Every:
         )
 
 
-def due_at(commit: object, plan: Every, count: jax.Array, axis_name: AxisName | None) -> list[Due]:
-    """For each fragment whether it leaves and whether it arrives at the end of this step."""
+def resolve_due(
+    commit: object, plan: Every, count: jax.Array, axis_name: AxisName | None
+) -> list[Due]:
+    """Return for each fragment whether this step sends it, and whether the step receives it."""
     if commit is None:
         return plan.due(largest(count, axis_name) + 1)
     if not isinstance(commit, Exchange):
-        flag = flag_of(commit, axis_name, "diloco", "what plan.at(step) gives, True, False or None")
+        flag = resolve_flag(commit, axis_name, "diloco", "plan.at(step), True, False or None")
         return [(flag, flag)] * plan.fragments
-    named = {*commit.send, *commit.receive}
-    if not named <= set(range(plan.fragments)):
-        raise ValueError(
-            f"commit names fragment {max(named)}, and the plan has {plan.fragments}, from 0: {commit}."
-        )
-    if not plan.delay and set(commit.send) != set(commit.receive):
-        raise ValueError(
-            "Without a delay what is sent arrives at the same step. Is this of another plan? Got "
-            f"{commit}."
-        )
+    is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
+    # Without a delay a fragment that is sent is received in the same step.
+    if not is_known or (not plan.delay and set(commit.send) != set(commit.receive)):
+        raise ValueError(f"{commit} is no step of the plan {plan}.")
     return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

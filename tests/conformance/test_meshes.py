@@ -163,7 +163,7 @@ def test_sharded_params_train_on_every_mesh_as_whole_ones(ours, mesh, cut, how):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
-    """Before anything is computed. Where the state lies nowhere, updates go where the params went."""
+    """By JAX. Where a step combines no arrays of the state with params, updates follow the params."""
     devices = jax.devices()
     here, there = (
         jax.sharding.Mesh(np.array(some), ("x",), axis_types=(MESHES[mesh],))
@@ -174,35 +174,30 @@ def test_params_on_other_devices_than_the_state_are_refused(ours, mesh):
         jax.device_put(params_of(), NamedSharding(where, P("x"))) for where in (here, there)
     )
     opt_state = tx.init(params)
-    if ours.has_own_shapes:  # what JAX says itself
-        with jax.set_mesh(moved["bias"].sharding.mesh), pytest.raises(ValueError, match="devices"):
-            tx.update(moved, opt_state, moved)
-        return
-    if ours.knows == "nothing":
-        with jax.set_mesh(there):
+    refused = None
+    with jax.set_mesh(there):
+        try:
             updates, _ = tx.update(moved, opt_state, moved)
-        pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(moved), strict=True)
-        assert all(
-            leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim) for leaf, other in pairs
-        )
+        except ValueError as error:
+            refused = str(error)
+    if refused is not None:
+        assert "devices" in refused
+        assert ours.knows != "nothing" or ours.has_own_shapes
         return
-    with pytest.raises(ValueError, match=r"params\['bias'\] lies on devices \[4, 5, 6, 7\]"):
-        tx.update(moved, opt_state, moved)
+    pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(moved), strict=True)
+    assert all(leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim) for leaf, other in pairs)
 
 
-def test_gradients_that_lie_elsewhere_are_moved_and_whole_states_refused(ours):
-    """The first are brought to the params; traced, on an explicit mesh."""
+def test_gradients_that_lie_elsewhere_are_moved(ours):
+    """They are brought to the params; traced, on an explicit mesh."""
     mesh = jax.make_mesh((4,), ("x",))
     tx, whole = ours.make(), params_of()
     with jax.set_mesh(mesh):
         params = jax.device_put(whole, NamedSharding(mesh, P("x")))
         grads = jax.device_put(whole, NamedSharding(mesh, P()))
-        opt_state, as_whole = (jax.eval_shape(tx.init, tree) for tree in (params, grads))
+        opt_state = jax.eval_shape(tx.init, params)
         updates, _ = jax.eval_shape(tx.update, grads, opt_state, params)
         assert all(leaf.sharding.spec[0] == "x" for leaf in jax.tree.leaves(updates))
-        if ours.name != "switch_after" and ours.knows != "nothing":
-            with pytest.raises(ValueError, match="call init again on these params"):
-                jax.eval_shape(tx.update, params, as_whole, params)
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_axes_have_to_be_bound():
 
 def test_what_is_no_array_is_named():
     """Alone or as a leaf, by its path; random keys and numbers are arrays."""
-    leaves = ["x", b"x", object(), np.array(["a"]), np.datetime64("2020"), 10**30]
+    leaves = ["x", b"x", object(), np.array(["a"]), np.datetime64("2020")]
     for value in [*leaves, None, [1.0]]:
         with pytest.raises(TypeError, match=r"mean must be an array of numbers, got"):
             checks.dtype_of("mean", value)

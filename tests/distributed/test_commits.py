@@ -60,21 +60,21 @@ def run_flagged(tx, grads, flags, how="vmap"):
         itertools.product(replicas.METHODS, ["vmap", "pmap", "shard_map"]), {("diloco", "vmap")}
     ),
 )
-def test_told_and_counted_commits_agree(method, how):
+def test_explicit_and_counted_commits_agree(method, how):
     """Flags at the period's multiples, and a mixture of flags and counts, give what counting gives."""
     tx = replicas.METHODS[method](optax.adam(0.1), axis_name=replicas.AXIS)
     grads = grads_of(7)
     counted = run_flagged(tx, grads, [None] * 7, how)
-    told = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
+    explicit = run_flagged(tx, grads, [False, False, True] * 2 + [False], how)
     mixed = run_flagged(tx, grads, [None, False, None, None, None, True, None], how)
-    for wanted, one, other in zip(counted, told, mixed, strict=True):
+    for wanted, one, other in zip(counted, explicit, mixed, strict=True):
         support.assert_close(one[0], wanted[0], atol=1e-6)
         support.assert_close(other[0], wanted[0], atol=1e-6)
         for field in ("count", "since_commit", "commits", "pulled", "skipped"):
             np.testing.assert_array_equal(getattr(one[1], field), getattr(wanted[1], field))
 
 
-def test_a_told_commit_divides_by_the_steps_that_were_made():
+def test_an_explicit_commit_divides_by_the_steps_made():
     """A flag is followed whatever the period says: gradients of 1 give a mean of 1 after two steps."""
     tx = optperm.agn(optax.sgd(0.1), communication_period=100)
     params, ones = jnp.zeros(2), jnp.ones(2)
@@ -87,7 +87,7 @@ def test_a_told_commit_divides_by_the_steps_that_were_made():
 
 
 @pytest.mark.parametrize("method", replicas.METHODS)
-def test_a_step_that_is_told_to_be_local_is_the_optimizer_alone(method):
+def test_an_explicit_local_step_is_the_optimizer_alone(method):
     """No conditional, no collective, nothing of the center but its own buffers handed on."""
     tx = replicas.METHODS[method](optax.sgd(0.1, 0.9), axis_name=replicas.AXIS)
     params, opt_state = (replicas.stack([tree] * 4) for tree in (START, tx.init(START)))
@@ -146,8 +146,8 @@ def test_a_flag_may_be_traced_and_others_are_refused():
         opt_state = tx.init(START)
         step = jax.jit(lambda flag, tx=tx, s=opt_state: tx.update(START, s, START, commit=flag))
         for flag in (True, False):
-            told = tx.update(START, opt_state, START, commit=flag)
-            support.assert_close(step(flag), told, atol=1e-6)
+            explicit = tx.update(START, opt_state, START, commit=flag)
+            support.assert_close(step(flag), explicit, atol=1e-6)
         for wrong in (1, "yes", jnp.zeros(2, bool), jnp.int32(1)):
             with pytest.raises(TypeError, match=r"commit of .* must be True, False or None"):
                 tx.update(START, opt_state, START, commit=wrong)
@@ -160,12 +160,12 @@ def test_a_schedule_of_periods(factory):
     trail = loops.train(tx, START, [START] * 6)
     commits = [bool(np.all(s.pulled)) for _, s in trail]
     assert commits == [True, False, True, False, False, True]
-    told = run_flagged(
+    explicit = run_flagged(
         factory(optax.sgd(0.1), axis_name=replicas.AXIS),
         [replicas.stack([START])] * 6,
         commits,
     )
-    for (params, _), (wanted, _) in zip(trail, told, strict=True):
+    for (params, _), (wanted, _) in zip(trail, explicit, strict=True):
         support.assert_close(params, replicas.take(wanted, 0), atol=1e-6)
 
 

@@ -106,7 +106,7 @@ def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
 
 
 def test_other_layouts_of_counted_steps_are_refused():
-    """A vmap without a name maps replicas that the collective does not know; flags may be told there."""
+    """The collective does not know the replicas of an unnamed vmap; an explicit flag works there."""
     tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name=AXIS)
     params = jax.tree.map(lambda leaf: np.stack([np.stack([leaf] * SIZE)] * 2), START)
     opt_state = jax.vmap(jax.vmap(tx.init))(params)
@@ -120,14 +120,14 @@ def test_other_layouts_of_counted_steps_are_refused():
 
     with pytest.raises(ValueError, match="would exchange at every step"):
         run(None)
-    told = run(True)["b"]
-    support.assert_close(told[0], told[1], atol=0)
-    support.assert_close(run(jnp.array(True))["b"], told, atol=1e-6)
+    explicit = run(True)["b"]
+    support.assert_close(explicit[0], explicit[1], atol=0)
+    support.assert_close(run(jnp.array(True))["b"], explicit, atol=1e-6)
     # Without replicas there is nothing to exchange, and each member of a population counts for itself.
     alone = optperm.diloco(optax.sgd(0.1), sync_every=1)
     stacked = replicas.stack([START] * 2)
     moves = jax.jit(jax.vmap(lambda p: alone.update(p, alone.init(p), p)[0]))(stacked)
-    support.assert_close(moves["b"], told[:, 0], atol=1e-6)
+    support.assert_close(moves["b"], explicit[:, 0], atol=1e-6)
 
 
 def test_a_flag_that_differs_between_replicas_is_refused():
@@ -159,7 +159,7 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     assert opt_state.commits.tolist() == [1, 1]
 
 
-def test_told_steps_in_one_program_delay_an_exchange():
+def test_explicit_steps_in_one_program_delay_an_exchange():
     """The step that sends, the one between and the one that receives, under vmap within shard_map."""
     plan = optperm.Every(6, 2, 2)
     tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=AXIS, mixing=0.5)
