@@ -100,9 +100,10 @@ def permute_by_cycles(
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
       centralize: Whether to subtract a pivot from :math:`m`: :math:`\bar m + z \sigma / 2` with the
         mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn
-        in each step. No permutation can follow the mean, since all have the same sum; and of two weights that
-        should rise, the one with the larger :math:`|m|` can pass the other when the pivot is between
-        them. Entries whose :math:`m` is zero then take part; platforms may round the pivot differently.
+        in each step. No permutation can follow the mean, since all have the same sum; and of two
+        weights that should rise, the one with the larger :math:`|m|` can pass the other when the pivot
+        is between them. Entries whose :math:`m` is zero then take part; platforms may round the pivot
+        differently.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
