@@ -63,7 +63,11 @@ class LapermState(NamedTuple):
         return [(targets, self.synchronized)]
 
     def replace_targets(self, other: "LapermState") -> "LapermState":
-        """Return this state with the weights of another state, a permutation of the same values."""
+        """Return this state with the weights of another state.
+
+        Args:
+          other: A state whose weights are a permutation of the same values.
+        """
         return self._replace(weights=other.weights, ranks=other.ranks)
 
 

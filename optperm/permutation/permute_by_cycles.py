@@ -62,7 +62,11 @@ class PermuteByCyclesState(NamedTuple):
         return [(targets, True)]
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
-        """Return this state with the weights and mismatches of another state of the same values."""
+        """Return this state with the weights and mismatches of another state.
+
+        Args:
+          other: A state whose weights are a permutation of the same values.
+        """
         return self._replace(weights=other.weights, ranks=other.ranks, mismatches=other.mismatches)
 
 
