@@ -24,7 +24,7 @@ import optax
 import results
 
 import optperm
-from optperm.permutation import cycles
+from optperm.permutation import cycles, library
 from optperm.permutation.weight_vectors import sort_ranks
 
 # (weight vectors, entries in each)
@@ -254,7 +254,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # Before JAX and the kernel start their threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
-    print(f"kernel: {cycles.chosen_kernel()}; cores: {arguments.cores}; NumPy: {numpy_features()}")
+    print(f"kernel: {library.choose_kernel()}; cores: {arguments.cores}; NumPy: {numpy_features()}")
     for rows, n in SHAPES:
         for ratio in PARTITION_RATIOS:
             measure(rows, n, ratio, arguments.repetitions, arguments.original_rows)

@@ -30,7 +30,7 @@ import jax
 import pytest
 import support
 
-from optperm.permutation import cycles
+from optperm.permutation import library
 
 jax.config.update("jax_enable_x64", False)  # whatever the environment says
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -53,7 +53,7 @@ hypothesis.settings.load_profile("optperm")
 # That the compiled kernel is missing is said once, here; the tests that need it fail.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", RuntimeWarning)
-    cycles.available_kernels()
+    library.available_kernels()
 
 
 def pytest_addoption(parser):
@@ -143,7 +143,7 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"Compiled programs are not kept: {why}.")
 
 
-@pytest.fixture(params=cycles.KERNELS)
+@pytest.fixture(params=library.KERNELS)
 def kernel(request, monkeypatch):
     """Each kernel in turn. One that is missing fails the test."""
     support.require_kernel(request.param)

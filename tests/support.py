@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optperm.permutation import cycles
+from optperm.permutation import library
 
 # XLA cannot compile float16 where it is held to instructions that are older than F16C.
 HAS_FLOAT16 = not re.search(r"xla_cpu_max_isa=(SSE4_2|AVX)\b", os.environ.get("XLA_FLAGS", ""))
@@ -66,7 +66,7 @@ def every_night(cells, usual, mark=pytest.mark.exhaustive):
 
 def require_kernel(name):
     """Fails a test whose kernel is missing, or skips it if OPTPERM_TEST_WITHOUT_KERNEL is set."""
-    if name in cycles.available_kernels():
+    if name in library.available_kernels():
         return
     missing = f"the kernel {name!r} is not available here"
     if os.environ.get("OPTPERM_TEST_WITHOUT_KERNEL"):

@@ -1,10 +1,9 @@
 """SGPerm's cycle search in NumPy: slow, and written to be read.
 
-The compiled kernel (kernel/cycles.cc) gives the same result bit for bit; the tests hold the two
-against each other. Step numbers are those of `optperm.permute_by_cycles`.
+The compiled kernel (kernel/cycles.cc) gives the same result bit for bit, which the tests prove.
 
 Some threads, XLA's among them, take subnormal numbers for zero. So weights and recommendations are
-compared by integers made of their bits, and what is computed in float64 is never subnormal.
+compared as integers made from their bits, and no float64 result is subnormal.
 """
 
 import math
@@ -30,7 +29,7 @@ def permute_rows(
     *,
     drop_remainder: bool,
 ) -> tuple[Floats, Ints, Ints]:
-    """Permutes each row once, along the cycles that its recommendation asks for.
+    """Permute each row once, along the cycles that its recommendation asks for.
 
     Args:
       recommendation: (batch, n, rows) float32 or float64. Negative where a weight should rise, positive
@@ -94,13 +93,13 @@ def _permute_row(
 
 
 def order_keys(values: Floats) -> npt.NDArray[np.signedinteger]:
-    """Integers in the order of floating numbers, 0 for both zeros; not for NaNs."""
+    """Return integers in the order of floating numbers, 0 for both zeros; not for NaNs."""
     bits = values.view(f"int{8 * values.itemsize}")
     return np.where(bits < 0, np.iinfo(bits.dtype).min - bits, bits)
 
 
 def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float64], float]:
-    """The finite weights in a unit in which none that matters is subnormal, and that unit.
+    """Return the finite weights in a unit in which none that matters is subnormal, and that unit.
 
     Where all are below 2^-400 the unit is 2^-600. Elsewhere it is 1, and a subnormal weight is too small
     to change a sum with the range of the weights, or the range is 0.
@@ -120,7 +119,7 @@ def _in_float64(weights: Floats, is_finite: Bools) -> tuple[npt.NDArray[np.float
 
 
 def _product(spread: float, factor: float, unit: float) -> float:
-    """Spread * factor, rounded as float64 is in a unit of 1: below 2^-1022 to multiples of 2^-1074."""
+    """Return spread * factor, rounded as float64 is in a unit of 1, below 2^-1022 too."""
     product = spread * factor
     if unit == 1.0 or product >= 2.0**-422:
         return product
@@ -128,7 +127,7 @@ def _product(spread: float, factor: float, unit: float) -> float:
 
 
 def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: bool) -> Ints:
-    """The subset of each of n entries; -1 for those that sit out (step 3).
+    """Return the subset of each of n entries; -1 for entries that sit out.
 
     The labels 0, ..., 0, 1, ..., 1, 2, ... are shuffled by the inside-out form of
     Fisher and Yates' shuffle, with numbers from splitmix64.
@@ -146,7 +145,7 @@ def partition(n: int, size: int, seed: npt.NDArray[np.uint32], drop_remainder: b
 
 
 def splitmix64(start: np.uint64, count: int) -> npt.NDArray[np.uint64]:
-    """The first numbers of the generator splitmix64 (Steele, Lea & Flood 2014) from a start."""
+    """Return the first numbers of the generator splitmix64 (Steele, Lea & Flood 2014) from a start."""
     with np.errstate(over="ignore"):
         z = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -155,13 +154,13 @@ def splitmix64(start: np.uint64, count: int) -> npt.NDArray[np.uint64]:
 
 
 def multiply_high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """floor(a * b / 2^64) for b below 2^32: a uniform number below b from a uniform 64-bit one."""
+    """Return floor(a * b / 2^64), b < 2^32: a uniform number below b from a uniform 64-bit number."""
     low = (a & np.uint64(0xFFFFFFFF)) * b
     return ((a >> np.uint64(32)) * b + (low >> np.uint64(32))) >> np.uint64(32)
 
 
 def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.NDArray[np.int64]:
-    """Finds the cycles of one subset, sorted by weight (steps 6 and 7).
+    """Find the cycles of one subset, sorted by weight.
 
     Args:
       w: (s,) float64, ascending.
@@ -169,13 +168,13 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
       epsilon: How far a weight may move.
 
     Returns:
-      (s,) for each place the place whose weight it takes; its own where nothing moves.
+      (s,) for each place the place whose weight it takes: itself where nothing moves.
     """
     s = len(w)
     keys, wishes = order_keys(w), order_keys(m)
     rises = wishes < 0
-    # Neighbors are an interval of the order: a riser's go up from `first` to below `last`, a faller's
-    # go down from `first` to above `last`; nearest first either way.
+    # Up moves take [w, w + epsilon), down moves [w - epsilon, w). So neighbors are an interval of the
+    # order, nearest first: up from `first` to below `last`, or down from `first` to above `last`.
     places = np.arange(s)
     first = np.where(rises, places + 1, np.searchsorted(keys, keys, "left") - 1)
     up, down = order_keys(w + epsilon), order_keys(w - epsilon)
@@ -185,9 +184,8 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
     steps = np.where(rises, 1, -1)
     taken = places.copy()
     memorized = np.zeros(s, np.bool_)
-    for source in np.lexsort(
-        (-places, -np.abs(wishes))
-    ):  # descending |m|, then the later place first
+    # In descending |m|, on equal |m| the later place first.
+    for source in np.lexsort((-places, -np.abs(wishes))):
         if memorized[source]:
             continue
         cycle = _depth_first(source, first, last, steps, memorized)
@@ -198,7 +196,7 @@ def search_cycles(w: npt.NDArray[np.float64], m: Floats, epsilon: float) -> npt.
 
 
 def _depth_first(source: int, first: Ints, last: Ints, steps: Ints, memorized: Bools) -> list[int]:
-    """The path of a depth-first search from `source` back to it; only the source if there is none."""
+    """Return the path of a depth-first search from `source` back to it; the source alone if none."""
     visited = memorized.copy()
     visited[source] = True
     path, cursors = [source], [first[source]]

@@ -17,11 +17,10 @@ from optperm.contract.states import (
     mask_like,
     without_variables,
 )
-from optperm.permutation.laperm import LapermState, synchronized
+from optperm.permutation.laperm import LapermState, synchronize_params
 from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
     OutputAxes,
-    check_output_axes,
     permute_vectors,
     sort_order,
 )
@@ -33,25 +32,20 @@ PERMUTED_STATES = (PermuteByCyclesState, LapermState)
 def permuted_params(
     opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
 ) -> optax.Params:
-    """The exact weights that a permutation state holds.
+    """Return the exact weights of a permutation method, bit for bit a permutation of the initial ones.
 
-    Of `optperm.sgperm` the current ones: under plain `optax.apply_updates` the params that training
-    carries along are within one rounding of these. Of `optperm.laperm` the params that are given,
-    synchronized, or without them the weights as last synchronized. In either case they are bit for bit
-    a permutation of the initial ones.
+    For `optperm.sgperm` these are the current weights. For `optperm.laperm` these are the given params,
+    synchronized, or without params the weights as last synchronized.
 
     Args:
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: Current params, of which the leaves are taken that the method does not train (masked to
-        another optimizer). Without them those leaves are `optax.MaskedNode`. Those of a `flax.nnx` model
+      params: Current params, for the leaves that the method does not train (masked to another
+        optimizer). Without params those leaves are `optax.MaskedNode`. For a `flax.nnx` model params
         may be its variables.
-      output_axes: As given to `optperm.laperm`; of no use for `optperm.sgperm`.
+      output_axes: As given to `optperm.laperm`; unused for `optperm.sgperm`.
 
     Returns:
       A tree like params, of plain arrays.
-
-    Raises:
-      ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -59,9 +53,14 @@ def permuted_params(
       >>> opt_state = optperm.sgperm().init(params)
       >>> bool(jnp.all(optperm.permuted_params(opt_state)["bias"] == params["bias"]))
       True
+
+    Notes:
+      With plain `optax.apply_updates` the params of training are within one rounding of these weights.
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
     """
-    check_output_axes(output_axes)
-    state = _state(opt_state)
+    state = _find_permutation_state(opt_state)
     if params is None:
         return state.weights
     params = without_variables(params)
@@ -76,24 +75,19 @@ def export_permutation(
     *,
     output_axes: OutputAxes = (-1,),
 ) -> Any:
-    """The permutation that takes the initial params to the trained ones.
+    """Return the permutation that takes the initial params to the trained ones.
 
     Args:
       initial_params: The params that `init` was called with.
       opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
-      params: Current params: what is exported is then `permuted_params(opt_state, params)`, which for
-        `optperm.laperm` is another permutation than without.
+      params: Current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm` that
+        differs from the export without params.
       output_axes: As given to the method.
 
     Returns:
       A tree like params of int32 indices into the flattened initial parameter, such that
       `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train
       are `optax.MaskedNode`.
-
-    Raises:
-      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` or
-        `params` have another structure, shape or dtype; if the trained weights are no permutation of
-        the initial ones.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -103,9 +97,13 @@ def export_permutation(
       >>> _, opt_state = tx.update(grads, tx.init(initial), initial)
       >>> optperm.export_permutation(initial, opt_state)["bias"].tolist()
       [1, 0, 2]
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` or
+        `params` have another structure, shape or dtype; if the trained weights are no permutation of
+        the initial ones.
     """
-    check_output_axes(output_axes)
-    state = _state(opt_state)
+    state = _find_permutation_state(opt_state)
     trained, ranks = state.weights, state.ranks
     if params is not None:
         trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
@@ -113,7 +111,8 @@ def export_permutation(
     checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
     locations = jax.tree.map(_flat_indices, initial)
 
-    # The initial locations of a weight vector's entries, sorted by value, in the order of the ranks.
+    # indices = argsort(initial)[ranks] in each weight vector: the weight of rank k comes from where the
+    # initial weight of rank k was.
     def export(
         _: int, locations: jax.Array, ranks: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -129,34 +128,32 @@ def export_permutation(
     ):
         if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
             continue
-        if not _is_permutation(indices) or not _same_bits(_permuted(leaf, indices), exact):
-            raise ValueError(
-                f"initial_params{jax.tree_util.keystr(path)} is not what the optimizer started from: "
-                "its permutation does not give the trained weights. Pass the params that init was "
-                "called with, and the same output_axes."
-            )
+        # The proof of every promise here: the export gives the trained weights, bit for bit.
+        if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
+            says = "is not what the optimizer began with: pass the params of init, and its output_axes."
+            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}")
     return permutation
 
 
 def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
-    """Rebuilds trained weights, bit for bit, from the initial ones and a permutation.
+    """Rebuild trained weights, bit for bit, from the initial ones and a permutation.
 
     Args:
       initial_params: A tree of parameters.
-      permutation: What `export_permutation` returned. Where a leaf is `optax.MaskedNode` the initial
-        parameter is returned as it is.
+      permutation: The result of `export_permutation`. Where a leaf is `optax.MaskedNode`, the initial
+        parameter is returned unchanged.
 
     Returns:
       A tree like `initial_params`.
-
-    Raises:
-      TypeError: If an index is not an integer.
-      ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
 
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> optperm.apply_permutation(jnp.array([0.1, 0.3, 0.2]), jnp.array([1, 0, 2])).tolist()
       [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
+
+    Raises:
+      TypeError: If an index is not an integer.
+      ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
     """
     checks.check_arrays("initial_params", initial_params)
     initial = mask_like(initial_params, permutation)
@@ -167,30 +164,23 @@ def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.P
     def apply(path: tuple[Any, ...], indices: jax.Array, leaf: Any) -> Any:
         if is_masked(indices):
             return leaf
-        if not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
-            raise TypeError(
-                f"permutation{jax.tree_util.keystr(path)} must hold integers, "
-                f"got {jnp.result_type(indices)}."
-            )
+        name, dtype = f"permutation{jax.tree_util.keystr(path)}", jnp.result_type(indices)
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{name} must hold integers, got {dtype}.")
         if not isinstance(indices, jax.core.Tracer) and not _is_permutation(indices):
-            raise ValueError(
-                f"permutation{jax.tree_util.keystr(path)} must hold each index from 0 to "
-                f"{jnp.size(indices) - 1} once."
-            )
-        return _permuted(jnp.asarray(leaf), jnp.asarray(indices))
+            raise ValueError(f"{name} must hold each index from 0 to {jnp.size(indices) - 1} once.")
+        return _permute(jnp.asarray(leaf), jnp.asarray(indices))
 
     return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
 
 
-def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
+def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermState:
     state: Any = find_state(opt_state, PERMUTED_STATES, method="sgperm or optperm.laperm")
     count = getattr(state, "mismatches", None)
     if count is not None and can_be_seen(count) and (most := int(np.max(count))):
         warnings.warn(
-            f"{most} step{'s were' if most > 1 else ' was'} given other params than the weights to "
-            "which optperm.sgperm had led, and from which it goes on: the trained params may be no "
-            "permutation of the initial ones. A wrapper around it moves the params (lookahead, "
-            "schedule_free, a mask), or they were set back without the optimizer state.",
+            f"{most} step{'s were' if most > 1 else ' was'} given other params than sgperm placed: they "
+            "may be no permutation. A wrapper moves them, or they were reset without the state.",
             UserWarning,
             stacklevel=3,
         )
@@ -200,11 +190,11 @@ def _state(opt_state: Any) -> PermuteByCyclesState | LapermState:
 def _weights_and_ranks(
     state: PermuteByCyclesState | LapermState, params: optax.Params, output_axes: OutputAxes
 ) -> tuple[optax.Params, Any]:
-    """The exact weights at given params, masked where the state is, and their ranks."""
+    """Return the exact weights at given params, masked where the state is, and their ranks."""
     trained = mask_like(params, state.weights)
     checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
     if isinstance(state, LapermState):
-        return synchronized(state, trained, output_axes)
+        return synchronize_params(state, trained, output_axes)
     return state.weights, state.ranks
 
 
@@ -212,8 +202,8 @@ def _flat_indices(leaf: jax.Array) -> jax.Array:
     return shard_like(jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape), leaf)
 
 
-def _permuted(leaf: jax.Array, indices: jax.Array) -> jax.Array:
-    """The entries of a leaf at indices into the flattened leaf, in the place of the leaf."""
+def _permute(leaf: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the entries of a leaf at indices into the flattened leaf, sharded like the leaf."""
     whole, places = unshard((leaf, indices))
     return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), leaf)
 

@@ -1,4 +1,4 @@
-"""LaPerm: training freely, with the initial weights put in the order of the trained ones now and then.
+"""LaPerm: training with any optimizer, and periodically re-sorting the initial weights.
 
 Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
 NeurIPS 2020.
@@ -23,7 +23,6 @@ from optperm.contract.transformation import transformation
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
-    check_output_axes,
     init_ranks,
     order_keys,
     permute_vectors,
@@ -42,14 +41,14 @@ SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
 class LapermState(NamedTuple):
     """State of `laperm`.
 
-    The sorted values of a weight vector are in it: that of rank k stands where `ranks` is k.
+    It holds the sorted values of each weight vector: the value of rank k is where `ranks` is k.
 
     Attributes:
       count: Steps taken.
       inner_state: State of the optimizer that moves the weights.
       weights: The weights as last synchronized, a permutation of the initial ones in each weight vector.
-      ranks: The rank of each of these among those of its weight vector.
-      synchronized: Whether the last step ended in a synchronization, which put the params on `weights`.
+      ranks: The rank of each of these weights in its weight vector.
+      synchronized: Whether the last step ended with a synchronization, so that params are `weights`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -59,15 +58,15 @@ class LapermState(NamedTuple):
     synchronized: Bool[Array, ""]
 
     def placements(self) -> list[Placement]:
-        """The synchronized weights; scalars, which never move, are not placed either."""
+        """Return the synchronized weights; scalars, which never move, are not placed either."""
         targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
         return [(targets, self.synchronized)]
 
     def replace_targets(self, other: "LapermState") -> "LapermState":
-        """This state with the weights of another permutation of the same ones.
+        """Return this state with the weights of another state.
 
         Args:
-          other: One that holds them.
+          other: A state whose weights are a permutation of the same values.
         """
         return self._replace(weights=other.weights, ranks=other.ranks)
 
@@ -78,7 +77,7 @@ def laperm(
     *,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""LaPerm: trains a network by permuting its initial weights, in the order that an optimizer finds.
+    r"""Train a network by permuting its initial weights into the order that an optimizer finds (LaPerm).
 
     The optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a multiple
     of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
@@ -86,39 +85,19 @@ def laperm(
     .. math::
       w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)],
 
-    the smallest of them where the smallest weight is now, and so on; ties by location. So the network
-    holds its initial weights, bit for bit, in another order. The optimizer's state is neither reset nor
-    permuted: it stays with the location. Zeros among the initial weights move like any value.
-
-    Between two synchronizations the params are no permutation. `optperm.permuted_params(opt_state)` is
-    the network as last synchronized; `optperm.permuted_params(opt_state, params)` synchronizes the
-    params first, which is how to test and to keep a network when training ends between two.
-
-    If k is too small no weight gets past its neighbors before it is put back, and nothing is learned;
-    a few per epoch to one in a few epochs is the range to try. Initialize biases at random, or train
-    them with another optimizer (`optax.partition`). Scalars keep their value.
-
-    A gradient that is not finite counts as zero in its entry. A weight vector that holds a NaN when it
-    is synchronized goes back to its last synchronized order. The sort is computed only when it is due,
-    but under `jax.vmap` in every step. It is the last of its chain: what follows it changes updates, not
-    the weights that it places. Apply the updates with `optperm.apply_updates` to place them bit for
-    bit; with `optax.apply_updates` they are within one rounding of it, without ever drifting.
+    with the smallest initial value where the smallest weight is now, and so on; ties by location. So the
+    network holds its initial weights, bit for bit, in another order.
 
     Args:
-      optimizer: The optimizer that moves the weights. Not one that places params, such as
-        `optperm.sgperm`, or holds some, such as `optperm.mask_elements`.
+      optimizer: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
+        does, or hold some, as `optperm.mask_elements` does.
       sync_every: :math:`k \ge 1`, the steps from one synchronization to the next: an integer, or a
-        schedule from t to one.
+        schedule of t.
       output_axes: As in `optperm.permute_by_cycles`.
 
     Returns:
-      A transformation whose state is a `LapermState`. Its `update` needs `params`, and whatever the
-      optimizer needs.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sync_every` is below 1, the optimizer places or holds params, or the trees
-        passed to `update` do not match.
+      A transformation whose state is a `LapermState`. Its `update` needs `params`, and the extra
+      arguments of the optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -132,6 +111,29 @@ def laperm(
       [1.0, 1.0, 1.25] [0.5, 1.0, 2.0]
       [2.0, 1.0, 0.5] [2.0, 1.0, 0.5]
 
+    Notes:
+      Between two synchronizations the params are no permutation. `optperm.permuted_params(opt_state)`
+      returns the network as last synchronized; `optperm.permuted_params(opt_state, params)`
+      synchronizes the params first: use it to test or keep a network between two synchronizations.
+
+      If k is too small, no weight passes its neighbors before it is put back, and nothing is learned.
+      Try a range from a few synchronizations per epoch to one in a few epochs. Initialize biases at
+      random, or train them with another optimizer (`optax.partition`). Scalars keep their value. The
+      optimizer's state is neither reset nor permuted: it stays with the location.
+
+      A gradient entry that is not finite counts as zero. A weight vector that holds a NaN when it is
+      synchronized returns to its last synchronized order. The sort runs only in steps that synchronize,
+      but under `jax.vmap` in every step.
+
+      It must be the last of its chain: a transformation after it changes updates, not the weights that
+      it places. `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they
+      are within one rounding of these, without ever drifting.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If `sync_every` is below 1, the optimizer places or holds params, or the trees
+        passed to `update` do not match.
+
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
       NeurIPS 2020
@@ -139,18 +141,14 @@ def laperm(
     checks.check_transformation("optimizer", optimizer)
     if not callable(sync_every):
         checks.check_count("sync_every", sync_every)
-    check_output_axes(output_axes)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> LapermState:
-        warn_of_constant_vectors(
-            params, output_axes, example="optperm.laperm(optax.adam(1e-3), sync_every)"
-        )
+        warn_of_constant_vectors(params, output_axes)
         inner_state = inner.init(params)
         if placing_states(inner_state) or holding_masks(inner_state):
             raise ValueError(
-                "optimizer places params where its own state says, or holds some, and would not know "
-                "where a synchronization puts them: use one that moves them all."
+                "optimizer places params itself or holds some: use one that moves all."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
@@ -163,17 +161,17 @@ def laperm(
     def update(
         g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, LapermState]:
-        # Every step moves all weights but scalars as the optimizer says. What is not finite counts as
-        # zero: it would stay in the inner state for ever.
+        # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
+        # zero, or it would stay in the inner state for ever.
         g = zero_if_not_finite(g)
         moves, inner_state = inner.update(g, state.inner_state, params, **extra_args)
         moves = cast_like(moves, params)
         moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)
 
-        # If t is a multiple of k, w <- values[argsort(argsort(w + move))] in each weight vector.
+        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector.
         def synchronize() -> tuple[optax.Updates, optax.Params, Any]:
             moved = optax.apply_updates(params, moves)
-            weights, ranks = synchronized(state, moved, output_axes)
+            weights, ranks = synchronize_params(state, moved, output_axes)
             return optax.tree.sub(weights, params), weights, ranks
 
         k = resolve_schedule("sync_every", sync_every, state.count, jnp.int32, low=1)
@@ -187,21 +185,24 @@ def laperm(
     return transformation(init, update, method="laperm", like=lambda s: s.weights)
 
 
-def synchronized(
+def synchronize_params(
     state: LapermState, params: optax.Params, output_axes: OutputAxes
 ) -> tuple[optax.Params, Any]:
-    """The initial values of each weight vector in the order of the params, and the ranks of these.
+    """Put the initial values of each weight vector in the order of the params.
 
     Args:
       state: The state, which holds the values.
       params: A tree like `state.weights`.
       output_axes: As given to `laperm`.
+
+    Returns:
+      The weights and their ranks.
     """
 
     def reorder(
         _: int, weights: jax.Array, ranks: jax.Array, w: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        # values[argsort(argsort(w))], values = weights[argsort(ranks)]
+        # sort(w_0)[rank(w)], where sort(w_0) = weights[argsort(ranks)].
         new_weights, new_ranks = cycles.reorder_rows(order_keys(w), weights, ranks)
         is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
         return (

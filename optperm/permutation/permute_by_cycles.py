@@ -1,4 +1,4 @@
-"""Permuting weight vectors along cycles: the step of SGPerm.
+"""The step of SGPerm: permute weight vectors along cycles.
 
 Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural Networks",
 arXiv 2003.02570, 2020.
@@ -23,7 +23,6 @@ from optperm.contract.transformation import transformation
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
-    check_output_axes,
     init_ranks,
     permute_vectors,
     warn_of_constant_vectors,
@@ -44,10 +43,10 @@ class PermuteByCyclesState(NamedTuple):
       count: Steps taken.
       key: Data of the threefry key from which every partition is drawn.
       weights: The exact weights, a permutation of the initial ones in each weight vector.
-      ranks: The rank of each weight among those of its weight vector.
+      ranks: The rank of each weight in its weight vector.
       share_moved: The share of all weights that the last step moved.
-      mismatches: Steps that were given other params than the weights to which the step before led, by
-        more than rounding: something else moves the params, and they are no permutation.
+      mismatches: Steps whose params differed from the weights of the step before by more than
+        rounding: something else moves the params, and they are no permutation.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -58,15 +57,15 @@ class PermuteByCyclesState(NamedTuple):
     mismatches: Int32[Array, ""]
 
     def placements(self) -> list[Placement]:
-        """The exact weights; scalars, which are not permuted, are not placed either."""
+        """Return the exact weights; scalars, which are not permuted, are not placed either."""
         targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
         return [(targets, True)]
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
-        """This state with the weights of another permutation of the same ones.
+        """Return this state with the weights and mismatches of another state.
 
         Args:
-          other: One that holds them, whose mismatches are taken with them.
+          other: A state whose weights are a permutation of the same values.
         """
         return self._replace(weights=other.weights, ranks=other.ranks, mismatches=other.mismatches)
 
@@ -81,13 +80,13 @@ def permute_by_cycles(
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Permutes each weight vector along cycles in which every weight moves as recommended.
+    r"""Permute each weight vector along cycles in which every weight moves as recommended.
 
-    The updates that come in are a recommendation :math:`m`: negative where the weight should rise,
+    The incoming updates are a recommendation :math:`m`: negative where the weight should rise,
     positive where it should fall. A weight vector is all weights that enter one output unit, with
     :math:`n` entries and :math:`A = \max - \min`. One step, for each:
 
-    1. Cut it at random into disjoint subsets of
+    1. Split it at random into disjoint subsets of
        :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries, the last one smaller. Entries whose
        recommendation is zero or not finite sit out, which leaves :math:`s` of a subset.
     2. A weight :math:`w` may move to the place of any in :math:`[w, w + \epsilon)` if it should rise, in
@@ -96,22 +95,19 @@ def permute_by_cycles(
        that are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
 
     So each weight vector keeps its values bit for bit, and every moved weight moved the way its
-    recommendation asked, by at most :math:`\epsilon`. Scalars are left alone.
-
-    It computes updates from targets that it keeps in its state: nothing may follow it in a chain.
-    Apply the updates with `optperm.apply_updates` to place weights bit for bit; with
-    `optax.apply_updates` they are within one rounding of it, without ever drifting.
+    recommendation asked, by at most :math:`\epsilon`.
 
     Args:
       aggressiveness: :math:`\alpha \ge 0`, a number or a schedule of the step.
       partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
       min_partition_size: :math:`P_{\min} \ge 1`, in entries.
       include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
-      centralize: Whether :math:`m` less a pivot is followed: :math:`\bar m + z \sigma / 2` with the mean
-        and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn in each
-        step. No permutation can follow the mean, since all have the same sum; and of two weights that
-        should rise, that which should more can pass the other when the pivot lies between them. Entries
-        whose :math:`m` is zero then take part; platforms may round the pivot differently.
+      centralize: Whether to subtract a pivot from :math:`m`: :math:`\bar m + z \sigma / 2` with the
+        mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn
+        in each step. No permutation can follow the mean, since all have the same sum; and of two
+        weights that should rise, the one with the larger :math:`|m|` can pass the other when the pivot
+        is between them. Entries whose :math:`m` is zero then take part; platforms may round the pivot
+        differently.
       seed: Seed of the random partitions. The same seed gives the same training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
@@ -119,10 +115,6 @@ def permute_by_cycles(
 
     Returns:
       A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -136,6 +128,15 @@ def permute_by_cycles(
       >>> float(opt_state.share_moved)
       0.5
 
+    Notes:
+      It computes updates from targets in its state, so nothing may follow it in a chain.
+      `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they are within
+      one rounding of these, without ever drifting. Scalars keep their value.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+
     References:
       Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
       <https://arxiv.org/abs/2003.02570>`_, 2020
@@ -146,10 +147,9 @@ def permute_by_cycles(
     checks.check_flag("include_remainder", include_remainder)
     checks.check_flag("centralize", centralize)
     checks.check_seed("seed", seed)
-    check_output_axes(output_axes)
 
     def init(params: optax.Params) -> PermuteByCyclesState:
-        warn_of_constant_vectors(params, output_axes, example="optperm.sgperm()")
+        warn_of_constant_vectors(params, output_axes)
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
             key=key_data(seed),
@@ -172,18 +172,19 @@ def permute_by_cycles(
         def permute(
             index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            # P = max(P_min, floor(lambda n)), and cycles of moves by less than A (alpha + 1 / s).
-            size = _partition_size(ratio, w.shape[0], min_partition_size)
+            # Step 1: P = max(P_min, floor(lambda n)). The kernel draws the subsets from the seeds.
+            size = _compute_partition_size(ratio, w.shape[0], min_partition_size)
             leaf_key = jax.random.fold_in(step_key, index)
-            m = _centralized(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
+            m = _centralize(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
             seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
+            # Steps 2 and 3: cycles of moves by at most A (alpha + 1 / s), by descending |m|.
             w, ranks, num_moved = cycles.permute_rows(
                 m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
             )
             moved.append(jnp.sum(num_moved).astype(jnp.float32))
             return w, ranks
 
-        # The params are compared before the kernel writes over the weights, or XLA would copy these.
+        # The kernel writes over the weights. Without the barrier XLA would copy them for the comparison.
         is_mismatch, weights = jax.lax.optimization_barrier(
             (_are_elsewhere(params, state.weights), state.weights)
         )
@@ -197,13 +198,14 @@ def permute_by_cycles(
             share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
             mismatches=state.mismatches + is_counted.astype(jnp.int32),
         )
+        # From the targets, not from the moves: rounding in the params is undone by the next step.
         return optax.tree.sub(weights, params), new_state
 
     return transformation(init, update, method="permute_by_cycles", like=lambda s: s.weights)
 
 
 def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
-    """Whether params are farther from weights than rounding in a step to these may have left them."""
+    """Return whether params differ from weights by more than the rounding of a step."""
 
     def is_elsewhere(p: jax.Array, w: jax.Array) -> jax.Array:
         wide = accumulation_dtype(w)
@@ -211,12 +213,12 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
         distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
         return ~(distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest)
 
-    # Scalars are left to whatever moves them.
+    # Another transformation may move scalars.
     found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
 
 
-def _centralized(m: jax.Array, key: jax.Array) -> jax.Array:
+def _centralize(m: jax.Array, key: jax.Array) -> jax.Array:
     """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, z standard normal."""
     wide = m.astype(accumulation_dtype(m))
     mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
@@ -224,8 +226,8 @@ def _centralized(m: jax.Array, key: jax.Array) -> jax.Array:
     return (wide - mean - 0.5 * z * std).astype(m.dtype)
 
 
-def _partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
-    """P = max(P_min, floor(ratio * n)), and no more than n."""
+def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
+    """Return P = max(P_min, floor(ratio * n)), at most n."""
     return jnp.clip(
         jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
     )

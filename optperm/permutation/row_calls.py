@@ -1,4 +1,4 @@
-"""Custom calls of XLA's on weight vectors: one batching and one partitioning rule around any target.
+"""Custom calls of XLA on weight vectors: one batching and one partitioning rule for any target.
 
 Every operand belongs to weight vectors ("rows"), which are independent of each other. So a batch of
 calls is one call with more of them, and each device of a mesh calls for the rows that it holds.
@@ -23,13 +23,13 @@ Results = tuple[jax.Array, ...]
 
 
 class Signature(NamedTuple):
-    """What a call takes and gives. The operand of index 1 is a matrix, and lies where the rows do.
+    """The operands and results of a call. Operand 1 is a matrix, sharded as the rows are.
 
     Attributes:
-      operands: For each one "matrix", (batch, n, *rows), "vector", (batch, *rows), or "pair",
+      operands: For each operand "matrix", (batch, n, *rows), "vector", (batch, *rows), or "pair",
         (batch, *rows, 2). There may be any number of axes of rows.
-      results: For each one the index of the operand of whose shape and dtype it is.
-      in_place: Whether each result is written over that operand, so that a donated one is not copied.
+      results: For each result the index of the operand that has its shape and dtype.
+      in_place: Whether each result is written over its operand, so that a donated one is not copied.
     """
 
     operands: tuple[str, ...]
@@ -37,7 +37,7 @@ class Signature(NamedTuple):
     in_place: bool = False
 
     def axes(self, batch: Any, n: Any, rows: Sequence[Any], pair: Any) -> list[tuple[Any, ...]]:
-        """What is said of the axes, for each operand."""
+        """Return what is given for each axis, for each operand."""
         of = {
             "matrix": (batch, n, *rows),
             "vector": (batch, *rows),
@@ -46,15 +46,15 @@ class Signature(NamedTuple):
         return [of[kind] for kind in self.operands]
 
     def of_results(self, of_operands: Sequence[Any]) -> tuple[Any, ...]:
-        """What is said of the operands, for each result."""
+        """Return what is given for each operand, for each result."""
         return tuple(of_operands[index] for index in self.results)
 
     def types(self, operands: Sequence[jax.Array]) -> Results:
-        """The types of the results."""
+        """Return the types of the results."""
         return self.of_results([jax.typeof(operand) for operand in operands])
 
     def on_flat_rows(self, function: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
-        """The function of operands with a single axis of rows, as the targets have them."""
+        """Call a function of operands with a single axis of rows, as the targets are."""
         batch, n, *rows = operands[1].shape
         shapes = self.axes(batch, n, [math.prod(rows)], 2)
         results = function(*(x.reshape(shape) for x, shape in zip(operands, shapes, strict=True)))
@@ -62,10 +62,10 @@ class Signature(NamedTuple):
         return tuple(x.reshape(like.shape) for x, like in zip(results, likes, strict=True))
 
 
-def batched(signature: Signature, function: Callable[..., Results]) -> Callable[..., Results]:
-    """The function of operands with a leading batch axis, which `jax.vmap` makes larger.
+def batch_calls(signature: Signature, function: Callable[..., Results]) -> Callable[..., Results]:
+    """Make a function whose leading batch axis `jax.vmap` enlarges.
 
-    On a mesh on which it is known where the rows lie each device calls it for its own.
+    Where the types say how the rows are sharded, each device calls the function for its own rows.
     """
     on_shards = jax.jit(functools.partial(_on_shards, signature, function))
 
@@ -91,14 +91,13 @@ def batched(signature: Signature, function: Callable[..., Results]) -> Callable[
 def _on_shards(
     signature: Signature, function: Callable[..., Results], *operands: jax.Array
 ) -> Results:
-    """The function on each device of a mesh, for the rows that this device holds.
+    """Call the function on each device of a mesh, for the rows that this device holds.
 
-    Where the mesh's axes are explicit it is known which rows these are; over the others each device
-    gets all of them.
+    The types say which rows these are over explicit axes; over the other axes each device gets them all.
     """
     shardings = [jax.typeof(operand).sharding for operand in operands]
     mesh, (_, _, *rows) = shardings[1].mesh, shardings[1].spec
-    # Of a batch only some operands may have been spread.
+    # `jax.vmap` may have sharded the batch axis of some operands alone.
     batch = next((sharding.spec[0] for sharding in shardings if sharding.spec[0]), None)
     specs = tuple(P(*axes) for axes in signature.axes(batch, None, rows, None))
     spread = (
@@ -117,7 +116,7 @@ def _on_shards(
 def call_target(
     signature: Signature, target: str, attributes: tuple[tuple[str, Any], ...], *operands: Any
 ) -> Results:
-    """XLA's custom call of a target, with attributes that are pairs of a name and a value."""
+    """Make XLA's custom call of a target, with attributes as pairs of a name and a value."""
 
     def call(*flat: jax.Array) -> Sequence[jax.Array]:
         results = signature.results if signature.in_place else ()
@@ -131,7 +130,7 @@ def call_target(
 def _partition(
     signature: Signature, target: str, attributes: Any, mesh: Any, operands: Any, results: Any
 ) -> Any:
-    """Leaves each device the rows that it holds; a row itself is never cut."""
+    """Leave each device the rows that it holds; a row itself is never split."""
     del results
     batch, _, *rows = operands[1].sharding.spec
     shardings = tuple(

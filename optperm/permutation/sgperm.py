@@ -1,4 +1,4 @@
-"""SGPerm: training a network by permuting its initial weights.
+"""SGPerm: train a network by permuting its initial weights.
 
 Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural Networks",
 arXiv 2003.02570, 2020.
@@ -24,7 +24,7 @@ from optperm.permutation.weight_vectors import OutputAxes
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
-# What is left of the aggressiveness after `num_steps`, and the steps in which it halves without.
+# The share of the aggressiveness left after `num_steps`, and the steps to half of it without.
 _LEFT, _HALVING = 1 / 100, 100.0
 
 
@@ -60,7 +60,7 @@ def sgperm(
     seed: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SGPerm: trains a network only by permuting its initial weights.
+    r"""Train a network only by permuting its initial weights (SGPerm).
 
     Step :math:`t = 1, 2, \dots` takes
 
@@ -77,50 +77,33 @@ def sgperm(
       d_t = \beta_1^t \text{ with aggressiveness_decay } \beta_1, \qquad
       d_t = \frac{1}{1 + t / 100} \text{ without both.}
 
-    The first is for a run whose length is known, and the best of the three. The second is the original's
-    rule, with :math:`\beta_1 = .99`: after some 500 steps hardly a weight moves any more. See the notes.
-
-    The network's weights stay those it was initialized with, bit for bit, in another order; biases
-    included, so initialize them at random or train them with another optimizer (`optax.partition`).
-
-    The recommendation stays with the location, not with the weight. Only its sign and its order matter,
-    so the learning rate has no effect but beside a momentum that changes, and where its product with a
-    gradient is too small for the dtype of the params: for float16 take 1.0. An entry whose gradient is
-    not finite sits out the step and keeps its recommendation.
-
-    It is a whole optimizer and the last of its chain: gradients may be changed before it (clipped,
-    averaged over replicas), but what follows it, weight decay for instance, would break the permutation;
-    `optperm.apply_updates` warns of it.
+    The recommendation stays with the location, not with the weight. The network keeps its initial
+    weights, bit for bit, in another order.
 
     Args:
       aggressiveness: :math:`\alpha_0 \ge 0`: a weight moves by at most about this share of its
         weight vector's range. A schedule of the step takes the place of the decay.
       aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step, in
         place of the decays above.
-      min_aggressiveness: :math:`\alpha_{\min} \ge 0`, to which it falls. With whole weight vectors as
-        subsets, small values jam: see `share_moved` in the state.
+      min_aggressiveness: :math:`\alpha_{\min} \ge 0`, its lower bound. With whole weight vectors as
+        subsets, small values stop all moves: see `share_moved` in the state.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
         schedule of the step takes the place of the growth.
       partition_growth: :math:`\beta_2 \ge 0`, the factor on the partition ratio, each step.
-      max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, to which it grows.
-      learning_rate: :math:`\eta`, the weight of the newest gradient, a number or a schedule of the step.
-      momentum: :math:`\mu \in [0, 1]`, the weight of the last recommendation in the next one.
+      max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, its upper bound.
+      learning_rate: :math:`\eta`, the factor on the newest gradient, a number or a schedule of the step.
+      momentum: :math:`\mu \in [0, 1]`, the factor on the last recommendation.
       num_steps: :math:`T \ge 1`, the steps of the whole run: epochs times the batches of an epoch.
-        Steps after it take the last aggressiveness, and are counted as `steps_past_end` in the state.
-      min_partition_size: The least entries in a subset.
-      include_remainder: Whether a last subset that is smaller takes part.
-      centralize: Whether the recommendation less a random pivot near its mean over the weight vector is
-        followed: see `permute_by_cycles`. It is not in the paper.
+        Later steps take the last aggressiveness; `steps_past_end` in the state counts them.
+      min_partition_size: The minimum number of entries in a subset.
+      include_remainder: Whether a smaller last subset takes part.
+      centralize: Whether to subtract from the recommendation a random pivot near its mean over the
+        weight vector: see `permute_by_cycles`. It is not in the paper.
       seed: Seed of the random partitions.
       output_axes: As in `permute_by_cycles`.
 
     Returns:
       A transformation. Its `update` needs `params`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or more than one of a schedule of the aggressiveness,
-        `aggressiveness_decay` and `num_steps` is given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -138,16 +121,34 @@ def sgperm(
       >>> bool(jnp.all(jnp.sort(w) == jnp.sort(start)))
       True
 
-    References:
-      Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
-      <https://arxiv.org/abs/2003.02570>`_, 2020
-
     Notes:
+      Pass `num_steps` where the length of the run is known: it trains best. The original's rule is
+      `aggressiveness_decay=0.99`, by which hardly a weight moves after some 500 steps. Initialize biases
+      at random, or train them with another optimizer (`optax.partition`).
+
+      Only the sign and the order of the recommendation matter. So the learning rate has an effect only
+      as a schedule, and where its product with a gradient is too small for the dtype of the params: for
+      float16 take 1.0. An entry whose gradient is not finite sits out the step and keeps its
+      recommendation.
+
+      It must be the last of its chain. Gradients may be changed before it (clipped, averaged over
+      replicas), but a transformation after it, such as weight decay, would break the permutation;
+      `optperm.apply_updates` warns about it.
+
       Test accuracy after 3 epochs of 1,200 steps on MNIST (an MLP with 256 hidden units, batches of 50),
       and after 10 epochs of 25 on the digits: with `num_steps` and `centralize` .968 and .981, and
       without these .959 and .977; by :math:`.99^t` .942 and .981. Other decays without a length lost on
       one of the two: :math:`1 / (1 + t / 50)` has .954 and .982, :math:`(1 + t / 10)^{-.6}` .955 on
       MNIST, and :math:`1 / \sqrt{1 + t / 30}` .970 on the digits.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or more than one of a schedule of the aggressiveness,
+        `aggressiveness_decay` and `num_steps` is given.
+
+    References:
+      Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
+      <https://arxiv.org/abs/2003.02570>`_, 2020
     """
     infinity, decay = float("inf"), 1.0 if aggressiveness_decay is None else aggressiveness_decay
     for name, number, high in (
@@ -163,31 +164,32 @@ def sgperm(
         checks.check_count("num_steps", num_steps)
     if callable(aggressiveness) + (aggressiveness_decay is not None) + (num_steps is not None) > 1:
         raise ValueError(
-            "How the aggressiveness falls is said more than once: pass one of num_steps, "
-            "aggressiveness_decay and a schedule as the aggressiveness."
+            "Pass one of num_steps, aggressiveness_decay, a schedule of aggressiveness."
         )
 
-    def decayed(count: jax.Array) -> jax.Array:
+    def decay_aggressiveness(count: jax.Array) -> jax.Array:
+        # alpha_t = max(alpha_0 d_t, alpha_min)
         alpha, t = jnp.asarray(aggressiveness, jnp.float32), (count + 1).astype(jnp.float32)
         if aggressiveness_decay is not None:
-            alpha = _geometric(aggressiveness, aggressiveness_decay, count)
+            alpha = _scale_geometrically(aggressiveness, aggressiveness_decay, count)
         elif num_steps is not None:
             alpha *= _LEFT ** jnp.minimum(t / jnp.asarray(num_steps, jnp.float32), 1.0)
         else:
             alpha /= 1.0 + t / _HALVING
         return jnp.maximum(alpha, jnp.asarray(min_aggressiveness, jnp.float32))
 
-    def grown(count: jax.Array) -> jax.Array:
+    def grow_partition_ratio(count: jax.Array) -> jax.Array:
+        # lambda_t = min(lambda_0 beta_2^t, lambda_max)
         return jnp.minimum(
-            _geometric(partition_ratio, partition_growth, count),
+            _scale_geometrically(partition_ratio, partition_growth, count),
             jnp.asarray(max_partition_ratio, jnp.float32),
         )
 
     return optax.chain(
         _recommend(learning_rate, momentum, num_steps),
         permute_by_cycles(
-            aggressiveness if callable(aggressiveness) else decayed,
-            partition_ratio if callable(partition_ratio) else grown,
+            aggressiveness if callable(aggressiveness) else decay_aggressiveness,
+            partition_ratio if callable(partition_ratio) else grow_partition_ratio,
             min_partition_size=min_partition_size,
             include_remainder=include_remainder,
             centralize=centralize,
@@ -200,11 +202,7 @@ def sgperm(
 def _recommend(
     learning_rate: optax.ScalarOrSchedule, momentum: float, num_steps: int | None
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the running recommendation m <- learning_rate * g + momentum * m.
-
-    Where that is not finite the recommendation passed on is not either, so that the entry sits out the
-    step, and the one kept is the old one. Steps after `num_steps` are counted.
-    """
+    """Keep the running recommendation m <- learning_rate * g + momentum * m."""
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("momentum", momentum, 0.0, 1.0, may_be_schedule=False)
 
@@ -228,8 +226,9 @@ def _recommend(
 
         # m <- eta g + mu m
         m = jax.tree.map(recommend, grads, state.recommendation)
-        # Otherwise XLA computes it again for what is kept, and copies what it would overwrite.
+        # Without the barrier XLA computes m twice, and copies the old m that it would overwrite.
         m = jax.lax.optimization_barrier(m)
+        # Where m is not finite its entry sits out the step, and the state keeps the old m.
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )
@@ -241,7 +240,7 @@ def _recommend(
     return transformation(init, update, method="sgperm", like=lambda s: s.recommendation)
 
 
-def _geometric(start: Any, factor: Any, count: jax.Array) -> jax.Array:
-    """Start * factor^(count + 1): the value is updated before it is used."""
+def _scale_geometrically(start: Any, factor: Any, count: jax.Array) -> jax.Array:
+    """Return start * factor^(count + 1): the first step uses the updated value."""
     power = jnp.asarray(factor, jnp.float32) ** (count + 1).astype(jnp.float32)
     return jnp.asarray(start, jnp.float32) * power

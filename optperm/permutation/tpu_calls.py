@@ -1,8 +1,8 @@
-"""How a program for TPUs calls the host: each device for weight vectors of its own.
+"""Calls of the host from TPU programs: each device calls for its own weight vectors.
 
-A TPU knows no custom call of the host. A callback of JAX's becomes sends and receives there, one for
-each array, and has no partitioning rule: outside of `jax.shard_map` device 0 makes them all, for which
-XLA gathers the operands on it and copies the results to the others.
+A TPU has no custom calls of the host. There a callback of JAX becomes sends and receives, one for each
+array, without a partitioning rule: outside of `jax.shard_map` XLA gathers the operands on device 0,
+which calls the host, and copies the results to the other devices.
 """
 
 import functools
@@ -26,10 +26,10 @@ def lower_call(
     context: mlir.LoweringRuleContext,
     *operands: Any,
 ) -> Sequence[Any]:
-    """Lowers a call of `cycles.permute_rows` on the host.
+    """Lower a call of `cycles.permute_rows` on the host.
 
-    In `jax.shard_map` JAX has each device call by itself. Elsewhere the compiler decides where operands
-    lie, and has not yet: the weight vectors are spread over all axes of the mesh, in their order.
+    In `jax.shard_map` each device calls by itself. Elsewhere the compiler has not yet decided how the
+    operands are sharded: the weight vectors are split over all axes of the mesh, in their order.
     """
     call: Callable[..., Results] = functools.partial(exchange, signature, on_host)
     axis_context: Any = context.module_context.axis_context
@@ -46,9 +46,9 @@ def lower_call(
 def on_all_devices(
     signature: Signature, call: Callable[..., Results], mesh: Mesh
 ) -> Callable[..., Results]:
-    """The call on each device of a mesh, for its share of the rows.
+    """Make a function that calls on each device of a mesh, for its share of the rows.
 
-    An axis of the mesh along which no axis of the rows can be cut evenly repeats the call.
+    Along an axis of the mesh that divides no axis of the rows, the devices repeat the call.
     """
 
     def on_each(*operands: jax.Array) -> Results:
@@ -69,10 +69,9 @@ def on_all_devices(
 
 
 def exchange(signature: Signature, on_host: Callable[..., Any], *operands: jax.Array) -> Results:
-    """Sends four arrays and receives two, rather than six and three.
+    """Send four arrays and receive two, rather than six and three.
 
-    What each weight vector has a number of goes as one array, and how many entries moved is counted
-    on the device.
+    The four numbers of each weight vector are one array, and the device counts the moved entries.
     """
     m, weights, ranks, seeds, *numbers = operands
     seeds = jnp.moveaxis(seeds, -1, 1)  # a last axis of two takes 64 times its memory

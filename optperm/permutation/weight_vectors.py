@@ -25,45 +25,26 @@ OutputAxes = int | Sequence[int] | Callable[[str, jax.Array], int | Sequence[int
 def resolve_output_axes(
     path: tuple[Any, ...], leaf: jax.Array, axes: OutputAxes
 ) -> tuple[int, ...]:
-    """The output axes of one leaf as non-negative integers in increasing order; () for rank 0 and 1.
+    """Return the output axes of a leaf, non-negative and in increasing order; () for rank 0 and 1.
 
     Raises:
-      TypeError: If they are no integers.
-      ValueError: If an axis is out of range or given twice.
+      ValueError: If they are not different axes of the leaf.
     """
     if leaf.ndim < 2:
         return ()
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    chosen = _as_axes(axes(name, leaf) if callable(axes) else axes)
-    if any(not -leaf.ndim <= axis < leaf.ndim for axis in chosen):
-        raise ValueError(
-            f"output_axes {chosen} are out of range for the parameter {name} of shape {leaf.shape}."
-        )
-    resolved = tuple(sorted(axis % leaf.ndim for axis in chosen))
-    if len(set(resolved)) != len(resolved):
-        raise ValueError(f"output_axes {chosen} name an axis of {name} twice (shape {leaf.shape}).")
-    return resolved
-
-
-def check_output_axes(axes: OutputAxes) -> None:
-    """Raises a TypeError unless these are integers, or a function to them."""
-    if not callable(axes):
-        _as_axes(axes)
-
-
-def _as_axes(axes: Any) -> tuple[int, ...]:
-    is_many = isinstance(axes, list | tuple) or (isinstance(axes, np.ndarray) and axes.ndim > 0)
-    chosen = tuple(axes) if is_many else (axes,)
-    if any(isinstance(axis, bool) or not isinstance(axis, int | np.integer) for axis in chosen):
-        raise TypeError(
-            f"output_axes must be an integer, several, or a function of a path and a parameter to "
-            f"them, got {axes!r}."
-        )
-    return tuple(int(axis) for axis in chosen)
+    given: Any = axes(name, leaf) if callable(axes) else axes
+    chosen = tuple(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else (given,)
+    are_axes = all(
+        isinstance(axis, int | np.integer) and -leaf.ndim <= axis < leaf.ndim for axis in chosen
+    )
+    if not are_axes or len({axis % leaf.ndim for axis in chosen}) < len(chosen):
+        raise ValueError(f"output_axes {chosen} must be different axes of {name}: {leaf.shape}.")
+    return tuple(sorted(int(axis) % leaf.ndim for axis in chosen))
 
 
 def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Lays a leaf of rank >= 1 out as (n, *outputs), one weight vector a column, none of them cut."""
+    """Lay out a leaf of rank >= 1 as (n, *outputs): a weight vector per column, on one device each."""
     inputs = _input_axes(leaf.ndim, output_axes)
     sharding = explicit_sharding(leaf)
     if sharding is not None and any(sharding.spec[axis] for axis in inputs):
@@ -74,7 +55,7 @@ def to_columns(leaf: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
 
 
 def from_columns(columns: jax.Array, like: jax.Array, output_axes: tuple[int, ...]) -> jax.Array:
-    """Undoes `to_columns` for a leaf of the shape, and in the place, of another one."""
+    """Undo `to_columns` for a leaf with the shape and the sharding of another."""
     order = (*_input_axes(like.ndim, output_axes), *output_axes)
     moved = columns.reshape([like.shape[axis] for axis in order])
     return shard_like(jnp.transpose(moved, np.argsort(order).tolist()), like)
@@ -85,10 +66,9 @@ def _input_axes(rank: int, output_axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def order_keys(values: jax.Array) -> jax.Array:
-    """Integers in the order of floating numbers: 0.0 and -0.0 are tied, all NaNs are tied and last.
+    """Return integers in the order of floating numbers: 0.0 and -0.0 are tied, NaNs are tied and last.
 
-    They are made of the bits, since devices and threads differ in whether they compare subnormal numbers
-    or take them for zero.
+    They are made from the bits: some devices and threads compare subnormal numbers as zeros.
     """
     integers = jnp.dtype(f"int{8 * values.dtype.itemsize}")
     limits = jnp.iinfo(integers)
@@ -98,21 +78,18 @@ def order_keys(values: jax.Array) -> jax.Array:
 
 
 def sort_order(columns: jax.Array) -> jax.Array:
-    """Where the smallest entry of each column stands, the next one, and so on. int32.
-
-    The order is that of `order_keys`, ties by location.
-    """
+    """Return each column's locations in ascending order of its entries, ties by location. int32."""
     return order_of_keys(order_keys(columns))
 
 
 def order_of_keys(keys: jax.Array) -> jax.Array:
-    """`sort_order` of columns whose `order_keys` these are."""
+    """Return the `sort_order` of columns with these `order_keys`."""
     order = jnp.argsort(keys, axis=0, stable=True).astype(jnp.int32)
     return mark_varying(order, varying_axes(keys))  # of which a sort's other operands lose track
 
 
 def inverse(permutations: jax.Array) -> jax.Array:
-    """The inverse permutation of each column: ranks from an order, and the other way round. int32."""
+    """Return the inverse permutation of each column: ranks from an order, or an order from ranks."""
     # The outputs are a batch: unlike jnp.put_along_axis this moves nothing between devices.
     batch = tuple(range(1, permutations.ndim))
     dimensions = jax.lax.ScatterDimensionNumbers(
@@ -130,12 +107,12 @@ def inverse(permutations: jax.Array) -> jax.Array:
 
 @jax.jit
 def sort_ranks(columns: jax.Array) -> jax.Array:
-    """The rank of each entry in its column: 0 for the smallest, ties by location. int32."""
+    """Return the rank of each entry in its column: 0 for the smallest, ties by location. int32."""
     return inverse(sort_order(columns))
 
 
 def init_ranks(params: optax.Params, output_axes: OutputAxes) -> Any:
-    """The rank of each weight among those of its weight vector, int32, shaped like params."""
+    """Return the rank of each weight in its weight vector, int32, shaped like params."""
     zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype=jnp.int32), params)
     _, ranks = permute_vectors(
         lambda _, weights, __: (weights, sort_ranks(weights)), output_axes, params, zeros
@@ -149,20 +126,25 @@ def _has_constant_vector(leaf: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     return jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs))
 
 
-def warn_of_constant_vectors(
-    params: optax.Params, output_axes: OutputAxes, *, example: str
-) -> None:
-    """Warns of parameters with weight vectors that no permutation can change, where Python sees them.
+def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> None:
+    """Warn if params are scalars alone, or hold weight vectors that no permutation can change."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
+    if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        says = "All params are scalars, which permuting leaves as they are: use another optimizer."
+        warnings.warn(says, UserWarning, stacklevel=3)
+    if constant := _find_constant_vectors(params, output_axes):
+        warnings.warn(
+            f"In {', '.join(constant)} all weights that enter an output unit are equal: no permutation "
+            "trains them. Initialize them at random, or train them otherwise (optax.partition).",
+            UserWarning,
+            stacklevel=3,
+        )
 
-    Scalars are left to others, and said where there is nothing else.
 
-    Args:
-      params: The initial params.
-      output_axes: The axes that index output units.
-      example: How the method is built, for the message.
-    """
+def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> list[str]:
+    """Return the names of params, as far as they are not traced, with a constant weight vector."""
     constant = []
-    with jax.ensure_compile_time_eval():  # of constants of what is being traced, too
+    with jax.ensure_compile_time_eval():  # constants of a function that is being traced have values
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if isinstance(leaf, jax.core.Tracer) or not jnp.ndim(leaf) or not jnp.size(leaf):
                 continue
@@ -170,22 +152,7 @@ def warn_of_constant_vectors(
             inputs = _input_axes(array.ndim, resolve_output_axes(path, array, output_axes))
             if _has_constant_vector(array, inputs):
                 constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
-    if leaves and not any(jnp.ndim(leaf) or isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        warnings.warn(
-            "All params are scalars, which permuting leaves as they are: nothing will be trained. Use "
-            "another optimizer, such as optax.adam(1e-3).",
-            UserWarning,
-            stacklevel=3,
-        )
-    if constant:
-        warnings.warn(
-            f"In {', '.join(constant)} all weights that enter an output unit are equal, so permuting "
-            "cannot train it. Initialize it at random, or train it with another optimizer: "
-            f"optax.partition({{'permute': {example}, 'other': optax.adam(1e-3)}}, labels).",
-            UserWarning,
-            stacklevel=3,
-        )
+    return constant
 
 
 def permute_vectors(
@@ -195,20 +162,19 @@ def permute_vectors(
     ranks: Any,
     *others: Any,
 ) -> tuple[optax.Params, Any]:
-    """Puts all weight vectors in another order, leaf by leaf.
+    """Put all weight vectors in another order, leaf by leaf.
 
     Args:
-      function: `function(index, weights, ranks, *others)`, the new weights and ranks of the leaf with
-        this number in the tree. All of them are (n, *outputs), one weight vector a column; on a mesh
-        with explicit axes the outputs are sharded as those of the weights are.
+      function: `function(index, weights, ranks, *others)` returns the new weights and ranks of leaf
+        number `index`. All are (n, *outputs), a weight vector per column; on a mesh with explicit axes
+        the outputs are sharded like the outputs of the weights.
       output_axes: The axes that index output units.
       weights: The weights.
       ranks: The rank of each in its weight vector, shaped like the weights.
       *others: More trees of that shape.
 
     Returns:
-      The new weights and the new ranks, sharded like the weights. Scalars and empty leaves are what
-      they were.
+      The new weights and ranks, sharded like the weights. Scalars and empty leaves stay as they are.
     """
 
     def of_leaf(

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.permutation import cycles
+from optperm.permutation import library
 
 STEPS = 3
 
@@ -182,7 +182,7 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
 @pytest.mark.parametrize(
     ("kernel", "spec", "axis_type"),
     support.every_night(
-        itertools.product(cycles.KERNELS, [P(), P("x"), P(None, "x")], ["Explicit", "Auto"]),
+        itertools.product(library.KERNELS, [P(), P("x"), P(None, "x")], ["Explicit", "Auto"]),
         [("ffi", P("x"), "Explicit"), ("callback", P(None, "x"), "Auto")],
     ),
     indirect=["kernel"],

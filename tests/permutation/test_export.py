@@ -111,10 +111,10 @@ def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
     program = """
         import pathlib, sys
         import jax, numpy as np, optax, optperm
-        from optperm.permutation import cycles
+        from optperm.permutation import library
 
         folder = pathlib.Path(sys.argv[1])
-        cycles.available_kernels()  # XLA learns of the compiled one
+        library.available_kernels()  # XLA learns of the compiled one
         grads, params = (dict(np.load(folder / name)) for name in ("grads.npz", "params.npz"))
         for method, code in eval(sys.argv[2]).items():
             update = jax.export.deserialize((folder / method).read_bytes()).call
@@ -136,5 +136,5 @@ def test_update_that_calls_python_is_not_exported(monkeypatch):
     monkeypatch.setenv("OPTPERM_KERNEL", "ffi")
     tx, w = optperm.sgperm(), support.bias(5)
     export = jax.export.export(jax.jit(tx.update), platforms=["cpu", "cuda"])
-    with pytest.raises(NotImplementedError, match=r"one platform, .*export the update for the CPU"):
+    with pytest.raises(NotImplementedError, match="one platform: export the update for the CPU"):
         export(w, tx.init(w), w)

@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.permutation import cycles
+from optperm.permutation import library
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
@@ -50,7 +50,7 @@ def one_ulp_apart(params, exact):
 
 
 @pytest.mark.parametrize(
-    ("sequence", "kernel"), support.in_turns(SEQUENCES, cycles.KERNELS), indirect=["kernel"]
+    ("sequence", "kernel"), support.in_turns(SEQUENCES, library.KERNELS), indirect=["kernel"]
 )
 @pytest.mark.usefixtures("kernel")
 def test_sgperm_on_the_original_sequence_gives_its_bits(sequence):

@@ -27,14 +27,18 @@ struct Reach {
   bool IsTied(int32_t a, int32_t b) const { return weight[a] == weight[b]; }
 };
 
+struct Path {
+  const int32_t* places;
+  int32_t length;
+};
+
 template <typename T>
 class CarefulSearch {
  public:
   // The cycle from a source, each place followed by the one whose weight it takes; empty if there is none. `end` is
   // the nearest faller above a source that should rise, or the nearest riser below one that should fall. All that is
   // memorized now is taken out of the places.
-  OPTPERM_FOR_EACH_PROCESSOR const std::vector<int32_t>& Run(Places* places, const Reach<T>& reach, int32_t source,
-                                                             int32_t end);
+  OPTPERM_FOR_EACH_PROCESSOR Path Run(Places* places, const Reach<T>& reach, int32_t source, int32_t end);
 
  private:
   // Places of a word.
@@ -59,7 +63,7 @@ class CarefulSearch {
       const int32_t riser = places_->Up(Places::kRisers, here + 1);
       const int32_t next = riser == Places::kNone ? end : std::min(riser, end);
       if (!reach_.Up(here, next)) return false;
-      path_.push_back(here = next);
+      path_[length_++] = here = next;
     }
     return true;
   }
@@ -71,7 +75,7 @@ class CarefulSearch {
       const int32_t next = std::max(places_->Down(Places::kFallers, here - 1), end);
       if (reach_.IsTied(here, next)) return MayReturnFromBelow(source) && SearchThrough(source);
       if (!reach_.Down(here, next)) return false;
-      path_.push_back(here = next);
+      path_[length_++] = here = next;
     }
     return true;
   }
@@ -106,37 +110,80 @@ class CarefulSearch {
   // path are put back, but for those that lead nowhere whatever was visited before. Where a faller leads nowhere,
   // all as heavy as it do.
   bool SearchThrough(int32_t source) {
-    path_.assign(1, source);
+    length_ = 1;
     taken_.clear();
     int32_t lowest = source, highest = source;  // of the visited places
-    while (!path_.empty()) {
-      const int32_t here = path_.back();
+    while (length_ > 0) {
+      const int32_t here = path_[length_ - 1];
       const bool rises = places_->Rises(here);
       if (rises && Climb(here, source)) {
-        highest = std::max(highest, path_.back());
-        if (path_.back() == source) break;
+        const int32_t last = path_[length_ - 1];
+        highest = std::max(highest, last);
+        if (last == source) break;
         continue;
       }
       const int32_t bound = rises ? here + 1 : places_->FirstTied(here) - 1;
       const int32_t next = rises ? places_->AnyUp(bound) : places_->AnyDown(bound);
       if (next != Places::kNone && (rises ? reach_.Up(here, next) : reach_.Down(here, next))) {
-        path_.push_back(next);
+        path_[length_++] = next;
         if (next == source) break;
         places_->Remove(next);
         lowest = std::min(lowest, next);
         highest = std::max(highest, next);
         continue;
       }
-      path_.pop_back();
+      --length_;
       const bool is_for_good = rises ? highest < bound : lowest > bound;
-      if (!is_for_good) taken_.push_back({here >> 6, uint64_t{1} << (here & 63)});
+      if (!is_for_good) MarkTaken(here);
       if (!rises) TakeOutTied(here, 0, is_for_good ? nullptr : &taken_);
+      if (rises) {
+        LeaveLower(here, next, source);
+      } else if (source <= bound) {
+        LeaveUpper(bound, next);
+      }
       places_->alive()[source >> 6] |= uint64_t{1} << (source & 63);
     }
     for (const Taken& taken : taken_) places_->Restore(taken.word, taken.bits);
-    if (path_.empty()) return false;
-    path_.pop_back();  // the source again
+    if (length_ == 0) return false;
+    --length_;  // the source again
     return true;
+  }
+
+  // After a riser that leads nowhere. What is next above it is out of its reach, and so out of the reach of all risers
+  // below it: if the source is not among the places below that next one, no way leads from these to it. So the path goes
+  // back to before it came there. Else it goes back to before the risers that led to this one.
+  void LeaveLower(int32_t riser, int32_t next, int32_t source) {
+    if (source < riser) {
+      while (length_ > 0 && places_->Rises(path_[length_ - 1])) MarkTaken(path_[--length_]);
+      return;
+    }
+    for (; length_ > 0 && path_[length_ - 1] < next; MarkTaken(path_[--length_])) {
+      if (path_[length_ - 1] > riser && places_->Rises(path_[length_ - 1])) return;
+    }
+    if (length_ == 0) return;
+    // The faller that came there: below it there are no others.
+    MarkTaken(path_[--length_]);
+    TakeOutTied(path_[length_], 0, &taken_);
+  }
+
+  // The same after a faller that leads nowhere, where the source is at or below the places lighter than it, of which
+  // `highest` is the last and `next` the first alive.
+  void LeaveUpper(int32_t highest, int32_t next) {
+    for (; length_ > 0 && path_[length_ - 1] > next; MarkTaken(path_[--length_])) {
+      if (path_[length_ - 1] <= highest && !places_->Rises(path_[length_ - 1])) return;
+    }
+    // The risers that came there: above them there are no others.
+    while (length_ > 0 && places_->Rises(path_[length_ - 1])) MarkTaken(path_[--length_]);
+  }
+
+  void MarkTaken(int32_t place) {
+    const int32_t word = place >> 6;
+    const uint64_t bit = uint64_t{1} << (place & 63);
+    if (!taken_.empty() && taken_.back().word == word) {
+      taken_.back().bits |= bit;
+    } else {
+      taken_.push_back({word, bit});
+    }
   }
 
   // From a riser through the next ones within its word, and to the first faller or the source, if it reaches them all.
@@ -149,27 +196,31 @@ class CarefulSearch {
     uint64_t run = above & (end | (end - 1));
     if (!reach_.Up(here, base + HighestBit(run))) return false;
     places_->alive()[word] = alive & (~run | source_bit);
-    for (; run != 0; run &= run - 1) path_.push_back(base + LowestBit(run));
+    for (; run != 0; run &= run - 1) path_[length_++] = base + LowestBit(run);
     return true;
   }
 
   Places* places_ = nullptr;
   Reach<T> reach_;
-  std::vector<int32_t> path_;
+  Buffer path_buffer_;
+  int32_t* path_ = nullptr;
+  int32_t length_ = 0;  // of the path
   std::vector<Taken> taken_;
 };
 
 template <typename T>
-OPTPERM_FOR_EACH_PROCESSOR const std::vector<int32_t>& CarefulSearch<T>::Run(Places* places, const Reach<T>& reach,
-                                                                             int32_t source, int32_t end) {
+OPTPERM_FOR_EACH_PROCESSOR Path CarefulSearch<T>::Run(Places* places, const Reach<T>& reach, int32_t source,
+                                                      int32_t end) {
   places_ = places;
   reach_ = reach;
-  path_.assign(1, source);
+  path_ = path_buffer_.Reserve<int32_t>(places->size() + 1);  // the source may stand at both ends
+  path_[0] = source;
+  length_ = 1;
   const bool found = places->Rises(source) ? SearchUp(source, end) : SearchDown(source, end);
-  if (!found) path_.clear();
-  for (int32_t place : path_) places->Remove(place);
+  if (!found) length_ = 0;
+  for (int32_t i = 0; i < length_; ++i) places->Remove(path_[i]);
   places->Remove(source);
-  return path_;
+  return {path_, length_};
 }
 
 }  // namespace optperm

@@ -43,6 +43,7 @@ class Places {
     }
   }
 
+  int32_t size() const { return size_; }
   uint64_t* alive() { return alive_.data(); }
   uint64_t* rising() { return rising_.data(); }
   // Whether a place has the same weight as the place below it.

@@ -24,8 +24,11 @@ class CycleSearch {
   const int32_t* Run(const Entries<T>& entries, double epsilon, const uint64_t* ties) {
     reach_ = {entries.weight, epsilon};
     size_ = entries.size;
+    // All places in ascending |m|; beside them there is room for what they take.
+    const int32_t* order = sorter_.Sort(entries.wish, size_);
+    take_ = sorter_.spare();
     Prepare(entries, ties);
-    ties != nullptr ? Search<true>(entries.wish) : Search<false>(entries.wish);
+    ties != nullptr ? Search<true>(order) : Search<false>(order);
     return take_;
   }
 
@@ -63,21 +66,13 @@ class CycleSearch {
   static constexpr int32_t kLookAhead = 32;
   int32_t LookAhead() const { return std::clamp(size_ / 6, 8, kLookAhead); }
 
-  // All places in ascending |m|; beside them there is room for what they take.
-  const int32_t* Sorted(const Bits<T>* wishes) {
-    const int32_t* order = sorter_.Sort(wishes, size_);
-    take_ = sorter_.spare();
-    return order;
-  }
-
   // Sources in descending |m|, on equal |m| the later place first. Several are looked at together, and those that
   // are memorized already are left out.
   template <bool kTies>
-  void Search(const Bits<T>* wishes) {
+  void Search(const int32_t* order) {
 #if OPTPERM_HAS_AVX512
-    if (use_avx512) return SearchByAvx512<kTies>(Sorted(wishes));
+    if (use_avx512) return SearchByAvx512<kTies>(order);
 #endif
-    const int32_t* order = Sorted(wishes);
     std::iota(take_, take_ + size_, 0);
     const int32_t look_ahead = LookAhead();
     uint32_t sources[kLookAhead];
@@ -320,9 +315,9 @@ class CycleSearch {
   // What is left: the end does not reach the source, places are tied, or rounding makes the two directions differ.
   template <bool kByAvx512>
   OPTPERM_RARE void SearchCarefully(int32_t source, int32_t end) {
-    const std::vector<int32_t>& path = careful_.Run(&places_, reach_, source, end);
-    const int32_t length = static_cast<int32_t>(path.size());
-    for (int32_t i = 0; i < length; ++i) Take<kByAvx512>(path[i], path[i + 1 < length ? i + 1 : 0]);
+    const Path path = careful_.Run(&places_, reach_, source, end);
+    for (int32_t i = 1; i < path.length; ++i) Take<kByAvx512>(path.places[i - 1], path.places[i]);
+    if (path.length > 0) Take<kByAvx512>(path.places[path.length - 1], path.places[0]);
   }
 
   // What is not moved within a word by AVX-512 is marked as that.

@@ -1,0 +1,39 @@
+"""Conversions between floating dtypes that keep subnormal numbers.
+
+A plain conversion may take them for zero: XLA's threads on the CPU do, and so do some accelerators.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_LEAST = 2.0**-149  # the least positive float32
+
+
+def widen(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return the same numbers in float32 or float64."""
+    if x.dtype == jnp.bfloat16:  # the upper half of a float32
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        x = jax.lax.bitcast_convert_type(upper << 16, jnp.float32)
+    if x.dtype != np.float32 or dtype != np.float64:
+        return x.astype(dtype)
+    # The bits of a subnormal float32, as an integer, count multiples of the least positive one.
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    subnormal = jnp.copysign(magnitude.astype(dtype) * _LEAST, bits.astype(dtype))
+    return jnp.where(magnitude < 0x00800000, subnormal, x.astype(dtype))
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """Undo `widen`, for numbers that are finite."""
+    if x.dtype == np.float64 and dtype != np.float16:
+        magnitude = (jnp.abs(x) / _LEAST).astype(jnp.int32)
+        subnormal = jnp.where(jnp.signbit(x), magnitude | jnp.int32(-(2**31)), magnitude)
+        subnormal = jax.lax.bitcast_convert_type(subnormal, jnp.float32)
+        x = jnp.where(jnp.abs(x) < 2.0**-126, subnormal, x.astype(jnp.float32))
+    if dtype == jnp.bfloat16:
+        upper = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 16
+        return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+    return x.astype(dtype)

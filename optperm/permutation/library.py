@@ -1,0 +1,122 @@
+"""The compiled library: find it, load it, register its handlers with XLA, and choose a kernel.
+
+Three kernels search cycles, with the same bits:
+
+- `"ffi"`, on the CPU: XLA calls the compiled kernel, which runs on XLA's threads, without Python.
+- `"callback"`, on other platforms, and on the CPU where XLA refuses the compiled handler: XLA calls
+  Python, which calls the compiled kernel's C entry point, which runs on threads of its own.
+- `"numpy"`, where nothing is compiled: XLA calls Python, which runs `cycles_numpy`.
+
+The best available kernel runs, unless the environment variable OPTPERM_KERNEL names another. A call
+uses as many threads as the process may, or OPTPERM_NUM_THREADS.
+"""
+
+import ctypes
+import functools
+import importlib.metadata
+import os
+import pathlib
+import warnings
+
+import jax
+
+KERNELS = ("ffi", "callback", "numpy")
+PERMUTE_TARGET = "optperm_permute_rows_{}"  # of a dtype
+REORDER_TARGET = "optperm_reorder_rows_{}"
+# The version of the entry points' signatures, checked against the library's.
+_INTERFACE_VERSION = 2
+_TARGETS = (
+    *map(PERMUTE_TARGET.format, ("float32", "float64")),
+    *map(REORDER_TARGET.format, ("int32", "int64")),
+)
+
+
+def choose_kernel() -> str:
+    """Return the kernel that runs: the one OPTPERM_KERNEL names, or the best available.
+
+    Raises:
+      ValueError: If OPTPERM_KERNEL names no kernel that is available.
+    """
+    available = available_kernels()
+    wanted = os.environ.get("OPTPERM_KERNEL", available[0])
+    if wanted not in available:
+        raise ValueError(f"OPTPERM_KERNEL must be one of {available} here, got {wanted!r}.")
+    return wanted
+
+
+@functools.cache
+def available_kernels() -> tuple[str, ...]:
+    """Return the available kernels, fastest first. Warn, once, if the fastest of all is missing."""
+    kernels, lost = find_kernels()
+    if lost:
+        warnings.warn(lost, RuntimeWarning, stacklevel=2)
+    return kernels
+
+
+def find_kernels() -> tuple[tuple[str, ...], str]:
+    """Return the available kernels, fastest first, and a message if the fastest of all is missing."""
+    if load_library() is None:
+        return ("numpy",), (
+            "optperm runs without its compiled kernel, thousands of times slower. With a C++17 compiler "
+            "install again: pip install --force-reinstall --no-deps --no-cache-dir optperm"
+        )
+    refused = _register_handlers()
+    if refused:
+        return ("callback", "numpy"), (
+            f"optperm calls its compiled kernel through Python, which is slower: {refused}. To mend it, "
+            "install optperm again with a supported jaxlib and a C++17 compiler."
+        )
+    return KERNELS, ""
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """Load the compiled library, if there is one with the entry points that this version calls."""
+    for path in _find_paths():
+        if not path.is_file():
+            continue
+        library = ctypes.CDLL(str(path))
+        if library.optperm_interface_version() == _INTERFACE_VERSION:
+            library.optperm_set_max_threads(ctypes.c_int64(count_threads()))
+            return library
+    return None
+
+
+def count_threads() -> int:
+    """Return how many threads a call of the compiled kernel may use, without those of other calls."""
+    if "OPTPERM_NUM_THREADS" not in os.environ:
+        affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
+    given = os.environ["OPTPERM_NUM_THREADS"]
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"OPTPERM_NUM_THREADS must be a positive integer, got {given!r}.")
+    return int(given)
+
+
+def _find_paths() -> list[pathlib.Path]:
+    """Return where the library may be: next to this file, or in the installed package.
+
+    The second place serves code that runs from a checkout of the sources with optperm installed.
+    """
+    name = "cycles.dll" if os.name == "nt" else "cycles.so"
+    paths = [pathlib.Path(__file__).parent / "kernel" / name]
+    try:
+        installed = importlib.metadata.distribution("optperm")
+    except importlib.metadata.PackageNotFoundError:
+        return paths
+    return [*paths, pathlib.Path(str(installed.locate_file(f"optperm/permutation/kernel/{name}")))]
+
+
+@functools.cache
+def _register_handlers() -> str:
+    """Register the compiled handlers with XLA; return the reason if that fails."""
+    library = load_library()
+    for target in _TARGETS:
+        handler = getattr(library, target, None)
+        if handler is None:
+            return "it was built without XLA's headers"
+        try:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
+        except Exception as error:  # jaxlib raises its own error types
+            return str(error).splitlines()[0]
+    return ""
