@@ -13,12 +13,12 @@ from optperm.bayes.covariance import BatchGradients
 from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, signs_like
 from optperm.contract import checks
-from optperm.contract.dtypes import wide_zeros
+from optperm.contract.dtypes import cast_like, wide_zeros
 from optperm.contract.keys import key_data
-from optperm.contract.mapped_axes import AxisName
+from optperm.contract.mapped_axes import AxisName, when
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.switching import switch_after
+from optperm.switching import SwitchAfterState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
@@ -119,17 +119,29 @@ def after_burn_in(
         that one which is out of range has to be named here.
     """
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    inner = switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True)
+    before = optax.with_extra_args_support(burn_in_optimizer)
+    after = optax.with_extra_args_support(optax.chain(*steps))
+
+    def init(params: optax.Params) -> SwitchAfterState:
+        zero = jnp.zeros([], jnp.int32)
+        return SwitchAfterState(zero, zero > 0, before.init(params), after.init(params))
 
     def update(
-        g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        found = inner.update(g, state, params, **extra_args)
-        for name, schedule in schedules.items():
-            resolve_schedule(name, schedule, state.count)
-        return found
+        g: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SwitchAfterState]:
+        is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
+        # The sampler sees each gradient; what it would do in the burn-in is dropped
+        moves, then = after.update(g, state.then, params, **extra_args)
 
-    return with_masters(transformation(inner.init, update, method="constant_sgd", is_wrapper=True))
+        def first(known: tuple[optax.Updates, Any]) -> tuple[optax.Updates, Any]:
+            return cast_like(before.update(g, known[1], params, **extra_args), known)
+
+        moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))
+        return moves, SwitchAfterState(
+            optax.safe_increment(state.count), is_over, first_state, then
+        )
+
+    return with_masters(transformation(init, update, method="constant_sgd", is_wrapper=True))
 
 
 class NewtonState(NamedTuple):
