@@ -99,7 +99,8 @@ def constant_sgd(
     With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
     :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.normal_prior`), batches of
     :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
-    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability asks for:
+    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability asks
+    for:
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad

@@ -49,7 +49,7 @@ class BatchGradients(NamedTuple):
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
-        """Return A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes."""
+        """Return A v, the product of the batch's Hessian with a tree like params, in the dtypes of v."""
 
         def gradient(params: optax.Params) -> optax.Updates:
             grads = self.extras["grad_fn"](params)
@@ -238,8 +238,8 @@ def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:
         raise ValueError(
-            f"'two_batches' halves the batch of each replica: batch_size {batch_size} must be a multiple "
-            f"of {replicas} replicas, with at least 2 examples each."
+            f"'two_batches' halves the batch of each replica: batch_size {batch_size} must be a "
+            f"multiple of {replicas} replicas, with at least 2 examples each."
         )
     _check_num_examples(batch)
     half = here // 2
@@ -368,8 +368,8 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
-            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, axis_name "
-            "for a batch on several devices, and chunk_size= in the place of optax.MultiSteps."
+            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, or "
+            "axis_name= for a batch on several devices. In place of optax.MultiSteps use chunk_size=."
         )
 
 

@@ -56,8 +56,8 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             found += _judge_timing(state, values.shape[1] * int(samples.thinning))
     if len(states) > 1:
         found.append(
-            f"There are {len(states)} samplers, each of a part of the params: they ignore the correlation of "
-            "their noise. Use one sampler."
+            f"There are {len(states)} samplers, each of a part of the params, which ignore the "
+            "correlation of their noise: use one sampler."
         )
     left_out = max((int(np.max(state.left_out)) for state in states), default=0)
     if left_out:

@@ -173,7 +173,7 @@ def test_the_noise_of_the_batches_is_reported(friction):
     )
     np.testing.assert_allclose(state.share, exact, rtol=1e-5)
     assert int(state.looks) == 1
-    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one look in 200 steps
+    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one estimate in 200 steps
     assert int(tx.update(0.5 * grad, tx.init(w), w, **extras)[1].looks) == 0
 
 
