@@ -589,16 +589,6 @@ REFUSED = {
             "at least 2 examples each", batch_size=1, estimator="two_batches", grad_fn=mean
         ),
         value_error(
-            r"per_example_grad_fn\(params, start=, size=\)",
-            chunk_size=2,
-            per_example_grad_fn=of_examples(2),
-        ),
-        value_error(
-            r"grad_fn\(params, start=, size=\)",
-            estimator="two_batches",
-            grad_fn=lambda params: params,
-        ),
-        value_error(
             r"per_example_grad_fn\(params\)",
             per_example_grad_fn=lambda p: {"w": jnp.ones((2, 3, 1)), "b": jnp.ones((2, 2))},
         ),

@@ -200,14 +200,7 @@ def learn(
     repeated = _mean(product, jax.tree.map(jnp.multiply, kernel.noise, share))
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
 
-    # q_i = z_i (H^(1/2) A H^(1/2) z)_i, by Hutchinson's rule in coordinates where A is about c
-    z = signs_like(key, seen.direction)
-    z = flat(z, kernel.basis) if is_full else z
-    root = jax.tree.map(jnp.sqrt, h)
-    product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
-    q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
-    if is_number(kernel.noise):
-        q = inner(q, jax.tree.map(jnp.ones_like, q)) / sum(x.size for x in jax.tree.leaves(q))
+    q = _measure_curvature(kernel, batch, h, key, seen.direction)
     new = seen._replace(
         estimates=seen.estimates + 1,
         covariance=covariance,
@@ -226,6 +219,22 @@ def learn(
         new,
     )
     return new, uneven + is_uneven.astype(jnp.int32)
+
+
+def _measure_curvature(
+    kernel: NoiseKernel, batch: BatchGradients, h: Any, key: jax.Array, like: Any
+) -> Any:
+    """Return q_i, whose mean is h_i a_i, by one product with a batch's Hessian."""
+    is_full = not isinstance(kernel.basis, tuple)
+    # q_i = z_i (H^(1/2) A H^(1/2) z)_i: in coordinates where A is about c no direction hides another
+    z = signs_like(key, like)
+    z = flat(z, kernel.basis) if is_full else z
+    root = jax.tree.map(jnp.sqrt, h)
+    product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
+    q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
+    if is_number(kernel.noise):
+        q = inner(q, jax.tree.map(jnp.ones_like, q)) / sum(x.size for x in jax.tree.leaves(q))
+    return q
 
 
 def _iterate(

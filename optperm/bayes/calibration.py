@@ -206,13 +206,13 @@ def interval_coverage(
     targets: jax.Array | np.ndarray,
     levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
 ) -> np.ndarray:
-    r"""Return how many targets lie in the central intervals of a regression's predictions.
+    r"""Return the share of targets in the central intervals of a regression's predictions.
 
     .. math::
       \frac1n \sum_{i = 1}^{n} 1\left[q_{i, (1 - p) / 2} \le y_i \le q_{i, (1 + p) / 2}\right]
 
-    with q the quantiles of an example's predictions. Of well calibrated ones it is about p, if the draws
-    are of the target itself, with the noise of an observation added to what the model predicts.
+    with q the quantiles of an example's predictions. It is about p for calibrated draws of the target:
+    the predictions of the model plus the noise of an observation.
 
     Args:
       draws: (chain, draw, n), for instance the `draws` of `optperm.posterior_predictive` plus noise.
@@ -232,14 +232,11 @@ def interval_coverage(
       [0.5, 0.75]
     """
     values, y = np.asarray(draws, np.float64), np.asarray(targets, np.float64)
-    if values.ndim != 3 or values.shape[2:] != y.shape or 0 in values.shape:
-        raise ValueError(
-            "draws must have shape (chain, draw, n) and targets (n,), got "
-            f"{values.shape} and {y.shape}."
-        )
-    if not (np.all(np.isfinite(values)) and np.all(np.isfinite(y))):
-        raise ValueError("draws and targets must be finite.")
     p = np.asarray(levels, np.float64)
+    is_shaped = values.ndim == 3 and values.shape[2:] == y.shape and 0 not in values.shape
+    if not (is_shaped and np.all(np.isfinite(values)) and np.all(np.isfinite(y))):
+        shapes = f"{values.shape} and {y.shape}"
+        raise ValueError(f"draws (chain, draw, n) and targets (n,) must be finite, got {shapes}.")
     if p.ndim != 1 or not np.all((p > 0) & (p < 1)):
         raise ValueError(f"levels must be numbers in (0, 1), got {levels}.")
     flat = values.reshape(-1, y.size)

@@ -149,12 +149,14 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     def chunk(start: Any, size: int) -> _Sums:
         return sums(gradients(start=start, size=size))
 
-    if batch.chunk_size is not None:
-        _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
-    here = _length(jax.eval_shape(gradients))
-    _check_batch(here, batch)
+    here = int(jax.tree.leaves(jax.eval_shape(gradients))[0].shape[0])
+    if here * batch.replicas < 2:
+        raise ValueError(
+            "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
+        )
+    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
     chunk_size = here
-    if _takes_part(grad_fn):
+    if batch.chunk_size is not None or _takes_part(grad_fn):
         size = sum(leaf.size for leaf in jax.tree.leaves(batch.params))
         chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // max(size, 1)))
     if chunk_size == here:
@@ -232,7 +234,6 @@ def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
     grad_fn = batch.extras["grad_fn"]
-    _check_takes_part(grad_fn, "grad_fn", 'estimator="two_batches"')
     checks.check_static_count("batch_size", batch.batch_size)
     batch_size, replicas = int(batch.batch_size), batch.replicas
     here = batch_size // replicas
@@ -317,10 +318,6 @@ def check_noise_arguments(
         )
 
 
-def _length(rows: optax.Updates) -> int:
-    return int(jax.tree.leaves(rows)[0].shape[0])
-
-
 def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
     return _rescale(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
 
@@ -348,14 +345,6 @@ def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) 
     return grads
 
 
-def _check_batch(here: int, batch: BatchGradients) -> None:
-    if here * batch.replicas < 2:
-        raise ValueError(
-            "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
-        )
-    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
-
-
 def _check_num_examples(batch: BatchGradients) -> None:
     """Raise where `optperm.evaluate` has evaluated a batch of another size."""
     here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
@@ -374,13 +363,7 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
 
 
 def _takes_part(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes the start and the size of a part of the batch."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return takes_any or {"start", "size"} <= {p.name for p in parameters}
-
-
-def _check_takes_part(function: Callable[..., Any], name: str, reason: str) -> None:
-    if not _takes_part(function):
-        raise ValueError(
-            f"{reason} needs {name}(params, start=, size=), as optperm.evaluate makes it."
-        )
