@@ -52,30 +52,28 @@ class Calibration(NamedTuple):
 def calibration(
     probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray, *, num_bins: int = 15
 ) -> Calibration:
-    r"""The expected calibration error of a classifier, and the bins of its reliability diagram.
+    r"""Return the expected calibration error of a classifier, and the bins of its reliability diagram.
 
-    The confidence of a prediction is its largest probability. Bin b of B holds the examples whose
-    confidence lies in ((b - 1) / B, b / B], and
+    The confidence of a prediction is its largest probability. Bin b of B holds the examples with a
+    confidence in ((b - 1) / B, b / B], and
 
     .. math::
       \mathrm{ECE} = \sum_{b = 1}^{B} \frac{n_b}{n} \left| \mathrm{acc}_b - \mathrm{conf}_b \right|
 
-    Of two equally probable classes the first is the prediction. The negative log-likelihood beside it
-    is `optax.softmax_cross_entropy_with_integer_labels(jnp.log(probabilities), labels).mean()`.
+    Of equally probable classes the first is the prediction.
 
     Args:
       probabilities: (n, classes), rows that sum to one, of any real floating dtype.
       labels: (n,), integers in [0, classes).
-      num_bins: B, how many bins there are.
+      num_bins: B.
 
     Returns:
-      A `Calibration`. Traced, where Python cannot see the labels, its error and accuracies are NaN if
-      one is out of range.
+      A `Calibration`. Its error and accuracies are NaN if a traced label is out of range.
 
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
       ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1; where Python
-        can see them, if probabilities are not finite, negative or do not sum to one, or a label is out
+        can see them, if probabilities are not finite or negative, do not sum to one, or a label is out
         of range.
 
     Example:
@@ -91,10 +89,10 @@ def calibration(
     checks.check_static_count("num_bins", num_bins)
     _check_probabilities(probabilities, labels)
     probabilities = jnp.asarray(probabilities)
-    # Examples that lie on several devices are binned together.
+    # Examples on several devices are binned together
     confidences = unshard(jnp.max(probabilities, axis=1))
     confidences = confidences.astype(accumulation_dtype(probabilities))
-    # A confidence that is written as an edge is that edge in its own dtype, and lies below it.
+    # Edges in the dtype of the probabilities: a confidence of b / B is in bin b in any dtype
     edges = jnp.asarray(np.arange(1, num_bins) / num_bins, probabilities.dtype)
     edges = edges.astype(confidences.dtype)
     bins = jnp.searchsorted(edges, confidences, side="left")
@@ -107,18 +105,18 @@ def calibration(
     labels = unshard(jnp.asarray(labels))
     is_label = jnp.all((labels >= 0) & (labels < probabilities.shape[1]))
 
-    def checked(found: jax.Array) -> jax.Array:
-        # Traced labels are not looked at by Python: those of no class make everything NaN.
+    def mask(found: jax.Array) -> jax.Array:
+        # Python cannot see traced labels: a label of no class makes everything NaN
         return jnp.where(is_label, found, jnp.nan)
 
     counts = sum_by_bin(jnp.ones(confidences.shape, jnp.int32))
     safe_counts = jnp.maximum(counts, 1).astype(confidences.dtype)
     gaps = jnp.abs(sum_by_bin(is_right - confidences))
     return Calibration(
-        expected_calibration_error=checked(jnp.sum(gaps) / confidences.size),
+        expected_calibration_error=mask(jnp.sum(gaps) / confidences.size),
         counts=counts,
         confidence=sum_by_bin(confidences) / safe_counts,
-        accuracy=checked(sum_by_bin(is_right) / safe_counts),
+        accuracy=mask(sum_by_bin(is_right) / safe_counts),
     )
 
 
@@ -208,13 +206,13 @@ def interval_coverage(
     targets: jax.Array | np.ndarray,
     levels: Sequence[float] = (0.5, 0.8, 0.9, 0.95),
 ) -> np.ndarray:
-    r"""Return how many targets lie in the central intervals of a regression's predictions.
+    r"""Return the share of targets in the central intervals of a regression's predictions.
 
     .. math::
       \frac1n \sum_{i = 1}^{n} 1\left[q_{i, (1 - p) / 2} \le y_i \le q_{i, (1 + p) / 2}\right]
 
-    with q the quantiles of an example's predictions. Of well calibrated ones it is about p, if the draws
-    are of the target itself, with the noise of an observation added to what the model predicts.
+    with q the quantiles of an example's predictions. It is about p for calibrated draws of the target:
+    the predictions of the model plus the noise of an observation.
 
     Args:
       draws: (chain, draw, n), for instance the `draws` of `optperm.posterior_predictive` plus noise.
@@ -234,14 +232,11 @@ def interval_coverage(
       [0.5, 0.75]
     """
     values, y = np.asarray(draws, np.float64), np.asarray(targets, np.float64)
-    if values.ndim != 3 or values.shape[2:] != y.shape or 0 in values.shape:
-        raise ValueError(
-            "draws must have shape (chain, draw, n) and targets (n,), got "
-            f"{values.shape} and {y.shape}."
-        )
-    if not (np.all(np.isfinite(values)) and np.all(np.isfinite(y))):
-        raise ValueError("draws and targets must be finite.")
     p = np.asarray(levels, np.float64)
+    is_shaped = values.ndim == 3 and values.shape[2:] == y.shape and 0 not in values.shape
+    if not (is_shaped and np.all(np.isfinite(values)) and np.all(np.isfinite(y))):
+        shapes = f"{values.shape} and {y.shape}"
+        raise ValueError(f"draws (chain, draw, n) and targets (n,) must be finite, got {shapes}.")
     if p.ndim != 1 or not np.all((p > 0) & (p < 1)):
         raise ValueError(f"levels must be numbers in (0, 1), got {levels}.")
     flat = values.reshape(-1, y.size)
@@ -262,14 +257,11 @@ def _check_probabilities(
         raise TypeError(f"labels must be integers, got dtype {labels_dtype}.")
     if len(shape) != 2 or 0 in shape:
         raise ValueError(
-            f"probabilities must have shape (n, classes), neither of them 0, got {shape}. For two "
-            "classes stack the probabilities of both: jnp.stack([1 - p, p], axis=1)."
+            f"probabilities must have shape (n, classes), neither of them 0, got {shape}. Of two "
+            "classes pass both: jnp.stack([1 - p, p], axis=1)."
         )
     if jnp.shape(labels) != shape[:1]:
-        raise ValueError(
-            f"labels must have shape {shape[:1]}, one for each row of probabilities {shape}; got "
-            f"{jnp.shape(labels)}."
-        )
+        raise ValueError(f"labels must have shape {shape[:1]}, got {jnp.shape(labels)}.")
     if not isinstance(probabilities, jax.core.Tracer):
         values = np.asarray(probabilities, np.float64)
         sums = values.sum(axis=1)
@@ -278,14 +270,11 @@ def _check_probabilities(
         if is_bad.any():
             row = int(is_bad.argmax())
             raise ValueError(
-                "probabilities must be at least 0 and each row must sum to one, but row "
-                f"{row} is {values[row][:8]} and sums to {sums[row]:.6g}. Logits go through "
-                "jax.nn.softmax first."
+                "probabilities must be at least 0 and sum to one, but row "
+                f"{row} is {values[row][:8]} and sums to {sums[row]:.6g}: see jax.nn.softmax."
             )
     if not isinstance(labels, jax.core.Tracer):
         lowest, highest = int(np.min(labels)), int(np.max(labels))
         if lowest < 0 or highest >= shape[1]:
-            raise ValueError(
-                f"labels must lie in [0, {shape[1] - 1}], as there are {shape[1]} classes; got "
-                f"{lowest if lowest < 0 else highest}."
-            )
+            found = lowest if lowest < 0 else highest
+            raise ValueError(f"labels must lie in [0, {shape[1] - 1}], got {found}.")

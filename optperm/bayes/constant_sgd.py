@@ -38,19 +38,19 @@ _NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
 
 
 class ConstantSgdState(NamedTuple):
-    """State of `constant_sgd`, inside of what moves params in the burn-in.
+    """State of `constant_sgd`.
 
     Attributes:
       count: Steps taken.
-      steps: Those of them that sampled.
-      uneven: Estimates that met a batch's gradient which is not the mean of those of its examples.
-      left_out: Steps in which entries whose gradient is not finite stayed where they are.
-      freeze_after: The step from which on nothing is learned.
+      steps: Steps that sampled.
+      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      freeze_after: The first step that learns nothing.
       key: The raw random key of the injected noise.
-      scale: 2 S T / N, of the last step.
-      limit: c, of the last step.
-      kernel: What is sampled with.
-      adaptation: What the current window of the warm-up has seen.
+      scale: s = 2 S T / N of the last step.
+      limit: c of the last step.
+      kernel: The noise, the curvature and the basis of the steps.
+      adaptation: The statistics of the current window of the warm-up.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -91,7 +91,7 @@ def constant_sgd(
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SGD with the constant step sizes at which its iterates are samples from the posterior.
+    r"""Sample from the posterior by SGD with constant step sizes.
 
     .. math::
       v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
@@ -99,25 +99,26 @@ def constant_sgd(
     With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
     :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.normal_prior`), batches of
     :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
-    :math:`L`, noise :math:`\xi` is injected until each direction's step is as short as it has to be:
+    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability asks
+    for:
 
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
       h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
 
     and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
-    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise is
-    :math:`(2 T / N) H`, whatever b is, and near an optimum the draws follow
-    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A)`, which is at most c.
-    Every direction moves as fast as c and the noise of the batches allow, however long and narrow the
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise has the
+    covariance :math:`(2 T / N) H` for any b, and near an optimum the draws follow
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every
+    direction moves as fast as c and the noise of the batches allow, however long and narrow the
     posterior is. Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
     without noise of the batches it is Langevin dynamics.
 
-    In the burn-in another optimizer moves the params to an optimum. From its second half on to
-    `freeze_after` five windows learn :math:`C`, :math:`a_i`, by Hutchinson's rule in the coordinates of
-    :math:`H^{1/2}`, how far the curvatures of batches differ, and how far the noise varies from
-    place to place, which lowers :math:`\rho`. What a window learned is the next one's kernel
-    (`optperm.NoiseKernel`); after the last nothing changes any more.
+    In the burn-in another optimizer moves the params to an optimum. From the second half of the burn-in
+    to `freeze_after` five windows estimate :math:`C`, :math:`a_i` (Hutchinson's rule in the coordinates
+    of :math:`H^{1/2}`), the spread of the batches' curvatures, and how much the noise varies from place
+    to place, which lowers :math:`\rho`. Each window hands its estimates to the next window as an
+    `optperm.NoiseKernel`; after the last window the kernel is constant.
 
     Args:
       num_data: N, the number of training examples.
@@ -125,36 +126,31 @@ def constant_sgd(
       preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h); None for the full one up to
         4,096 params, else the diagonal one.
       estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
-        "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses whose
-        examples cannot be told apart.
-      learning_rate: Factor on `stability` and `rho`, a number or a schedule: it keeps the law.
+        "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
+        examples.
+      learning_rate: Factor on `stability` and `rho`, a number or a schedule; the law stays the same.
       momentum: :math:`\mu`, in [0, 1). None for :math:`\min(.9, (S - 1) / (S + 1))`. Steps are
         :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
       temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
       stability: c, the largest eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
         too large by up to half of it.
-      rho: The largest :math:`\rho`, the ratio of the batches' noise to what is injected; the warm-up
+      rho: The largest :math:`\rho`, the ratio of the batches' noise to the injected noise; the warm-up
         lowers it where the noise varies from place to place.
-      burn_in: Steps before the first one that samples.
-      freeze_after: Steps after which nothing is learned any more. None for twice `burn_in`, at least
-        1,000 steps after it.
-      burn_in_optimizer: What moves the params meanwhile. None for steps by each parameter's own
-        curvature, which reach optima far away and do not depend on the units of features.
+      burn_in: Steps before the first step that samples.
+      freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
+        after it.
+      burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
+        curvature, which reach distant optima and do not depend on the units of features.
       seed: Seed of the injected noise. `optperm.draw_samples` gives each chain noise of its own; chains
         of your own take states that were initialized with different seeds.
-      chunk_size: How many gradients of examples to hold at once; None for as many as have a million
-        entries, at least 8.
-      axis_name: The mapped axis, or several, over which each batch is spread. The gradients must be
-        averaged already.
+      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
+        at least 8.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
+        already.
 
     Returns:
       A transformation. It needs `params`, `grad_fn` and the estimator's extra argument, all made by
       `optperm.evaluate`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, or the trees passed to `update` do not match.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -175,21 +171,26 @@ def constant_sgd(
       >>> bool(jnp.allclose(jnp.cov(draws[2000:].T), exact, atol=2e-4))
       True
 
+    Notes:
+      Draw batches with replacement: in a shuffled epoch the batches' noise is anticorrelated, and the
+      draws are too narrow by a fifth or more. The loss must be a mean over examples: a loss that sums,
+      or mixes examples as BatchNorm does, has other noise, which the state's `uneven` counts. Put
+      nothing that changes gradients in front (clipping, `optperm.svrg`, weight decay) and nothing that
+      scales updates behind. The diagonal and the scalar preconditioner ignore the correlation of
+      gradients: their variances are between half and twice the right ones.
+
+      The full preconditioner keeps three D x D matrices, decomposes two at the end of each window, and
+      multiplies by two of them per step. Params of 16 bits have a copy in float32. `optperm.sample` owns
+      the loop, and `optperm.posterior_report` says whether draws can be trusted.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
+
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
-
-    Notes:
-      Draw batches with replacement: within a shuffled epoch what one batch misses another one has, and
-      draws are too narrow by a fifth and more. The loss has to be the mean of what each example loses:
-      one that sums, or mixes examples as BatchNorm does, has other noise, which the state's `uneven`
-      counts. Nothing that changes gradients belongs in front (clipping, `optperm.svrg`, weight decay)
-      and nothing that scales updates behind. The diagonal and the scalar preconditioner do not know how
-      gradients are correlated: there variances are between half and twice the right ones.
-
-      The full preconditioner keeps three matrices of D x D, decomposes two at the end of each
-      window, and multiplies by two of them in a step. Params of 16 bits have a copy in float32.
-      `optperm.sample` owns the loop, and `optperm.posterior_report` says whether draws can be trusted.
     """
     checks.check_positive("stability", stability)
     checks.check_positive("rho", rho)
@@ -197,21 +198,18 @@ def constant_sgd(
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     checks.check_seed("seed", seed)
-    numbers = stability, 1.0 if callable(learning_rate) else learning_rate
-    if all(map(checks.is_concrete_number, numbers)):
-        product = float(stability) * float(numbers[1])
-        if product >= 2:
-            raise ValueError(
-                "stability times learning_rate must be below 2, from where on steps diverge, got "
-                f"{product:g}. Lower them: the defaults are 0.2 and 1."
-            )
+    rate = 1.0 if callable(learning_rate) else learning_rate
+    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
+    if is_seen and float(stability) * float(rate) >= 2:
+        raise ValueError(
+            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
+        )
     mu = _momentum(batch_size) if momentum is None else momentum
     checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
     schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)
-    momentum_factor = (1 - mu) / (1 + mu)
 
     def init(params: optax.Params) -> ConstantSgdState:
-        kernel, adaptation = begin(params, _form(preconditioner, params), rho)
+        kernel, adaptation = begin(params, _choose_preconditioner(preconditioner, params), rho)
         zero = jnp.zeros_like(kernel.stability)
         return ConstantSgdState(
             count=jnp.zeros([], jnp.int32),
@@ -237,14 +235,14 @@ def constant_sgd(
         rate = resolve_schedule("learning_rate", learning_rate, count)
         scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
 
-        # While the warm-up is open it learns; what a window learned is the next one's kernel
+        # The warm-up learns in one conditional: after it, a step costs a gradient and its noise
         is_open, ends_window = schedule.is_open(count), schedule.ends_window(count)
         kernel, adaptation, uneven = when(
             is_open | ends_window,
             lambda known: warm_up(
                 *known, batch, estimator, scale, fold(state.key, ~count),
                 number=schedule.number(count), is_open=is_open, ends_window=ends_window,
-                limit=c, rate=rate, momentum_factor=momentum_factor, rho=rho,
+                limit=c, rate=rate, momentum_factor=(1 - mu) / (1 + mu), rho=rho,
             ),
             (state.kernel, state.adaptation, state.uneven),
         )  # fmt: skip
@@ -253,12 +251,13 @@ def constant_sgd(
         h = kernel.step_sizes(scale, c, rate)
         b = kernel.injected(h, scale)
 
-        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z)
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
         z = three_point_like(fold(state.key, count), params)
         z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
         xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
         noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
         moves = kernel.params_of(times(h, noisy), params)
+        # A NaN that an entry took once would stay in its chain
         is_moving = (count >= schedule.burn_in) & kernel.is_ready
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
         return cast_like(moves, params), state._replace(
@@ -281,22 +280,24 @@ def constant_sgd(
         needs=NEEDS[estimator] | _NEEDS_CURVATURE,
         axis_name=axis_name,
     )
-    if burn_in_optimizer is None:
-        burn_in_optimizer = diagonal_newton(axis_name)
+    # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
     return after_burn_in(
-        burn_in, burn_in_optimizer, sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
-        learning_rate=learning_rate, temperature=temperature,
+        burn_in, burn_in_optimizer or diagonal_newton(axis_name),
+        sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
     )  # fmt: skip
 
 
 def _momentum(batch_size: int | jax.Array) -> Any:
-    """Return the default: steps are then S times as long, as batches' curvatures vary S times less."""
+    """Return the default: steps S times as long, since batches' curvatures vary S times less."""
     if checks.is_concrete_number(batch_size):
         return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
     size = jnp.asarray(batch_size, jnp.float32)
     return jnp.minimum(0.9, (size - 1) / (size + 1))
 
 
-def _form(preconditioner: Preconditioner | None, params: optax.Params) -> Preconditioner:
+def _choose_preconditioner(
+    preconditioner: Preconditioner | None, params: optax.Params
+) -> Preconditioner:
+    """Return the preconditioner, by the number of params where None was passed."""
     size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
     return preconditioner or ("full" if size <= _LARGEST_FULL else "diagonal")

@@ -1,4 +1,4 @@
-"""Whether chains have converged, and how many independent draws theirs are worth.
+"""R-hat and effective sample sizes: have chains converged, and how precise are their means?
 
 A. Vehtari et al., "Rank-Normalization, Folding, and Localization: An Improved R-hat for Assessing
 Convergence of MCMC", Bayesian Analysis 16(2), 2021.
@@ -10,10 +10,11 @@ import numpy as np
 def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
     """Return the largest R-hat, the least bulk and tail effective sizes, the largest error of a mean.
 
-    The error is that of Monte Carlo, over the standard deviation.
-
     Args:
       values: (chain, draw, entry), of at least four draws.
+
+    Returns:
+      Four numbers. The last is the largest Monte Carlo error over the standard deviation.
     """
     halves, tails = _split(values), []
     for level in (0.05, 0.95):
@@ -30,7 +31,7 @@ def convergence(values: np.ndarray) -> tuple[float, float, float, float]:
 
 
 def r_hats(values: np.ndarray) -> np.ndarray:
-    """Return the rank-normalized split R-hat of each entry, of bulk or scale, whichever is larger.
+    """Return the larger rank-normalized split R-hat of each entry, of its bulk and of its scale.
 
     Args:
       values: (chain, draw, entry).
@@ -41,10 +42,10 @@ def r_hats(values: np.ndarray) -> np.ndarray:
 
 
 def effective_sizes(values: np.ndarray) -> np.ndarray:
-    """Return the effective sample size of the mean of each entry, by Geyer's monotone sequence.
+    """Return the effective sample size of each entry's mean, by Geyer's monotone sequence.
 
     Args:
-      values: (chain, draw, entry), of chains that are split already.
+      values: (chain, draw, entry), of split chains.
     """
     chains, draws, _ = values.shape
     centered = values - values.mean(axis=1, keepdims=True)
@@ -57,7 +58,7 @@ def effective_sizes(values: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore", invalid="ignore"):
         rho = 1 - (within - covariances.mean(axis=0)) / total
     rho[0] = 1.0
-    # Sums of pairs, as far as they are positive, and none larger than the one before.
+    # Geyer: sums of pairs up to the first that is not positive, none larger than the sum before
     pairs = rho[: draws // 2 * 2].reshape(draws // 2, 2, -1).sum(axis=1)
     positive = np.cumprod(pairs > 0, axis=0)
     pairs = np.minimum.accumulate(np.where(positive, pairs, 0.0), axis=0)
@@ -67,7 +68,7 @@ def effective_sizes(values: np.ndarray) -> np.ndarray:
 
 
 def split_r_hats(values: np.ndarray) -> np.ndarray:
-    """Return the plain split R-hat of each entry, which is quick; NaN of what never moves.
+    """Return the split R-hat of each entry without ranks; NaN for an entry that never moves.
 
     Args:
       values: (chain, draw, entry), of at least four draws.
@@ -89,10 +90,10 @@ def _split(values: np.ndarray) -> np.ndarray:
 
 
 def _normal_scores(values: np.ndarray) -> np.ndarray:
-    import scipy.special  # noqa: PLC0415 - it takes as long as all of JAX
+    import scipy.special  # noqa: PLC0415 - loads as long as all of JAX
     import scipy.stats  # noqa: PLC0415
 
-    # Blom's offsets, as in the paper.
+    # Blom's offsets
     flat = values.reshape(-1, values.shape[2])
     ranks = scipy.stats.rankdata(flat, axis=0)
     scores = scipy.special.ndtri((ranks - 3 / 8) / (len(flat) + 1 / 4))

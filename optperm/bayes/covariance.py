@@ -18,21 +18,21 @@ from optperm.contract.states import mask_like
 Estimator = Literal["per_example", "single_example", "two_batches"]
 Preconditioner = Literal["scalar", "diagonal", "full"]
 
-# Of deviations from a mean, a tree with a leading axis, what is kept of the sum of d d^T.
+# From deviations d, a tree with a leading axis: the part of the sum of d d^T that is kept.
 Outer = Callable[[optax.Updates], Any]
-# Gradients of examples are held a million numbers at a time, but of at least so many examples.
+# Numbers of examples' gradients held at once, and the least number of examples.
 _CHUNK, _LEAST_CHUNK = 2**20, 8
 
 
 class BatchGradients(NamedTuple):
-    """The gradient of a step's batch, and what gives those of its parts and examples.
+    """The gradient of a step's batch, and the functions for the gradients of its parts and examples.
 
     Attributes:
       params: The current params.
       grad: The gradient of the batch.
       extras: The extra arguments of `update`.
       batch_size: S, of all replicas together.
-      chunk_size: How many gradients of examples to hold at once; None for a million numbers.
+      chunk_size: Number of examples' gradients held at once; None for a million numbers.
       axis_name: The mapped axes over which the batch is spread, if any.
     """
 
@@ -45,34 +45,32 @@ class BatchGradients(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Over how many the batch is spread."""
+        """The number of replicas over which the batch is spread."""
         return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
 
     def curvature_product(self, direction: optax.Updates) -> optax.Updates:
-        """Return A v, the product of the batch's Hessian with a tree like params, in that tree's dtypes.
-
-        As A is symmetric, by a reverse derivative: a loss with a `jax.custom_vjp` in it has no other.
-        """
+        """Return A v, the product of the batch's Hessian with a tree like params, in the dtypes of v."""
 
         def gradient(params: optax.Params) -> optax.Updates:
             grads = self.extras["grad_fn"](params)
-            return _checked_gradients(grads, self, "grad_fn(params)", axes=0)
+            return _mask_gradients(grads, self, "grad_fn(params)", axes=0)
 
+        # A is symmetric, and a loss with a jax.custom_vjp has no forward derivative
         grads, transposed = jax.vjp(gradient, self.params)
         (product,) = transposed(cast_like(direction, grads))
         if self.axis_name is not None:
-            # Averaged already or not: the mean of what is the same everywhere is itself.
+            # Averaged already or not: the mean over replicas that agree changes nothing
             product = jax.lax.pmean(product, self.axis_name)
         return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
 
 
-# An unbiased estimate of C, the covariance of one example's gradient, as much of it as `Outer` keeps;
-# and whether the batch's gradient turned out not to be the mean of theirs.
+# Returns an unbiased estimate of C, the covariance of one example's gradient, as `Outer` keeps it, and
+# whether the batch's gradient is not the mean of its examples' gradients.
 Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
 
 
 def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
-    """The trace of the sum of outer products, over the number of params, ()."""
+    """Return the trace of the sum of outer products over the number of params, ()."""
     dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
     size = max(1, sum(leaf[0].size for leaf in leaves))
     parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
@@ -80,12 +78,12 @@ def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
 
 
 def diagonal(deviations: optax.Updates) -> optax.Updates:
-    """The diagonal of the sum of outer products, a tree like params."""
+    """Return the diagonal of the sum of outer products, a tree like params."""
     return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
 
 
 def matrix(deviations: optax.Updates) -> jax.Array:
-    """The sum of outer products of the flattened deviations, (D, D)."""
+    """Return the sum of outer products of the flattened deviations, (D, D)."""
     rows = rows_of(deviations)
     return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
 
@@ -105,12 +103,12 @@ OUTER: dict[Preconditioner, Outer] = {
 
 
 class _Sums(NamedTuple):
-    """What is summed over some examples, each by its gradient's deviation d from one center.
+    """Sums over examples of their gradients' deviations d from one center.
 
     Attributes:
-      count: How many, (); a float.
+      count: The number of examples, (); a float.
       deviations: The sum of d, a tree like params.
-      products: Of the sum of d d^T, what is kept.
+      products: The sum of d d^T, as `Outer` keeps it.
     """
 
     count: Any
@@ -119,22 +117,22 @@ class _Sums(NamedTuple):
 
 
 def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
-    r"""The unbiased covariance of the gradients of the batch's examples.
+    r"""Return the unbiased covariance of the gradients of the batch's examples.
 
     .. math::
       \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
       = \frac{1}{S - 1} \left( \sum_n d_n d_n^T - S \bar d \bar d^T \right), \qquad d_n = g_n - g_S
 
-    With the batch's gradient :math:`g_S`, which is known and close to the mean, for a center one pass
-    over the examples is enough. A gradient that is NaN in every entry is no example's: so a loss that
-    divides by the batch's weights makes it of a row of weight 0, which fills a batch up.
+    The batch's gradient :math:`g_S`, known and close to the mean, is the center, so that one pass over
+    the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
+    divides by the batch's weights gives it for padding of weight 0.
     """
     grad_fn = batch.extras["per_example_grad_fn"]
     center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
 
     def gradients(**part: Any) -> optax.Updates:
         grads = grad_fn(batch.params, **part)
-        return _checked_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
+        return _mask_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
 
     def sums(rows: optax.Updates) -> _Sums:
         is_example = jnp.logical_not(_is_nan(rows))
@@ -151,12 +149,14 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     def chunk(start: Any, size: int) -> _Sums:
         return sums(gradients(start=start, size=size))
 
-    if batch.chunk_size is not None:
-        _check_takes_part(grad_fn, "per_example_grad_fn", "chunk_size")
-    here = _length(jax.eval_shape(gradients))
-    _check_batch(here, batch)
+    here = int(jax.tree.leaves(jax.eval_shape(gradients))[0].shape[0])
+    if here * batch.replicas < 2:
+        raise ValueError(
+            "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
+        )
+    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
     chunk_size = here
-    if _takes_part(grad_fn):
+    if batch.chunk_size is not None or _takes_part(grad_fn):
         size = sum(leaf.size for leaf in jax.tree.leaves(batch.params))
         chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // max(size, 1)))
     if chunk_size == here:
@@ -173,6 +173,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
             found = optax.tree.add(found, chunk(whole * chunk_size, rest))
     if batch.axis_name is not None:
         found = jax.lax.psum(found, batch.axis_name)
+    # (sum d d^T - S mean(d) mean(d)^T) / (S - 1)
     mean = _rescale(found.deviations, 1 / found.count)
     of_mean = _outer_of(mean, found.count, outer)
     spread = jax.tree.map(jnp.subtract, found.products, of_mean)
@@ -180,12 +181,12 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
 
 
 def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
-    """Whether a batch's gradient is not the mean of those of its examples, by a tenth of its size.
+    """Return whether a batch's gradient and the mean of its examples' differ by a tenth of its size.
 
     Args:
       batch: The batch.
-      deviation: By how much the mean of those of its examples exceeds it.
-      count: How many they are.
+      deviation: The mean of the examples' gradients less the batch's gradient.
+      count: The number of examples.
     """
     if getattr(batch.extras["per_example_grad_fn"], "draws_anew", False):
         return jnp.zeros([], jnp.bool_)
@@ -194,13 +195,14 @@ def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Arra
         grad = jax.lax.pmean(grad, batch.axis_name)
         deviation = jax.lax.pmean(deviation, batch.axis_name)
     epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(grad))
-    # What each of the examples is rounded by, where their mean is short.
+    # Where the mean is short, the rounding of each example may be a tenth of it
     least = jnp.maximum(0.01, (4 * epsilon) ** 2 * count)
     return _size(deviation) > least.astype(accumulation_dtype(grad)) * _size(grad)
 
 
 def _is_nan(rows: optax.Updates) -> jax.Array:
-    """Of which rows every entry is NaN, (rows,), by the smallest leaf: it is quickly looked through."""
+    """Return which rows are all NaN, (rows,)."""
+    # The smallest leaf decides, for speed
     leaves = jax.tree.leaves(rows)
     smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
     flags = jnp.all(jnp.isnan(smallest), axis=tuple(range(1, smallest.ndim)))
@@ -208,18 +210,18 @@ def _is_nan(rows: optax.Updates) -> jax.Array:
 
 
 def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:
-    """One number a row, shaped so that it meets the whole row."""
+    """Return one number per row, shaped to broadcast over the row."""
     return numbers.reshape(-1, *(1,) * (rows.ndim - 1))
 
 
 def single_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
-    r"""How far the gradient of an example drawn apart lies from that of the batch.
+    r"""Return the covariance estimate from one example that is not in the batch.
 
     .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
     """
     _check_num_examples(batch)
     one = batch.extras["example_grad_fn"](batch.params)
-    one = _checked_gradients(one, batch, "example_grad_fn(params)", axes=0)
+    one = _mask_gradients(one, batch, "example_grad_fn(params)", axes=0)
     estimate = _outer_of(_difference(one, batch.grad), 1 / (1 + 1 / batch.batch_size), outer)
     if batch.axis_name is not None:
         estimate = jax.lax.pmean(estimate, batch.axis_name)
@@ -227,25 +229,23 @@ def single_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]
 
 
 def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
-    r"""How far the gradient of the batch's first half lies from that of the whole.
+    r"""Return the covariance estimate from the gradients of the batch and of its first half.
 
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
     grad_fn = batch.extras["grad_fn"]
-    _check_takes_part(grad_fn, "grad_fn", 'estimator="two_batches"')
     checks.check_static_count("batch_size", batch.batch_size)
     batch_size, replicas = int(batch.batch_size), batch.replicas
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:
         raise ValueError(
-            f"batch_size is {batch_size}, and there are {replicas} replicas: the estimator "
-            "'two_batches' halves the batch of each, which takes a multiple of them, and at least "
-            "2 examples each."
+            f"'two_batches' halves the batch of each replica: batch_size {batch_size} must be a "
+            f"multiple of {replicas} replicas, with at least 2 examples each."
         )
     _check_num_examples(batch)
     half = here // 2
     part = grad_fn(batch.params, start=0, size=half)
-    part = _checked_gradients(part, batch, "grad_fn(params)", axes=0)
+    part = _mask_gradients(part, batch, "grad_fn(params)", axes=0)
     factor = half / (here - half) * batch_size
     return _outer_of(_difference(part, batch.grad), factor, outer), jnp.zeros([], jnp.bool_)
 
@@ -256,7 +256,7 @@ ESTIMATES: dict[Estimator, Estimate] = {
     "two_batches": two_batches,
 }
 
-# The extra argument that each of them takes, and what that is.
+# The extra argument of each estimator, and its meaning.
 NEEDS: dict[Estimator, dict[str, str]] = {
     "per_example": {"per_example_grad_fn": "the gradient of each example at given params"},
     "single_example": {
@@ -275,18 +275,15 @@ def batch_gradients(
     chunk_size: int | None,
     axis_name: AxisName | None,
 ) -> BatchGradients:
-    """Return the gradients of a step's batch; warn where they are not what a sampler is given."""
+    """Return the gradients of a step's batch; warn where the updates are not the batch's gradient."""
     grad = extras.get("grad")
     grad = updates if grad is None else mask_like(grad, params)
     pairs = zip(*map(jax.tree.leaves, (updates, grad)), strict=False)
-    # What replicas average is another array, and need not be another gradient.
+    # Replicas average the gradient, which makes another array of it
     if axis_name is None and any(one is not other for one, other in pairs):
         warnings.warn(
-            "The gradient is not the one of the extra arguments: the noise of those is what steps are "
-            "made for, and the draws do not follow the posterior. Nothing that changes gradients "
-            "belongs in front of constant_sgd or around it: no clipping (even of none), no svrg (sgld "
-            "and sghmc take it), no weight decay (normal_prior goes into the loss), no MultiSteps "
-            "(chunk_size= saves memory).",
+            "The gradient is not the one of the extra arguments, and the draws do not follow the "
+            "posterior: no clipping, svrg, weight decay (use normal_prior) or MultiSteps around it.",
             stacklevel=2,
         )
     return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)
@@ -300,7 +297,7 @@ def check_noise_arguments(
     chunk_size: Any,
     axis_name: Any,
 ) -> None:
-    """Raise what `constant_sgd` and `mandt_sgd` say about their common arguments."""
+    """Raise unless the common arguments of `constant_sgd` and `mandt_sgd` are allowed."""
     checks.check_count("num_data", num_data)
     checks.check_count("batch_size", batch_size)
     if preconditioner is not None:
@@ -312,21 +309,13 @@ def check_noise_arguments(
     if not (checks.is_concrete_number(num_data) and checks.is_concrete_number(batch_size)):
         return
     if int(num_data) < int(batch_size):
-        raise ValueError(
-            f"num_data must be at least batch_size, got {num_data} examples in all and "
-            f"{batch_size} in a batch. num_data comes first."
-        )
+        raise ValueError(f"num_data must be at least batch_size, got {num_data} and {batch_size}.")
     if int(num_data) == int(batch_size) > 1:
         warnings.warn(
-            f"batch_size is num_data, {num_data}: the gradient of all examples has no noise, whatever "
-            "their own gradients tell, and then the draws are too narrow. Draw small batches with "
-            "replacement, or sample with sgld or sghmc, whose noise is their own.",
+            f"batch_size is num_data, {num_data}: the gradient of all examples has no noise, and draws "
+            "are too narrow. Draw small batches with replacement, or use sgld or sghmc.",
             stacklevel=3,
         )
-
-
-def _length(rows: optax.Updates) -> int:
-    return int(jax.tree.leaves(rows)[0].shape[0])
 
 
 def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
@@ -334,7 +323,7 @@ def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
 
 
 def _size(tree: Any) -> jax.Array:
-    """The squared norm of a tree, whose leaves may have several dtypes."""
+    """Return the squared norm of a tree, whose leaves may have several dtypes."""
     return optax.tree.norm(optax.tree.cast(tree, accumulation_dtype(tree)), squared=True)
 
 
@@ -348,25 +337,16 @@ def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
     )
 
 
-def _checked_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
-    """The gradients, without what is masked, if they are shaped like params after `axes` axes."""
+def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
+    """Return the gradients of unmasked params; raise unless they match params after `axes` axes."""
     grads = mask_like(grads, batch.params)
     shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
     checks.check_same_tree(name, shapes, batch.params, source="params", dtypes=False)
     return grads
 
 
-def _check_batch(here: int, batch: BatchGradients) -> None:
-    if here * batch.replicas < 2:
-        raise ValueError(
-            "The estimator 'per_example' needs batches of at least 2 examples, got 1: use "
-            "estimator='single_example' for batches of one."
-        )
-    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
-
-
 def _check_num_examples(batch: BatchGradients) -> None:
-    """Raises where `optperm.evaluate` says that its batch has another size."""
+    """Raise where `optperm.evaluate` has evaluated a batch of another size."""
     here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
     if here is not None:
         _check_size(here, batch, f"grad_fn is that of a batch of {here}")
@@ -377,22 +357,13 @@ def _check_size(here: int, batch: BatchGradients, what: str) -> None:
     if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
         over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
         raise ValueError(
-            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size (leave "
-            "out a smaller last one), and axis_name where a batch is spread over several devices. "
-            "Inside of optax.MultiSteps the batch is only a part of what a step is made of: pass the "
-            "whole batch instead, with chunk_size= to hold the gradients of few examples at once."
+            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, or "
+            "axis_name= for a batch on several devices. In place of optax.MultiSteps use chunk_size=."
         )
 
 
 def _takes_part(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes the start and the size of a part of the batch."""
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return takes_any or {"start", "size"} <= {p.name for p in parameters}
-
-
-def _check_takes_part(function: Callable[..., Any], name: str, reason: str) -> None:
-    if not _takes_part(function):
-        raise ValueError(
-            f"With {reason}, {name} must take the first example of a part of the batch and its size, "
-            f"{name}(params, start=, size=), as optperm.evaluate makes it."
-        )

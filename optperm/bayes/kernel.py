@@ -1,4 +1,4 @@
-"""The kernel of constant SGD: the noise of its gradients, and the steps that make it a posterior's."""
+"""The kernel of constant SGD: the noise of its gradients, and the steps that sample the posterior."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NoiseKernel(NamedTuple):
-    r"""What constant SGD samples with: a value that the warm-up hands over, and that no step changes.
+    r"""The noise, curvature and basis of constant SGD, which the warm-up hands over and no step changes.
 
     With :math:`C` the covariance of one example's gradient, :math:`A` the Hessian of the mean loss and
     :math:`s = 2 S T / N`, the columns :math:`w_i` of a basis :math:`W` are such that
@@ -26,8 +26,8 @@ class NoiseKernel(NamedTuple):
     .. math::
       W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top
 
-    The steps :math:`h_i` are limited by the share that the batches may have in a step's noise, and by
-    the curvature :math:`a_i \approx w_i^\top A w_i`; injected noise makes up for the rest:
+    The share that the batches may have in a step's noise, and the curvature
+    :math:`a_i \approx w_i^\top A w_i`, limit the steps :math:`h_i`; injected noise adds the rest:
 
     .. math::
       h_i = \frac{s}{\max\left(\Lambda_i (1 + 1 / \rho), s a_i / c\right)}, \qquad
@@ -35,23 +35,22 @@ class NoiseKernel(NamedTuple):
       \xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z
 
     So the noise of a step :math:`-H (g + \xi)` has the covariance
-    :math:`W \operatorname{diag}(h (\Lambda + b) h / S) W^\top = (2 T / N) H`, whatever a and c are.
+    :math:`W \operatorname{diag}(h (\Lambda + b) h / S) W^\top = (2 T / N) H` for any a and c.
 
     Attributes:
       basis: :math:`W`, (D, D), of the full preconditioner; an empty tuple where :math:`W = I`.
       noise: :math:`\Lambda`: (D,) of the full preconditioner, a tree like params of the diagonal one,
         a single number of the scalar one.
-      curvature: :math:`a`, of the same form, with what momentum, the spread of the batches' curvatures
-        and their interplay add to or take from :math:`w_i^\top A w_i`.
+      curvature: :math:`a`, of the same form: :math:`w_i^\top A w_i` corrected for momentum, for the
+        spread of the batches' curvatures and for `excess`.
       rho: :math:`\rho`, the largest ratio of the batches' noise to the injected noise.
-      stability: :math:`\lambda_{\max}(H A)`, times :math:`(1 - \mu) / (1 + \mu)`, as the last window of
-        the warm-up saw it.
-      excess: By how much more than the :math:`a_i` alone say steps were shortened for it.
-      drift: The noise of the last window over that of the one before.
-      correlation: Without a basis, the noise of steps over what is assumed of it, along the direction of
-        largest curvature: above 1 where entries' noise is correlated.
-      estimates: Estimates of C in the last window.
-      is_ready: Whether noise and curvature are known; before, no step is taken.
+      stability: :math:`\lambda_{\max}(H A) (1 - \mu) / (1 + \mu)`, measured in the last window.
+      excess: The factor on the :math:`a_i` that brings `stability` down to c.
+      drift: The noise in the last window over the noise in the window before.
+      correlation: Without a basis, the noise of steps along the direction of largest curvature over the
+        noise without correlation: above 1 where the noise of entries is correlated.
+      estimates: Number of estimates of C in the last window.
+      is_ready: Whether noise and curvature are known; until then no step is taken.
     """
 
     basis: Any  # Float[Array, "d d"], or ()
@@ -85,7 +84,7 @@ class NoiseKernel(NamedTuple):
         return jax.tree.map(of_entry, self.noise, self.curvature)
 
     def injected(self, h: Any, scale: jax.Array) -> Any:
-        """Return b, of the form of the noise: what a step's noise lacks of s / h.
+        """Return b, of the form of the noise: the variance that makes a step's noise s / h.
 
         Args:
           h: The steps.
@@ -134,17 +133,13 @@ class NoiseKernel(NamedTuple):
 
 
 def adapted_kernel(opt_state: Any) -> NoiseKernel:
-    """Return the kernel that `optperm.constant_sgd` or `optperm.mandt_sgd` samples with.
+    """Return the kernel of `optperm.constant_sgd` or `optperm.mandt_sgd`.
 
     Args:
-      opt_state: The state of an optimizer with one of them in it, in any nesting.
+      opt_state: The state of an optimizer that contains one of them, in any nesting.
 
     Returns:
-      The `NoiseKernel`, whose `noise` is C as far as the preconditioner needs it; zero before that is
-      known.
-
-    Raises:
-      ValueError: If there is no such state, or more than one.
+      The `NoiseKernel`. Its `noise` is zero before the first estimate.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -155,12 +150,15 @@ def adapted_kernel(opt_state: Any) -> NoiseKernel:
       >>> _, opt_state = tx.update(grads.mean(0), tx.init(w), w, **extras)
       >>> [round(float(c), 4) for c in optperm.adapted_kernel(opt_state).noise]
       [1.3333, 1.3333]
+
+    Raises:
+      ValueError: If there is no such state, or more than one.
     """
     return find_state(opt_state, NoiseKernel, method="constant_sgd or optperm.mandt_sgd")
 
 
 def times(h: Any, coordinates: Any) -> Any:
-    """Return the coordinates, each multiplied by its number, or all of them by a single one."""
+    """Return the products of coordinates with their numbers, or with a single number."""
     if is_number(h):
         return jax.tree.map(lambda x: h.astype(x.dtype) * x, coordinates)
     return jax.tree.map(lambda h, x: h.astype(x.dtype) * x, h, coordinates)
@@ -171,7 +169,7 @@ def flat(tree: Any, basis: jax.Array) -> jax.Array:
 
     Args:
       tree: Like the params.
-      basis: That of the full preconditioner, for its dtype and size.
+      basis: W, for its dtype and size.
     """
     leaves = unshard(jax.tree.map(lambda leaf: jnp.asarray(leaf, basis.dtype), tree))
     vector, _ = ravel_pytree(leaves)

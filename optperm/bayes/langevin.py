@@ -28,8 +28,8 @@ from optperm.contract.transformation import transformation
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
 
-# How often the batches' noise is looked at, and of how many examples it takes.
-_LOOK_EVERY, _FEWEST = 200, 2
+# Steps from one estimate of the batches' noise to the next, and the least number of examples.
+_ESTIMATE_EVERY, _FEWEST = 200, 2
 
 
 class SgldState(NamedTuple):
@@ -38,12 +38,12 @@ class SgldState(NamedTuple):
     Attributes:
       count: Steps taken.
       key: The raw random key of the noise.
-      reach: :math:`\epsilon T / 2` of the last step: over the posterior's variance in a direction it is
-        the :math:`h \lambda` of that direction, by whose half variances are too large; 0 where a
-        preconditioner makes it different everywhere.
-      left_out: Steps in which entries whose gradient is not finite stayed where they are.
-      looks: How often the batches' noise was looked at, in every 200th step.
-      share: By which share of each variance it widens the draws, a tree like params.
+      reach: :math:`\epsilon T / 2` of the last step. Over the posterior's variance in a direction it is
+        the :math:`h \lambda` of that direction, and variances are too large by half of it; 0 with a
+        preconditioner.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      looks: Number of estimates of the batches' noise, one in 200 steps.
+      share: The share by which the batches' noise widens each variance, a tree like params.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class SghmcState(NamedTuple):
       count: Steps taken.
       velocity: :math:`v`, a tree like params, in float32 or wider.
       key: The raw random key of the noise.
-      reach: :math:`\eta T / (2 - \alpha)` of the last step, for what `SgldState` has it for.
+      reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
       left_out: As in `SgldState`.
       looks: As in `SgldState`.
       share: As in `SgldState`.
@@ -83,23 +83,16 @@ def sgld(
     preconditioner: optax.Params | None = None,
     seed: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic gradient Langevin dynamics: half a step downhill, and noise.
+    r"""Sample by stochastic gradient Langevin dynamics: half a step downhill, and noise.
 
     .. math::
       \theta_{t+1} = \theta_t - \frac{\epsilon}{2} N M g_t + \sqrt{\epsilon T} M^{1/2} \xi_t,
       \qquad \xi_t \sim N(0, I)
 
-    with :math:`g_t` the gradient of the mean loss over a batch, the prior inside of it
-    (`optperm.normal_prior`). The smaller :math:`\epsilon`, the nearer the iterates' distribution to the
-    posterior: the noise of :math:`g_t` adds :math:`\epsilon N^2 M R / (4 T)` to each step's, where
-    :math:`R` is its covariance. With `optperm.svrg` in front, :math:`R` is small near a snapshot (the
-    control variates of Baker et al.). Clipping, momentum and Adam's moments do not belong there: they
-    change the mean of the gradients too. Nothing that scales the updates belongs behind it, which would
-    be another temperature's: choose `step_size`. A schedule makes the steps fall,
-    or fall again and again (cyclical SGLD).
-
-    Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
-    states that were initialized with different seeds.
+    with :math:`g_t` the gradient of the mean loss over a batch, which includes the prior
+    (`optperm.normal_prior`). The distribution of the iterates tends to the posterior as
+    :math:`\epsilon \to 0`: the noise of :math:`g_t`, of covariance :math:`R`, widens variances by the
+    share :math:`\epsilon N^2 M R / (4 T)`.
 
     Args:
       step_size: :math:`\epsilon`, a number or a schedule of the step.
@@ -109,12 +102,7 @@ def sgld(
       seed: Seed of the noise. The key is in the state.
 
     Returns:
-      A transformation whose state is an `SgldState`, beside a float32 copy of params of 16 bits. Entries
-      whose gradient is not finite stay where they are.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, or the preconditioner does not match the params.
+      A transformation whose state is an `SgldState`, with a float32 copy of params of 16 bits.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -128,6 +116,17 @@ def sgld(
       >>> _, means = jax.lax.scan(step, start, length=50_000)
       >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
       True
+
+    Notes:
+      With `optperm.svrg` in front, :math:`R` is small near a snapshot (the control variates of Baker et
+      al.). Do not put clipping, momentum or Adam's moments in front, which change the mean of the
+      gradients too, nor anything that scales updates behind, which changes the temperature. Entries with
+      a gradient that is not finite do not move. Each chain needs noise of its own:
+      `optperm.draw_samples` gives it; for your own chains, initialize states with different seeds.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the preconditioner does not match the params.
 
     References:
       Welling and Teh, *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, ICML 2011
@@ -163,7 +162,7 @@ def sgld(
         t = resolve_schedule("temperature", temperature, state.count, dtype)
         n = jnp.asarray(num_data, dtype)
         xi = normal_like(fold(state.key, state.count), params)
-        # Without a barrier XLA fuses the noise with the product that makes g: a minute of compilation.
+        # Without a barrier XLA fuses the noise into the product that makes g: a minute of compiling
         noisy = jax.lax.optimization_barrier(g)
         m = jax.tree.map(jnp.ones_like, xi) if preconditioner is None else preconditioner
 
@@ -198,18 +197,15 @@ def sghmc(
     noise_estimate: float | jax.Array = 0.0,
     seed: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Stochastic gradient Hamiltonian Monte Carlo: momentum with friction, and the noise that it takes.
+    r"""Sample by stochastic gradient Hamiltonian Monte Carlo: momentum, friction and noise.
 
     .. math::
       v_{t+1} = (1 - \alpha) v_t - \eta N g_t + \sqrt{2 (\alpha - \hat\beta) \eta T} \, \xi_t, \qquad
       \theta_{t+1} = \theta_t + v_{t+1}, \qquad \xi_t \sim N(0, I)
 
-    Chen et al.'s equation 15, with :math:`g_t` the gradient of the mean loss over a batch, the prior
-    inside of it (`optperm.normal_prior`). :math:`\hat\beta` is the share of the friction that the noise
-    of :math:`g_t` makes up for: :math:`\eta N^2 R / 2` where its covariance is :math:`R`.
-
-    Each chain needs noise of its own: `optperm.draw_samples` sees to it; chains of your own take
-    states that were initialized with different seeds.
+    Equation 15 of Chen et al., with :math:`g_t` the gradient of the mean loss over a batch, which
+    includes the prior (`optperm.normal_prior`). :math:`\hat\beta = \eta N^2 R / 2` is the part of the
+    friction that balances the noise of :math:`g_t`, of covariance :math:`R`.
 
     Args:
       step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
@@ -221,12 +217,7 @@ def sghmc(
       seed: Seed of the noise. The key is in the state.
 
     Returns:
-      A transformation whose state is an `SghmcState`, beside a float32 copy of params of 16 bits.
-      Entries whose gradient is not finite stay where they are, and so does their velocity.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range.
+      A transformation whose state is an `SghmcState`, with a float32 copy of params of 16 bits.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -240,6 +231,15 @@ def sghmc(
       >>> _, means = jax.lax.scan(step, start, length=50_000)
       >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
       True
+
+    Notes:
+      Entries with a gradient that is not finite do not move, and keep their velocity. Each chain needs
+      noise of its own: `optperm.draw_samples` gives it; for your own chains, initialize states with
+      different seeds.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range.
 
     References:
       Chen, Fox and Guestrin, `Stochastic Gradient Hamiltonian Monte Carlo
@@ -255,7 +255,7 @@ def sghmc(
         0.0,
         most,
         may_be_schedule=False,
-        advice="It is at most friction: take a smaller step_size or more friction.",
+        advice="It is at most friction.",
     )
     numbers = friction, noise_estimate
 
@@ -286,7 +286,7 @@ def sghmc(
             kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
             return kept - drift.astype(v.dtype) * g.astype(v.dtype)
 
-        # As in sgld, a barrier keeps the noise out of the product that makes g
+        # The barrier of sgld
         noisy = jax.lax.optimization_barrier(g)
         velocity = jax.tree.map(next_velocity, state.velocity, noisy, xi)
         is_left_out = jnp.logical_not(all_finite(velocity))
@@ -322,16 +322,14 @@ def _noise_share(
     extra_args: dict[str, Any],
     factor: Any,
 ) -> tuple[jax.Array, Any]:
-    """Return the looks at the batches' noise so far, and the mean of the share that it adds.
-
-    The gradient of control variates has less noise than those of the examples, and is not looked at.
+    """Return the number of estimates of the batches' noise, and the mean share of variances it adds.
 
     Args:
       state: The state before.
       g: The gradient.
       params: The params.
       extra_args: The extra arguments.
-      factor: What makes a share of the variance of the batches' mean gradient, a tree like params.
+      factor: The share over the variance of the batch's gradient, a tree like params.
     """
     grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
     known = state.looks, state.share
@@ -339,11 +337,12 @@ def _noise_share(
         return known
     pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
     rows = jax.tree.leaves(jax.eval_shape(grad_fn, params))
+    # A gradient with control variates has less noise than its examples show
     if any(one is not other for one, other in pairs) or rows[0].shape[0] < _FEWEST:
         return known
     batch = BatchGradients(params, g, extra_args, rows[0].shape[0], None, None)
 
-    def look(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def estimate(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         c_hat, _ = per_example(batch, diagonal)
         looks = known[0] + 1
 
@@ -356,7 +355,7 @@ def _noise_share(
 
         return looks, jax.tree.map(towards, known[1], c_hat, factor)
 
-    return when(state.count % _LOOK_EVERY == 0, look, known)
+    return when(state.count % _ESTIMATE_EVERY == 0, estimate, known)
 
 
 def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:

@@ -1,4 +1,4 @@
-"""Constant SGD as its authors have it: preconditioned by the gradients' noise alone.
+"""Mandt, Hoffman and Blei's constant SGD: preconditioned by the gradients' noise alone.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), 2017, section 4.
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.adaptation import begin, power_iteration
+from optperm.bayes.adaptation import begin
 from optperm.bayes.covariance import (
     ESTIMATES,
     NEEDS,
@@ -24,6 +24,7 @@ from optperm.bayes.covariance import (
 )
 from optperm.bayes.kernel import NoiseKernel, times
 from optperm.bayes.masters import with_masters
+from optperm.bayes.power_iteration import power_iteration
 from optperm.bayes.warmup import after_burn_in
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
@@ -46,14 +47,14 @@ class MandtSgdState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      steps: Those of them that sampled.
+      steps: Steps that sampled.
       unstable: Steps not taken because they would diverge.
-      uneven: Estimates that met a batch's gradient which is not the mean of those of its examples.
-      left_out: Steps in which entries whose gradient is not finite stayed where they are.
-      estimates: Estimates of C.
-      covariance: Their mean: (D, D), a tree like params, or the mean of its diagonal.
-      kernel: What is sampled with; its basis is orthonormal.
-      sizes: h, of the last step, of the form of the kernel's noise.
+      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      estimates: Number of estimates of C.
+      covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
+      kernel: The noise and the orthonormal basis of the steps.
+      sizes: h of the last step, of the form of the kernel's noise.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
     """
 
@@ -94,7 +95,7 @@ def mandt_sgd(
     chunk_size: int | None = None,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""SGD preconditioned by the noise of its gradients, Mandt, Hoffman and Blei's method.
+    r"""Sample by SGD preconditioned with the noise of its gradients: Mandt, Hoffman and Blei's method.
 
     .. math::
       v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
@@ -107,15 +108,14 @@ def mandt_sgd(
       H = \frac{2 S T}{N} C^{-1} \quad (\text{full})
 
     Of all matrices of its kind each brings the stationary distribution closest to the posterior near an
-    optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full one
-    makes them equal, to first order in :math:`\lambda_{\max}(H A)`. That has to be well below 2, which
-    nothing here sees to: `optperm.constant_sgd` does. A diagonal H is not always better than a scalar
-    one.
+    optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full H
+    makes them equal, to first order in :math:`\lambda_{\max}(H A)`. This eigenvalue must be well below
+    2, which `optperm.constant_sgd` ensures and this method does not. A diagonal H is not always better
+    than a scalar H.
 
-    C is the plain mean of all estimates so far, one in each step; after a thousand steps in every
-    fourth, by "per_example" and without the full preconditioner. A step uses the C of the step before
-    it; the full preconditioner decomposes it when the number of estimates is a power of two or three
-    halves of one.
+    C is the mean of all estimates, one per step; with "per_example" and without the full preconditioner
+    one per four steps after the first thousand. A step uses the C of the previous step. The full
+    preconditioner decomposes C when the number of estimates is :math:`2^k` or :math:`3 \cdot 2^k`.
 
     Args:
       num_data: N, the number of training examples.
@@ -125,24 +125,19 @@ def mandt_sgd(
       learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
       momentum: :math:`\mu`, in [0, 1); None for none.
       temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
-      max_step: The largest eigenvalue of H; None for no limit. It is a cut of the law, too.
-      damping: The least eigenvalue of C, in its units.
-      burn_in: Steps that only estimate C; the very first one does in any case.
+      max_step: The largest eigenvalue of H; None for no limit. A limit changes the law.
+      damping: The least eigenvalue of C, in the units of C.
+      burn_in: Steps that only estimate C; the first step always does.
       freeze_after: Steps after which C is constant; None for never.
-      burn_in_optimizer: What moves the params in the burn-in. None for nothing.
-      chunk_size: How many gradients of examples to hold at once; None for as many as have a million
-        entries, at least 8.
-      axis_name: The mapped axis, or several, over which each batch is spread. The gradients must be
-        averaged already.
+      burn_in_optimizer: The optimizer of the burn-in; None for no moves.
+      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
+        at least 8.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
+        already.
 
     Returns:
-      A transformation. It needs `params` and the estimator's extra argument, and with `grad_fn` sees
-      whether steps would diverge: then it takes none, and the state's `unstable` counts them.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
-        than `batch_size`, or the trees passed to `update` do not match.
+      A transformation. It needs `params` and the estimator's extra argument. With `grad_fn` it takes no
+      step that would diverge; the state's `unstable` counts these steps.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -160,15 +155,20 @@ def mandt_sgd(
       >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
       True
 
+    Notes:
+      Estimates that are not finite are ignored, and entries with a gradient that is not finite do not
+      move. An entry without noise takes a step of `max_step`; without a limit, none. Where the noise
+      vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The full
+      preconditioner takes no step before 2 D examples. Draw batches with replacement.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
+
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, JMLR 2017, section 4
-
-    Notes:
-      Estimates that are not finite are left out, and so are the steps of entries whose gradient is not.
-      An entry without noise takes a step of `max_step`; without that limit, none. Where the noise goes
-      to zero, as in a network that fits its data, step sizes go to infinity: set `max_step`. The full
-      preconditioner waits until 2 D examples have told C. Draw batches with replacement.
     """
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
     for name, number in (("learning_rate", learning_rate), ("temperature", temperature)):
@@ -181,11 +181,10 @@ def mandt_sgd(
     checks.check_count("burn_in", burn_in, minimum=0)
     if freeze_after is not None:
         checks.check_count("freeze_after", freeze_after)
-        numbers = burn_in, freeze_after
-        if all(map(checks.is_concrete_number, numbers)) and int(freeze_after) < int(burn_in):
+        is_seen = checks.is_concrete_number(burn_in) and checks.is_concrete_number(freeze_after)
+        if is_seen and int(freeze_after) < int(burn_in):
             raise ValueError(
-                f"freeze_after must be at least burn_in, got freeze_after={freeze_after} and "
-                f"burn_in={burn_in}: the noise would be constant before it is used."
+                f"freeze_after must be at least burn_in, got {freeze_after} and {burn_in}."
             )
     is_full = preconditioner == "full"
 
@@ -220,20 +219,21 @@ def mandt_sgd(
         kernel, count = state.kernel, state.count
         batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
 
-        # H g = V diag(h) V^T g
+        # H g = V diag(h) V^T g, by the C of the step before: this batch's own would bias the step
         h = jax.tree.map(lambda noise: sizes(noise, count), kernel.noise)
         h_g = kernel.params_of(times(h, kernel.coordinates(g)), params)
         is_due = (count >= burn_in) & kernel.is_ready
         is_moving = is_due & (kernel.stability < _UNSTABLE)
         moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
 
-        # C <- C + (C^ - C) / n, and lambda_max(H A) of the H of this step
+        # C <- C + (C^ - C) / n
         is_open: Any = True if freeze_after is None else count < freeze_after
         if estimator == "per_example" and not is_full:
             is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
         following = when(
             is_open, lambda state: _estimate(state, batch, estimator, preconditioner), state
         )
+        # lambda_max(H A) of the H of this step, with momentum: stable below 2
         if extra_args.get("grad_fn") is not None:
             period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
             rate = resolve_schedule("learning_rate", learning_rate, count)
@@ -271,13 +271,13 @@ def mandt_sgd(
     def rate(count: jax.Array) -> jax.Array:
         return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
 
+    # theta' = theta - eta (1 - mu) v', v' = mu v + H g
     steps = [sampler, optax.scale_by_learning_rate(rate)]
     if momentum is not None:
         steps.insert(1, optax.trace(momentum))
     if burn_in_optimizer is None:
         return with_masters(optax.with_extra_args_support(optax.chain(*steps)))
-    schedules = {"learning_rate": learning_rate, "temperature": temperature}
-    return after_burn_in(burn_in, burn_in_optimizer, *steps, **schedules)
+    return after_burn_in(burn_in, burn_in_optimizer, *steps)
 
 
 def _estimate(

@@ -1,4 +1,4 @@
-"""Small steps of params in 16 bits, by a copy of them in 32."""
+"""Params of 16 bits that small steps move, by a copy in float32."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MasterState(NamedTuple):
     """State of a sampler some of whose params have 16 bits.
 
     Attributes:
-      masters: The params in float32, or wider if they are. Rounded, they are the params, bit for bit,
-        whichever `apply_updates` was called, inside `jax.jit` and outside. Where the params were changed
-        by something else, the masters start again from there.
+      masters: The params in float32 or wider. Rounded, they are the params bit for bit, after Optax's or
+        this library's `apply_updates`, inside `jax.jit` and outside. Where something else has changed
+        the params, the masters restart from the new values.
       inner: The sampler's own state.
     """
 
@@ -34,22 +34,22 @@ class MasterState(NamedTuple):
 def with_masters(
     inner: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wrap a sampler so that params of 16 bits are updated through a copy in float32.
+    r"""Return a sampler that updates params of 16 bits through a copy in float32.
 
     With :math:`m` the copy, :math:`\Delta` the sampler's step and :math:`[\cdot]` rounding to 16 bits,
 
     .. math::
       m' = m + \Delta, \qquad u = [[m'] - \theta], \qquad \theta' = [\theta + u]
 
-    A sum in 16 bits does not always reach :math:`[m']`: near zero, after a step that is longer than what
-    it leaves. There :math:`m'` is :math:`\theta'`, which is off by at most half a unit in the last place
-    of :math:`u`. So :math:`\theta' = [m']` holds everywhere, and the copy is never lost.
+    A sum in 16 bits may miss :math:`[m']` near zero, where the step is longer than the result. There
+    :math:`m'` is set to :math:`\theta'`, at most half a unit in the last place of :math:`u` away. So
+    :math:`\theta' = [m']` holds everywhere.
 
     Args:
       inner: The sampler.
 
     Returns:
-      One whose state is a `MasterState` where a parameter has 16 bits, else that of `inner`.
+      A sampler whose state is a `MasterState` if a parameter has 16 bits, else the state of `inner`.
     """
 
     def init(params: optax.Params) -> Any:
@@ -58,7 +58,7 @@ def with_masters(
             jnp.finfo(leaf.dtype).bits > 16 for leaf in map(jnp.asarray, jax.tree.leaves(params))
         ):
             return state
-        return MasterState(jax.tree.map(_wide, params), state)
+        return MasterState(jax.tree.map(_widen, params), state)
 
     def update(
         g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
@@ -68,8 +68,8 @@ def with_masters(
         moves, inner_state = inner.update(g, state.inner, params, **extra_args)
 
         # m' = m + Delta, u = [[m'] - theta]
-        kept = jax.tree.map(_kept, state.masters, params)
-        masters = jax.tree.map(lambda m, u: m + u.astype(m.dtype), kept, moves)
+        current = jax.tree.map(_follow, state.masters, params)
+        masters = jax.tree.map(lambda m, u: m + u.astype(m.dtype), current, moves)
         updates = jax.tree.map(
             lambda m, p: _round(_round(m, p) - p.astype(m.dtype), p), masters, params
         )
@@ -86,7 +86,7 @@ def with_masters(
 
 
 def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
-    """Return the params as a sampler's copy has them; those of no such sampler as they are.
+    """Return the sampler's copy of the params, or the params where there is no copy.
 
     Args:
       params: The params after a step.
@@ -98,26 +98,24 @@ def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(states[0].masters):
         return params
-    return jax.tree.map(_kept, states[0].masters, params)
+    return jax.tree.map(_follow, states[0].masters, params)
 
 
-def _kept(master: jax.Array, param: jax.Array) -> jax.Array:
-    """Return the copy, where it has not been left behind."""
+def _follow(master: jax.Array, param: jax.Array) -> jax.Array:
+    """Return the copy, or the parameter where something else has changed it."""
     wide = param.astype(master.dtype)
     return jnp.where(_round(master, param) == wide, master, wide)
 
 
 def _round(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Round to the precision of another array, in the dtype of the first.
-
-    A conversion there and back would be left out inside `jax.jit`, where XLA keeps excess precision.
-    """
+    """Return an array rounded to the precision of another array, in its own dtype."""
+    # Inside jax.jit XLA drops a cast to 16 bits and back
     info = jnp.finfo(like.dtype)
     if info.bits > 16:
         return x
     rounded = jax.lax.reduce_precision(x, info.nexp, info.nmant)
     if info.tiny > jnp.finfo(x.dtype).tiny:
-        # Below, float16 is evenly spaced, and reduce_precision gives zero.
+        # Subnormal float16 is evenly spaced; reduce_precision gives zero
         spacing = float(info.smallest_subnormal)
         rounded = jnp.where(
             jnp.abs(x) < float(info.tiny), jnp.round(x / spacing) * spacing, rounded
@@ -125,5 +123,5 @@ def _round(x: jax.Array, like: jax.Array) -> jax.Array:
     return rounded
 
 
-def _wide(leaf: Any) -> jax.Array:
+def _widen(leaf: Any) -> jax.Array:
     return shard_like(jnp.array(leaf, accumulation_dtype(leaf)), leaf)

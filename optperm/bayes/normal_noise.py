@@ -1,8 +1,4 @@
-"""Noise over params, the same on every replica and in every part of a resumed run.
-
-`normal_like` draws normal numbers. `three_point_like` draws numbers that have a normal's first five
-moments, at less cost, and `signs_like` random signs.
-"""
+"""Random numbers like params, the same on every replica and in every part of a resumed run."""
 
 import zlib
 from collections.abc import Callable
@@ -20,12 +16,12 @@ from optperm.contract.shardings import shard_like
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _GROUPS = 5  # of four rounds
-# A sixth of all words of 32 bits, to 4e-10 of it.
+# A sixth of all words of 32 bits, to a share of 4e-10.
 _SIXTH = 2**32 // 6
 
 
 def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
-    """Return the raw data of a key with numbers folded in, as `jax.random.fold_in` does by a loop."""
+    """Return the raw data of a key with numbers folded in: `jax.random.fold_in` without its loop."""
     for number in numbers:
         word = jnp.asarray(number).astype(jnp.uint32)
         data = jnp.stack(threefry(data, jnp.zeros_like(word), word))
@@ -33,12 +29,12 @@ def fold(data: jax.Array, *numbers: int | jax.Array) -> jax.Array:
 
 
 def normal_like(data: jax.Array, tree: optax.Params) -> Any:
-    r"""Independent standard normal numbers of 2^24 sizes, a tree like `tree`, in float32 or wider.
+    r"""Return independent standard normal numbers of 2^24 values, like `tree`, in float32 or wider.
 
     .. math:: \sqrt 2 \operatorname{erf}^{-1}\left((2 k + 1)\, 2^{-24} - 1\right), \quad 0 \le k < 2^{24}
 
-    A leaf's numbers follow from its path, so that the parts of `optax.partition` draw other ones. One
-    vector for all leaves would be faster, and lie on the wrong devices where leaves are sharded.
+    The numbers of a leaf follow from its path, so that the parts of `optax.partition` draw different
+    numbers. One vector for all leaves would be on the wrong devices for sharded leaves.
     """
 
     def draw(number: int, leaf: Any) -> jax.Array:
@@ -47,20 +43,19 @@ def normal_like(data: jax.Array, tree: optax.Params) -> Any:
         size, least = np.asarray(2.0**-23, dtype), np.asarray(2.0**-24 - 1, dtype)
         return jax.lax.erf_inv(k * size + least) * np.asarray(np.sqrt(2), dtype)
 
-    return _of_each_leaf(draw, tree)
+    return _map_paths(draw, tree)
 
 
 def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
-    r"""Independent numbers with a normal's moments to the fifth, a tree like `tree`, as `normal_like`.
+    r"""Return independent numbers with a normal's first five moments, as `normal_like`.
 
     .. math::
       P(\xi = \sqrt 3) = P(\xi = -\sqrt 3) = \tfrac16, \quad P(\xi = 0) = \tfrac23: \qquad
       E\, \xi^2 = 1, \quad E\, \xi^4 = 3, \quad E\, \xi = E\, \xi^3 = E\, \xi^5 = 0
 
-    Where each of many short steps adds such a number, and the drift is linear, the iterates have the
-    cumulants that they would have by normal numbers, to the fifth: cumulants of independent sums add
-    up. So weak schemes simulate stochastic differential equations (Kloeden and Platen, "Numerical
-    Solution of Stochastic Differential Equations", 1992, section 14.2).
+    They cost less than normal numbers. With a linear drift, iterates have the same cumulants to the
+    fifth, since cumulants of independent sums add up: the weak schemes of Kloeden and Platen,
+    "Numerical Solution of Stochastic Differential Equations", 1992, section 14.2.
     """
 
     def draw(number: int, leaf: Any) -> jax.Array:
@@ -69,21 +64,21 @@ def three_point_like(data: jax.Array, tree: optax.Params) -> Any:
         above = jnp.where(word >= np.uint32(2**32 - _SIXTH), size, np.zeros((), dtype))
         return jnp.where(word < np.uint32(_SIXTH), -size, above)
 
-    return _of_each_leaf(draw, tree)
+    return _map_paths(draw, tree)
 
 
 def signs_like(data: jax.Array, tree: optax.Params) -> Any:
-    """Independent random signs, 1 and -1, a tree like `tree`, as `normal_like`."""
+    """Return independent random signs, 1 and -1, as `normal_like`."""
 
     def draw(number: int, leaf: Any) -> jax.Array:
         one = np.ones((), accumulation_dtype(leaf))
         return jnp.where(_words(data, number, leaf) < np.uint32(2**31), one, -one)
 
-    return _of_each_leaf(draw, tree)
+    return _map_paths(draw, tree)
 
 
 def _words(data: jax.Array, number: int, leaf: Any) -> jax.Array:
-    """32 random bits for each entry of a leaf, by its place: any cut of the leaf draws the same."""
+    """Return 32 random bits for each entry of a leaf, by its place: each shard draws its own part."""
     shape, stride = jnp.shape(leaf), 1
     place = jnp.zeros(shape, jnp.uint32)
     for axis in reversed(range(len(shape))):
@@ -94,10 +89,9 @@ def _words(data: jax.Array, number: int, leaf: Any) -> jax.Array:
 
 
 def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two words of Threefry-2x32 for blocks of two words each.
+    """Return the two words of Threefry-2x32 for blocks of two words each.
 
-    The same as JAX's own, which is a loop on the CPU; this is one elementwise program, which is fused
-    with what uses it.
+    The bits are JAX's, whose program on the CPU is a loop; XLA fuses this elementwise program.
 
     Args:
       data: The raw data of a key, (2,).
@@ -115,11 +109,11 @@ def threefry(data: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Arra
     return x, y
 
 
-def _of_each_leaf(draw: Callable[[int, Any], jax.Array], tree: optax.Params) -> Any:
-    """What is drawn by a number that follows from a leaf's path, where the leaf lies."""
+def _map_paths(draw: Callable[[int, Any], jax.Array], tree: optax.Params) -> Any:
+    """Return what `draw` draws for a number that follows from a leaf's path, sharded as the leaf."""
 
     def of_leaf(path: Any, leaf: Any) -> jax.Array:
-        # A variable of `flax.nnx` has its array one step further down.
+        # A variable of flax.nnx has its array one step further down
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
         return shard_like(draw(zlib.crc32(name.encode()), leaf), leaf)
 

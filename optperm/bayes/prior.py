@@ -1,4 +1,4 @@
-"""Where a prior goes: into the loss."""
+"""A prior, as a part of the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from optperm.contract.dtypes import accumulation_dtype
 def normal_prior(
     params: optax.Params, precision: float | jax.Array, num_data: int | jax.Array
 ) -> jax.Array:
-    r"""What a normal prior adds to the mean loss.
+    r"""Return the share of a normal prior in the mean loss.
 
     .. math::
       -\frac{1}{N} \log p(\theta) = \frac{p}{2 N} \|\theta\|^2 + \text{const}, \qquad
@@ -23,9 +23,8 @@ def normal_prior(
             losses = negative_log_likelihood(params, batch)  # one for each example
             return jnp.mean(losses) + optperm.normal_prior(params, precision, num_data)
 
-    So each gradient has the prior in it: that of a batch, those of its examples, whose covariance it
-    leaves as it is, and the curvature. The mean must be over examples by equal weights: of a batch of
-    one, a mean by weights would forget the weight.
+    So the gradient of a batch, the gradients of its examples and the curvature include the prior, which
+    leaves the covariance of the examples' gradients as it is.
 
     Args:
       params: The params, a tree.
@@ -35,14 +34,17 @@ def normal_prior(
     Returns:
       A scalar, in float32, or float64 if a parameter is.
 
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If an argument is out of range.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> float(optperm.normal_prior({"w": jnp.array([3.0, 4.0])}, precision=2.0, num_data=100))
       0.25
+
+    Notes:
+      The mean must have equal weights: a weighted mean over a batch of one forgets the weight.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If an argument is out of range.
     """
     checks.check_real_floating("params", params)
     checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)

@@ -1,4 +1,4 @@
-"""Sampling a posterior by one call, which owns the batches, the starts and the warm-up."""
+"""Sampling a posterior by one call, with its batches, starts and warm-up."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from optperm.contract.states import without_variables
 from optperm.evaluation import evaluate
 from optperm.placement import apply_updates
 
-# Draws are made in so many parts, after each of which progress is told.
+# Parts of the draws, each followed by a call of `on_draws`.
 _PARTS = 10
-# As many params are taken to an optimum by L-BFGS on all examples, from starts of their own.
+# Up to this many params, L-BFGS on all examples takes the starts to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _WARMUP = 1000
 
@@ -55,47 +55,41 @@ def sample(
       p(\theta | x) \propto p(\theta) \prod_{n = 1}^{N} p(x_n | \theta), \qquad
       L(\theta) = -\frac{1}{N} \sum_n \log p(x_n | \theta) - \frac{1}{N} \log p(\theta)
 
-    Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin at points
-    of their own, in pairs on either side of `params` at a distance of some 2 in each entry, from where
-    L-BFGS on all examples takes each of them to an optimum. After the warm-up each is displaced by twice
-    the standard deviation of its own first draws, and as many steps as those took are discarded: so
-    R-hat judges chains that began too far apart, not too near.
+    Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
+    either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
+    optimum. After the warm-up, twice the standard deviation of its first draws displaces each chain, and
+    as many steps are discarded: so R-hat judges chains that began too far apart, not too near.
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, the mean over the examples of a batch of what each loses,
-        :math:`-\log p(x_n | \theta)`, with the prior in it or without.
+      loss_fn: `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the examples of a
+        batch, with or without the prior.
       data: A tree of arrays with a leading axis of N examples.
       params: A point near the posterior, a tree.
       key: A random key, typed or the raw data of one.
-      log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None where
-        `loss_fn` has it.
+      log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None if
+        `loss_fn` includes the prior.
       batch_size: S.
-      sampler: Called as `sampler(N, S)`, the transformation that samples: `optperm.constant_sgd`,
+      sampler: `sampler(N, S)` returns the transformation that samples: `optperm.constant_sgd`,
         `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
         `lambda n, s: optperm.sgld(1e-5, n)`.
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
-      warmup: Steps before the draws; None for as many as the sampler learns, or 1,000.
-      starts: Where the chains begin instead: params with a leading axis of chains, or a function of a
-        key to params. Chains then begin exactly there, without a search and a displacement.
-      on_draws: Called ten times, with the number of draws so far and the new ones as a tree of NumPy
+      warmup: Steps before the draws; None for the steps in which the sampler learns, or 1,000.
+      starts: Params with a leading axis of chains, or a function from a key to params, where the chains
+        begin without a search and a displacement.
+      on_draws: Called ten times, with the number of draws so far and a tree of the new ones as NumPy
         arrays `(chain, draw, ...)`: to show progress, or to write them to disk.
 
     Returns:
       `Samples`, whose `params` have leaves `(chain, draw, ...)`, for `optperm.posterior_report` and
       `optperm.posterior_predictive`.
 
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, leaves of the data differ in length, there are fewer examples
-        than in a batch, starts do not match the params, or those lie on a mesh with explicit axes.
-
     Example:
       >>> import jax, jax.numpy as jnp, optperm
       >>> x = 3.0 + jax.random.normal(jax.random.key(0), (500,))  # the posterior: N(mean of x, 1/500)
       >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2
-      >>> starts = jnp.linspace(1.0, 5.0, 4)  # one a chain; without, they are found by a search
+      >>> starts = jnp.linspace(1.0, 5.0, 4)  # one per chain; by default a search finds them
       >>> key, counts = jax.random.key(1), {"num_draws": 500, "thinning": 10}
       >>> samples = optperm.sample(
       ...     loss_fn, x, jnp.zeros(()), key, batch_size=16, starts=starts, **counts
@@ -108,6 +102,12 @@ def sample(
     Notes:
       Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
       is faster. A leaf of `data` is indexed on the device in each step.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, leaves of the data differ in length, a batch has more examples
+        than the data, starts do not match the params, or params without starts are on a mesh with
+        explicit axes.
     """
     checks.check_function("loss_fn", loss_fn, "(params, batch)")
     checks.check_key("key", key)
@@ -127,12 +127,12 @@ def sample(
     if num_data < batch_size:
         raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
     with warnings.catch_warnings():
-        # Of all examples drawn with replacement the gradient has its noise.
+        # As many examples drawn with replacement are not all examples, and have noise
         warnings.filterwarnings("ignore", "batch_size is num_data")
         tx = optax.with_extra_args_support(sampler(num_data, batch_size))
-    jax.eval_shape(tx.init, params)  # which refuses what cannot be sampled
+    jax.eval_shape(tx.init, params)  # refuses params that cannot be sampled before the search
 
-    loss = loss_fn if log_prior is None else _with_prior(loss_fn, log_prior, num_data)
+    loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
 
     def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
@@ -142,9 +142,9 @@ def sample(
 
     keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
     begun = (
-        _searched(lambda p: loss(p, data), params, keys[0], num_chains)
+        _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
         if starts is None
-        else _given(starts, params, keys[0], num_chains)
+        else _cast_starts(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
     counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
@@ -158,7 +158,7 @@ def sample(
         warmup = steps_to_learn(opt_state) or _WARMUP
     drawn = draw(begun, opt_state, 0, warmup)
     if starts is None:
-        # theta + 2 sd z, and as many steps again to forget it
+        # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
         z = normal_like(jax.random.key_data(keys[2]), begun)
         begun = jax.tree.map(
             lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
@@ -184,32 +184,28 @@ def sample(
     return samples
 
 
-def _with_prior(
+def _add_prior(
     loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
 ) -> Callable[[Any, Any], jax.Array]:
-    """Return the loss of a batch less the share of one example in the log prior."""
+    """Return the loss of a batch less one example's share of the log prior."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         density = jnp.asarray(log_prior(params))
         if density.ndim or not jnp.issubdtype(density.dtype, jnp.floating):
             raise TypeError(
-                "log_prior must return a single real number, got "
-                f"{density.dtype}{list(density.shape)}: sum the log densities of all params."
+                f"log_prior must return a single real number, got {density.dtype}{list(density.shape)}."
             )
         return loss_fn(params, batch) - density / num_data
 
     return loss
 
 
-def _searched(
+def _search_starts(
     loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
 ) -> Any:
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
-        raise ValueError(
-            "params lie on a mesh with explicit axes, where sample cannot search for starts: pass "
-            "starts=, or use a mesh with automatic axes."
-        )
+        raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
     if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)
@@ -217,7 +213,7 @@ def _searched(
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
-    """Return points in pairs on either side of params: of two modes both are tried."""
+    """Return points in pairs on either side of params, so that both of two modes are tried."""
     keys = jax.random.split(key, -(-num_chains // 2))
     z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
 
@@ -228,8 +224,8 @@ def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
     return jax.tree.map(pairs, params, z)
 
 
-def _given(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
-    """Return a user's starts, of the types of the params."""
+def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return a user's starts in the dtypes of the params."""
     if callable(starts):
         starts = jax.vmap(starts)(jax.random.split(key, num_chains))
     wanted = jax.eval_shape(
@@ -240,8 +236,8 @@ def _given(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -
 
 
 def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
-    """Return an optimum by L-BFGS; where its loss is not finite or no lower, the start."""
-    # Optax's line search takes losses and params of one dtype, and 16 bits are too few for it.
+    """Return an optimum by L-BFGS, or the start if its loss is not higher."""
+    # Optax's line search needs losses and params of one dtype of more than 16 bits
     dtype, given, tx = jnp.result_type(jnp.float32, *jax.tree.leaves(params)), params, optax.lbfgs()
     params = optax.tree.cast(params, dtype)
 

@@ -1,4 +1,4 @@
-"""Draws from a stochastic optimizer whose iterates sample a distribution, and predictions from them."""
+"""Chains of a stochastic optimizer whose iterates sample a distribution."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
 
 
 class Samples(NamedTuple):
-    """What `draw_samples` drew, and all that it takes to go on from there.
+    """The draws of `draw_samples`, and the state from which the chains continue.
 
     Attributes:
       params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
       last_params: The iterates at the end, whose leaves have a leading axis of chains.
       last_opt_state: The optimizer states at the end, with the same axis.
-      next_step: Steps that each chain has taken; `first_step` to go on from.
+      next_step: Steps that each chain has taken; the `first_step` of a later call.
       thinning: Steps from one draw to the next.
-      starts: Where the chains began, on a leading axis of chains.
+      starts: The first params of the chains, on a leading axis of chains.
     """
 
     params: PyTree[Shaped[Array, "chain draw ..."]]
@@ -61,45 +61,32 @@ def draw_samples(
     stacked: bool = False,
     first_step: int | jax.Array = 0,
 ) -> Samples:
-    r"""Run several chains of a stochastic optimizer and keep an iterate of each every so often.
+    r"""Run several chains of a stochastic optimizer, and keep every k-th iterate of each.
 
-    After `warmup` steps draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the
-    `thinning` and w the `warmup`. `optperm.sample` owns the loop, and draws the batches too.
-
-    Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, whatever the number of chains
-    and draws. So a run in two parts, the second from where the first ended, is the run in one::
+    Draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the `thinning` and w the
+    `warmup`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
+    chains and draws. So a run in two parts, the second from the end of the first, is the run in one::
 
         first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
         second = draw_samples(step, first.last_params, first.last_opt_state, key,
                               num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
 
-    Draws of 16-bit params are those of the sampler's copy in float32 (`optperm.MasterState`): rounded,
-    they would have the variance of the rounding too.
-
-    The chains are mapped by `jax.vmap`, the draws by one `jax.lax.scan` that compiles `step` once; given
-    the same function again, nothing is compiled again.
-
     Args:
       step: `step(params, opt_state, key) -> (params, opt_state)`, one step on a batch that it draws with
-        the key. It must be traceable, and return the form that it was given.
-      params: Where all chains start; with `stacked`, where each starts, on a leading axis.
+        the key. It must be traceable, and keep the form of its arguments.
+      params: The start of all chains; with `stacked`, of each chain, on a leading axis.
       opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
       key: A random key, typed or the raw data of one.
       num_chains: Chains.
       num_draws: Draws of each chain.
       thinning: Steps from one draw to the next.
-      warmup: Steps of each chain ahead of its first draw's. None for as many as `optperm.constant_sgd`
-        still learns, and 0 of other samplers.
+      warmup: Steps of each chain before the first draw's. None for the steps in which
+        `optperm.constant_sgd` still learns, and 0 for other samplers.
       stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
-      first_step: The t of the first step: 0 to start, `next_step` of the earlier `Samples` to go on.
+      first_step: The t of the first step: 0, or `next_step` of the earlier `Samples` to continue.
 
     Returns:
       `Samples`. All draws are held in memory.
-
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if with `stacked` a leaf
-        has no leading axis of `num_chains`; if `step` returns another form than it was given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -110,8 +97,18 @@ def draw_samples(
       ... )
       >>> samples.params.shape
       (4, 2000)
-      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # where it settles
+      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # the stationary variance
       True
+
+    Notes:
+      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once; a second call with the
+      same function compiles nothing. Draws of 16-bit params are the sampler's copy in float32
+      (`optperm.MasterState`), without the variance of rounding. `optperm.sample` owns the loop.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if with `stacked` a leaf
+        has no leading axis of `num_chains`; if `step` changes the form of its arguments.
     """
     checks.check_function("step", step, "(params, opt_state, key)")
     checks.check_static_count("num_chains", num_chains)
@@ -127,10 +124,7 @@ def draw_samples(
     checks.check_key("key", key)
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
-        raise ValueError(
-            "opt_state is that of several chains, as draw_samples returns it: pass stacked=True, and "
-            "first_step=samples.next_step so that no batch comes again."
-        )
+        raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
     if stacked:
         _check_stacked("params", params, num_chains)
         _check_stacked("opt_state", opt_state, num_chains)
@@ -145,7 +139,7 @@ def draw_samples(
 
 
 def steps_to_learn(opt_state: Any) -> int:
-    """Return for how many steps a sampler still learns, where that can be seen."""
+    """Return the number of steps in which a sampler still learns; 0 where that is traced."""
     left = [
         int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
         for state in find_states(opt_state, ConstantSgdState)
@@ -165,10 +159,10 @@ def run_chains(
     stacked: bool,
     **counts: int | jax.Array,
 ) -> Samples:
-    """Return what `draw_samples` does, of arguments that have been checked, without a warning."""
+    """Return the samples of arguments that have been checked, without warnings."""
     leaves, form = jax.tree.flatten(opt_state)
-    # What is the same in all chains, such as counts, stays one number: what a state does on a count
-    # alone, `jax.vmap` would do in every step if each chain had one of its own.
+    # Counts that agree in all chains stay one number: vmap makes a select, which runs both branches in
+    # every step, of a conditional on a count of each chain
     is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
     if stacked:
         pairs = zip(leaves, is_shared, strict=True)
@@ -201,7 +195,7 @@ def _run_chains(
     axes = jax.tree.unflatten(
         jax.tree.structure(opt_state), [None if shared else 0 for shared in is_shared]
     )
-    opt_state, axes = _with_noise_of_their_own(opt_state, axes, chain_keys)
+    opt_state, axes = _separate_noise(opt_state, axes, chain_keys)
 
     def run_chain(
         chain_key: jax.Array, params: optax.Params, opt_state: Any
@@ -210,16 +204,17 @@ def _run_chains(
         def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
             params, opt_state = carry
             returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
-            return _checked_step(returned, params, opt_state)
+            return _cast_step(returned, params, opt_state)
 
         def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
-            # The first draw's loop takes the steps of the warmup too: one loop compiles one step.
+            # The loop of the first draw takes the steps of the warmup too: one loop compiles one step
             end = warmup + (index + 1) * thinning
             start = jnp.where(index == 0, 0, end - thinning)
             carry = jax.lax.fori_loop(start, end, take_step, carry)
             return carry, wide_params(*carry)
 
-        carry = (_strongly_typed(params), _strongly_typed(opt_state))
+        # Without weak types, which a step need not return
+        carry = cast_like(params, params), cast_like(opt_state, opt_state)
         carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
         return draws, *carry
 
@@ -234,7 +229,7 @@ def _run_chains(
 
 
 def _is_shared(leaf: Any, num_chains: int) -> bool:
-    """Whether a number of each chain is seen to be the same in all of them."""
+    """Return whether an integer of each chain is the same in all chains."""
     if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
         return False
     if is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -243,11 +238,8 @@ def _is_shared(leaf: Any, num_chains: int) -> bool:
     return bool(np.all(values == values[0]))
 
 
-def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
-    """The states of all chains and their axes, each with its own key for the noise that it adds.
-
-    Keys that differ already are those of chains that go on.
-    """
+def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
+    """Return the states of all chains and their axes, each state with a key of its own."""
 
     def separate(node: Any, axis: Any) -> tuple[Any, Any]:
         if not isinstance(node, NOISY):
@@ -256,7 +248,8 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
         keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
         own = jax.vmap(fold)(keys, numbers)
         if axis.key is not None:
-            # Of chains with one key all but the first need another; of all the same, each does.
+            # Chains that continue have keys that differ, which stay. Of some equal keys all but the
+            # first are replaced; of all equal keys, each
             equal = jnp.all(keys[:, None] == keys[None], axis=-1)
             is_copy = jnp.any(jnp.tril(equal, k=-1), axis=1) | jnp.all(equal[0]) & (len(keys) > 1)
             own = jnp.where(is_copy[:, None], own, keys)
@@ -273,72 +266,59 @@ def _with_noise_of_their_own(opt_state: Any, axes: Any, chain_keys: jax.Array) -
 
 
 def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
-    """The draws as a flat dictionary of arrays, as every version of ArviZ takes them.
+    """Return draws as a flat dictionary of arrays, which every version of ArviZ takes.
 
-    What `arviz.rhat` and `arviz.ess` work on is::
+    `arviz.rhat` and `arviz.ess` take::
 
         arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))
 
     Args:
       samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
-      separator: What joins the parts of a path to a name. ArviZ from version 1 on refuses a slash.
+      separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
 
     Returns:
       NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
       is one array is "params". 16-bit floats become float32.
 
-    Raises:
-      TypeError: If the separator is not a string.
-      ValueError: If two leaves have the same name, a leaf has no axes of chains and draws, or they are
-        of another length than those of the first leaf.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> optperm.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense.bias"].shape
       (2, 1, 3)
+
+    Raises:
+      ValueError: If two leaves have the same name, or leaves differ in their axes of chains and draws.
     """
-    if not isinstance(separator, str):
-        raise TypeError(f"separator must be a string, got {separator!r}.")
     samples_params = without_variables(samples_params)
     check_draws(samples_params)
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
         name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
         if name in arrays:
-            raise ValueError(
-                f"Two leaves of samples_params have the name {name!r}: rename a key that has "
-                f"{separator!r} in it, or that differs from another by its type alone."
-            )
+            raise ValueError(f"Two leaves of samples_params have the name {name!r}: rename a key.")
         is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
         arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
     return arrays
 
 
-def _strongly_typed(tree: Any) -> Any:
-    return cast_like(tree, tree)
-
-
-def _checked_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
-    """What a step returned, without weak types; raises unless it has the form that went in."""
+def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
+    """Return what a step returned, without weak types; raise if it changed the form."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         raise TypeError(
-            f"step must return a pair (params, opt_state), got {type(returned).__name__}"
-            + (f" of {len(returned)}." if isinstance(returned, tuple) else ".")
+            f"step must return a pair (params, opt_state), got {type(returned).__name__}."
         )
-    names = ("the params that step returns", "the opt_state that step returns")
-    old = (params, opt_state)
-    new = without_variables(returned)
-    for name, here, before in zip(names, new, old, strict=True):
-        checks.check_same_tree(name, here, before, source="what it was given")
-    return cast_like(new[0], params), cast_like(new[1], opt_state)
+    new_params, new_state = without_variables(returned)
+    source = "what it was given"
+    checks.check_same_tree("the params that step returns", new_params, params, source=source)
+    checks.check_same_tree("the opt_state that step returns", new_state, opt_state, source=source)
+    return cast_like(new_params, params), cast_like(new_state, opt_state)
 
 
 def _check_stacked(name: str, tree: Any, num_chains: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.shape(leaf)[:1] != (num_chains,):
             raise ValueError(
-                f"With stacked=True every leaf of {name} needs a leading axis of num_chains="
-                f"{num_chains}, but {name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}."
+                f"With stacked=True leaves need a leading axis of num_chains={num_chains}, but "
+                f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}."
             )
 
 
@@ -347,15 +327,12 @@ def check_draws(samples_params: Any) -> None:
     checks.check_arrays("samples_params", samples_params)
     leaves = jax.tree_util.tree_leaves_with_path(samples_params)
     if not leaves:
-        raise ValueError(
-            "samples_params has no leaves: pass the params of what draw_samples returned."
-        )
+        raise ValueError("samples_params has no leaves.")
     axes = jnp.shape(leaves[0][1])[:2]
     for path, leaf in leaves:
         shape = jnp.shape(leaf)
         if len(shape) < 2 or shape[:2] != axes or 0 in axes:
             raise ValueError(
-                f"samples_params{jax.tree_util.keystr(path)} has shape {shape}; every leaf needs two "
-                "leading axes, of chains and of draws, none of them empty and the same in all "
-                f"leaves. The first leaf begins with {axes}."
+                f"samples_params{jax.tree_util.keystr(path)} has shape {shape}, but every leaf needs "
+                f"the axes of chains and draws of the first leaf, {axes}."
             )

@@ -1,10 +1,9 @@
-"""Where constant SGD settles: its stationary covariance on a quadratic, and the distance of Gaussians.
+"""The stationary covariance of constant SGD on a quadratic, and the divergence of Gaussians.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), arXiv 1704.04289, 2017.
 
-What is solved here is solved in float64, whatever dtype the matrices have: a small step is the small
-difference of I - HA from I, of which float32 keeps few digits.
+The equations are solved in float64: float32 keeps few digits of the small difference of I - HA from I.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 
-# After 2^44 steps even a recursion that forgets 1e-12 of the past in a step has forgotten all of it.
+# After 2^44 steps even a recursion that forgets 1e-12 of the past per step has forgotten all of it.
 _MAX_DOUBLINGS = 44
 
 
@@ -28,7 +27,7 @@ def stationary_covariance(
     momentum: float | jax.Array = 0.0,
     continuous: bool = False,
 ) -> jax.Array:
-    r"""The covariance at which SGD with a constant preconditioner settles on a quadratic.
+    r"""Return the stationary covariance of SGD with a constant preconditioner on a quadratic.
 
     Around the optimum SGD is :math:`\theta_{t+1} = \theta_t - H (A \theta_t + \epsilon_t)` with
     :math:`\epsilon_t \sim N(0, R)`. Its stationary covariance solves the discrete Lyapunov equation
@@ -55,12 +54,6 @@ def stationary_covariance(
       :math:`\Sigma`, (D, D), in float64 if an argument is and that is enabled, else in float32. Traced,
       where Python cannot see the matrices, it is NaN where no stationary distribution exists.
 
-    Raises:
-      TypeError: If an argument is not of real numbers.
-      ValueError: If shapes do not match, a matrix is not symmetric or not finite, momentum is out of
-        range, or no stationary distribution exists: the steps are too large, or a direction has no
-        curvature, along which SGD walks away at random.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> posterior = jnp.linalg.inv(1000 * jnp.array([[2.0, 0.5], [0.5, 1.0]]))
@@ -70,22 +63,19 @@ def stationary_covariance(
       >>> bool(jnp.allclose(limit, posterior))
       True
 
+    Raises:
+      TypeError: If an argument is not of real numbers.
+      ValueError: If shapes do not match, a matrix is not symmetric or not finite, momentum is out of
+        range, or no stationary distribution exists: steps are too large, or a direction has no
+        curvature.
+
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, 2017, equations 13 and 16
     """
     d = _check_symmetric("hessian", hessian)
-    if _check_symmetric("noise", noise) != d:
-        raise ValueError(
-            f"noise must have the shape of hessian, {(d, d)}, got {jnp.shape(noise)}: it is the "
-            "covariance of the gradient of all parameters, flattened to one vector."
-        )
-    _check_numbers("preconditioner", preconditioner)
-    if jnp.shape(preconditioner) not in ((), (d,), (d, d)):
-        raise ValueError(
-            f"preconditioner must be a number, a diagonal {(d,)} or a matrix {(d, d)}, as hessian is "
-            f"{(d, d)}; got shape {jnp.shape(preconditioner)}."
-        )
+    _check_symmetric("noise", noise, (d, d))
+    _check_array("preconditioner", preconditioner, (), (d,), (d, d))
     checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0), may_be_schedule=False)
     checks.check_flag("continuous", continuous)
 
@@ -108,7 +98,7 @@ def stationary_covariance(
         covariance = _solve_by_doubling(transition, diffusion)[:d, :d]
         covariance = jax.lax.convert_element_type(covariance, dtype)
     if not isinstance(covariance, jax.core.Tracer) and not np.all(np.isfinite(covariance)):
-        raise ValueError(_why_not_stationary(np.asarray(transition), continuous=continuous))
+        _raise_why(np.asarray(transition), continuous=continuous)
     return covariance
 
 
@@ -118,14 +108,11 @@ def gaussian_kl(
     other_mean: jax.Array | np.ndarray,
     other_covariance: jax.Array | np.ndarray,
 ) -> jax.Array:
-    r"""The Kullback-Leibler divergence of one Gaussian from another.
+    r"""Return the Kullback-Leibler divergence of one Gaussian from another.
 
     .. math::
       \mathrm{KL}(N(m, \Sigma) \,\|\, N(m', \Sigma')) = \tfrac12 \left( \mathrm{tr}(\Sigma'^{-1} \Sigma)
       + (m' - m)^\top \Sigma'^{-1} (m' - m) - D + \log \frac{\det \Sigma'}{\det \Sigma} \right)
-
-    By the Cholesky factors of both, as a sum of terms none of which is negative, so that a small
-    divergence is not lost in the difference of large terms.
 
     Args:
       mean: m, (D,).
@@ -137,29 +124,20 @@ def gaussian_kl(
       The divergence in nats, scalar, in float64 if an argument is and that is enabled, else in float32.
       Traced, where Python cannot see the matrices, it is NaN if one is not positive definite.
 
-    Raises:
-      TypeError: If an argument is not of real numbers.
-      ValueError: If shapes do not match, or a covariance is not symmetric, finite and positive definite.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> zero, one = jnp.zeros(2), jnp.eye(2)
       >>> float(optperm.gaussian_kl(zero, one, jnp.array([3.0, 4.0]), one))  # half of 5 squared
       12.5
+
+    Raises:
+      TypeError: If an argument is not of real numbers.
+      ValueError: If shapes do not match, or a covariance is not symmetric, finite and positive definite.
     """
     d = _check_symmetric("covariance", covariance)
-    if _check_symmetric("other_covariance", other_covariance) != d:
-        raise ValueError(
-            f"covariance and other_covariance must have the same shape, got {(d, d)} and "
-            f"{jnp.shape(other_covariance)}."
-        )
-    for name, value in (("mean", mean), ("other_mean", other_mean)):
-        _check_numbers(name, value)
-        if jnp.shape(value) != (d,):
-            raise ValueError(
-                f"{name} must have shape {(d,)}, as the covariances are {(d, d)}; got "
-                f"{jnp.shape(value)}."
-            )
+    _check_symmetric("other_covariance", other_covariance, (d, d))
+    _check_array("mean", mean, (d,))
+    _check_array("other_mean", other_mean, (d,))
     dtype = accumulation_dtype((mean, covariance, other_mean, other_covariance))
     arguments = (mean, covariance, other_mean, other_covariance)
     m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
@@ -167,28 +145,28 @@ def gaussian_kl(
     for name, each in (("covariance", factor), ("other_covariance", other_factor)):
         if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
             raise ValueError(
-                f"{name} must be positive definite, and its Cholesky factorization fails. A sample "
-                "covariance is so only of more samples than dimensions; else add to its diagonal."
+                f"{name} must be positive definite, as a sample covariance of few samples is not."
             )
 
-    def whitened(x: jax.Array) -> jax.Array:
+    def whiten(x: jax.Array) -> jax.Array:
         return jax.scipy.linalg.solve_triangular(other_factor, x, lower=True)
 
-    # With K = L'^-1 L, lower triangular: tr K K^T - D - log det K K^T, entry by entry.
-    ratio = whitened(factor)
+    # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
+    # small divergence is not lost in a difference of large numbers
+    ratio = whiten(factor)
     diagonal = jnp.diag(ratio)
     excess = (diagonal - 1.0) * (diagonal + 1.0)
     off_diagonal = jnp.tril(ratio, -1)
-    shift = whitened(other_m - m)
+    shift = whiten(other_m - m)
     return 0.5 * (
         jnp.sum(excess - jnp.log1p(excess)) + jnp.sum(off_diagonal**2) + jnp.sum(shift**2)
     )
 
 
 def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Array]:
-    r"""A recursion with the covariance that solves :math:`G \Sigma + \Sigma G^\top = Q`.
+    r"""Return a recursion whose covariance solves :math:`G \Sigma + \Sigma G^\top = Q`.
 
-    For any :math:`\tau > 0`, with :math:`M = I + \tau G`, it is that of the transition
+    For any :math:`\tau > 0`, with :math:`M = I + \tau G`, it has the transition
     :math:`M^{-1} (I - \tau G)` and the noise :math:`2 \tau M^{-1} Q M^{-\top}`.
     """
     identity = jnp.eye(len(drift), dtype=drift.dtype)
@@ -201,9 +179,9 @@ def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array:
-    r"""The sum :math:`\sum_t F^t Q (F^t)^\top`, doubling its terms each time; NaN if it has no limit."""
+    r"""Return :math:`\sum_t F^t Q (F^t)^\top`, doubling the terms each time; NaN without a limit."""
 
-    def goes_on(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    def has_more(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         index, power, _ = carry
         size = jnp.sum(power**2)
         return (size > 1e-20) & (size < 1e100) & (index < _MAX_DOUBLINGS)
@@ -213,15 +191,13 @@ def _solve_by_doubling(transition: jax.Array, diffusion: jax.Array) -> jax.Array
         return index + np.int32(1), _product(power, power), total + _sandwich(power, total)
 
     start = (jnp.zeros([], jnp.int32), transition, diffusion)
-    _, power, total = jax.lax.while_loop(goes_on, double, start)
+    _, power, total = jax.lax.while_loop(has_more, double, start)
     has_limit = jnp.sum(power**2) <= 1e-20
     return jnp.where(has_limit, (total + total.T) / 2, jnp.nan)
 
 
-# The operator @ asks for float64 by name, which is refused where jax.vmap rewrites it outside the scope.
-
-
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    # The operator @ names float64, which jax.vmap refuses outside of enable_x64
     return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())))
 
 
@@ -229,46 +205,36 @@ def _sandwich(a: jax.Array, middle: jax.Array) -> jax.Array:
     return _product(_product(a, middle), a.T)
 
 
-def _why_not_stationary(transition: np.ndarray, *, continuous: bool) -> str:
-    radius = np.abs(np.linalg.eigvals(transition)).max() if np.all(np.isfinite(transition)) else 0
+def _raise_why(transition: np.ndarray, *, continuous: bool) -> None:
     if continuous:
-        return (
-            "No stationary distribution exists: preconditioner @ hessian has an eigenvalue whose real "
-            "part is not positive, so nothing draws back along its direction. Add curvature to the "
-            "hessian, such as that of a prior, and take a positive definite preconditioner."
-        )
-    return (
-        f"No stationary distribution exists: the spectral radius of a step is {radius:.6g}, and below 1 "
-        "is needed. Take smaller steps, preconditioner times a number below 1; if that does not "
-        "help, the hessian has a direction without curvature, which a prior would give it."
-    )
+        why = "preconditioner @ hessian has an eigenvalue whose real part is not positive: add a prior"
+    else:
+        finite = np.all(np.isfinite(transition))
+        radius = np.abs(np.linalg.eigvals(transition)).max() if finite else np.inf
+        why = f"the spectral radius of a step is {radius:.6g}: take smaller steps, or add a prior"
+    raise ValueError(f"No stationary distribution exists: {why}.")
 
 
-def _check_numbers(name: str, value: Any) -> None:
-    """Raises unless an array is of real numbers and, if concrete, finite."""
+def _check_array(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """Raise unless an array is of real numbers, of one of the shapes and, if concrete, finite."""
     dtype = checks.dtype_of(name, value)
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"{name} must be of real numbers, got dtype {dtype}.")
+    if shapes and jnp.shape(value) not in shapes:
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {wanted}, got shape {jnp.shape(value)}.")
     if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(value))):
-        raise ValueError(f"{name} must be finite, got a NaN or an infinity in it.")
+        raise ValueError(f"{name} must be finite.")
 
 
-def _check_symmetric(name: str, matrix: Any) -> int:
-    """The number of rows; raises unless the matrix is square and, if concrete, symmetric and finite."""
-    _check_numbers(name, matrix)
+def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
+    """Return the number of rows; raise unless a matrix is square and, if concrete, symmetric."""
+    _check_array(name, matrix, *shapes)
     shape = jnp.shape(matrix)
     if len(shape) != 2 or shape[0] != shape[1] or not shape[0]:
-        raise ValueError(
-            f"{name} must be a square matrix (D, D), got shape {shape}. A diagonal has to be "
-            "written out: jnp.diag(values)."
-        )
+        raise ValueError(f"{name} must be a square matrix, got shape {shape}: see jnp.diag.")
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)
-        gap, size = np.abs(values - values.T).max(), np.abs(values).max()
-        if gap > 1e-3 * size:
-            raise ValueError(
-                f"{name} must be symmetric, got entries that differ by {gap:.3g} from their mirror "
-                f"images, where the largest is {size:.3g}. Rounding alone may be averaged away: "
-                "(m + m.T) / 2."
-            )
+        if np.abs(values - values.T).max() > 1e-3 * np.abs(values).max():
+            raise ValueError(f"{name} must be symmetric, up to rounding.")
     return int(shape[0])

@@ -1,4 +1,4 @@
-"""The warm-up of constant SGD: when it learns what, and how it comes to an optimum."""
+"""The warm-up of constant SGD: its schedule, and the optimizer of the burn-in."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from optperm.bayes.covariance import BatchGradients
 from optperm.bayes.masters import with_masters
 from optperm.bayes.normal_noise import fold, signs_like
 from optperm.contract import checks
-from optperm.contract.dtypes import wide_zeros
+from optperm.contract.dtypes import cast_like, wide_zeros
 from optperm.contract.keys import key_data
-from optperm.contract.mapped_axes import AxisName
-from optperm.contract.schedules import resolve_schedule
+from optperm.contract.mapped_axes import AxisName, when
 from optperm.contract.transformation import transformation
-from optperm.switching import switch_after
+from optperm.switching import SwitchAfterState
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
 
 _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
-# Of many examples' gradients an eighth of the estimates is enough.
+# With many examples' gradients per estimate, an eighth of the estimates is enough.
 _ESTIMATE_EVERY, _ENOUGH = 8, 500
 
 
@@ -33,7 +32,7 @@ class Warmup(NamedTuple):
 
     Attributes:
       burn_in: The first step that samples.
-      freeze_after: The first step from which on nothing is learned.
+      freeze_after: The first step that learns nothing.
       every: Steps from one estimate to the next.
     """
 
@@ -44,15 +43,13 @@ class Warmup(NamedTuple):
     def ends(self) -> tuple[jax.Array, ...]:
         """Return the start of the first window and the ends of all five.
 
-        What a window learned is the kernel of the next one. The first two are in the second half of the
-        burn-in, the first for the noise alone; the others end after a quarter, a half and all of the
-        steps from the burn-in on. So the noise of the way to the optimum is forgotten.
+        Two windows are in the second half of the burn-in; three end after a quarter, a half and all of
+        the steps from the burn-in to `freeze_after`. So the noise far from the optimum is forgotten.
         """
         first, last = (jnp.asarray(x, jnp.int32) for x in (self.burn_in, self.freeze_after))
         left = last - first
-        return (
-            first // 2, first - first // 4, first, first + left // 4, first + left // 2, last,
-        )  # fmt: skip
+        half = (first // 2, first - first // 4, first)
+        return *half, first + left // 4, first + left // 2, last
 
     def is_open(self, count: jax.Array) -> jax.Array:
         """Return whether a step learns."""
@@ -60,7 +57,7 @@ class Warmup(NamedTuple):
         return (count >= start) & (count < last) & ((count - start) % self.every == 0)
 
     def number(self, count: jax.Array) -> jax.Array:
-        """Return how many estimates came before a step in its window."""
+        """Return the number of estimates of a step's window before that step."""
         starts = [jnp.where(start <= count, start, 0) for start in self.ends()]
         return (count - functools.reduce(jnp.maximum, starts)) // self.every
 
@@ -77,12 +74,7 @@ def warmup(
     estimator: str,
     preconditioner: str | None,
 ) -> Warmup:
-    """Return the schedule that `optperm.constant_sgd` follows.
-
-    Raises:
-      TypeError: If an argument is of the wrong type.
-      ValueError: If one is out of range, or nothing would be learned where the chain samples.
-    """
+    """Return the schedule of `optperm.constant_sgd`, which learns until after the burn-in."""
     checks.check_count("burn_in", burn_in, minimum=0)
     are_seen = checks.is_concrete_number(burn_in)
     if freeze_after is None:
@@ -91,10 +83,7 @@ def warmup(
     checks.check_count("freeze_after", freeze_after)
     are_seen = are_seen and checks.is_concrete_number(freeze_after)
     if are_seen and int(freeze_after) <= int(burn_in):
-        raise ValueError(
-            f"freeze_after must be above burn_in, got freeze_after={freeze_after} and "
-            f"burn_in={burn_in}: the noise is to be learned where the chain samples."
-        )
+        raise ValueError(f"freeze_after must be above burn_in, got {freeze_after} and {burn_in}.")
     every = 1
     if are_seen and estimator == "per_example" and preconditioner in ("scalar", "diagonal"):
         is_seen = checks.is_concrete_number(batch_size)
@@ -107,29 +96,38 @@ def after_burn_in(
     burn_in: int | jax.Array,
     burn_in_optimizer: optax.GradientTransformation,
     *steps: optax.GradientTransformation,
-    **schedules: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the steps of a sampler, which another optimizer moves to an optimum in the burn-in.
+    """Return a sampler whose burn-in another optimizer takes over.
 
     Args:
-      burn_in: For how many steps.
-      burn_in_optimizer: That optimizer.
-      *steps: The sampler's, which see the burn-in too.
-      **schedules: Its schedules by their names. In the conditional of the burn-in they are traced, so
-        that one which is out of range has to be named here.
+      burn_in: Steps of the other optimizer.
+      burn_in_optimizer: The other optimizer.
+      *steps: The chain of the sampler.
     """
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
-    inner = switch_after(burn_in, burn_in_optimizer, optax.chain(*steps), track=True)
+    before = optax.with_extra_args_support(burn_in_optimizer)
+    after = optax.with_extra_args_support(optax.chain(*steps))
+
+    def init(params: optax.Params) -> SwitchAfterState:
+        zero = jnp.zeros([], jnp.int32)
+        return SwitchAfterState(zero, zero > 0, before.init(params), after.init(params))
 
     def update(
-        g: optax.Updates, state: Any, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, Any]:
-        found = inner.update(g, state, params, **extra_args)
-        for name, schedule in schedules.items():
-            resolve_schedule(name, schedule, state.count)
-        return found
+        g: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SwitchAfterState]:
+        is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
+        # One sampler for both phases, not one in each branch: half the program, and its state in place
+        moves, then = after.update(g, state.then, params, **extra_args)
 
-    return with_masters(transformation(inner.init, update, method="constant_sgd", is_wrapper=True))
+        def first(known: tuple[optax.Updates, Any]) -> tuple[optax.Updates, Any]:
+            return cast_like(before.update(g, known[1], params, **extra_args), known)
+
+        moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))
+        return moves, SwitchAfterState(
+            optax.safe_increment(state.count), is_over, first_state, then
+        )
+
+    return with_masters(transformation(init, update, method="constant_sgd", is_wrapper=True))
 
 
 class NewtonState(NamedTuple):
@@ -137,8 +135,8 @@ class NewtonState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      mean: The running mean of the gradients, a tree like params.
-      square: The running mean of the square of each entry's curvature.
+      mean: m, the running mean of the gradients, a tree like params.
+      square: :math:`d^2`, the running mean of the square of each entry's curvature.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -150,17 +148,16 @@ _RATE, _HALVING, _LARGEST = 0.1, 100.0, 0.02
 
 
 def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransformationExtraArgs:
-    r"""Descend by each parameter's own curvature, whatever the units of the features.
+    r"""Descend with steps scaled by each parameter's curvature.
 
     .. math::
       m \leftarrow .9 m + .1 g, \qquad
       d_k^2 \leftarrow .97 d_k^2 + .03 \left(z_k (A D z)_k / D_{kk}\right)^2, \qquad
       u_k = -\frac{\eta_t}{d_k} m_k, \quad \eta_t = \frac{.1}{1 + t / 100}
 
-    with z of random signs and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that an entry of small
-    curvature is not lost among the others. No step is longer than .02, or 2 % of the parameter: where
-    curvature vanishes it is about Adam's, and what lies far away is still reached in the logarithm of
-    its distance.
+    with random signs z and :math:`D = \operatorname{diag}(d)^{-1/2}`, so that large curvatures do not
+    hide a small one. No step is longer than .02 or 2 % of the parameter: without curvature it is about
+    Adam's step, and the number of steps to a distant optimum grows with the logarithm of the distance.
 
     Args:
       axis_name: The mapped axes over which the batch is spread, if any.
@@ -175,7 +172,7 @@ def diagonal_newton(axis_name: AxisName | None = None) -> optax.GradientTransfor
         def root(square: jax.Array) -> jax.Array:
             return jnp.where(square > 0, square, 1.0) ** 0.25
 
-        # D z, and its product with A
+        # Hutchinson's estimate of the diagonal of A, in coordinates where it is about one
         z = signs_like(fold(key_data(2), state.count), state.mean)
         probe = jax.tree.map(lambda z, s: z / root(s), z, state.square)
         batch = BatchGradients(params, g, extra_args, 1, None, axis_name)

@@ -127,14 +127,8 @@ def test_replicas_estimate_the_covariance_of_the_whole_batch(mapping, made):
     preconditioner, estimator = made
     data, params = problem()
     batch, examples = some(data, 12), some(data, 20, 24)
-    tx = optperm.mandt_sgd(
-        1000,
-        12,
-        preconditioner=preconditioner,
-        estimator=estimator,
-        axis_name=replicas.AXIS,
-        chunk_size=2,
-    )
+    forms = {"preconditioner": preconditioner, "estimator": estimator}
+    tx = optperm.mandt_sgd(1000, 12, axis_name=replicas.AXIS, chunk_size=2, **forms)
     state = tx.init(params)
 
     def step(part, example):

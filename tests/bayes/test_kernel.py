@@ -7,7 +7,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes.adaptation import decompose
+from optperm.bayes.decompose import decompose
 from optperm.bayes.kernel import flat
 
 N, S, D, T = 1000, 8, 4, 1.7

@@ -24,7 +24,7 @@ def long_steps():
         yield
 
 
-def draws(tx, *, num_draws=250, thinning=25):
+def draws(tx):
     """Of 64 chains on a quadratic with Gaussian noise, flat."""
     hessian, root = jnp.float32(HESSIAN), jnp.float32(ROOT)
 
@@ -34,16 +34,8 @@ def draws(tx, *, num_draws=250, thinning=25):
         return optax.apply_updates(w, updates), opt_state
 
     w = jnp.zeros(2)
-    samples = optperm.draw_samples(
-        step,
-        w,
-        tx.init(w),
-        jax.random.key(0),
-        num_chains=64,
-        num_draws=num_draws,
-        thinning=thinning,
-        warmup=500,
-    )
+    counts = {"num_chains": 64, "num_draws": 250, "thinning": 25, "warmup": 500}
+    samples = optperm.draw_samples(step, w, tx.init(w), jax.random.key(0), **counts)
     return np.asarray(samples.params, np.float64).reshape(-1, 2)
 
 
@@ -156,24 +148,19 @@ def test_the_noise_of_the_batches_is_reported(friction):
     gradients of examples; behind control variates it is not known."""
     rows, m = (
         jax.random.normal(jax.random.key(0), (8, 2)) * jnp.array([[1.0, 3.0]]),
-        jnp.array([1.0, 2.0]),
+        np.float32([1, 2]),
     )
-    tx = (
-        optperm.sgld(1e-4, N, 1.5, m) if friction is None else optperm.sghmc(1e-4, N, friction, 1.5)
-    )
+    if friction is None:
+        tx, factor = optperm.sgld(1e-4, N, 1.5, jnp.asarray(m)), m / (4 * 1.5)
+    else:
+        tx, factor = optperm.sghmc(1e-4, N, friction, 1.5), 1 / (2 * friction * 1.5)
     w, grad = jnp.zeros(2), rows.mean(0)
     extras = {"per_example_grad_fn": lambda w: rows, "grad": grad}
     _, state = tx.update(grad, tx.init(w), w, **extras)
     r = np.var(rows, axis=0, ddof=1) / 8
-    exact = (
-        1e-4
-        * N**2
-        * r
-        * (np.array(m) / (4 * 1.5) if friction is None else 1 / (2 * friction * 1.5))
-    )
-    np.testing.assert_allclose(state.share, exact, rtol=1e-5)
+    np.testing.assert_allclose(state.share, 1e-4 * N**2 * r * factor, rtol=1e-5)
     assert int(state.looks) == 1
-    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one look in 200 steps
+    assert int(tx.update(grad, state, w, **extras)[1].looks) == 1  # one estimate in 200 steps
     assert int(tx.update(0.5 * grad, tx.init(w), w, **extras)[1].looks) == 0
 
 

@@ -246,15 +246,6 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=message):
             optperm.mandt_sgd(N, S, **options)
     w = jnp.ones(D)
-    for options, message in (
-        ({"estimator": "single_example"}, r"example_grad_fn.*batch, example=one_example\), then"),
-        ({}, r"per_example_grad_fn.*params, batch\), then"),
-    ):
-        tx = optperm.mandt_sgd(N, S, **options)
-        state = tx.init(w)
-        with pytest.raises(ValueError, match=message):
-            tx.update(w, state, w)
-    # In the conditional of the burn-in a schedule is traced.
     tx = optperm.mandt_sgd(
         N, S, temperature=lambda count: -1.0, burn_in_optimizer=optax.set_to_zero()
     )

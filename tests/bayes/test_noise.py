@@ -1,4 +1,4 @@
-"""The noise that is filled in: its bits, its moments, and the law of the iterates that it moves."""
+"""The injected noise: its bits, its moments, and the law of the iterates that it moves."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,7 @@ import scipy.stats
 import support
 from jax.extend.random import threefry2x32_p
 
-from optperm.bayes.normal_noise import (
-    fold,
-    normal_like,
-    signs_like,
-    three_point_like,
-    threefry,
-)
+from optperm.bayes.normal_noise import fold, normal_like, signs_like, three_point_like, threefry
 from optperm.contract.keys import key_data
 
 

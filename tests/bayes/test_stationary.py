@@ -171,13 +171,7 @@ def test_a_small_divergence_is_not_lost_in_float32():
     assert float(optperm.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
 
 
-def test_divergence_of_what_is_no_gaussian():
-    """An error where Python can see it, NaN where it cannot."""
+def test_traced_divergence_of_no_gaussian_is_nan():
     zero, one, bad = np.zeros(2), np.eye(2), np.diag([1.0, -1.0])
-    for arguments, name in (
-        ((zero, bad, zero, one), "covariance"),
-        ((zero, one, zero, bad), "other"),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name}.*must be positive definite"):
-            optperm.gaussian_kl(*arguments)
+    for arguments in ((zero, bad, zero, one), (zero, one, zero, bad)):
         assert np.isnan(jax.jit(optperm.gaussian_kl)(*arguments))
