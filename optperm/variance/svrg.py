@@ -120,6 +120,12 @@ def svrg(
     An entry whose correction is not finite passes through uncorrected, and a snapshot that is not
     finite, or whose full gradient is not, is not taken.
 
+    A learning rate beyond stability need not end in NaN: where gradients are bounded, as those of a
+    logistic regression are, the loss stays finite, above where it began. Its update does not know the
+    rate that follows, so nothing warns: compare the loss over all examples with that before the first
+    step, and take the rate from `optperm.svrg_learning_rate`, above all where features have their raw
+    scales.
+
     Args:
       coefficient: :math:`c_t \ge 0`, a number or a schedule of the step.
       refresh_every: m, in steps.
