@@ -211,7 +211,7 @@ def compare_rates(
 def main() -> None:
     """Runs the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=pathlib.Path, help="an npz of images; random ones without")
+    parser.add_argument("--data", type=pathlib.Path, help="an npz; without, 8 x 8 digits")
     parser.add_argument("--only", nargs="+", choices=["table", "rates"], default=["table", "rates"])
     parser.add_argument("--examples", type=int, nargs="+", default=[20_000])
     parser.add_argument("--l2", type=float, nargs="+", default=[1e-4], help="0 for 1/n")
