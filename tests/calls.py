@@ -74,7 +74,9 @@ FUNCTIONS = {
         "params": PARAMS,
         "key": jax.random.key(0),
     },
-    "swag_mean": {"opt_state": state(optperm.swag(1))},
+    "swag_mean": {
+        "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1],
+    },
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "compress_quantized": {"bits": 4},
