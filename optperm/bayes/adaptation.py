@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,9 @@ _SPREAD = 0.5
 _POWER_EVERY, _FORGETTING = 10, 5.0
 # In units of its largest, what is no eigenvalue of a matrix of correlations but rounding.
 _NOTHING = 1e-7
+# Squares of noise over the noise of the window before, and of curvature times a step, stay finite in
+# float32 with these limits. Else a single entry would keep the kernel of all others from use.
+_MOST_NOISE, _LONGEST_STEP = 1e9, 1e16  # in units of the shortest step
 # Gradients are rounded by so many of their dtype's epsilon.
 _ROUNDING = 10.0
 
@@ -198,7 +202,12 @@ def learn(
 
     # Two looks in a row share the place of the chain, and nothing else
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
-    product = jax.tree.map(lambda one, two, r: one * two * r**2, noise, seen.noise, share)
+    product = jax.tree.map(
+        lambda one, two, r: jnp.minimum(one * r, _MOST_NOISE) * jnp.minimum(two * r, _MOST_NOISE),
+        noise,
+        seen.noise,
+        share,
+    )
     n_pairs = jnp.maximum(n - 1, 1)
     repeated = _mean(product, jax.tree.map(jnp.multiply, kernel.noise, share))
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
@@ -210,7 +219,7 @@ def learn(
     product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
     q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
     if is_number(kernel.noise):
-        q = inner(q, jax.tree.map(jnp.ones_like, q)) / sum(x.size for x in jax.tree.leaves(q))
+        q = inner(q, _ones(q)) / sum(x.size for x in jax.tree.leaves(q))
     new = seen._replace(
         estimates=seen.estimates + 1,
         covariance=covariance,
@@ -341,7 +350,7 @@ def hand_over(
     # Var(share of the batches in a step's noise), over places
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
     weights = jax.tree.map(jnp.multiply, kernel.noise, share)
-    level = jax.tree.map(lambda c, r: (c * r) ** 2, found, share)
+    level = jax.tree.map(lambda c, r: jnp.minimum(c * r, _MOST_NOISE) ** 2, found, share)
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.rho / (1 + kernel.rho)
     most = jnp.asarray(rho, jnp.float32)
@@ -415,14 +424,27 @@ def _eigh_of_part(matrix: jax.Array, is_inside: jax.Array) -> tuple[jax.Array, j
 
 
 def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
-    """Return the steps in whose coordinates curvature is looked at: none of them is zero.
+    """Return the steps in whose coordinates curvature is looked at: none is zero, none very long.
 
-    An entry without noise, as of a prior on what no example sees, has curvature all the same.
+    An entry without noise, as of a prior on what no example sees, has curvature all the same. Entries of
+    a network that fits its data have hardly any noise: their h are 1e30, so that the typical step is the
+    geometric mean.
     """
-    total = inner(h, jax.tree.map(jnp.ones_like, h))
+    total = inner(jax.tree.map(lambda h: jnp.log(jnp.where(h > 0, h, 1.0)), h), _ones(h))
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
-    typical = total / jnp.maximum(count, 1).astype(total.dtype)
-    return jax.tree.map(lambda h: jnp.where(h > 0, h, typical.astype(h.dtype)), h)
+    typical = jnp.where(count > 0, jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype)), 0.0)
+    positive = [jnp.min(jnp.where(h > 0, h, jnp.inf)) for h in jax.tree.leaves(h)]
+    shortest = functools.reduce(jnp.minimum, positive)
+
+    def of_entry(h: jax.Array) -> jax.Array:
+        longest = _LONGEST_STEP * jnp.where(count > 0, shortest, 1.0).astype(h.dtype)
+        return jnp.minimum(jnp.where(h > 0, h, typical.astype(h.dtype)), longest)
+
+    return jax.tree.map(of_entry, h)
+
+
+def _ones(tree: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, tree)
 
 
 def _along(rows: Any, v: Any) -> jax.Array:
@@ -443,7 +465,7 @@ def _towards(mean: Any, new: Any, n: jax.Array) -> Any:
 
 def _mean(values: Any, weights: Any) -> jax.Array:
     """Return the mean of all entries by weights; 0 without any."""
-    total = inner(weights, jax.tree.map(jnp.ones_like, weights))
+    total = inner(weights, _ones(weights))
     return inner(values, weights) / jnp.where(total > 0, total, 1.0)
 
 

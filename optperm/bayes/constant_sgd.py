@@ -135,7 +135,8 @@ def constant_sgd(
         too large by up to half of it.
       rho: The largest :math:`\rho`, the ratio of the batches' noise to what is injected; the warm-up
         lowers it where the noise varies from place to place.
-      burn_in: Steps before the first one that samples.
+      burn_in: Steps before the first one that samples. With 0 the params stay where they are for the
+        first half of `freeze_after`, in which noise and curvature are learned.
       freeze_after: Steps after which nothing is learned any more. None for twice `burn_in`, at least
         1,000 steps after it.
       burn_in_optimizer: What moves the params meanwhile. None for steps by each parameter's own
