@@ -123,8 +123,9 @@ def ivon(
       The params are the mean, so an evaluation at the params needs nothing else.
       `optperm.posterior_predictive` averages predictions over draws of `optperm.sample_params`.
 
-      On a quadratic with Hessian :math:`H` the variances are :math:`1 / (\lambda (\mathrm{diag} H +
-      \delta))`, the best normal approximation with a diagonal covariance, if the batches' noise is small.
+      On a quadratic with Hessian :math:`H`, and if the batches' noise is small, the variances are
+      :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
+      covariance.
 
       The state has two numbers per parameter, as the state of Adam. A step makes one normal number per
       parameter besides, which counts where a batch is small for the network.

@@ -65,19 +65,18 @@ def test_windows_of_the_schedule():
 
 
 def test_an_entry_with_hardly_any_noise_does_not_stop_the_others():
-    """As in a network that fits its data: h of the second entry is 1e30 before its curvature is known."""
+    """As in a network that fits its data: h of the second entry is 1e29 before its curvature is seen."""
     sizes = jnp.array([1.0, 1e-15, 0.0])
 
     def small(key, count):
         del count
         return sizes * jax.random.normal(key, (S, D))
 
-    for form in ("diagonal", "full"):
-        tx = optperm.constant_sgd(N, S, preconditioner=form, burn_in=0, freeze_after=16)
-        w, state = run(tx, 24, small)
-        assert bool(state.kernel.is_ready), form
-        assert np.all(np.isfinite(w)), form
-        assert w[0] != 0, form
+    tx = optperm.constant_sgd(N, S, preconditioner="diagonal", burn_in=0, freeze_after=16)
+    w, state = run(tx, 24, small)
+    assert bool(state.kernel.is_ready)
+    assert np.all(np.isfinite(w))
+    assert np.all(w != 0)
 
 
 @functools.cache
