@@ -245,16 +245,13 @@ METHODS: dict[str, tuple[Callable[[float, Setting], Ways], int, tuple[float, ...
 
 def predict_probabilities(params: Any, x: jax.Array) -> jax.Array:
     """Return the class probabilities of one model."""
-    return jax.nn.softmax(images.logits(params, x))
+    return jax.nn.softmax(images.predict(params, x))
 
 
-def predict(models: Any, x: Any) -> jax.Array:
-    """Return the mean class probabilities over models, 1000 images at a time."""
-    parts = [
-        optperm.posterior_predictive(predict_probabilities, optperm.Ensemble(models), part).mean
-        for part in (x[start : start + 1000] for start in range(0, len(x), 1000))
-    ]
-    return jnp.concatenate(parts)
+def predict(models: Any, x: jax.Array) -> jax.Array:
+    """Return the mean class probabilities over models."""
+    ensemble = optperm.Ensemble(models)
+    return optperm.posterior_predictive(predict_probabilities, ensemble, x).mean
 
 
 def negative_nll(ways: Ways, held: images.Data) -> float:
@@ -286,7 +283,7 @@ def compare(arguments: argparse.Namespace) -> None:
     test = test[0][: arguments.test], test[1][: arguments.test]
     rotate = functools.partial(ndimage.rotate, axes=(1, 2), reshape=False, order=1)
     rotated = jnp.asarray(rotate(np.asarray(test[0]), 30))
-    others = {"noise": jax.random.uniform(jax.random.key(0), (2000, *test[0].shape[1:]))}
+    others = {"noise": jax.random.uniform(jax.random.key(0), test[0][:2000].shape)}
     if arguments.other is not None:
         other, _, (x, _) = images.load(arguments.other, 1)
         # In gray, and as large as MNIST's
