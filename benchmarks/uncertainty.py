@@ -198,17 +198,13 @@ def constant_sgd(number: float, setting: Setting) -> Ways:
 
 
 def last_layer(number: float, setting: Setting) -> Ways:
-    """Draw the last layer of Adam's model by constant SGD at a temperature, its inputs computed once."""
+    """Draw the last layer of Adam's model by SGLD with a step size, its inputs computed once."""
     params = model_of_adam(setting.rate, setting._replace(seed=MODELS * setting.seed))
     x, y = setting.data
     names = [f"{kind}{len(params) // 2 - 1}" for kind in "wb"]
     rest = {name: leaf for name, leaf in params.items() if name not in names}
     inputs = jax.nn.relu(images.predict(rest, x)).reshape(len(x), -1)
     last = {"w0": params[names[0]], "b0": params[names[1]]}
-
-    def sampler(size: int, batch: int) -> Any:
-        kind = {"preconditioner": "diagonal", "temperature": number}
-        return optperm.constant_sgd(size, batch, burn_in=0, freeze_after=1000, **kind)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # eight draws are too few for figures, not for a mean
@@ -217,11 +213,12 @@ def last_layer(number: float, setting: Setting) -> Ways:
             (inputs, y),
             last,
             jax.random.key(setting.seed),
-            sampler=sampler,
+            sampler=lambda size, batch: optperm.sgld(number, size),
             batch_size=BATCH,
             num_chains=2,
             num_draws=DRAWS // 2,
             thinning=250,
+            warmup=1000,
             starts=stack(last, last),
         )
     draws = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), samples.params)
@@ -230,15 +227,15 @@ def last_layer(number: float, setting: Setting) -> Ways:
     return {f"Last layer, {DRAWS} draws": models}
 
 
-# By name: what trains, its trainings' worth of gradients, and the grid of its number, a rate or a
-# temperature; None for the one that is best for Adam, which comes first.
+# By name: what trains, its trainings' worth of gradients, and the grid of its number, a rate, a
+# step size or a temperature; None for the one that is best for Adam, which comes first.
 METHODS: dict[str, tuple[Callable[[float, Setting], Ways], int, tuple[float, ...] | None]] = {
     "Adam": (adam, 1, (1e-3, 3e-3, 1e-2)),
     "ensemble": (ensemble, MODELS, None),
     "SGD": (sgd, 1, (0.05, 0.15, 0.5)),
     "SWAG": (swag, 1, (0.03, 0.1, 0.3)),
     "IVON": (ivon, 1, (0.25, 0.5, 1.0)),
-    "last layer": (last_layer, 1, (0.1, 1.0)),
+    "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, (1e-3, 1e-2, 1e-1)),
 }
 
@@ -255,8 +252,10 @@ def predict(models: Any, x: jax.Array) -> jax.Array:
 
 
 def negative_nll(ways: Ways, held: images.Data) -> float:
-    """Return the score of the last way to predict."""
+    """Return the score of the last way to predict; NaN where the training diverged."""
     found = predict([*ways.values()][-1], held[0])
+    if not jnp.isfinite(found).all():
+        return float("nan")
     return -float(optperm.classification_scores(found, held[1]).nll)
 
 
@@ -268,6 +267,8 @@ def entropy(probabilities: jax.Array) -> np.ndarray:
 def judge(models: Any, test: images.Data, rotated: Any, others: Any) -> dict[str, float]:
     """Return all figures of a row."""
     inside = predict(models, test[0])
+    if not jnp.isfinite(inside).all():
+        return {"accuracy": float("nan")}
     scores = optperm.classification_scores(inside, test[1])
     far = optperm.classification_scores(predict(models, rotated), test[1])
     row = {"accuracy": scores.accuracy, "NLL": scores.nll, "ECE": scores.calibration_error}
