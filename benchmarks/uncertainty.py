@@ -303,6 +303,7 @@ def compare(arguments: argparse.Namespace) -> None:
             shown = images.shown({number: -score for number, score in tried.items()})
             if np.isnan(tried[best]):
                 RESULTS.row(title, method=method, trainings=cost, accuracy="diverges", grid=shown)
+                RESULTS.write(arguments.json)
                 print(f"{method:24} diverges: {shown}", flush=True)
                 continue
         rate = best if method == "Adam" else rate
