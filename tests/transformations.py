@@ -142,7 +142,8 @@ def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     tx = optperm.ivon(*args, **kwargs)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        draw = None if params is None else jax.tree.map(lambda p: p * 1.01, params)
+        # As far away as the params are large: of a small distance rounding would leave few digits
+        draw = None if params is None else jax.tree.map(lambda p: p * 1.25, params)
         return tx.update(updates, state, params, **{"draw": draw, **extra_args})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -52,7 +52,7 @@ class Calibration(NamedTuple):
 def calibration(
     probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray, *, num_bins: int = 15
 ) -> Calibration:
-    r"""Return the expected calibration error of a classifier, and the bins of its reliability diagram.
+    r"""Return the expected calibration error of a classifier and the bins of its reliability diagram.
 
     The confidence of a prediction is its largest probability. Bin b of B holds the examples whose
     confidence lies in ((b - 1) / B, b / B], and
@@ -80,8 +80,8 @@ def calibration(
 
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
-      ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1. If they are not
-        traced, also if probabilities are not finite, negative or do not sum to one, or a label is out of
+      ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1. Unless they
+        are traced, also if probabilities are not finite, negative or do not sum to one, or a label is out of
         range.
 
     References:
@@ -144,7 +144,7 @@ def classification_scores(
       [1.0, 0.347, 0.25, 0.25]
 
     Notes:
-      The NLL is infinite if a label has the probability zero. The Brier score of an example is at most 2.
+      The NLL is infinite if a label has probability zero. The Brier score of an example is at most 2.
       `optperm.calibration` returns the bins of the calibration error.
 
     Raises:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Ensemble(NamedTuple):
-    """Params of several models: draws of `sample_params`, or models that `jax.vmap` trained side by side.
+    """Params of several models: draws of `sample_params`, or models trained together by `jax.vmap`.
 
     Attributes:
       params: Params with one leading axis over the models.
@@ -59,7 +59,7 @@ class Predictions(NamedTuple):
     def mutual_information(self) -> jax.Array:
         r"""Return the mutual information :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
 
-        It is large where the draws disagree, far from the training data, and small where classes overlap.
+        It is large where draws disagree, far from the training data, and small where classes overlap.
         """
         return self.entropy() - jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
 
@@ -98,15 +98,13 @@ def posterior_predictive(
       ([1.5, 15.0], [0.5, 5.0], (1, 2, 2))
 
     Notes:
-      The mean of class probabilities is the posterior predictive probability; the mean of logits is not.
-      One draw is evaluated at a time, and the predictions of all draws are held in memory. If
-      `predict_fn` returns the log likelihood of each example, ArviZ takes `draws` as its group
+      The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
+      is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn` returns the log likelihood of each example, ArviZ takes `draws` as its group
       `log_likelihood`, for PSIS-LOO.
 
     Raises:
       TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
-        `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are chains and
-        draws.
+        `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are chains.
     """
     checks.check_function("predict_fn", predict_fn, "(params, inputs)")
     if not isinstance(samples, Samples | Ensemble):
