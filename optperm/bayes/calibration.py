@@ -81,8 +81,8 @@ def calibration(
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
       ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1. Unless they
-        are traced, also if probabilities are not finite, negative or do not sum to one, or a label is out of
-        range.
+        are traced, also if probabilities are not finite, negative or do not sum to one, or a label is
+        out of range.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017

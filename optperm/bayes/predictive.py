@@ -99,8 +99,9 @@ def posterior_predictive(
 
     Notes:
       The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
-      is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn` returns the log likelihood of each example, ArviZ takes `draws` as its group
-      `log_likelihood`, for PSIS-LOO.
+      is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
+      returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
+      PSIS-LOO.
 
     Raises:
       TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
