@@ -150,6 +150,7 @@ def ivon(
     for name, number in {"beta1": beta1, "beta2": beta2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
     checks.check_static_count("mc_samples", mc_samples)
+    checks.check_flag("rescale_lr", rescale_lr)
     checks.check_axis_name("axis_name", axis_name)
 
     def init(params: optax.Params) -> IvonState:
