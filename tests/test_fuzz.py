@@ -102,7 +102,8 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
 def everything(params, batch):
     """The gradient, and all that a method may ask for."""
     e = optperm.evaluate(two_examples_loss, params, batch, example=batch[:1])
-    return e.grad, {"full_grad_fn": lambda p: p, "draw": params, **e.extra_args}
+    draw = jax.tree.map(lambda p: p * 0.5, params)
+    return e.grad, {"full_grad_fn": lambda p: p, "draw": draw, **e.extra_args}
 
 
 def two_examples_loss(params, batch):

@@ -142,7 +142,8 @@ def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     tx = optperm.ivon(*args, **kwargs)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        draw = None if params is None else jax.tree.map(lambda p: p * 1.01, params)
+        # A distance that is exact: of a small one rounding would leave few digits
+        draw = None if params is None else jax.tree.map(lambda p: p * 0.5, params)
         return tx.update(updates, state, params, **{"draw": draw, **extra_args})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -503,7 +504,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         ivon,
-        {"learning_rate": 1e-3, "ess": 1000.0, "beta2": 0.9},
+        {"learning_rate": 1e-3, "ess": 1.0, "beta2": 0.9},
         limits={
             **dict.fromkeys(("ess", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
             **dict.fromkeys(("beta1", "beta2"), SHARE),

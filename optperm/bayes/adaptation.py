@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,9 @@ _ERRORS = 2.0
 _SPREAD = 0.5
 # The power iteration takes a step in each of the first ten estimates, then in every tenth.
 _POWER_EVERY = 10
+# Squares of noise over the noise of the window before, and of curvature times a step, stay finite in
+# float32 with these limits. Otherwise a single entry would keep the kernel of all others from use.
+_MOST_NOISE, _LONGEST_STEP = 1e9, 1e16  # in units of the shortest step
 
 
 class Adaptation(NamedTuple):
@@ -195,7 +199,12 @@ def learn(
 
     # E[w^T C^ w w^T C^' w] of two successive batches: they share the chain's place, not their noise
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
-    product = jax.tree.map(lambda one, two, r: one * two * r**2, noise, seen.noise, share)
+    product = jax.tree.map(
+        lambda one, two, r: jnp.minimum(one * r, _MOST_NOISE) * jnp.minimum(two * r, _MOST_NOISE),
+        noise,
+        seen.noise,
+        share,
+    )
     n_pairs = jnp.maximum(n - 1, 1)
     repeated = _mean(product, jax.tree.map(jnp.multiply, kernel.noise, share))
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
@@ -233,7 +242,7 @@ def _measure_curvature(
     product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
     q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
     if is_number(kernel.noise):
-        q = inner(q, jax.tree.map(jnp.ones_like, q)) / sum(x.size for x in jax.tree.leaves(q))
+        q = inner(q, _ones(q)) / sum(x.size for x in jax.tree.leaves(q))
     return q
 
 
@@ -308,7 +317,7 @@ def hand_over(
     # rho / (1 + rho) = .1 / sd(w^T C w h / s) over places
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
     weights = jax.tree.map(jnp.multiply, kernel.noise, share)
-    level = jax.tree.map(lambda c, r: (c * r) ** 2, found, share)
+    level = jax.tree.map(lambda c, r: jnp.minimum(c * r, _MOST_NOISE) ** 2, found, share)
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.rho / (1 + kernel.rho)
     most = jnp.asarray(rho, jnp.float32)
@@ -343,14 +352,27 @@ def hand_over(
 
 
 def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
-    """Return steps none of which is zero, for the coordinates in which curvature is measured.
+    """Return steps, none zero and none very long, for the coordinates in which curvature is measured.
 
-    An entry without noise may have curvature, as of a prior on a parameter that no example sees.
+    An entry without noise may have curvature, as of a prior on a parameter that no example sees. Entries
+    of a network that fits its data have hardly any noise: their h are 1e30, so the typical step is the
+    geometric mean.
     """
-    total = inner(h, jax.tree.map(jnp.ones_like, h))
+    total = inner(jax.tree.map(lambda h: jnp.log(jnp.where(h > 0, h, 1.0)), h), _ones(h))
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
-    typical = total / jnp.maximum(count, 1).astype(total.dtype)
-    return jax.tree.map(lambda h: jnp.where(h > 0, h, typical.astype(h.dtype)), h)
+    typical = jnp.where(count > 0, jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype)), 0.0)
+    positive = [jnp.min(jnp.where(h > 0, h, jnp.inf)) for h in jax.tree.leaves(h)]
+    shortest = functools.reduce(jnp.minimum, positive)
+
+    def of_entry(h: jax.Array) -> jax.Array:
+        longest = _LONGEST_STEP * jnp.where(count > 0, shortest, 1.0).astype(h.dtype)
+        return jnp.minimum(jnp.where(h > 0, h, typical.astype(h.dtype)), longest)
+
+    return jax.tree.map(of_entry, h)
+
+
+def _ones(tree: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, tree)
 
 
 def _along(rows: Any, v: Any) -> jax.Array:
@@ -372,7 +394,7 @@ def _update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
 
 def _mean(values: Any, weights: Any) -> jax.Array:
     """Return the weighted mean of all entries, 0 without weights."""
-    total = inner(weights, jax.tree.map(jnp.ones_like, weights))
+    total = inner(weights, _ones(weights))
     return inner(values, weights) / jnp.where(total > 0, total, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Whether predicted probabilities are as often right as they say."""
+"""Scores of predicted probabilities: calibration, likelihood, and the detection of other inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Scores(NamedTuple):
-    """What `classification_scores` found, means over the examples.
+    """Scores of `classification_scores`, means over the examples.
 
     Attributes:
       accuracy: The share of right predictions.
@@ -34,7 +34,7 @@ class Scores(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What `calibration` found. Where a bin is empty, `confidence` and `accuracy` are 0.
+    """Bins of `calibration`. The `confidence` and the `accuracy` of an empty bin are 0.
 
     Attributes:
       expected_calibration_error: The mean distance of accuracy from confidence over the examples' bins.
@@ -52,7 +52,7 @@ class Calibration(NamedTuple):
 def calibration(
     probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray, *, num_bins: int = 15
 ) -> Calibration:
-    r"""Return the expected calibration error of a classifier, and the bins of its reliability diagram.
+    r"""Return the expected calibration error of a classifier and the bins of its reliability diagram.
 
     The confidence of a prediction is its largest probability. Bin b of B holds the examples with a
     confidence in ((b - 1) / B, b / B], and
@@ -60,21 +60,13 @@ def calibration(
     .. math::
       \mathrm{ECE} = \sum_{b = 1}^{B} \frac{n_b}{n} \left| \mathrm{acc}_b - \mathrm{conf}_b \right|
 
-    Of equally probable classes the first is the prediction.
-
     Args:
       probabilities: (n, classes), rows that sum to one, of any real floating dtype.
       labels: (n,), integers in [0, classes).
-      num_bins: B.
+      num_bins: B, the number of bins.
 
     Returns:
-      A `Calibration`. Its error and accuracies are NaN if a traced label is out of range.
-
-    Raises:
-      TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
-      ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1; where Python
-        can see them, if probabilities are not finite or negative, do not sum to one, or a label is out
-        of range.
+      A `Calibration`. If a traced label is out of range, the error and the accuracies are NaN.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -82,6 +74,15 @@ def calibration(
       >>> found = optperm.calibration(probabilities, jnp.array([0, 0, 0, 1]), num_bins=2)
       >>> float(found.expected_calibration_error), found.counts.tolist(), found.accuracy.tolist()
       (0.0, [0, 4], [0.0, 0.75])
+
+    Notes:
+      If two classes are equally probable, the first is the prediction.
+
+    Raises:
+      TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
+      ValueError: If shapes do not match, there are no examples, or `num_bins` is below 1. Unless they
+        are traced, also if probabilities are not finite, negative or do not sum to one, or a label is
+        out of range.
 
     References:
       Guo et al., `On Calibration of Modern Neural Networks <https://arxiv.org/abs/1706.04599>`_, 2017
@@ -105,18 +106,18 @@ def calibration(
     labels = unshard(jnp.asarray(labels))
     is_label = jnp.all((labels >= 0) & (labels < probabilities.shape[1]))
 
-    def mask(found: jax.Array) -> jax.Array:
-        # Python cannot see traced labels: a label of no class makes everything NaN
+    def nan_if_bad(found: jax.Array) -> jax.Array:
+        # Python cannot refuse a traced label that is no class
         return jnp.where(is_label, found, jnp.nan)
 
     counts = sum_by_bin(jnp.ones(confidences.shape, jnp.int32))
     safe_counts = jnp.maximum(counts, 1).astype(confidences.dtype)
     gaps = jnp.abs(sum_by_bin(is_right - confidences))
     return Calibration(
-        expected_calibration_error=mask(jnp.sum(gaps) / confidences.size),
+        expected_calibration_error=nan_if_bad(jnp.sum(gaps) / confidences.size),
         counts=counts,
         confidence=sum_by_bin(confidences) / safe_counts,
-        accuracy=mask(sum_by_bin(is_right) / safe_counts),
+        accuracy=nan_if_bad(sum_by_bin(is_right) / safe_counts),
     )
 
 
@@ -129,9 +130,6 @@ def classification_scores(
       \mathrm{NLL} = -\frac1n \sum_i \log p_{i, y_i}, \qquad
       \mathrm{Brier} = \frac1n \sum_i \sum_k (p_{i k} - 1[k = y_i])^2
 
-    The NLL is infinite where a label has a probability of zero; the Brier score is at most 2 for an
-    example. `optperm.calibration` returns the bins of the calibration error.
-
     Args:
       probabilities: (n, classes), rows that sum to one, of any real floating dtype.
       labels: (n,), integers in [0, classes).
@@ -139,15 +137,19 @@ def classification_scores(
     Returns:
       `Scores`.
 
-    Raises:
-      TypeError: As `optperm.calibration`.
-      ValueError: As `optperm.calibration`.
-
     Example:
       >>> import jax.numpy as jnp, optperm
       >>> found = optperm.classification_scores(jnp.array([[0.5, 0.5], [0.0, 1.0]]), jnp.array([0, 1]))
       >>> [round(float(score), 3) for score in found]
       [1.0, 0.347, 0.25, 0.25]
+
+    Notes:
+      The NLL is infinite if a label has probability zero. The Brier score of an example is at most 2.
+      `optperm.calibration` returns the bins of the calibration error.
+
+    Raises:
+      TypeError: As `optperm.calibration`.
+      ValueError: As `optperm.calibration`.
 
     References:
       Brier, `Verification of Forecasts Expressed in Terms of Probability
@@ -157,7 +159,7 @@ def classification_scores(
     p = jnp.asarray(probabilities)
     p = p.astype(accumulation_dtype(p))
     right = jax.nn.one_hot(jnp.asarray(labels), p.shape[1], dtype=p.dtype)
-    # A label that calibration refuses where it is traced makes NaN here too.
+    # A traced label that is no class makes NaN here too
     nan = found.expected_calibration_error * 0
     return Scores(
         accuracy=jnp.sum(found.accuracy * found.counts.astype(p.dtype)) / len(p),
@@ -168,34 +170,35 @@ def classification_scores(
 
 
 def auroc(scores: jax.Array | np.ndarray, other_scores: jax.Array | np.ndarray) -> float:
-    r"""Return how well a score tells inputs from elsewhere: the area under the ROC curve.
+    r"""Return the area under the ROC curve of a score that detects inputs from elsewhere.
 
     .. math::
       P(s < s') + \tfrac12 P(s = s')
 
-    for a score :math:`s` of an input like the training's and :math:`s'` of one from elsewhere; 1 where
-    all of those are larger, and 0.5 where the score says nothing.
+    with the score :math:`s` of an input like the training data and the score :math:`s'` of an input from
+    elsewhere.
 
     Args:
-      scores: (n,), of inputs like those of the training: the entropy or the mutual information of
-        `optperm.posterior_predictive`, for instance.
+      scores: (n,), of inputs like the training data: for instance the entropy or the mutual information
+        of `optperm.posterior_predictive`.
       other_scores: (m,), of inputs from elsewhere.
 
     Returns:
-      The area, in [0, 1].
-
-    Raises:
-      ValueError: If one of them is empty or not of rank 1, or holds NaN.
+      The area: 1 if all scores from elsewhere are larger, 0.5 for a score that says nothing.
 
     Example:
       >>> import optperm, numpy as np
       >>> optperm.auroc(np.array([0.1, 0.2]), np.array([0.2, 0.3]))
       0.875
+
+    Raises:
+      ValueError: If scores are empty, not of rank 1, or NaN.
     """
     one, two = np.asarray(scores, np.float64), np.asarray(other_scores, np.float64)
     for name, values in {"scores": one, "other_scores": two}.items():
         if values.ndim != 1 or not values.size or np.isnan(values).any():
             raise ValueError(f"{name} must be numbers of shape (n,), got shape {values.shape}.")
+    # The share of scores below each other one, of equal scores half
     one = np.sort(one)
     below = np.searchsorted(one, two, side="left") + np.searchsorted(one, two, side="right")
     return float(below.mean() / (2 * one.size))
@@ -215,21 +218,22 @@ def interval_coverage(
     the predictions of the model plus the noise of an observation.
 
     Args:
-      draws: (chain, draw, n), for instance the `draws` of `optperm.posterior_predictive` plus noise.
+      draws: (chain, draw, n), draws of the target itself: for instance the `draws` of
+        `optperm.posterior_predictive` plus the noise of an observation.
       targets: y, (n,).
       levels: p, numbers in (0, 1).
 
     Returns:
-      The share for each level, (levels,).
-
-    Raises:
-      ValueError: If shapes do not match, a number is not finite, or a level is out of range.
+      The share for each level, (levels,): about p if the predictions are calibrated.
 
     Example:
       >>> import numpy as np, optperm
       >>> draws = np.linspace(0.0, 1.0, 101).reshape(1, 101, 1) * np.ones(4)
       >>> optperm.interval_coverage(draws, np.array([0.5, 0.3, 0.8, 0.99]), [0.5, 0.9]).tolist()
       [0.5, 0.75]
+
+    Raises:
+      ValueError: If shapes do not match, a number is not finite, or a level is out of range.
     """
     values, y = np.asarray(draws, np.float64), np.asarray(targets, np.float64)
     p = np.asarray(levels, np.float64)
@@ -255,13 +259,11 @@ def _check_probabilities(
         raise TypeError(f"probabilities must be of a real floating dtype, got {dtype}.")
     if not jnp.issubdtype(labels_dtype, jnp.integer):
         raise TypeError(f"labels must be integers, got dtype {labels_dtype}.")
-    if len(shape) != 2 or 0 in shape:
+    if len(shape) != 2 or 0 in shape or jnp.shape(labels) != shape[:1]:
         raise ValueError(
-            f"probabilities must have shape (n, classes), neither of them 0, got {shape}. Of two "
-            "classes pass both: jnp.stack([1 - p, p], axis=1)."
+            "probabilities must have shape (n, classes) and labels (n,), neither of them 0, got "
+            f"{shape} and {jnp.shape(labels)}."
         )
-    if jnp.shape(labels) != shape[:1]:
-        raise ValueError(f"labels must have shape {shape[:1]}, got {jnp.shape(labels)}.")
     if not isinstance(probabilities, jax.core.Tracer):
         values = np.asarray(probabilities, np.float64)
         sums = values.sum(axis=1)
@@ -270,11 +272,11 @@ def _check_probabilities(
         if is_bad.any():
             row = int(is_bad.argmax())
             raise ValueError(
-                "probabilities must be at least 0 and sum to one, but row "
-                f"{row} is {values[row][:8]} and sums to {sums[row]:.6g}: see jax.nn.softmax."
+                "probabilities must be at least 0 and each row must sum to one, but row "
+                f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
             )
     if not isinstance(labels, jax.core.Tracer):
         lowest, highest = int(np.min(labels)), int(np.max(labels))
         if lowest < 0 or highest >= shape[1]:
-            found = lowest if lowest < 0 else highest
-            raise ValueError(f"labels must lie in [0, {shape[1] - 1}], got {found}.")
+            bad = lowest if lowest < 0 else highest
+            raise ValueError(f"labels must lie in [0, {shape[1] - 1}], got {bad}.")

@@ -136,7 +136,8 @@ def constant_sgd(
         too large by up to half of it.
       rho: The largest :math:`\rho`, the ratio of the batches' noise to the injected noise; the warm-up
         lowers it where the noise varies from place to place.
-      burn_in: Steps before the first step that samples.
+      burn_in: Steps before the first step that samples. With 0 the params stay where they are for the
+        first half of `freeze_after`, in which the noise and the curvature are learned.
       freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
         after it.
       burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's

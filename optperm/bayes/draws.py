@@ -1,4 +1,4 @@
-"""Draws of params from the normal laws that `ivon` and `swag` have learned."""
+"""Draws of params from the normal distributions that `ivon` and `swag` have learned."""
 
 from typing import Any
 
@@ -19,31 +19,26 @@ from optperm.contract.states import fill_masked, find_state, find_states, mask_l
 def sample_params(
     opt_state: Any, params: optax.Params, key: jax.Array, num_draws: int | None = None
 ) -> optax.Params:
-    r"""Draw params from the normal law of `optperm.ivon` or of `optperm.swag`.
+    r"""Draw params from the normal distribution of `optperm.ivon` or of `optperm.swag`.
 
     .. math::
       \theta = m + \frac{z}{\sqrt{\lambda (h + \delta)}}, \qquad
       \theta = \bar\theta + \sqrt{\tfrac12 \Sigma_{\mathrm{diag}}}\, z_1
       + \frac{1}{\sqrt{2 (K - 1)}} D z_2
 
-    with :math:`z` standard normal numbers. They follow from the key and from the path of each leaf, so
-    that sharded params draw what others do.
+    with :math:`z` standard normal numbers, which follow from the key and from the path of each leaf:
+    sharded params draw the same numbers.
 
     Args:
       opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
-      params: The current params: the mean of `ivon`'s law.
-      key: A key of `jax.random`. Replicas that are to draw apart bring keys of their own, for instance
-        `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
-      num_draws: How many draws to stack along a leading axis; None for one without such an axis.
+      params: The current params: the mean :math:`m` of `ivon`.
+      key: A key of `jax.random`. For replicas that draw independently, pass each its own key, for
+        instance `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      num_draws: Draws to stack along a leading axis; None for one without such an axis.
 
     Returns:
-      A tree like params, of their dtypes. What a mask keeps from the method is as it is in params.
-
-    Raises:
-      TypeError: If `key` is no key.
-      ValueError: If there is no such state, or more than one; if nothing was collected by `swag` yet,
-        where Python can see it; or within `optax.MultiSteps`, which would mix the gradients of several
-        draws: take the mean loss over microbatches at one draw, or `mc_samples`.
+      A tree like params, of their dtypes. A mask's other params are as in params. Traced draws of `swag`
+      are NaN before the first collection.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -52,6 +47,16 @@ def sample_params(
       >>> draws = optperm.sample_params(opt_state, w, jax.random.key(0), num_draws=100)
       >>> draws.shape, round(float(draws.std()), 2)  # 1 / sqrt(25 * 4)
       ((100, 1000), 0.1)
+
+    Notes:
+      Before the first step of `ivon` the draws have the variance
+      :math:`1 / (\lambda (h_0 + \delta))`.
+
+    Raises:
+      TypeError: If `key` is no key.
+      ValueError: If there is no such state, or more than one; if `swag` has collected no params yet;
+        or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients of several draws: take
+        the mean loss over microbatches at one draw, or `mc_samples`.
     """
     checks.check_key("key", key)
     if num_draws is not None:
@@ -63,10 +68,8 @@ def sample_params(
                 "ivon inside optax.MultiSteps would mix the gradients of several draws: take the mean "
                 "loss over microbatches at one draw, or mc_samples."
             )
-    if isinstance(state, SwagState) and can_be_seen(state.num_models) and not state.num_models:
-        raise ValueError(
-            "swag has collected no params yet: it does at steps start, start + every, ..., in update."
-        )
+    if isinstance(state, SwagState):
+        _check_collected(state)
     draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
     seen = mask_like(params, state.momentum if isinstance(state, IvonState) else state.mean)
 
@@ -84,10 +87,7 @@ def swag_mean(opt_state: Any) -> optax.Params:
       opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
 
     Returns:
-      A tree like params, in float32 or wider; zeros before anything was collected.
-
-    Raises:
-      ValueError: If there is no such state, or more than one.
+      A tree like params, in float32 or wider. Traced, it is NaN before the first collection.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -96,8 +96,25 @@ def swag_mean(opt_state: Any) -> optax.Params:
       >>> _, opt_state = tx.update(jnp.zeros(2), opt_state, jnp.array([1.0, 2.0]))
       >>> optperm.swag_mean(opt_state).tolist()
       [1.0, 2.0]
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or nothing was collected yet.
     """
-    return find_state(opt_state, SwagState, method="swag").mean
+    state = find_state(opt_state, SwagState, method="swag")
+    _check_collected(state)
+    return _mean_if_collected(state)
+
+
+def _check_collected(state: SwagState) -> None:
+    if can_be_seen(state.num_models) and not state.num_models:
+        raise ValueError(
+            "swag has collected no params yet: its update does at steps start, start + every, ..."
+        )
+
+
+def _mean_if_collected(state: SwagState) -> optax.Params:
+    """Return the mean; NaN where Python cannot see that nothing was collected."""
+    return jax.tree.map(lambda mean: jnp.where(state.num_models > 0, mean, jnp.nan), state.mean)
 
 
 def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.Params:
@@ -111,7 +128,7 @@ def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.
 
 
 def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:
-    """Draw from the diagonal, and from what the last deviations span where they are kept."""
+    """Draw from the diagonal, and from the span of the last deviations if there are any."""
     rank = next((leaf.shape[0] for leaf in jax.tree.leaves(state.deviations)), 0)
     n = state.num_models
     columns = jnp.minimum(n, rank)
@@ -119,14 +136,15 @@ def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.
     z = normal_like(jax.random.key_data(of_entries), params)
 
     def draw(mean: jax.Array, squares: jax.Array, rows: jax.Array, z: jax.Array) -> jax.Array:
+        # Sigma_diag is the mean square, and with deviations has half of the weight
         share = 0.5 if rank else 1.0
         variance = share * squares / jnp.maximum(n, 1).astype(squares.dtype)
         theta = mean + jnp.sqrt(variance) * z.astype(mean.dtype)
         if not rank:
             return theta
-        # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves
+        # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves; rows not yet written are zero
         z_2 = jax.random.normal(of_deviations, (rank,), rows.dtype)
         scale = jnp.sqrt(2 * jnp.maximum(columns - 1, 1).astype(rows.dtype))
         return theta + jnp.tensordot(z_2 / scale, rows, axes=1)
 
-    return jax.tree.map(draw, state.mean, state.squares, state.deviations, z)
+    return jax.tree.map(draw, _mean_if_collected(state), state.squares, state.deviations, z)

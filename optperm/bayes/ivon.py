@@ -1,4 +1,4 @@
-"""IVON: variational learning of a normal law with a diagonal covariance, at the cost of Adam.
+"""IVON: variational learning of a normal distribution with a diagonal covariance, at the cost of Adam.
 
 Y. Shen, N. Daheim, B. Cong, P. Nickl, G. M. Marconi, C. Bazan, R. Yokota, I. Gurevych, D. Cremers,
 M. E. Khan and T. Moellenhoff, "Variational Learning is Effective for Large Deep Networks", ICML 2024,
@@ -7,6 +7,7 @@ arXiv 2402.17641, algorithm 1.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,10 +19,17 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, wide_zeros
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree
+
+
+_STEP = (
+    "draw = optperm.sample_params(opt_state, params, key), then "
+    "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)"
+)
 
 
 class IvonState(NamedTuple):
@@ -29,11 +37,10 @@ class IvonState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      momentum: :math:`g`, the running mean of gradients at draws.
+      momentum: :math:`g`, the running mean of the gradients.
       hessian: :math:`h`, the estimate of the Hessian's diagonal.
-      ess: :math:`\lambda`, and
-      weight_decay: :math:`\delta`, with which the law's variances are :math:`1 / (\lambda (h +
-        \delta))`.
+      ess: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
+      weight_decay: :math:`\delta`.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -56,7 +63,7 @@ def ivon(
     rescale_lr: bool = True,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Learn the mean and the variances of a normal law over the params, which are its mean.
+    r"""Learn a normal distribution over the params, whose mean the params are.
 
     Each step takes the gradient :math:`\hat g` of the batch's mean loss at a draw
     :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. With
@@ -70,40 +77,31 @@ def ivon(
       \bar g &= g / (1 - \beta_1^t) \\
       m &\leftarrow m - \alpha\, \mathrm{clip}_\xi \frac{\bar g + \delta m}{h + \delta}
 
-    :math:`\hat h` estimates the Hessian's diagonal by Price's theorem, from the gradient alone; the last
-    term of the third line keeps :math:`h + \delta` positive. Where the gradient's noise by the batches
-    can be neglected the law is the best one of its kind: on a quadratic with Hessian :math:`H` its
-    variances are :math:`1 / (\lambda (\mathrm{diag} H + \delta))`.
-
-    The gradient is that of a mean loss per example, and :math:`\lambda` is the number of examples. A
-    larger one makes the law narrower ("cold"). Params, and with them every evaluation, are the mean of
-    the law; draws are made by `optperm.sample_params`, and `optperm.posterior_predictive` averages
-    predictions over them.
+    :math:`\hat h` estimates the Hessian's diagonal by Price's theorem, from the gradient alone. The last
+    term of the third line keeps :math:`h + \delta` positive.
 
     Args:
-      learning_rate: :math:`\alpha`, a number or a schedule of the step. Near 0.1 for ResNets from
-        scratch, which is that of SGD with momentum.
-      ess: :math:`\lambda > 0`, the effective sample size.
-      hess_init: :math:`h_0 > 0`. What the paper varies first: too small a value makes wide draws, and
-        the training diverges.
+      learning_rate: :math:`\alpha`, a number or a schedule of the step. With `rescale_lr`, the rate of
+        SGD with momentum is a good first guess.
+      ess: :math:`\lambda > 0`, the effective sample size: the number of training examples. A larger
+        number makes the distribution narrower ("cold").
+      hess_init: :math:`h_0 > 0`. Search this number first, from 0.01 to 1: a small one makes wide draws,
+        with which training diverges.
       beta1: :math:`\beta_1 \in [0, 1)`.
-      beta2: :math:`\beta_2 \in [0, 1)`. Large, since a single draw says little of the Hessian.
-      weight_decay: :math:`\delta > 0`, the precision of the prior over :math:`\lambda`.
-      mc_samples: Draws in a step. With more than one, `updates` and `draw` have a leading axis of that
+      beta2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
+        :math:`\beta_2` training diverges, since a single draw says little of the Hessian.
+      weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
+      mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
         length.
-      clip_radius: :math:`\xi > 0`, of each entry.
+      clip_radius: :math:`\xi > 0`, the largest entry of the direction.
       rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
-        step is that of SGD.
+        step is a step of SGD.
       axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
-        Each replica then has its own part of the batch and its own draw: give it a key of its own.
+        Each replica has its own part of the batch and its own draw, from its own key.
 
     Returns:
       A transformation whose state is an `IvonState`. Its `update` needs the params, the gradient at a
-      draw, and that draw as the extra argument `draw`.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `draw` is missing, or trees do not match.
+      draw, and this draw as the extra argument `draw`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -121,18 +119,33 @@ def ivon(
       >>> bool(jnp.allclose(w, 1.0, atol=0.05) & jnp.allclose(opt_state.hessian, curvature, rtol=0.2))
       True
 
+    Notes:
+      The params are the mean, so an evaluation at the params needs nothing else.
+      `optperm.posterior_predictive` averages predictions over draws of `optperm.sample_params`.
+
+      On a quadratic with Hessian :math:`H`, and if the batches' noise is small, the variances are
+      :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
+      covariance.
+
+      The state has two numbers per parameter, as the state of Adam. A step makes one normal number per
+      parameter besides, which counts where a batch is small for the network.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, or trees do
+        not match.
+
     References:
       Shen et al., `Variational Learning is Effective for Large Deep Networks
       <https://arxiv.org/abs/2402.17641>`_, ICML 2024
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    positive = {
+    for name, number in {
         "ess": ess,
         "hess_init": hess_init,
         "weight_decay": weight_decay,
         "clip_radius": clip_radius,
-    }
-    for name, number in positive.items():
+    }.items():
         checks.check_positive(name, number)
     for name, number in {"beta1": beta1, "beta2": beta2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
@@ -160,39 +173,40 @@ def ivon(
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
         if draw is None:
-            raise ValueError(
-                "ivon needs the extra argument draw, the params at which the gradient was taken: "
-                "draw = optperm.sample_params(opt_state, params, key), then "
-                "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)."
-            )
+            raise ValueError(f"ivon needs the extra argument draw: {_STEP}.")
+        draw = mask_like(draw, state.momentum)
+        if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
+            raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
         products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
+        # All replicas have the same h, so that averages of epsilon g^ are averages of h^
         if axis_name is not None:
             grads, products = jax.lax.pmean((grads, products), axis_name)
         debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
+            # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
             delta, lam, b1, b2, debiasing, radius, alpha = (
                 jnp.asarray(x, dtype)
                 for x in (weight_decay, ess, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
             )
             m, g_hat = m.astype(dtype), g_hat.astype(dtype)
-            is_finite = jnp.isfinite(g_hat) & jnp.isfinite(product)
             # h^ = lambda (h + delta) epsilon g^
             h_hat = lam * (h + delta) * product
             # g <- beta_1 g + (1 - beta_1) g^
-            g = jnp.where(is_finite, g + b1 * (g_hat - g), g)
+            g = jnp.where(jnp.isfinite(g_hat), g + b1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
             new_h = h + b2 * (h_hat - h) + 0.5 * (b2 * (h - h_hat)) ** 2 / (h + delta)
-            h = jnp.where(is_finite & jnp.isfinite(new_h), new_h, h)
-            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta))
+            # h + delta > 0, which holds for real numbers, can be lost in rounding
+            h = jnp.where(jnp.isfinite(new_h) & (new_h + delta > 0), new_h, h)
+            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), by the new h
             moved = jnp.clip((g / debiasing + delta * m) / (h + delta), -radius, radius)
-            if rescale_lr:
-                alpha = alpha * (jnp.asarray(hess_init, dtype) + delta)
-            return -alpha * moved, g, h
+            # The first step is that of SGD, as h is h_0
+            scale = jnp.asarray(hess_init, dtype) + delta if rescale_lr else 1.0
+            return -alpha * scale * moved, g, h
 
         out = jax.tree.map(step, params, state.momentum, grads, state.hessian, products)
         updates, momentum, hessian = (
@@ -221,9 +235,8 @@ def ivon(
         for leaf in jax.tree.leaves((updates, extra_args.get("draw"))):
             if jnp.shape(leaf)[:1] != (mc_samples,):
                 raise ValueError(
-                    f"With mc_samples={mc_samples} updates and draw have a leading axis of that length, "
-                    f"got a leaf of shape {jnp.shape(leaf)}: draw = optperm.sample_params(opt_state, "
-                    f"params, key, {mc_samples}), and jax.vmap of the gradient over it."
+                    f"With mc_samples={mc_samples} leaves of updates and draw have a leading axis of "
+                    f"this length, got shape {jnp.shape(leaf)}."
                 )
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
@@ -232,7 +245,7 @@ def ivon(
 
 
 def _mean_product(mc_samples: int) -> Any:
-    """Return the function (g^, draw, m) -> epsilon g^, of a leaf, its mean over stacked draws."""
+    """Return the function (g^, draw, m) -> epsilon g^ of a leaf, the mean over stacked draws."""
 
     def product(g: Any, draw: Any, m: Any) -> jax.Array:
         dtype = accumulation_dtype(m)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Ensemble(NamedTuple):
-    """Params of several models: draws of `sample_params`, or models trained side by side by `jax.vmap`.
+    """Params of several models: draws of `sample_params`, or models trained together by `jax.vmap`.
 
     Attributes:
       params: Params with one leading axis over the models.
@@ -31,12 +31,12 @@ class Ensemble(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """What `posterior_predictive` predicted.
+    """Predictions of `posterior_predictive`.
 
     Attributes:
       draws: The prediction of each draw, (chain, draw, ...).
-      mean: Their mean, in float32 or wider.
-      deviation: Their standard deviation.
+      mean: The mean over draws, in float32 or wider.
+      deviation: The standard deviation over draws.
     """
 
     draws: Shaped[Array, "chain draw ..."]
@@ -44,7 +44,7 @@ class Predictions(NamedTuple):
     deviation: Float[Array, "..."]
 
     def quantile(self, levels: Any) -> np.ndarray:
-        """Return quantiles over all draws, on a leading axis if several are asked for.
+        """Return quantiles over all draws, for several levels along a leading axis.
 
         Args:
           levels: A number in [0, 1], or several.
@@ -53,47 +53,39 @@ class Predictions(NamedTuple):
         return np.quantile(values.reshape(-1, *values.shape[2:]), levels, axis=0)
 
     def entropy(self) -> jax.Array:
-        r"""Return how uncertain the mean class probabilities are: :math:`H[\bar p]`, in nats."""
+        r"""Return the entropy of the mean class probabilities, :math:`H[\bar p]`, in nats."""
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:
-        r"""Return how far the draws disagree: :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
+        r"""Return the mutual information :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
 
-        It is large where data are unlike those of the training, and small where classes overlap.
+        It is large where draws disagree, far from the training data, and small where classes overlap.
         """
         return self.entropy() - jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
 
 
 def _entropy(probabilities: jax.Array) -> jax.Array:
+    # 0 log 0 is 0
     return -jnp.sum(jax.scipy.special.xlogy(probabilities, probabilities), axis=-1)
 
 
 def posterior_predictive(
     predict_fn: Callable[[Any, Any], jax.Array], samples: Samples | Ensemble, inputs: Any
 ) -> Predictions:
-    r"""Return a model's predictions by each draw of its params, their mean and their spread.
+    r"""Return a model's prediction for each draw of its params, with mean and standard deviation.
 
     .. math::
       p(y \mid x) \approx \frac{1}{M} \sum_{m = 1}^{M} p(y \mid x, \theta_m)
 
-    One draw is evaluated at a time. The mean of class probabilities is the posterior predictive
-    probability; the mean of logits is not. With a `predict_fn` that gives the log likelihood of each
-    example, `draws` is what ArviZ takes as its group `log_likelihood`, for PSIS-LOO.
-
     Args:
       predict_fn: `predict_fn(params, inputs)`, an array: class probabilities (n, classes), for instance
         `lambda params, x: jax.nn.softmax(model.apply({"params": params}, x))` of a Linen model.
-      samples: What `optperm.draw_samples` or `optperm.sample` returned, or an `optperm.Ensemble` of
+      samples: The `Samples` of `optperm.draw_samples` or `optperm.sample`, or an `optperm.Ensemble` of
         models, which count as one chain.
-      inputs: What to predict for, a tree of arrays.
+      inputs: The inputs, a tree of arrays.
 
     Returns:
-      `Predictions`. Those of all draws are held in memory.
-
-    Raises:
-      TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
-        `samples` is not what those functions returned: of bare arrays it is not known which axes are
-        chains and draws.
+      `Predictions`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -104,12 +96,22 @@ def posterior_predictive(
       >>> found = optperm.posterior_predictive(lambda w, x: w * x, samples, jnp.array([1.0, 10.0]))
       >>> found.mean.tolist(), found.deviation.tolist(), found.draws.shape
       ([1.5, 15.0], [0.5, 5.0], (1, 2, 2))
+
+    Notes:
+      The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
+      is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
+      returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
+      PSIS-LOO.
+
+    Raises:
+      TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
+        `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are chains.
     """
     checks.check_function("predict_fn", predict_fn, "(params, inputs)")
     if not isinstance(samples, Samples | Ensemble):
         raise TypeError(
-            "samples must be what draw_samples or sample returned, whose params have axes of chains and "
-            f"draws, or optperm.Ensemble(stacked_params); got {type(samples).__name__}."
+            "samples must be what draw_samples or sample returned, or optperm.Ensemble(params); "
+            f"got {type(samples).__name__}."
         )
     params = without_variables(samples.params)
     if isinstance(samples, Ensemble):

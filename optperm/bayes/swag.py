@@ -1,4 +1,4 @@
-"""SWAG: a normal law with the mean and the covariance of the params along a training.
+"""SWAG: a normal distribution with the mean and the covariance of the params along a training.
 
 W. J. Maddox, T. Garipov, P. Izmailov, D. Vetrov and A. G. Wilson, "A Simple Baseline for Bayesian
 Uncertainty in Deep Learning", NeurIPS 2019, arXiv 1902.02476.
@@ -27,11 +27,10 @@ class SwagState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      num_models: :math:`n`, the params collected so far.
-      mean: :math:`\bar\theta`, their mean (stochastic weight averaging).
-      squares: The sum of their squared distances from the mean, by entry.
-      deviations: A ring of the last distances from the mean at their time: the i-th is in row i modulo
-        the rank.
+      num_models: :math:`n`, the number of params collected.
+      mean: :math:`\bar\theta` (stochastic weight averaging).
+      squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, by entry.
+      deviations: The last :math:`\theta_i - \bar\theta_i`: number i is in row i modulo the rank.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -53,30 +52,23 @@ def swag(
       \Sigma_{\mathrm{diag}} = \frac1n \sum_i (\theta_i - \bar\theta)^2, \qquad
       D = (\theta_i - \bar\theta_i)_{i > n - K}
 
-    with :math:`\bar\theta_i` the mean of the first i of them, and the law
+    with :math:`\bar\theta_i` the mean of the first i of them, and the distribution
 
     .. math::
       \mathcal{N}\left(\bar\theta,\ \tfrac12 \Sigma_{\mathrm{diag}}
       + \frac{1}{2 (K - 1)} D D^\top\right)
 
-    or, with rank 0, :math:`\mathcal{N}(\bar\theta, \Sigma_{\mathrm{diag}})`. Draws of it are made by
-    `optperm.sample_params`, and :math:`\bar\theta` by `optperm.swag_mean`. What collects belongs to the
-    end of a training: SGD with a constant rate, that is large enough to move around, and `every` an
-    epoch.
+    or, with rank 0, :math:`\mathcal{N}(\bar\theta, \Sigma_{\mathrm{diag}})`.
 
     Args:
-      every: Steps from one collection to the next.
-      rank: :math:`K`, the deviations that are kept; each takes the memory of the params in float32.
+      every: Steps from one collection to the next, for instance an epoch.
+      rank: :math:`K`, the number of deviations, 0 or at least 2. Each takes the memory of the params in
+        float32.
       start: The step of the first collection.
 
     Returns:
       A transformation whose state is a `SwagState`. Its `update` needs `params`. Params that are not
       finite are not collected.
-
-    Raises:
-      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range (a rank of 1 has no covariance), or the trees passed to
-        `update` do not match.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
@@ -88,8 +80,14 @@ def swag(
       ([2.0], [1.0])
 
     Notes:
-      Models with BatchNorm need their running statistics anew for each draw and for the mean: one pass
-      over training data.
+      Collect at the end of a training by SGD, with a constant rate that is large enough to move around.
+      `optperm.sample_params` draws params, and `optperm.swag_mean` returns :math:`\bar\theta`. Models
+      with BatchNorm need new running statistics for the mean and for each draw: one pass over training
+      data.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
 
     References:
       Maddox et al., `A Simple Baseline for Bayesian Uncertainty in Deep Learning
@@ -99,7 +97,7 @@ def swag(
     checks.check_count("start", start, minimum=0)
     checks.check_static_count("rank", rank if rank else 1)
     if rank == 1:
-        raise ValueError("rank must be 0 or at least 2, got 1: one deviation has no covariance.")
+        raise ValueError("rank must be 0 or at least 2, got 1.")
 
     def init(params: optax.Params) -> SwagState:
         return SwagState(
@@ -122,20 +120,22 @@ def swag(
 
             mean = jax.tree.map(next_mean, state.mean, params)
 
-            # The sum of squares grows by (theta - old mean) (theta - new mean), where no digits cancel.
+            # squares <- squares + (theta - old mean) (theta - new mean): unlike E theta^2 - mean^2, this
+            # sum (Welford's) loses no digits where the params hardly move
             def next_squares(squares: jax.Array, theta: Any, old: Any, new: Any) -> jax.Array:
                 theta = theta.astype(squares.dtype)
                 return squares + (theta - old) * (theta - new)
 
             squares = jax.tree.map(next_squares, state.squares, params, state.mean, mean)
 
-            def with_row(rows: jax.Array, theta: Any, mean: jax.Array) -> jax.Array:
+            # D_n = theta - mean, over the oldest row
+            def write_row(rows: jax.Array, theta: Any, mean: jax.Array) -> jax.Array:
                 row = theta.astype(rows.dtype) - mean
                 return jax.lax.dynamic_update_index_in_dim(rows, row, state.num_models % rank, 0)
 
             deviations = state.deviations
             if rank:
-                deviations = jax.tree.map(with_row, state.deviations, params, mean)
+                deviations = jax.tree.map(write_row, state.deviations, params, mean)
             return SwagState(state.count, n, mean, squares, deviations)
 
         since = state.count - jnp.asarray(start, jnp.int32)

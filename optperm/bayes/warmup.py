@@ -82,8 +82,10 @@ def warmup(
         freeze_after = min(int(burn_in) + left, _LONGEST) if are_seen else burn_in + left
     checks.check_count("freeze_after", freeze_after)
     are_seen = are_seen and checks.is_concrete_number(freeze_after)
-    if are_seen and int(freeze_after) <= int(burn_in):
-        raise ValueError(f"freeze_after must be above burn_in, got {freeze_after} and {burn_in}.")
+    # Without a burn-in one window learns the noise and another one the curvature
+    if are_seen and int(freeze_after) < max(int(burn_in) + 1, 2):
+        numbers = f"{freeze_after} and {burn_in}"
+        raise ValueError(f"freeze_after must be above burn_in and at least 2, got {numbers}.")
     every = 1
     if are_seen and estimator == "per_example" and preconditioner in ("scalar", "diagonal"):
         is_seen = checks.is_concrete_number(batch_size)

@@ -117,8 +117,33 @@ def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
     assert state.momentum[1] > 0.0
 
 
+def test_a_part_of_the_params_is_learned_under_a_mask():
+    """The masked parameter stays, and the other one moves as it would alone."""
+    params = {"last": jnp.array([1.0, -2.0]), "rest": jnp.ones(2)}
+    alone = optperm.ivon(0.1, ess=50.0)
+    tx = optax.masked(alone, {"last": True, "rest": False})
+    state = tx.init(params)
+    draw = optperm.sample_params(state, params, jax.random.key(0))
+    assert draw["rest"] is params["rest"]
+    grads = jax.tree.map(jnp.zeros_like, params) | {"last": jnp.ones(2)}
+    updates, _ = tx.update(grads, state, params, draw=draw)
+    last = params["last"]
+    expected, _ = alone.update(grads["last"], alone.init(last), last, draw=draw["last"])
+    np.testing.assert_allclose(updates["last"], expected, rtol=1e-6)
+    assert not updates["rest"].any()
+
+
+def test_traced_draws_of_swag_before_the_first_collection_are_nan():
+    m = jnp.ones(3)
+    state = optperm.swag(1, rank=2).init(m)
+    assert np.isnan(jax.jit(optperm.sample_params)(state, m, jax.random.key(0))).all()
+    assert np.isnan(jax.jit(optperm.swag_mean)(state)).all()
+
+
 def test_misuse_is_named():
     m = jnp.zeros(2)
+    with pytest.raises(TypeError, match="ess"):
+        optperm.ivon(0.1)
     tx = optperm.ivon(0.1, ess=50.0)
     stacked = optperm.ivon(0.1, ess=50.0, mc_samples=3)
     accumulating = optax.MultiSteps(tx, 2)
@@ -127,10 +152,12 @@ def test_misuse_is_named():
         (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
         (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
         (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
+        (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),
         (lambda: stacked.update(m, stacked.init(m), m, draw=m), "leading axis"),
         (lambda: optperm.sample_params(accumulating.init(m), m, key), "MultiSteps"),
         (lambda: optperm.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
         (lambda: optperm.sample_params(optperm.swag(1).init(m), m, key), "collected no params"),
+        (lambda: optperm.swag_mean(optperm.swag(1).init(m)), "collected no params"),
         (lambda: optperm.swag(1, rank=1), "at least 2"),
     ]
     for call, message in calls:

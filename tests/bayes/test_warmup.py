@@ -58,6 +58,25 @@ def test_windows_of_the_schedule():
     for freeze_after in (100, 99):
         with pytest.raises(ValueError, match="freeze_after must be above burn_in"):
             optperm.constant_sgd(N, S, burn_in=100, freeze_after=freeze_after)
+    with pytest.raises(
+        ValueError, match="at least 2"
+    ):  # one window for the noise, one for the curvature
+        optperm.constant_sgd(N, S, burn_in=0, freeze_after=1)
+
+
+def test_an_entry_with_hardly_any_noise_does_not_stop_the_others():
+    """As in a network that fits its data: h of the second entry is 1e29 before its curvature is seen."""
+    sizes = jnp.array([1.0, 1e-15, 0.0])
+
+    def small(key, count):
+        del count
+        return sizes * jax.random.normal(key, (S, D))
+
+    tx = optperm.constant_sgd(N, S, preconditioner="diagonal", burn_in=0, freeze_after=16)
+    w, state = run(tx, 24, small)
+    assert bool(state.kernel.is_ready)
+    assert np.all(np.isfinite(w))
+    assert np.all(w != 0)
 
 
 @functools.cache
