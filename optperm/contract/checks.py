@@ -102,8 +102,8 @@ def check_count(
     array: Any = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
-    if not isinstance(value, jax.core.Tracer) and not minimum <= array <= maximum:
-        limit = f"at least {minimum}" if array < minimum else f"at most {maximum}"
+    if not isinstance(value, jax.core.Tracer) and not minimum <= int(array) <= maximum:
+        limit = f"at least {minimum}" if int(array) < minimum else f"at most {maximum}"
         raise ValueError(f"{name} must be {limit}, got {value!r}.")
 
 

@@ -211,7 +211,9 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
         wide = accumulation_dtype(w)
         largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
         distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
-        return ~(distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest)
+        # Distances from infinite or NaN weights are NaN: such leaves are not checked
+        is_near = distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest
+        return jnp.isfinite(largest) & ~is_near
 
     # Another transformation may move scalars.
     found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)

@@ -86,15 +86,17 @@ def sgperm(
       aggressiveness_decay: :math:`\beta_1 \ge 0`, the factor on the aggressiveness, each step, in
         place of the decays above.
       min_aggressiveness: :math:`\alpha_{\min} \ge 0`, its lower bound. With whole weight vectors as
-        subsets, small values stop all moves: see `share_moved` in the state.
+        subsets, small values stop all moves; `share_moved` in the state says so:
+        `optax.tree.get(opt_state, "share_moved")`.
       partition_ratio: :math:`\lambda_0 \in [0, 1]`: the share of a weight vector in one subset. A
         schedule of the step takes the place of the growth.
       partition_growth: :math:`\beta_2 \ge 0`, the factor on the partition ratio, each step.
       max_partition_ratio: :math:`\lambda_{\max} \in [0, 1]`, its upper bound.
       learning_rate: :math:`\eta`, the factor on the newest gradient, a number or a schedule of the step.
       momentum: :math:`\mu \in [0, 1]`, the factor on the last recommendation.
-      num_steps: :math:`T \ge 1`, the steps of the whole run: epochs times the batches of an epoch.
-        Later steps take the last aggressiveness; `steps_past_end` in the state counts them.
+      num_steps: :math:`T \ge 1`, the updates of the whole run: epochs times the batches of an epoch,
+        and inside `optax.MultiSteps(..., k)` a k-th of these. Later updates take the last
+        aggressiveness; `steps_past_end` in the state counts them.
       min_partition_size: The minimum number of entries in a subset.
       include_remainder: Whether a smaller last subset takes part.
       centralize: Whether to subtract from the recommendation a random pivot near its mean over the
@@ -125,6 +127,11 @@ def sgperm(
       Pass `num_steps` where the length of the run is known: it trains best. The original's rule is
       `aggressiveness_decay=0.99`, by which hardly a weight moves after some 500 steps. Initialize biases
       at random, or train them with another optimizer (`optax.partition`).
+
+      Weights of v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so the
+      aggressiveness must not decay: pass `aggressiveness=1.0`, `aggressiveness_decay=1.0` and a momentum
+      of .99 or .999. A schedule of `aggressiveness` given by `optax.inject_hyperparams` is a number to
+      `sgperm`, and decays as well unless `aggressiveness_decay=1.0`.
 
       Only the sign and the order of the recommendation matter. So the learning rate has an effect only
       as a schedule, and where its product with a gradient is too small for the dtype of the params: for
@@ -232,7 +239,7 @@ def _recommend(
         kept = jax.tree.map(
             lambda new, old: jnp.where(jnp.isfinite(new), new, old), m, state.recommendation
         )
-        t, past = optax.safe_increment(state.count), state.steps_past_end
+        t, past = optax.safe_increment(state.count), jnp.zeros_like(state.steps_past_end)
         if num_steps is not None:
             past = jnp.maximum(t - jnp.asarray(num_steps, jnp.int32), 0)
         return m, RecommendationState(t, kept, past)

@@ -32,8 +32,8 @@ def resolve_output_axes(
     """
     if leaf.ndim < 2:
         return ()
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    given: Any = axes(name, leaf) if callable(axes) else axes
+    name = _name(path)
+    given: Any = axes(name if path else "", leaf) if callable(axes) else axes
     chosen = tuple(np.ravel(given)) if isinstance(given, list | tuple | np.ndarray) else (given,)
     are_axes = all(
         isinstance(axis, int | np.integer) and -leaf.ndim <= axis < leaf.ndim for axis in chosen
@@ -126,6 +126,10 @@ def _has_constant_vector(leaf: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
     return jnp.any(jnp.min(keys, axis=inputs) == jnp.max(keys, axis=inputs))
 
 
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+
+
 def warn_of_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> None:
     """Warn if params are scalars alone, or hold weight vectors that no permutation can change."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.size(leaf)]
@@ -151,7 +155,7 @@ def _find_constant_vectors(params: optax.Params, output_axes: OutputAxes) -> lis
             array = jnp.asarray(leaf)
             inputs = _input_axes(array.ndim, resolve_output_axes(path, array, output_axes))
             if _has_constant_vector(array, inputs):
-                constant.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+                constant.append(_name(path))
     return constant
 
 

@@ -59,7 +59,7 @@ def test_only_one_rule_may_say_how_the_aggressiveness_falls():
             optperm.sgperm(**arguments)
 
 
-def warned_of(tx, epochs, **options):
+def warned_of(tx, epochs, start=None, **options):
     """The warnings of `fit`, which trains a linear model in epochs of 25 steps, with their epochs."""
     x = support.normal((100, 300), 0)
     data = {"x": x, "y": x @ support.normal((300,), 1)}
@@ -67,7 +67,8 @@ def warned_of(tx, epochs, **options):
     def loss_fn(w, batch):
         return jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
 
-    state = training.TrainState.create(apply_fn=None, params=support.normal((300,), 2), tx=tx)
+    start = support.normal((300,), 2) if start is None else start
+    state = training.TrainState.create(apply_fn=None, params=jnp.asarray(start), tx=tx)
     ends = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -94,6 +95,10 @@ def test_fit_says_once_that_weights_stand_still_or_that_the_length_is_over():
     assert says == "sgperm is past its num_steps: it continues with the last aggressiveness."
     assert ends == [0, 0, 1, 1]
     assert warned_of(optperm.sgperm(0.5, num_steps=125), 5) == ([], [0] * 5)
+    signs = np.sign(support.normal((300,), 2))
+    (says,), ends = warned_of(optperm.sgperm(0.5, num_steps=125), 3, start=signs)
+    assert says.startswith("No weight has moved in 25 steps: take a larger aggressiveness.")
+    assert ends == [0, 1, 1]
 
 
 def test_every_fit_says_that_the_length_is_over(tmp_path):

@@ -87,6 +87,14 @@ def test_plain_updates_over_many_steps_never_drift():
     assert np.mean(moved) > 0.3
 
 
+def test_weights_that_are_not_finite_are_no_mismatch():
+    start = support.normal((40, 3), 0).at[3, 0].set(jnp.inf).at[5, 1].set(jnp.nan)
+    tx = optperm.sgperm(0.5, momentum=0.5)
+    params, opt_state = loops.train(tx, start, list(support.normal((4, 40, 3), 1)))[-1]
+    assert opt_state[1].mismatches == 0
+    support.assert_same_bits(optperm.permuted_params(opt_state), params)
+
+
 @functools.partial(jax.jit, static_argnames=("output_axes", "include_remainder"))
 def _one_step(params, grads, numbers, *, output_axes, include_remainder):
     tx = optperm.sgperm(output_axes=output_axes, include_remainder=include_remainder, **numbers)
