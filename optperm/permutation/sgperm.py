@@ -128,8 +128,8 @@ def sgperm(
       `aggressiveness_decay=0.99`, by which hardly a weight moves after some 500 steps. Initialize biases
       at random, or train them with another optimizer (`optax.partition`).
 
-      Weights of v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so the
-      aggressiveness must not decay: pass `aggressiveness=1.0`, `aggressiveness_decay=1.0` and a momentum
+      Weights of v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so
+      the aggressiveness must not decay: pass `aggressiveness=1.0`, `aggressiveness_decay=1.0` and a momentum
       of .99 or .999. A schedule of `aggressiveness` given by `optax.inject_hyperparams` is a number to
       `sgperm`, and decays as well unless `aggressiveness_decay=1.0`.
 

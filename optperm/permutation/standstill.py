@@ -15,8 +15,10 @@ _WINDOW, _FIRST, _STILL = 50, 5, 0.1
 def warn_if_still(share_moved: np.ndarray, *, stacklevel: int) -> bool:
     """Warn if weights hardly move any more, given the share moved in each step; return whether."""
     if len(share_moved) >= _FIRST and not np.any(share_moved):
-        says = f"No weight has moved in {len(share_moved)} steps: take a larger aggressiveness. Weights of"
-        advice = "a few values need sgperm(aggressiveness=1.0, aggressiveness_decay=1.0)."
+        says = f"No weight has moved in {len(share_moved)} steps: take a larger aggressiveness."
+        advice = (
+            "Weights of a few values need sgperm(aggressiveness=1.0, aggressiveness_decay=1.0)."
+        )
         warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
         return True
     if len(share_moved) < 2 * _WINDOW:
