@@ -129,9 +129,9 @@ def sgperm(
       at random, or train them with another optimizer (`optax.partition`).
 
       Weights of v evenly spaced values move only while :math:`\alpha_t` is above about 1 / (v - 1), so
-      the aggressiveness must not decay: pass `aggressiveness=1.0`, `aggressiveness_decay=1.0` and a momentum
-      of .99 or .999. A schedule of `aggressiveness` given by `optax.inject_hyperparams` is a number to
-      `sgperm`, and decays as well unless `aggressiveness_decay=1.0`.
+      the aggressiveness must not decay: pass `aggressiveness=1.0`, `aggressiveness_decay=1.0` and a
+      momentum of .99 or .999. A schedule of `aggressiveness` given by `optax.inject_hyperparams` is a
+      number to `sgperm`, and decays as well unless `aggressiveness_decay=1.0`.
 
       Only the sign and the order of the recommendation matter. So the learning rate has an effect only
       as a schedule, and where its product with a gradient is too small for the dtype of the params: for
