@@ -98,12 +98,12 @@ def calibration(
     edges = edges.astype(confidences.dtype)
     bins = jnp.searchsorted(edges, confidences, side="left")
     predictions = unshard(jnp.argmax(probabilities, axis=1)).astype(jnp.int32)
-    is_right = (predictions == unshard(jnp.asarray(labels, jnp.int32))).astype(confidences.dtype)
+    labels = unshard(_as_class_numbers(labels))
+    is_right = (predictions == labels).astype(confidences.dtype)
 
     def sum_by_bin(values: jax.Array) -> jax.Array:
         return jax.ops.segment_sum(values, bins, num_segments=num_bins)
 
-    labels = unshard(jnp.asarray(labels))
     is_label = jnp.all((labels >= 0) & (labels < probabilities.shape[1]))
 
     def nan_if_bad(found: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def classification_scores(
     found = calibration(probabilities, labels)
     p = jnp.asarray(probabilities)
     p = p.astype(accumulation_dtype(p))
-    right = jax.nn.one_hot(jnp.asarray(labels), p.shape[1], dtype=p.dtype)
+    right = jax.nn.one_hot(_as_class_numbers(labels), p.shape[1], dtype=p.dtype)
     # A traced label that is no class makes NaN here too
     nan = found.expected_calibration_error * 0
     return Scores(
@@ -247,6 +247,12 @@ def interval_coverage(
     low, high = (np.quantile(flat, q, axis=0) for q in ((1 - p) / 2, (1 + p) / 2))
     inside: np.ndarray = ((low <= y) & (y <= high)).mean(axis=1)
     return inside
+
+
+def _as_class_numbers(labels: jax.Array | np.ndarray) -> jax.Array:
+    # The number of classes may not fit in 8 bits, and a label in 64 bits not in 32
+    labels = jnp.asarray(labels)
+    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
 def _check_probabilities(

@@ -71,6 +71,19 @@ def test_dtypes(dtype):
         assert float(found.expected_calibration_error) == pytest.approx(error, abs=1e-4)
 
 
+def test_labels_of_8_bits_count_more_classes_than_they_hold():
+    """The scores of labels in int32, for 256 and 300 classes, where labels wrap around in uint8."""
+    for classes in (256, 300):
+        p = np.random.default_rng(0).dirichlet(np.ones(classes), size=20)
+        labels = np.arange(20)
+        nll = -np.log(p[np.arange(20), labels]).mean()
+        for dtype in ("uint8", "int8"):
+            found = jax.jit(optperm.classification_scores)(p, labels.astype(dtype))
+            assert float(found.nll) == pytest.approx(nll, rel=1e-4)
+            expected = optperm.classification_scores(p, labels)
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("label", [-1, 2])
 def test_a_label_of_no_class_is_not_a_wrong_prediction(label):
     """Under jit, where Python cannot see it, nothing is said of such labels as if it were known."""
