@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,26 @@ def interval_coverage(
     return inside
 
 
+def check_rows(name: str, probabilities: jax.Array | np.ndarray, dtype: Any) -> None:
+    """Raise a ValueError unless class probabilities, on the last axis, sum to one.
+
+    Args:
+      name: What they are, for the message.
+      probabilities: Concrete numbers.
+      dtype: The dtype to whose rounding they do.
+    """
+    values = np.asarray(probabilities, np.float64)
+    values = values.reshape(-1, values.shape[-1])
+    tolerance = max(1e-4, 4 * float(jnp.finfo(dtype).eps))
+    is_bad = ~((np.abs(values.sum(axis=1) - 1) <= tolerance) & (values >= 0).all(axis=1))
+    if is_bad.any():
+        row = int(is_bad.argmax())
+        raise ValueError(
+            f"{name} must be at least 0 and each row must sum to one, but row "
+            f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
+        )
+
+
 def _as_class_numbers(labels: jax.Array | np.ndarray) -> jax.Array:
     # The number of classes may not fit in 8 bits, and a label in 64 bits not in 32
     labels = jnp.asarray(labels)
@@ -271,16 +291,7 @@ def _check_probabilities(
             f"{shape} and {jnp.shape(labels)}."
         )
     if not isinstance(probabilities, jax.core.Tracer):
-        values = np.asarray(probabilities, np.float64)
-        sums = values.sum(axis=1)
-        tolerance = max(1e-4, 4 * float(jnp.finfo(dtype).eps))
-        is_bad = ~((np.abs(sums - 1) <= tolerance) & (values >= 0).all(axis=1))
-        if is_bad.any():
-            row = int(is_bad.argmax())
-            raise ValueError(
-                "probabilities must be at least 0 and each row must sum to one, but row "
-                f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
-            )
+        check_rows("probabilities", probabilities, dtype)
     if not isinstance(labels, jax.core.Tracer):
         lowest, highest = int(np.min(labels)), int(np.max(labels))
         if lowest < 0 or highest >= shape[1]:

@@ -285,6 +285,7 @@ def constant_sgd(
     return after_burn_in(
         burn_in, burn_in_optimizer or diagonal_newton(axis_name),
         sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
+        method="constant_sgd",
     )  # fmt: skip
 
 

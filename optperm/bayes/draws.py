@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.bayes.ivon import IvonState
+from optperm.bayes.masters import MasterState, follow
 from optperm.bayes.normal_noise import normal_like
 from optperm.bayes.swag import SwagState
 from optperm.contract import checks
@@ -37,7 +38,8 @@ def sample_params(
       num_draws: Draws to stack along a leading axis; None for one without such an axis.
 
     Returns:
-      A tree like params, of their dtypes. A mask's other params are as in params. Traced draws of `swag`
+      A tree like params, of their dtypes, but draws of `ivon` in float32 for params of 16 bits, which
+      would round the noise away. A mask's other params are as in params. Traced draws of `swag`
       are NaN before the first collection.
 
     Example:
@@ -54,9 +56,9 @@ def sample_params(
 
     Raises:
       TypeError: If `key` is no key.
-      ValueError: If there is no such state, or more than one; if `swag` has collected no params yet;
-        or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients of several draws: take
-        the mean loss over microbatches at one draw, or `mc_samples`.
+      ValueError: If there is no such state, or more than one; if params do not match it; if `swag` has
+        collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
+        of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
     """
     checks.check_key("key", key)
     if num_draws is not None:
@@ -71,7 +73,14 @@ def sample_params(
     if isinstance(state, SwagState):
         _check_collected(state)
     draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
-    seen = mask_like(params, state.momentum if isinstance(state, IvonState) else state.mean)
+    mean = state.momentum if isinstance(state, IvonState) else state.mean
+    seen = mask_like(params, mean)
+    source = "the optimizer state"
+    checks.check_same_tree("params", seen, mean, source=source, dtypes=False)
+    for outer in find_states(opt_state, MasterState):
+        if isinstance(outer.inner, IvonState):
+            # m of more than 16 bits, with which update compares the draw
+            seen = jax.tree.map(follow, outer.masters, seen)
 
     def draw(key: jax.Array) -> optax.Params:
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))

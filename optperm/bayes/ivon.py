@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.bayes.masters import with_masters
@@ -147,8 +148,12 @@ def ivon(
         "clip_radius": clip_radius,
     }.items():
         checks.check_positive(name, number)
+        if name != "clip_radius":
+            checks.check_in_range(name, number, 0.0, float("inf"), may_be_schedule=False)
     for name, number in {"beta1": beta1, "beta2": beta2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
+        if checks.is_concrete_number(number) and np.float32(number) == 1:
+            raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
     checks.check_static_count("mc_samples", mc_samples)
     checks.check_flag("rescale_lr", rescale_lr)
     checks.check_axis_name("axis_name", axis_name)
@@ -173,8 +178,16 @@ def ivon(
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
         if draw is None:
-            raise ValueError(f"ivon needs the extra argument draw: {_STEP}.")
+            raise ValueError(
+                f"ivon needs the extra argument draw, which fit does not pass: {_STEP}."
+            )
         draw = mask_like(draw, state.momentum)
+        expected = state.momentum
+        if mc_samples > 1:
+            expected = jax.tree.map(
+                lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), expected
+            )
+        checks.check_same_tree("draw", draw, expected, source="the optimizer state")
         if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
             raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
         count = optax.safe_increment(state.count)
@@ -224,7 +237,9 @@ def ivon(
             like=lambda state: state.momentum,
             dtypes=False,
             axis_name=axis_name,
-        )
+        ),
+        method="ivon",
+        at_masters=True,
     )
     if mc_samples == 1:
         return single

@@ -185,7 +185,8 @@ def sgld(
         )
 
     return with_masters(
-        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False)
+        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False),
+        method="sgld",
     )
 
 
@@ -311,7 +312,8 @@ def sghmc(
     return with_masters(
         transformation(
             init, update, method="sghmc", like=lambda state: state.velocity, dtypes=False
-        )
+        ),
+        method="sghmc",
     )
 
 

@@ -276,8 +276,9 @@ def mandt_sgd(
     if momentum is not None:
         steps.insert(1, optax.trace(momentum))
     if burn_in_optimizer is None:
-        return with_masters(optax.with_extra_args_support(optax.chain(*steps)))
-    return after_burn_in(burn_in, burn_in_optimizer, *steps)
+        chain = optax.with_extra_args_support(optax.chain(*steps))
+        return with_masters(chain, method="mandt_sgd")
+    return after_burn_in(burn_in, burn_in_optimizer, *steps, method="mandt_sgd")
 
 
 def _estimate(

@@ -32,7 +32,7 @@ class MasterState(NamedTuple):
 
 
 def with_masters(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformationExtraArgs, *, method: str, at_masters: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     r"""Return a sampler that updates params of 16 bits through a copy in float32.
 
@@ -47,6 +47,8 @@ def with_masters(
 
     Args:
       inner: The sampler.
+      method: Its public name, for messages.
+      at_masters: Whether the sampler is called with the copy in place of the params.
 
     Returns:
       A sampler whose state is a `MasterState` if a parameter has 16 bits, else the state of `inner`.
@@ -65,10 +67,11 @@ def with_masters(
     ) -> tuple[optax.Updates, Any]:
         if not isinstance(state, MasterState):
             return inner.update(g, state, params, **extra_args)
-        moves, inner_state = inner.update(g, state.inner, params, **extra_args)
+        current = jax.tree.map(follow, state.masters, params)
+        center = current if at_masters else params
+        moves, inner_state = inner.update(g, state.inner, center, **extra_args)
 
         # m' = m + Delta, u = [[m'] - theta]
-        current = jax.tree.map(_follow, state.masters, params)
         masters = jax.tree.map(lambda m, u: m + u.astype(m.dtype), current, moves)
         updates = jax.tree.map(
             lambda m, p: _round(_round(m, p) - p.astype(m.dtype), p), masters, params
@@ -82,7 +85,7 @@ def with_masters(
         masters = jax.tree.map(reach, masters, params, updates)
         return updates, MasterState(cast_like(masters, state.masters), inner_state)
 
-    return transformation(init, update, method="constant_sgd", is_wrapper=True)
+    return transformation(init, update, method=method, is_wrapper=True)
 
 
 def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
@@ -98,10 +101,10 @@ def wide_params(params: optax.Params, opt_state: Any) -> optax.Params:
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(states[0].masters):
         return params
-    return jax.tree.map(_follow, states[0].masters, params)
+    return jax.tree.map(follow, states[0].masters, params)
 
 
-def _follow(master: jax.Array, param: jax.Array) -> jax.Array:
+def follow(master: jax.Array, param: jax.Array) -> jax.Array:
     """Return the copy, or the parameter where something else has changed it."""
     wide = param.astype(master.dtype)
     return jnp.where(_round(master, param) == wide, master, wide)

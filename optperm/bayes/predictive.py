@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optperm.bayes.calibration import check_rows
 from optperm.bayes.sampling import Samples, check_draws
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.shardings import take
+from optperm.contract.shardings import can_be_seen, take
 from optperm.contract.states import without_variables
 
 if TYPE_CHECKING:
@@ -53,13 +54,29 @@ class Predictions(NamedTuple):
         return np.quantile(values.reshape(-1, *values.shape[2:]), levels, axis=0)
 
     def entropy(self) -> jax.Array:
-        r"""Return the entropy of the mean class probabilities, :math:`H[\bar p]`, in nats."""
+        r"""Return the entropy of the mean class probabilities, :math:`H[\bar p]`, in nats.
+
+        Raises:
+          ValueError: If there are not two classes on the last axis, or, unless they are traced, the
+            predictions are no probabilities.
+        """
+        shape = self.mean.shape
+        if not shape or shape[-1] < 2:
+            raise ValueError(
+                "An entropy needs probabilities (..., classes) of at least two classes, got shape "
+                f"{shape}: stack p and 1 - p for two classes."
+            )
+        if can_be_seen(self.mean):
+            check_rows("The mean predictions", self.mean, self.draws.dtype)
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:
         r"""Return the mutual information :math:`H[\bar p] - \frac1M \sum_m H[p_m]`, in nats.
 
         It is large where draws disagree, far from the training data, and small where classes overlap.
+
+        Raises:
+          ValueError: As `entropy`.
         """
         return self.entropy() - jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
 

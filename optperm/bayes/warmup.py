@@ -98,6 +98,7 @@ def after_burn_in(
     burn_in: int | jax.Array,
     burn_in_optimizer: optax.GradientTransformation,
     *steps: optax.GradientTransformation,
+    method: str,
 ) -> optax.GradientTransformationExtraArgs:
     """Return a sampler whose burn-in another optimizer takes over.
 
@@ -105,6 +106,7 @@ def after_burn_in(
       burn_in: Steps of the other optimizer.
       burn_in_optimizer: The other optimizer.
       *steps: The chain of the sampler.
+      method: The sampler's public name, for messages.
     """
     checks.check_transformation("burn_in_optimizer", burn_in_optimizer)
     before = optax.with_extra_args_support(burn_in_optimizer)
@@ -129,7 +131,8 @@ def after_burn_in(
             optax.safe_increment(state.count), is_over, first_state, then
         )
 
-    return with_masters(transformation(init, update, method="constant_sgd", is_wrapper=True))
+    outer = transformation(init, update, method=method, is_wrapper=True)
+    return with_masters(outer, method=method)
 
 
 class NewtonState(NamedTuple):

@@ -113,3 +113,25 @@ def test_intervals_cover_what_they_say():
     ):
         with pytest.raises(ValueError, match="must"):
             optperm.interval_coverage(**{"draws": draws, "targets": targets} | change)
+
+
+def test_an_entropy_is_of_probabilities():
+    """Logits, log-probabilities and sigmoids are refused; 16 bits may sum to one by their rounding."""
+    p = jax.nn.softmax(jax.random.normal(jax.random.key(0), (1, 3, 5, 4)))
+
+    def predictions(draws):
+        dtype = "float32"
+        return optperm.Predictions(
+            draws, draws.mean((0, 1), dtype=dtype), draws.astype(dtype).std((0, 1))
+        )
+
+    mean = np.asarray(p, np.float64).mean(axis=(0, 1))
+    for draws, tolerance in ((p, 1e-5), (p.astype("bfloat16"), 0.02)):
+        found = predictions(draws)
+        expected = -(mean * np.log(mean)).sum(axis=-1)
+        np.testing.assert_allclose(found.entropy(), expected, rtol=tolerance)
+        assert (found.mutual_information() > 0).all()
+    for draws in (5 * p, jnp.log(p), p[..., 0], p[..., :1], p.at[0, 0, 0, 0].set(jnp.nan)):
+        for call in (predictions(draws).entropy, predictions(draws).mutual_information):
+            with pytest.raises(ValueError, match=r"probabilities .*two classes|sum to one"):
+                call()

@@ -133,6 +133,29 @@ def test_a_part_of_the_params_is_learned_under_a_mask():
     assert not updates["rest"].any()
 
 
+def test_the_hessian_of_a_quadratic_with_params_of_16_bits():
+    """Noise of which 16 bits would keep little, at a distance of the params: h is the curvature."""
+    w = jnp.zeros(64, jnp.bfloat16)
+    target = jnp.linspace(0.5, 2.0, 64)
+    tx = optperm.ivon(0.1, ess=1e4, hess_init=1.0, beta2=0.999)
+
+    def step(carry, key):
+        w, state = carry
+        draw = optperm.sample_params(state, w, key)
+        grads = jax.grad(lambda w: jnp.sum(5 * (w - target) ** 2))(draw)
+        updates, state = tx.update(grads, state, w, draw=draw)
+        return (optax.apply_updates(w, updates), state), draw.dtype == jnp.float32
+
+    keys = jax.random.split(jax.random.key(0), 8000)
+    (w, state), is_wide = jax.jit(lambda w: jax.lax.scan(step, (w, tx.init(w)), keys))(w)
+    assert w.dtype == jnp.bfloat16
+    assert is_wide.all()
+    np.testing.assert_allclose(state.inner.hessian.mean(), 10.0, rtol=0.05)
+    np.testing.assert_allclose(state.masters, target, atol=0.02)
+    with pytest.raises(ValueError, match="draw is bfloat16"):
+        tx.update(w, state, w, draw=w)
+
+
 def test_traced_draws_of_swag_before_the_first_collection_are_nan():
     m = jnp.ones(3)
     state = optperm.swag(1, rank=2).init(m)
@@ -147,9 +170,27 @@ def test_misuse_is_named():
     tx = optperm.ivon(0.1, ess=50.0)
     stacked = optperm.ivon(0.1, ess=50.0, mc_samples=3)
     accumulating = optax.MultiSteps(tx, 2)
+    swag = optperm.swag(1)
+    _, swag_state = swag.update(m, swag.init(m), m)
     key = jax.random.key(0)
     calls = [
         (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
+        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be finite"),
+        (lambda: optperm.ivon(0.1, ess=1.0, beta1=1.0), "beta1 must be below 1"),
+        (lambda: optperm.ivon(0.1, ess=1.0, beta2=1.0), "beta2 must be below 1"),
+        (lambda: tx.update(m, tx.init(m), None, draw=m), "ivon needs params"),
+        *(
+            (lambda wrong=wrong: tx.update(m, tx.init(m), m, draw=wrong), "draw")
+            for wrong in (jnp.ones((5, 2)), jnp.ones((1, 2)), jnp.ones(()), {"a": m}, (m, m))
+        ),
+        (
+            lambda: stacked.update(jnp.ones((3, 2)), stacked.init(m), m, draw=jnp.ones((3, 1))),
+            "draw is",
+        ),
+        (lambda: optperm.sample_params(tx.init(m), m[:1], key), r"params is float32\[1\]"),
+        (lambda: optperm.sample_params(tx.init(m), jnp.ones((5, 2)), key), "params is"),
+        (lambda: optperm.sample_params(swag_state, m[:1], key), "params is"),
+        (lambda: optperm.sample_params(swag_state, {"a": m}, key), "tree structure"),
         (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
         (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
         (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),

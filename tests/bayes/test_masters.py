@@ -19,7 +19,7 @@ IDENTITY = optax.GradientTransformationExtraArgs(lambda p: (), lambda g, s, p, *
 def test_params_are_the_rounded_masters(dtype):
     """Bit for bit after each step, also of entries that a step takes across zero, whose sum in 16 bits
     does not reach the rounded copy; and what the copy holds is the sum of all steps."""
-    tx, dtype = with_masters(IDENTITY), jnp.dtype(dtype)
+    tx, dtype = with_masters(IDENTITY, method="identity"), jnp.dtype(dtype)
     start = (0.01 * jax.random.normal(jax.random.key(0), (4096,))).astype(dtype)
     moves = 0.003 * jax.random.normal(jax.random.key(1), (20, 4096))
 
@@ -42,8 +42,22 @@ def test_params_are_the_rounded_masters(dtype):
         assert np.median(np.abs(error)) < 3e-6
 
 
+def test_a_sampler_that_gets_no_params_is_named():
+    samplers = {
+        "sgld": optperm.sgld(0.1, 10),
+        "sghmc": optperm.sghmc(0.1, 10, 0.1),
+        "ivon": optperm.ivon(0.1, 10.0),
+        "mandt_sgd": optperm.mandt_sgd(10, 2),
+        "constant_sgd": optperm.constant_sgd(10, 2),
+    }
+    p = jnp.ones(2)
+    for method, tx in samplers.items():
+        with pytest.raises(ValueError, match=f"^{method} needs params"):
+            tx.update(p, tx.init(p), None)
+
+
 def test_params_changed_by_something_else_begin_anew():
-    tx, p = with_masters(IDENTITY), jnp.array([1.0, 2.0], jnp.bfloat16)
+    tx, p = with_masters(IDENTITY, method="identity"), jnp.array([1.0, 2.0], jnp.bfloat16)
     _, state = tx.update(jnp.array([0.001, 0.001]), tx.init(p), p)
     _, state = tx.update(jnp.array([0.001, 0.001]), state, p.at[1].set(0.0))
     np.testing.assert_allclose(state.masters, [1.002, 0.001], rtol=1e-5)
