@@ -14,7 +14,13 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import as_key
 from optperm.contract.shardings import can_be_seen
-from optperm.contract.states import fill_masked, find_state, find_states, mask_like
+from optperm.contract.states import (
+    fill_masked,
+    find_state,
+    find_states,
+    mask_like,
+    without_variables,
+)
 
 
 def sample_params(
@@ -51,6 +57,13 @@ def sample_params(
       ((100, 1000), 0.1)
 
     Notes:
+      Each replica in `jax.shard_map` needs its own key, or all of them draw the same noise.
+
+      Of a model of `flax.nnx` that `flax.nnx.Optimizer` has trained with `swag`, pass
+      `nnx.state(model, nnx.Param)`; for `ivon` initialize and draw with `nnx.to_pure_dict` of it.
+
+      `swag` has min(n, K) deviations after n collections, and no spread after a single one.
+
       Before the first step of `ivon` the draws have the variance
       :math:`1 / (\lambda (h_0 + \delta))`.
 
@@ -73,6 +86,8 @@ def sample_params(
     if isinstance(state, SwagState):
         _check_collected(state)
     draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
+    # find_state returns plain arrays too
+    params = without_variables(params)
     mean = state.momentum if isinstance(state, IvonState) else state.mean
     seen = mask_like(params, mean)
     source = "the optimizer state"

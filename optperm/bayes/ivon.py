@@ -124,7 +124,18 @@ def ivon(
       The params are the mean, so an evaluation at the params needs nothing else.
       `optperm.posterior_predictive` averages predictions over draws of `optperm.sample_params`.
 
-      On a quadratic with Hessian :math:`H`, and if the batches' noise is small, the variances are
+      `optperm.training.fit` does not train with `ivon`, since each step needs a draw: write the loop.
+      `optax.inject_hyperparams` needs `static_args=("mc_samples",)`. Of a model of `flax.nnx` take
+      `nnx.to_pure_dict(nnx.state(model, nnx.Param))` as the params.
+
+      `optax.masked` passes the raw gradients of the other params through: to hold them, use
+      `optax.partition` with `optax.set_to_zero()`. An entry whose gradient is NaN keeps :math:`g` and
+      :math:`h`, though `count` rises, and the mean moves along :math:`g`.
+
+      For params of 16 bits the distribution is about a copy in float32, and the draws are in float32.
+
+      On a quadratic with Hessian :math:`H`, if the prior is weak and the batches' noise small, the
+      variances are
       :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
       covariance.
 

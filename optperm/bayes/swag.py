@@ -80,6 +80,9 @@ def swag(
       ([2.0], [1.0])
 
     Notes:
+      In the covariance K is min(n, K), the number of deviations there are. One collection has no spread:
+      all draws are its params.
+
       Collect at the end of a training by SGD, with a constant rate that is large enough to move around.
       `optperm.sample_params` draws params, and `optperm.swag_mean` returns :math:`\bar\theta`. Models
       with BatchNorm need new running statistics for the mean and for each draw: one pass over training

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 import optperm
 
@@ -35,6 +36,21 @@ def test_mean_variance_and_deviations_are_those_of_numpy():
     )
     for i in range(len(seen) - 3, len(seen)):
         np.testing.assert_allclose(rows[i % 3], (seen - running)[i], atol=2e-3)
+
+
+def test_a_model_of_nnx_is_drawn():
+    """One collection has no spread: the draw is the model."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(
+        model, optax.chain(optax.sgd(0.0), optperm.swag(every=5)), wrt=nnx.Param
+    )
+    optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
+    params = nnx.state(model, nnx.Param)
+    draw = optperm.sample_params(optimizer.opt_state, params, jax.random.key(0))
+    kernel = np.asarray(model.kernel[...])
+    np.testing.assert_allclose(draw["kernel"], kernel, rtol=1e-6)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf + 1, draw))
+    np.testing.assert_allclose(model.kernel[...], kernel + 1, rtol=1e-6)
 
 
 def test_draws_have_the_covariance_of_the_paper():
