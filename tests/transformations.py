@@ -141,9 +141,13 @@ def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     """IVON, with a draw at a known distance from the params where none is passed."""
     tx = optperm.ivon(*args, **kwargs)
 
+    def half(p: Any) -> Any:
+        # As `optperm.sample_params`, in 32 bits at least
+        return p * 0.5 if jnp.result_type(p).itemsize > 2 else p.astype(jnp.float32) * 0.5
+
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         # A distance that is exact: of a small one rounding would leave few digits
-        draw = None if params is None else jax.tree.map(lambda p: p * 0.5, params)
+        draw = None if params is None else jax.tree.map(half, params)
         return tx.update(updates, state, params, **{"draw": draw, **extra_args})
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
