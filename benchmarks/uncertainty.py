@@ -234,7 +234,7 @@ METHODS: dict[str, tuple[Callable[[float, Setting], Ways], int, tuple[float, ...
     "ensemble": (ensemble, MODELS, None),
     "SGD": (sgd, 1, (0.05, 0.15, 0.5)),
     "SWAG": (swag, 1, (0.03, 0.1, 0.3)),
-    "IVON": (ivon, 1, (0.25, 0.5, 1.0)),
+    "IVON": (ivon, 1, (0.03, 0.1, 0.25, 0.5, 1.0)),
     "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, (1e-4, 1e-2)),
 }
