@@ -135,7 +135,7 @@ class Setting(NamedTuple):
         """Return initial params, the indices of batches and the data."""
         size, shape = len(self.data[0]), self.data[0].shape[1:]
         indices = images.batches(size, BATCH, self.steps, self.seed)
-        return images.initial(self.seed, shape, HIDDEN), indices, self.data
+        return images.initial(self.seed, shape, hidden=HIDDEN), indices, self.data
 
 
 Ways = dict[str, Any]
