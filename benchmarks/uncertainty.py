@@ -359,7 +359,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
 
 def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that takes one more step, compiled, with params and state donated."""
-    params = images.initial(0, shape, HIDDEN)
+    params = images.initial(0, shape, hidden=HIDDEN)
     batch = jax.random.uniform(jax.random.key(0), (BATCH, *shape)), jnp.arange(BATCH) % 10
     tx = optax.adam(1e-3) if method == "Adam" else optperm.ivon(0.1, ess=50_000.0)
     given = jax.tree.map(lambda leaf: leaf + 1e-3, params)
