@@ -135,7 +135,7 @@ class Setting(NamedTuple):
         """Return initial params, the indices of batches and the data."""
         size, shape = len(self.data[0]), self.data[0].shape[1:]
         indices = images.batches(size, BATCH, self.steps, self.seed)
-        return images.initial(self.seed, shape, HIDDEN), indices, self.data
+        return images.initial(self.seed, shape, hidden=HIDDEN), indices, self.data
 
 
 Ways = dict[str, Any]
@@ -234,7 +234,7 @@ METHODS: dict[str, tuple[Callable[[float, Setting], Ways], int, tuple[float, ...
     "ensemble": (ensemble, MODELS, None),
     "SGD": (sgd, 1, (0.05, 0.15, 0.5)),
     "SWAG": (swag, 1, (0.03, 0.1, 0.3)),
-    "IVON": (ivon, 1, (0.25, 0.5, 1.0)),
+    "IVON": (ivon, 1, (0.03, 0.1, 0.25, 0.5, 1.0)),
     "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, (1e-4, 1e-2)),
 }
@@ -359,7 +359,7 @@ def compare_steps(arguments: argparse.Namespace) -> None:
 
 def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any]:
     """Return a function that takes one more step, compiled, with params and state donated."""
-    params = images.initial(0, shape, HIDDEN)
+    params = images.initial(0, shape, hidden=HIDDEN)
     batch = jax.random.uniform(jax.random.key(0), (BATCH, *shape)), jnp.arange(BATCH) % 10
     tx = optax.adam(1e-3) if method == "Adam" else optperm.ivon(0.1, ess=50_000.0)
     given = jax.tree.map(lambda leaf: leaf + 1e-3, params)

@@ -38,8 +38,8 @@ USUAL = [
     ("posterior.py", "--mlp --steps 20 --seeds 1 --grid 1 --methods SGD", {}),
     (
         "sparse.py",
-        "--seeds 1 --epochs 0.6 --sparsity 0.9",
-        {"ROWS": ("dense", "RigL, ERK"), "EVERY": 1},
+        "--seeds 1 --epochs 0.6 --sparsity 0.9 --every 1",
+        {"ROWS": ("dense", "RigL, ERK")},
     ),
     (
         "uncertainty.py",

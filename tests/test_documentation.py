@@ -32,7 +32,7 @@ TRAINING = {
 
 def sections(documented):
     """The sections of a docstring by title, after its first line under "summary"."""
-    parts = re.split(r"^(\w+):\n", inspect.getdoc(documented) or "", flags=re.MULTILINE)
+    parts = re.split(r"^([A-Z]\w+):\n", inspect.getdoc(documented) or "", flags=re.MULTILINE)
     return {"summary": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
@@ -42,7 +42,17 @@ def entries(section):
 
 
 # The order of use. Fields come in the place of arguments.
-ORDER = ["summary", "Attributes", "Args", "Returns", "Example", "Notes", "Raises", "References"]
+ORDER = [
+    "summary",
+    "Attributes",
+    "Args",
+    "Returns",
+    "Example",
+    "Notes",
+    "Raises",
+    "Warns",
+    "References",
+]
 
 
 def parameters(function):

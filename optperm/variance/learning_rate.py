@@ -18,7 +18,9 @@ from optperm.evaluation import LossFn, checked_loss, evaluate
 from optperm.variance.svrg import svrg
 
 # Steps of the power iteration, and the maximum number of trials.
-_STEPS, _MOST = 8, 20
+_STEPS, _MOST, _MOST_HALVINGS = 8, 20, 40
+# By this share of itself a loss may rise by rounding.
+_ROUNDING = 1e-5
 
 
 def svrg_learning_rate(
@@ -41,8 +43,9 @@ def svrg_learning_rate(
 
     Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far above: the
     curvature along the way is less than at `params`, or is in other directions. So SVRG runs for some
-    passes at :math:`\eta = 1 / \mathcal{L}_b`, and the rate is doubled for as long as the loss at the
-    end falls. If the first doubling does not help, the rate is halved in the same way.
+    passes at :math:`\eta = 1 / \mathcal{L}_b`. The rate is halved until the loss at the end is no higher
+    than at `params`. Then it is doubled for as long as the loss at the end falls, and halved in the same
+    way if the first doubling does not help.
 
     Args:
       loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
@@ -79,7 +82,8 @@ def svrg_learning_rate(
       TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or a
         number is not an integer.
       ValueError: If the examples' arrays disagree in length, there are fewer examples than in a batch,
-        or the loss has no curvature.
+        the loss or its curvature at `params` is not finite, the curvature is zero, or no rate lowers the
+        loss.
 
     Warns:
       RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
@@ -94,6 +98,7 @@ def svrg_learning_rate(
     checks.check_seed("seed", seed)
     checks.check_real_floating("params", params)
     n = checks.count_examples("data", data)
+    data = jax.tree.map(jnp.asarray, data)
     if n < batch_size:
         raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
     key = jax.random.key(seed)
@@ -111,18 +116,31 @@ def svrg_learning_rate(
     smoothness = n * (b - 1) / (b * rest) * abs(float(curvature))
     smoothness += (n - b) / (b * rest) * float(largest) if n > 1 else float(largest)
     if not 0 < smoothness < float("inf"):
-        raise ValueError(f"The loss has no curvature at these params, got {smoothness:g}.")
-    # eta = 1 / L_b, then doubled while the loss falls; halved if the first doubling does not help
-    start = 1 / smoothness
+        says = "The curvature of the loss at these params must be positive and finite"
+        raise ValueError(f"{says}, got {smoothness:g}.")
+    # eta = 1 / L_b
+    rate, factor = 1 / smoothness, 2.0
     if not num_passes:
-        return start
+        return rate
+    here = float(jax.jit(loss_fn)(params, data))
+    if not math.isfinite(here):
+        raise ValueError(f"The loss at these params must be finite, got {here}.")
     trial = _make_trial(loss_fn, params, data, batch_size, num_passes, key)
-    rate, lowest, factor = start, trial(start), 2.0
+    # The curvature along the way may be larger than here: halve eta until the loss does not rise
+    lowest = trial(rate)
+    for _ in range(_MOST_HALVINGS):
+        if lowest <= here + _ROUNDING * abs(here):
+            break
+        rate, factor = rate / 2, 0.5
+        lowest = trial(rate)
+    else:
+        raise ValueError(f"No rate down to {rate:.2g} lowers the loss from {here:.6g}.")
+    # Then double it while the loss falls; halve it if the first doubling does not help
     for index in range(_MOST):
         loss = trial(rate * factor)
         if loss < lowest:
             rate, lowest = rate * factor, loss
-        elif index == 0:
+        elif index == 0 and factor > 1:
             factor = 0.5
         else:
             break

@@ -58,7 +58,8 @@ def proximal(
       optax.chain(optperm.svrg(refresh_every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
 
     Args:
-      learning_rate: :math:`\eta_t`, the learning rate of the optimizer before it: a number or a schedule
+      learning_rate: :math:`\eta_t`, the length of a step in units of the gradient: the learning rate of
+        SGD, and :math:`\eta / (1 - \beta)` after SGD with momentum :math:`\beta`. A number or a schedule
         of the step.
       l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
       l2: :math:`\lambda_2 \ge 0` of ridge.
@@ -86,8 +87,12 @@ def proximal(
       [1.75, 0.0]
 
     Notes:
-      It must be the last of its chain, after SGD with or without momentum. After Adam and similar
-      optimizers it converges to another point, since each entry has its own learning rate there.
+      It must be the last of its chain, after SGD. With momentum the updates settle at
+      :math:`-\eta / (1 - \beta)` times the gradient, so with the bare learning rate the penalty would
+      be smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers it converges to
+      another point, since each entry has its own learning rate there. To accumulate gradients put the
+      chain into `optax.MultiSteps`: after `optax.MultiSteps(...).gradient_transformation()` it would
+      shrink in each micro-step.
       The gradient must not contain the penalty. Biases are usually left out, by `optax.masked`.
 
       Params are at a bound up to the rounding of `params + updates`, and at 0.0 to the bit. A NaN in the

@@ -243,7 +243,7 @@ def test_replicas_of_local_steps_part_and_meet():
     np.testing.assert_allclose(mean, each.mean(axis=0), rtol=1e-5, atol=1e-7)
     for axis_name, options, says in [
         (None, {"devices": 4}, "replicas would never meet: pass axis_name='replica' to it"),
-        ("replica", {}, "fit maps over one with devices or mesh"),
+        ("replica", {}, "fit: devices or mesh"),
     ]:
         state = fitting.linen_state(fitting.method("agn", axis_name))
         with pytest.raises(ValueError, match=says):
@@ -505,7 +505,7 @@ def test_metrics_that_not_every_batch_has():
 
 def test_multi_steps_that_is_no_transformation_is_refused():
     every_second = optax.MultiSteps(optax.adam(0.1), 2)
-    says = r"adam\(1e-3\), got <.*MultiSteps.*gradient_transformation\(\)"
+    says = r"optax.GradientTransformation, got <.*MultiSteps"
     with pytest.raises(TypeError, match=says):
         fitting.linear_fit(tx=every_second, epochs=1)
     assert fitting.linear_fit(tx=every_second.gradient_transformation(), epochs=1).epoch == 1

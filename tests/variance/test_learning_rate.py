@@ -74,6 +74,24 @@ def test_a_loss_that_is_not_convex_is_said():
     assert rate == pytest.approx(0.5)
 
 
+def test_a_rate_at_which_trials_diverge_is_halved_until_the_loss_falls():
+    """Poisson regression: far from the optimum the curvature is much larger than at the start."""
+    rng = np.random.default_rng(0)
+    x = np.c_[rng.normal(size=(128, 5)), np.ones(128)].astype(np.float32)
+    counts = rng.poisson(20.0, 128).astype(np.float32)
+
+    def loss(w, batch):
+        eta = batch[0] @ w
+        return jnp.mean(jnp.exp(eta) - batch[1] * eta)
+
+    theory = optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8, num_passes=0)
+    found = optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
+    assert 0.001 < found < theory / 8
+    counts[3] = np.nan
+    with pytest.raises(ValueError, match="must be finite, got nan"):
+        optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
+
+
 def test_misuse_is_named():
     data = {"x": X, "y": np.ones(N)}
     calls = [

@@ -71,8 +71,12 @@ def least_squares(seed=0, n=60, d=12):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("share", [1.0, 0.5], ids=["lasso", "elastic net"])
-def test_prox_svrg_finds_the_solution_of_coordinate_descent(share):
+@pytest.mark.parametrize(
+    ("share", "momentum"),
+    [(1.0, 0.0), (0.5, 0.0), (1.0, 0.6)],
+    ids=["lasso", "elastic net", "momentum"],
+)
+def test_prox_svrg_finds_the_solution_of_coordinate_descent(share, momentum):
     """Params within 1e-6 of scikit-learn's, with the same zeros."""
     x, y = least_squares()
     strength, rate, n = 0.15, 0.02, len(x)
@@ -87,7 +91,7 @@ def test_prox_svrg_finds_the_solution_of_coordinate_descent(share):
     data = jnp.asarray(x), jnp.asarray(y)
     tx = optax.chain(
         optperm.svrg(refresh_every=2 * n // 5),
-        optax.sgd(rate),
+        optax.sgd(rate * (1 - momentum), momentum=momentum or None),
         optperm.proximal(rate, l1=strength * share, l2=strength * (1 - share)),
     )
 
