@@ -52,11 +52,16 @@ def load(path: pathlib.Path | None, examples: int | None = None) -> tuple[str, D
 
 
 def weight_shapes(
-    image: Sequence[int], hidden: Sequence[int] = (256,), channels: Sequence[int] = CHANNELS
+    image: Sequence[int],
+    hidden: Sequence[int] | None = (256,),
+    channels: Sequence[int] = CHANNELS,
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of the weights; the biases have their last axis."""
+    """Return the shapes of the weights; the biases have their last axis.
+
+    Gray images are convolved too with `hidden=None`.
+    """
     height, width, depth = image
-    if depth == 1:
+    if depth == 1 and hidden is not None:
         wide = (height * width, *hidden, 10)
         return [wide[i : i + 2] for i in range(len(hidden) + 1)]
     wide, factor = (depth, *channels), 2 ** len(channels)
@@ -64,7 +69,7 @@ def weight_shapes(
     return [*of_images, (height // factor * (width // factor) * wide[-1], 10)]
 
 
-def initial(seed: Any, image: Sequence[int], **widths: Sequence[int]) -> Params:
+def initial(seed: Any, image: Sequence[int], **widths: Sequence[int] | None) -> Params:
     """Return He's normal weights w0, w1, ... and zero biases b0, b1, ... of `weight_shapes`."""
     params, shapes = {}, weight_shapes(image, **widths)
     for i, key in enumerate(jax.random.split(jax.random.key(seed), len(shapes))):

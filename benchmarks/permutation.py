@@ -39,6 +39,7 @@ import optperm
 
 BATCH = 50
 VALUES = (2, 4, 16)
+WIDTHS: dict[str, Any] = {}  # of --channels
 RESULTS = results.Results()
 Params = dict[str, jax.Array]
 
@@ -86,7 +87,7 @@ def initial(seed: Any, image: tuple[int, ...], values: int | None = None) -> Par
     Equal ones could not be permuted.
     """
     params = {}
-    for i, weights in enumerate(images.weight_shapes(image)):
+    for i, weights in enumerate(images.weight_shapes(image, **WIDTHS)):
         bound = math.sqrt(6 / math.prod(weights[:-1]))
         for j, (name, shape) in enumerate(((f"w{i}", weights), (f"b{i}", weights[-1:]))):
             key = jax.random.fold_in(jax.random.key(seed), 2 * i + j)
@@ -219,11 +220,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=3.0)
     parts = ["methods", "values", "bytes"]
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument(
+        "--channels", type=int, nargs="+", help="of convolutions, on gray images too"
+    )
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     results.add_argument(parser)
     options = parser.parse_args()
     source, train, test = images.load(options.data, options.examples)
     title = f"{source}, {len(train[0])} images, {options.epochs:g} epochs, {options.seeds} seeds"
+    if options.channels:
+        WIDTHS.update(hidden=None, channels=options.channels)
+        title += ", convolutions"
     if "methods" in options.only:
         for name in options.methods:
             compare(title, options, train, test, name, name)
