@@ -184,7 +184,7 @@ def auroc(scores: jax.Array | np.ndarray, other_scores: jax.Array | np.ndarray) 
       other_scores: (m,), of inputs from elsewhere.
 
     Returns:
-      The area: 1 if all scores from elsewhere are larger, 0.5 for a score that says nothing.
+      The area, which is 1 if all scores from elsewhere are larger, and 0.5 for uninformative scores.
 
     Example:
       >>> import optperm, numpy as np
@@ -224,7 +224,7 @@ def interval_coverage(
       levels: p, numbers in (0, 1).
 
     Returns:
-      The share for each level, (levels,): about p if the predictions are calibrated.
+      The share for each level, an array (levels,), about p if the predictions are calibrated.
 
     Example:
       >>> import numpy as np, optperm

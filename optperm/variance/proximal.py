@@ -64,7 +64,7 @@ def proximal(
       l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
       l2: :math:`\lambda_2 \ge 0` of ridge.
       group: :math:`\lambda_g \ge 0` of the group lasso, on leaves of two axes and more, or None for no
-        groups. A group of size |g| is weighted by the root of its size.
+        groups. A group is weighted by the root of its size.
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
       lower: The smallest value of an entry; 0.0 for non-negative params.
