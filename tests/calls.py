@@ -161,8 +161,8 @@ class Kind:
     allowed: tuple = ()
 
 
-def number(*, low=0.0, high=INF, is_open=False, is_optional=False):
-    """A single number from `low` to `high`, or above `low` where the limit itself is too small."""
+def number(*, low=0.0, high=INF, is_open=False, is_below=False, is_optional=False):
+    """A single number from `low` to `high`; with `is_open` above `low`, with `is_below` below `high`."""
     outside = [low if is_open else low - 0.1, float("nan"), *([high + 0.1] if high < INF else [])]
     strange = [True, "0.1", 1j, *([] if is_optional else [None])]
     refused = (
@@ -171,7 +171,9 @@ def number(*, low=0.0, high=INF, is_open=False, is_optional=False):
         (strange, TypeError, "must be a number"),
     )
     least = max(low, -1.0)
-    limits = (least, min(high, 5.0), np.float64(least), jnp.bfloat16(min(high, 1.0)), int(least))
+    limits = (least, np.float64(least), int(least))
+    if not is_below:
+        limits += (min(high, 5.0), jnp.bfloat16(min(high, 1.0)))
     return Kind(refused, () if is_open else limits)
 
 

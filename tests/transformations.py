@@ -511,7 +511,7 @@ TRANSFORMATIONS = (
         {"learning_rate": 1e-3, "ess": 1.0, "beta2": 0.9},
         limits={
             **dict.fromkeys(("ess", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
-            **dict.fromkeys(("beta1", "beta2"), SHARE),
+            **dict.fromkeys(("beta1", "beta2"), SHARE | {"is_below": True}),
         },
         static=("mc_samples",),
         knows="shapes",

@@ -188,19 +188,7 @@ def ivon(
         grads_of_draws: optax.Updates | None = None,
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
-        if draw is None:
-            raise ValueError(
-                f"ivon needs the extra argument draw, which fit does not pass: {_STEP}."
-            )
-        draw = mask_like(draw, state.momentum)
-        expected = state.momentum
-        if mc_samples > 1:
-            expected = jax.tree.map(
-                lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), expected
-            )
-        checks.check_same_tree("draw", draw, expected, source="the optimizer state")
-        if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
-            raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
+        draw = _check_draw(draw, params, state.momentum, mc_samples)
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
@@ -268,6 +256,19 @@ def ivon(
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
     return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
+
+
+def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
+    """Return the draw, masked like the state; raise unless it is a draw of these params."""
+    if draw is None:
+        raise ValueError(f"ivon needs the extra argument draw, which fit does not pass: {_STEP}.")
+    draw = mask_like(draw, like)
+    if mc_samples > 1:
+        like = jax.tree.map(lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), like)
+    checks.check_same_tree("draw", draw, like, source="the optimizer state")
+    if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
+        raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
+    return draw
 
 
 def _mean_product(mc_samples: int) -> Any:
