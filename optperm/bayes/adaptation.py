@@ -361,7 +361,7 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
     total = inner(jax.tree.map(lambda h: jnp.log(jnp.where(h > 0, h, 1.0)), h), _ones(h))
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
     typical = jnp.where(count > 0, jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype)), 0.0)
-    positive = [jnp.min(jnp.where(h > 0, h, jnp.inf)) for h in jax.tree.leaves(h)]
+    positive = [jnp.min(x, initial=jnp.inf, where=x > 0) for x in jax.tree.leaves(h)]
     shortest = functools.reduce(jnp.minimum, positive)
 
     def of_entry(h: jax.Array) -> jax.Array:
