@@ -39,8 +39,8 @@ import library_bytes
 Tx = optax.GradientTransformation
 RESULTS = results.Results()
 BATCH, DECAY, EVERY = 8, 0.01, 100
-RATES = (3e-3, 6e-3, 1.2e-2)
-LOW, SCALES = (0.25, 0.5, 1.0, 2.0, 4.0), (0.03125, 0.0625, 0.125, 0.25, 0.5, 1.0)
+RATES = (6e-3, 1.2e-2, 2.4e-2)
+LOW, SCALES = (0.125, 0.25, 0.5, 1.0, 2.0), (0.015625, 0.03125, 0.0625, 0.125, 0.25, 0.5)
 
 
 def low_rank(**options: Any) -> Tx:
