@@ -39,11 +39,6 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "_ext", "inventories"]
 html_theme = "furo"
-html_theme_options = {
-    "source_repository": "https://github.com/optperm/optperm",
-    "source_branch": "main",
-    "source_directory": "docs/",
-}
 html_title = f"optperm {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
