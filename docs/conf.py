@@ -105,7 +105,7 @@ def write_reference(_: Any) -> None:
             page.write_text(text)
 
 
-_STEPS = "What a training step of any method is made of, and one optimizer after another."
+_STEPS = "The parts of a training step of any method, and the switch from one optimizer to another."
 
 
 def setup(app: Any) -> None:
