@@ -1,10 +1,11 @@
-"""What to take for the uncertainty of a network: averages, draws and ensembles beside Adam.
+"""Uncertainty of a network: averages, draws and ensembles compared with Adam.
 
-An MLP on gray images, or a convolutional network on color ones, by equally many gradients (five times
-as many for the ensemble): accuracy, negative log-likelihood (NLL), calibration error and Brier score on
-test images, NLL and ECE on the same images rotated by 30 degrees, and how well the entropy of the
-prediction tells images from elsewhere, noise and other data (AUROC). Each method takes the number of its
-printed grid that has the lowest NLL on a validation split, with one seed and a third of the steps.
+The network is an MLP on gray images, or a convolutional network on color images. All methods take the
+same number of gradients (the ensemble five times as many). The script prints the accuracy, negative
+log-likelihood (NLL), calibration error and Brier score on test images, the NLL and ECE on the same
+images rotated by 30 degrees, and how well the entropy of the prediction separates test images from noise
+and from other data (AUROC). Each method takes the number of its printed grid that has the lowest NLL on
+a validation split, with one seed and a third of the steps.
 
     python benchmarks/uncertainty.py --data mnist.npz --other cifar10.npz [--seeds 3] [--epochs 10]
     python benchmarks/uncertainty.py --only steps [--repetitions 101]
