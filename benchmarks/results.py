@@ -68,14 +68,14 @@ class Results:
 
 
 def _command() -> str:
-    """The command line, without the flags for the file."""
+    """Return the command line, without the flags for the file and without folders from the root."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
         if word == "--json":
             next(words)
         elif word != "--resume" and not word.startswith("--json="):
-            kept.append(word)
+            kept.append(word.rpartition("/")[2] if word.startswith("/") else word)
     return shlex.join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *kept])
 
 
