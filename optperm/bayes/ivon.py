@@ -152,15 +152,9 @@ def ivon(
       <https://arxiv.org/abs/2402.17641>`_, ICML 2024
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    for name, number in {
-        "ess": ess,
-        "hess_init": hess_init,
-        "weight_decay": weight_decay,
-        "clip_radius": clip_radius,
-    }.items():
-        checks.check_positive(name, number)
-        if name != "clip_radius":
-            checks.check_in_range(name, number, 0.0, float("inf"), may_be_schedule=False)
+    checks.check_positive("clip_radius", clip_radius)
+    for name, number in {"ess": ess, "hess_init": hess_init, "weight_decay": weight_decay}.items():
+        checks.check_positive(name, number, checks.LARGEST_FLOAT32)
     for name, number in {"beta1": beta1, "beta2": beta2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
         if checks.is_concrete_number(number) and np.float32(number) == 1:
@@ -174,7 +168,7 @@ def ivon(
         return IvonState(
             count=jnp.zeros([], jnp.int32),
             momentum=wide_zeros(params),
-            hessian=jax.tree.map(lambda zero: jnp.full_like(zero, hess_init), wide_zeros(params)),
+            hessian=optax.tree.full_like(wide_zeros(params), hess_init),
             ess=jnp.asarray(ess, dtype),
             weight_decay=jnp.asarray(weight_decay, dtype),
         )

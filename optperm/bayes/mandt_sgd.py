@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.adaptation import begin
+from optperm.bayes.adaptation import begin, update_mean
 from optperm.bayes.covariance import (
     ESTIMATES,
     NEEDS,
@@ -287,12 +287,7 @@ def _estimate(
     """Return the state with one more estimate of C, if it is finite, and its kernel."""
     c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
     n = state.estimates + 1
-    rate = 1 / n.astype(jnp.float32)
-    covariance = jax.tree.map(
-        lambda c, new: (1 - rate).astype(c.dtype) * c + rate.astype(c.dtype) * new,
-        state.covariance,
-        c_hat,
-    )
+    covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
     kernel = state.kernel
     if preconditioner == "full":
         # n is 2^k or 3 2^k

@@ -67,7 +67,7 @@ class Predictions(NamedTuple):
                 f"{shape}: stack p and 1 - p for two classes."
             )
         if can_be_seen(self.mean):
-            check_rows("The mean predictions", self.mean, self.draws.dtype)
+            check_rows("The mean predictions", self.mean)
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:

@@ -206,7 +206,7 @@ def _search_starts(
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
-    if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
+    if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)
     return jax.jit(jax.vmap(functools.partial(_search, loss)))(begun)

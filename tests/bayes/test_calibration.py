@@ -135,3 +135,22 @@ def test_an_entropy_is_of_probabilities():
         for call in (predictions(draws).entropy, predictions(draws).mutual_information):
             with pytest.raises(ValueError, match=r"probabilities .*two classes|sum to one"):
                 call()
+
+
+@pytest.mark.parametrize("dtype", [support.FLOAT16, "bfloat16"])
+def test_predictions_in_16_bits_are_scored(dtype):
+    """The mean in float32 of probabilities whose rows sum to one in 16 bits alone."""
+    labels = np.arange(6)
+    for classes in (10, 1000):
+        logits = 4 * jax.random.normal(jax.random.key(0), (3, 6, classes))
+        found = optperm.posterior_predictive(
+            lambda w, x: jax.nn.softmax(w.astype(x.dtype)),
+            optperm.Ensemble(logits),
+            jnp.ones((), dtype),
+        )
+        assert np.abs(found.mean.sum(axis=1) - 1).max() > 1e-4
+        scores = optperm.classification_scores(found.mean, labels)
+        mean = np.asarray(jax.nn.softmax(logits), np.float64).mean(axis=0)
+        nll = -np.log(mean[labels, labels]).mean()
+        assert float(scores.nll) == pytest.approx(nll, rel=0.02)
+        assert np.all(np.isfinite(found.entropy()))

@@ -175,7 +175,7 @@ def test_misuse_is_named():
     key = jax.random.key(0)
     calls = [
         (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
-        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be finite"),
+        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be above 0 and at most"),
         (lambda: optperm.ivon(0.1, ess=1.0, beta1=1.0), "beta1 must be below 1"),
         (lambda: optperm.ivon(0.1, ess=1.0, beta2=1.0), "beta2 must be below 1"),
         (lambda: tx.update(m, tx.init(m), None, draw=m), "ivon needs params"),
