@@ -277,20 +277,17 @@ def _as_class_numbers(labels: jax.Array | np.ndarray) -> jax.Array:
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
-def _check_probabilities(
-    probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
-) -> None:
+def _check_probabilities(probabilities: Any, labels: Any) -> None:
     dtype = checks.dtype_of("probabilities", probabilities)
     labels_dtype = checks.dtype_of("labels", labels)
     shape = jnp.shape(probabilities)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"probabilities must be of a real floating dtype, got {dtype}.")
-    if not jnp.issubdtype(labels_dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got dtype {labels_dtype}.")
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(labels_dtype, jnp.integer)):
+        raise TypeError(
+            f"probabilities must be floating and labels integers, got {dtype} and {labels_dtype}."
+        )
     if len(shape) != 2 or 0 in shape or jnp.shape(labels) != shape[:1]:
         raise ValueError(
-            "probabilities must have shape (n, classes) and labels (n,), neither of them 0, got "
-            f"{shape} and {jnp.shape(labels)}."
+            f"probabilities must be (n, classes) and labels (n,), got {shape} and {jnp.shape(labels)}."
         )
     if not isinstance(probabilities, jax.core.Tracer):
         check_rows("probabilities", probabilities)

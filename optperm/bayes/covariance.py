@@ -234,7 +234,6 @@ def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
     grad_fn = batch.extras["grad_fn"]
-    checks.check_static_count("batch_size", batch.batch_size)
     batch_size, replicas = int(batch.batch_size), batch.replicas
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:

@@ -73,7 +73,6 @@ def sample_params(
         collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
         of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
     """
-    checks.check_key("key", key)
     if num_draws is not None:
         checks.check_static_count("num_draws", num_draws)
     state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")

@@ -160,7 +160,6 @@ def ivon(
         if checks.is_concrete_number(number) and np.float32(number) == 1:
             raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
     checks.check_static_count("mc_samples", mc_samples)
-    checks.check_flag("rescale_lr", rescale_lr)
     checks.check_axis_name("axis_name", axis_name)
 
     def init(params: optax.Params) -> IvonState:
@@ -183,6 +182,8 @@ def ivon(
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
         draw = _check_draw(draw, params, state.momentum, mc_samples)
+        if grads_of_draws is not None:
+            checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
@@ -240,12 +241,6 @@ def ivon(
     def update_by_draws(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        for leaf in jax.tree.leaves((updates, extra_args.get("draw"))):
-            if jnp.shape(leaf)[:1] != (mc_samples,):
-                raise ValueError(
-                    f"With mc_samples={mc_samples} leaves of updates and draw have a leading axis of "
-                    f"this length, got shape {jnp.shape(leaf)}."
-                )
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 

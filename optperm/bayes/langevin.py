@@ -133,9 +133,6 @@ def sgld(
     """
     _check(step_size, num_data, temperature, seed)
     if preconditioner is not None:
-        checks.check_real_floating(
-            "preconditioner", preconditioner, advice="Pass positive numbers."
-        )
         for leaf in jax.tree.leaves(preconditioner):
             if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
                 raise ValueError("preconditioner must be above 0 in every entry.")
@@ -249,14 +246,7 @@ def sghmc(
     _check(step_size, num_data, temperature, seed)
     checks.check_positive("friction", friction, 1.0)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
-    checks.check_in_range(
-        "noise_estimate",
-        noise_estimate,
-        0.0,
-        most,
-        may_be_schedule=False,
-        advice="It is at most friction.",
-    )
+    checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
     numbers = friction, noise_estimate
 
     def init(params: optax.Params) -> SghmcState:

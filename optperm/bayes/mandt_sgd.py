@@ -181,11 +181,6 @@ def mandt_sgd(
     checks.check_count("burn_in", burn_in, minimum=0)
     if freeze_after is not None:
         checks.check_count("freeze_after", freeze_after)
-        is_seen = checks.is_concrete_number(burn_in) and checks.is_concrete_number(freeze_after)
-        if is_seen and int(freeze_after) < int(burn_in):
-            raise ValueError(
-                f"freeze_after must be at least burn_in, got {freeze_after} and {burn_in}."
-            )
     is_full = preconditioner == "full"
 
     def init(params: optax.Params) -> MandtSgdState:

@@ -109,9 +109,6 @@ def sample(
         than the data, starts do not match the params, or params without starts are on a mesh with
         explicit axes.
     """
-    checks.check_function("loss_fn", loss_fn, "(params, batch)")
-    checks.check_key("key", key)
-    checks.check_function("sampler", sampler, "(num_data, batch_size)")
     if warmup is not None:
         checks.check_count("warmup", warmup, minimum=0)
     for name, count in (
@@ -190,12 +187,7 @@ def _add_prior(
     """Return the loss of a batch less one example's share of the log prior."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        density = jnp.asarray(log_prior(params))
-        if density.ndim or not jnp.issubdtype(density.dtype, jnp.floating):
-            raise TypeError(
-                f"log_prior must return a single real number, got {density.dtype}{list(density.shape)}."
-            )
-        return loss_fn(params, batch) - density / num_data
+        return loss_fn(params, batch) - log_prior(params) / num_data
 
     return loss
 

@@ -194,7 +194,13 @@ def test_misuse_is_named():
         (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
         (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
         (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),
-        (lambda: stacked.update(m, stacked.init(m), m, draw=m), "leading axis"),
+        *(
+            (
+                lambda g=g: stacked.update(g, stacked.init(m), m, draw=jnp.ones((3, 2))),
+                "updates is",
+            )
+            for g in (m, jnp.ones((1, 2)), jnp.ones((2, 2)))
+        ),
         (lambda: optperm.sample_params(accumulating.init(m), m, key), "MultiSteps"),
         (lambda: optperm.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
         (lambda: optperm.sample_params(optperm.swag(1).init(m), m, key), "collected no params"),
