@@ -18,7 +18,7 @@ import optax
 from optperm.bayes.masters import with_masters
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, wide_zeros
-from optperm.contract.mapped_axes import AxisName
+from optperm.contract.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
@@ -144,8 +144,8 @@ def ivon(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, or trees do
-        not match.
+      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, gradients do
+        not vary over `axis_name` where `jax.shard_map` tracks that, or trees do not match.
 
     References:
       Shen et al., `Variational Learning is Effective for Large Deep Networks
@@ -190,19 +190,20 @@ def ivon(
         products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
         # All replicas have the same h, so that averages of epsilon g^ are averages of h^
         if axis_name is not None:
+            _check_are_local(grads, axis_name)
             grads, products = jax.lax.pmean((grads, products), axis_name)
         debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
             # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
-            delta, lam, b1, b2, debiasing, radius, alpha = (
+            delta, b1, b2, debiasing, radius, alpha = (
                 jnp.asarray(x, dtype)
-                for x in (weight_decay, ess, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
+                for x in (weight_decay, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
             )
             m, g_hat = m.astype(dtype), g_hat.astype(dtype)
-            # h^ = lambda (h + delta) epsilon g^
-            h_hat = lam * (h + delta) * product
+            # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
+            h_hat = state.ess.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
             # g <- beta_1 g + (1 - beta_1) g^
             g = jnp.where(jnp.isfinite(g_hat), g + b1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
@@ -258,6 +259,16 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
     if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
         raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
     return draw
+
+
+def _check_are_local(grads: Any, axis_name: AxisName) -> None:
+    """Raise where gradients are sums or means over replicas already, by their types."""
+    tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
+    if tracked - varying_axes(grads):
+        raise ValueError(
+            f"Gradients do not vary over the axis {axis_name!r}: they are sums or means over replicas. "
+            "Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no axis_name."
+        )
 
 
 def _mean_product(mc_samples: int) -> Any:

@@ -154,3 +154,33 @@ def test_predictions_in_16_bits_are_scored(dtype):
         nll = -np.log(mean[labels, labels]).mean()
         assert float(scores.nll) == pytest.approx(nll, rel=0.02)
         assert np.all(np.isfinite(found.entropy()))
+
+
+def test_scores_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    p, labels = rng.dirichlet(np.ones(4), size=50), rng.integers(0, 4, size=50)
+    found = optperm.classification_scores(p, labels)
+    expected = {
+        "accuracy": (p.argmax(axis=1) == labels).mean(),
+        "nll": -np.log(p[np.arange(50), labels]).mean(),
+        "brier": ((p - np.eye(4)[labels]) ** 2).sum(axis=1).mean(),
+        "calibration_error": by_hand(np.float32(p), labels, 15)[0],
+    }
+    for name, value in expected.items():
+        assert float(getattr(found, name)) == pytest.approx(value, rel=1e-5)
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs():
+    """Of all pairs by brute force, with ties."""
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, 6, size=40), rng.integers(2, 9, size=30)
+    pairs = np.sign(other[None] - one[:, None])
+    assert optperm.auroc(one, other) == pytest.approx(0.5 + pairs.mean() / 2)
+
+
+def test_entropy_and_mutual_information_of_two_draws():
+    """Draws that are sure and disagree have log 2 of both, draws that agree on .5 of the first alone."""
+    draws = jnp.array([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])
+    found = optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(draws), ())
+    np.testing.assert_allclose(found.entropy(), np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(found.mutual_information(), [np.log(2), 0.0], atol=1e-6)
