@@ -264,7 +264,7 @@ def check_rows(name: str, probabilities: jax.Array | np.ndarray) -> None:
     values = values.reshape(-1, values.shape[-1])
     is_bad = ~((np.abs(values.sum(axis=1) - 1) <= _ROUNDING) & (values >= 0).all(axis=1))
     if is_bad.any():
-        row = int(is_bad.argmax())
+        row = int(np.argmax(is_bad))
         raise ValueError(
             f"{name} must be at least 0 and each row must sum to one, but row "
             f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
