@@ -65,7 +65,7 @@ def test_windows_of_the_schedule():
         optperm.constant_sgd(N, S, burn_in=0, freeze_after=1)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "full"])
+@pytest.mark.parametrize("form", ["diagonal", pytest.param("full", marks=pytest.mark.chains)])
 def test_entries_with_hardly_any_noise_have_steps_by_their_curvature(form):
     """As in a network that fits its data: h is 1e29 before curvature is seen, of one entry or of all."""
     tx = optperm.constant_sgd(N, S, preconditioner=form, burn_in=0, freeze_after=16)
