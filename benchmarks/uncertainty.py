@@ -357,6 +357,37 @@ def compare_steps(arguments: argparse.Namespace) -> None:
             print(f"{name} {part:17} {1e3 * one:8.2f} ms, IVON {1e3 * other:8.2f}", end="")
             print(f", ratio {other / one:.2f}, of the fastest tenth {least[1] / least[0]:.2f}")
             RESULTS.write(arguments.json)
+    compare_draws(arguments)
+
+
+def compare_draws(arguments: argparse.Namespace) -> None:
+    """Print what a draw of the MLP's params takes, beside `jax.random.normal` for each leaf."""
+    params = images.initial(0, (28, 28, 1), hidden=HIDDEN)
+    state = optperm.ivon(0.1, ess=50_000.0).init(params)
+
+    @jax.jit
+    def normal(key: jax.Array) -> Any:
+        return optax.tree.random_like(key, params)
+
+    @jax.jit
+    def sample(key: jax.Array) -> Any:
+        return optperm.sample_params(state, params, key)
+
+    threefry, rbg = jax.random.key(0), jax.random.key(0, impl="rbg")
+    for name, draw, key in (
+        ("sample_params", sample, threefry),
+        ("jax.random.normal", normal, threefry),
+        ('jax.random.normal, impl="rbg"', normal, rbg),
+    ):
+        jax.block_until_ready(draw(key))
+        start = time.process_time()
+        for _ in range(arguments.repetitions):
+            jax.block_until_ready(draw(key))
+        taken = 1e3 * (time.process_time() - start) / arguments.repetitions
+        title = f"A draw of {optax.tree.size(params)} params, ms of processor"
+        RESULTS.row(title, by=name, ms=f"{taken:.2f}")
+        print(f"{name:32} {taken:8.2f} ms")
+    RESULTS.write(arguments.json)
 
 
 def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any]:

@@ -339,13 +339,11 @@ REFUSED = {
         type_error(r"updates\['b'\] must be an array", updates=one_leaf(b="x")),
     ],
     "calibration": [
-        type_error(
-            "probabilities must be of a real floating dtype", probabilities=np.ones((2, 2), int)
-        ),
-        type_error("labels must be integers", labels=np.array([0.0, 1.0])),
-        value_error(r"shape \(n, classes\)", probabilities=np.full(2, 0.5)),
+        type_error("probabilities must be floating", probabilities=np.ones((2, 2), int)),
+        type_error("labels integers, got", labels=np.array([0.0, 1.0])),
+        value_error(r"must be \(n, classes\)", probabilities=np.full(2, 0.5)),
         value_error(
-            r"neither of them 0, got \(0, 2\)",
+            r"got \(0, 2\)",
             probabilities=np.zeros((0, 2)),
             labels=np.zeros(0, int),
         ),
@@ -359,7 +357,6 @@ REFUSED = {
         value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
     ],
     "auroc": [value_error(r"must be numbers of shape \(n,\)", scores=Each([TWO, np.zeros(0)]))],
-    "sample_params": [type_error("must be a random key", key=0)],
     "swag": [value_error("at least 2", rank=1)],
     "ivon.update": [value_error(r"extra argument draw.*sample_params")],
     "constant_sgd": [
@@ -407,24 +404,12 @@ REFUSED = {
     ],
     "dldr.update": [value_error("dim_reduce needs the extra arguments value, .*optperm.evaluate")],
     "draw_samples": [
-        value_error(
-            r"leading axis of num_chains=3.*params\['b'\] has shape \(\)",
-            stacked=True,
-            num_chains=3,
-            params={"b": jnp.float32(0.0)},
-        ),
+        value_error("vmap", stacked=True, num_chains=3, params={"b": jnp.zeros(2)}),
         value_error(
             r"the params that step returns\['b'\] is float32\[3, 2\]",
             step=lambda p, s, k: (p | {"b": p["w"]}, s),
         ),
         value_error("the opt_state that step returns has", step=lambda p, s, k: (p, 1.0)),
-        type_error("step must be a function", step=None),
-        type_error("must return a pair.*got dict", step=lambda p, s, k: p),
-        type_error("must return a pair.*got tuple", step=lambda p, s, k: (p, s, k)),
-        type_error(
-            "must be a random key", key=Each([0, jax.random.split(jax.random.key(0)), None])
-        ),
-        type_error(r"opt_state\['m'\] must be an array", opt_state={"m": "x"}),
     ],
     "evaluate": [
         type_error(r"real scalar.* got float32\[2\]", loss_fn=lambda p, b: p["b"]),
@@ -500,11 +485,8 @@ REFUSED = {
     "gaussian_kl": [
         value_error("^covariance.*must be positive definite", covariance=np.diag([1.0, -1.0])),
         value_error("^other.*must be positive definite", other_covariance=np.diag([1.0, -1.0])),
-        value_error(r"mean must have shape \(2,\)", mean=np.zeros(3)),
-        value_error(
-            r"other_covariance must have shape \(2, 2\), got shape \(3, 3\)", other_covariance=THREE
-        ),
-        value_error("other_mean must be finite", other_mean=np.array([0.0, np.nan])),
+        value_error(r"mean must be real and of shape \(2,\)", mean=np.zeros(3)),
+        value_error(r"other_covariance .*\(2, 2\), got float32\[3, 3\]", other_covariance=THREE),
     ],
     "laperm.init": [
         value_error("optimizer places params", optimizer=optperm.sgperm()),
@@ -526,8 +508,7 @@ REFUSED = {
         type_error("dtype int32", snapshots=np.zeros((4, 7), np.int32)),
     ],
     "posterior_predictive": [
-        type_error("samples must be what draw_samples or sample returned", samples=DRAWS),
-        type_error("predict_fn must be a function", predict_fn=None),
+        type_error("samples must be Samples or an Ensemble, got dict", samples=DRAWS),
         type_error(
             "must return one array of a real floating dtype, got int32",
             predict_fn=lambda params, inputs: jnp.ones(2, jnp.int32),
@@ -559,10 +540,9 @@ REFUSED = {
             r"Two leaves.*'a\.b'",
             samples_params={"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))},
         ),
-        value_error("no leaves", samples_params={}),
         value_error(
-            r"samples_params\['b'\] has shape \(2,\)",
-            samples_params={"a": jnp.ones((2, 5)), "b": jnp.ones(2)},
+            "same axes of chains and draws",
+            samples_params=Each([{}, {"a": jnp.ones((2, 5)), "b": jnp.ones(2)}]),
         ),
     ],
     "mandt_sgd.update": [
@@ -607,14 +587,14 @@ REFUSED = {
     ],
     "stationary_covariance": [
         value_error(r"hessian must be a square matrix.*jnp\.diag", hessian=np.ones(2)),
-        value_error("hessian must be symmetric", hessian=np.triu(np.ones((2, 2)))),
+        value_error("hessian must be .*symmetric", hessian=np.triu(np.ones((2, 2)))),
         value_error("hessian must be finite", hessian=np.full((2, 2), np.inf)),
-        value_error(r"noise must have shape \(2, 2\)", noise=THREE),
-        value_error(r"preconditioner.*got shape \(3,\)", preconditioner=np.ones(3)),
-        value_error("preconditioner must be finite", preconditioner=np.nan),
+        value_error(r"noise must be real and of shape \(2, 2\)", noise=THREE),
+        value_error(r"preconditioner .*got float32\[3\]", preconditioner=np.ones(3)),
+        value_error("No stationary distribution", preconditioner=np.nan),
         value_error("momentum must be in", momentum=1.0),
         value_error("momentum must be in", momentum=-0.1),
-        type_error("noise must be of real numbers", noise=TWO * 1j),
+        value_error("noise must be real", noise=TWO * 1j),
     ],
     "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
     "svrg.update": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,9 +31,12 @@ _ERRORS = 2.0
 _SPREAD = 0.5
 # The power iteration takes a step in each of the first ten estimates, then in every tenth.
 _POWER_EVERY = 10
-# Squares of noise over the noise of the window before, and of curvature times a step, stay finite in
-# float32 with these limits. Otherwise a single entry would keep the kernel of all others from use.
-_MOST_NOISE, _LONGEST_STEP = 1e9, 1e16  # in units of the shortest step
+# Squares of noise over the noise of the window before stay finite in float32 with this limit. Otherwise
+# a single entry would keep the kernel of all others from use.
+_MOST_NOISE = 1e9
+# Curvature is measured with steps that differ at most by this factor: the products with long ones hide
+# the curvature of short ones. It leaves room for params with units from e^-8 to e^8.
+_LONGEST_STEP = 1e16
 
 
 class Adaptation(NamedTuple):
@@ -46,7 +50,8 @@ class Adaptation(NamedTuple):
       noise: The last :math:`w_i^\top \hat C w_i`, of the form of the kernel's noise.
       repeated: The mean of products of two successive :math:`w_i^\top \hat C w_i h_i / s`.
       curvature: The mean of :math:`q_i = z_i (H^{1/2} A H^{1/2} z)_i`.
-      square: The mean of :math:`q_i^2`.
+      root_square: :math:`\sqrt{E q_i^2}`. The squares themselves overflow where gradients are next to
+        zero, and steps long.
       direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
       stability: :math:`\lambda_{\max}(H A)`.
       correlation: As in `optperm.NoiseKernel`.
@@ -58,7 +63,7 @@ class Adaptation(NamedTuple):
     noise: PyTree[Float[Array, "..."]]
     repeated: Float32[Array, ""]
     curvature: PyTree[Float[Array, "..."]]
-    square: PyTree[Float[Array, "..."]]
+    root_square: PyTree[Float[Array, "..."]]
     direction: PyTree[Float[Array, "?*shape"], "Params"]
     stability: Float32[Array, ""]
     correlation: Float32[Array, ""]
@@ -186,7 +191,7 @@ def learn(
     (c_hat, noise), is_uneven = ESTIMATES[estimator](batch, outer)
     correlation, units = seen.correlation, ()
     if is_full:
-        units, noise = _update_mean(seen.units, noise, n), jnp.diagonal(c_hat)
+        units, noise = update_mean(seen.units, noise, n), jnp.diagonal(c_hat)
     else:
         # v^T (C + b) v over v^T diag(C + b) v, v = H s
         assumed, b = (
@@ -195,7 +200,7 @@ def learn(
         )
         ratio = (noise + b) / jnp.where(assumed + b > 0, assumed + b, 1.0)
         correlation, noise = correlation + (ratio - correlation) / n, c_hat
-    covariance = _update_mean(seen.covariance, c_hat, n)
+    covariance = update_mean(seen.covariance, c_hat, n)
 
     # E[w^T C^ w w^T C^' w] of two successive batches: they share the chain's place, not their noise
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
@@ -206,7 +211,7 @@ def learn(
         share,
     )
     n_pairs = jnp.maximum(n - 1, 1)
-    repeated = _mean(product, jax.tree.map(jnp.multiply, kernel.noise, share))
+    repeated = _mean(product, optax.tree.mul(kernel.noise, share))
     repeated = jnp.where(n > 1, seen.repeated + (repeated - seen.repeated) / n_pairs, 0.0)
 
     q = _measure_curvature(kernel, batch, h, key, seen.direction)
@@ -217,8 +222,8 @@ def learn(
         noise=noise,
         repeated=repeated.astype(jnp.float32),
         correlation=correlation.astype(jnp.float32),
-        curvature=_update_mean(seen.curvature, q, n),
-        square=_update_mean(seen.square, jax.tree.map(jnp.square, q), n),
+        curvature=update_mean(seen.curvature, q, n),
+        root_square=jax.tree.map(functools.partial(_update_root_square, n), seen.root_square, q),
     )
     new = optax.tree.where(all_finite((c_hat, q)), new, seen)
     # The schedule's number, not n: it is the same in all chains, so that vmap keeps the conditional
@@ -240,9 +245,9 @@ def _measure_curvature(
     z = flat(z, kernel.basis) if is_full else z
     root = jax.tree.map(jnp.sqrt, h)
     product = batch.curvature_product(kernel.params_of(times(root, z), batch.params))
-    q = jax.tree.map(jnp.multiply, z, times(root, kernel.coordinates(product)))
+    q = optax.tree.mul(z, times(root, kernel.coordinates(product)))
     if is_number(kernel.noise):
-        q = inner(q, _ones(q)) / sum(x.size for x in jax.tree.leaves(q))
+        q = inner(q, optax.tree.ones_like(q)) / optax.tree.size(q)
     return q
 
 
@@ -302,21 +307,23 @@ def hand_over(
         basis = jnp.matmul(basis, rotation, precision="highest")
 
     # h_i a_i = q (1 - mu) / (1 + mu) + Var q_i / (2 q), in the coordinates of the old steps
-    def curvature_of(mean: jax.Array, square: jax.Array, h: jax.Array) -> jax.Array:
-        variance = jnp.maximum(square - mean**2, 0.0)
-        size = jnp.abs(mean) + _ERRORS * jnp.sqrt(variance / n.astype(mean.dtype))
-        divisor = jnp.maximum(size, 0.1 * jnp.sqrt(variance))
-        spread = jnp.where(divisor > 0, _SPREAD * variance / divisor, 0.0)
+    def curvature_of(mean: jax.Array, root_square: jax.Array, h: jax.Array) -> jax.Array:
+        # Var q = (r - |E q|) (r + |E q|), whose factors' roots do not overflow
+        mean = jnp.abs(mean)
+        deviation = jnp.sqrt(jnp.maximum(root_square - mean, 0.0)) * jnp.sqrt(root_square + mean)
+        size = mean + _ERRORS * deviation / jnp.sqrt(n.astype(mean.dtype))
+        divisor = jnp.maximum(size, 0.1 * deviation)
+        spread = jnp.where(divisor > 0, _SPREAD * deviation * (deviation / divisor), 0.0)
         factor = jnp.asarray(momentum_factor, mean.dtype)
         return jnp.where(h > 0, (size * factor + spread) / jnp.where(h > 0, h, 1.0), 0.0)
 
-    curvature = jax.tree.map(curvature_of, seen.curvature, seen.square, h)
+    curvature = jax.tree.map(curvature_of, seen.curvature, seen.root_square, h)
     if not isinstance(basis, tuple):
         curvature = jnp.matmul((rotation**2).T, curvature, precision="highest")
 
     # rho / (1 + rho) = .1 / sd(w^T C w h / s) over places
     share = jax.tree.map(lambda h: h / scale.astype(h.dtype), h)
-    weights = jax.tree.map(jnp.multiply, kernel.noise, share)
+    weights = optax.tree.mul(kernel.noise, share)
     level = jax.tree.map(lambda c, r: jnp.minimum(c * r, _MOST_NOISE) ** 2, found, share)
     variance = jnp.maximum(seen.repeated - _mean(level, weights), 0.0)
     old = kernel.rho / (1 + kernel.rho)
@@ -347,7 +354,7 @@ def hand_over(
         is_ready=_any_positive(curvature),
     )
     is_sound = (seen.estimates > 0) & all_finite((noise, basis, curvature))
-    fresh = jax.tree.map(jnp.zeros_like, seen)._replace(direction=seen.direction)
+    fresh = optax.tree.zeros_like(seen)._replace(direction=seen.direction)
     return optax.tree.where(is_sound, new, kernel), fresh
 
 
@@ -355,24 +362,26 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
     """Return steps, none zero and none very long, for the coordinates in which curvature is measured.
 
     An entry without noise may have curvature, as of a prior on a parameter that no example sees. Entries
-    of a network that fits its data have hardly any noise: their h are 1e30, so the typical step is the
+    of a network that fits its data have hardly any noise: their h are 1e30, so the typical length is the
     geometric mean.
     """
-    total = inner(jax.tree.map(lambda h: jnp.log(jnp.where(h > 0, h, 1.0)), h), _ones(h))
+    # sqrt(h_i) |w_i|, in the units of the params: in a basis of C^(-1/2) all h_i without limits are s
+    is_full = not isinstance(kernel.basis, tuple)
+    sizes = jnp.max(jnp.abs(kernel.basis), axis=0) if is_full else optax.tree.ones_like(h)
+    lengths = jax.tree.map(lambda h, size: jnp.sqrt(h) * size, h, sizes)
+    logs = jax.tree.map(lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), lengths)
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
+    total = inner(logs, optax.tree.ones_like(h))
     typical = jnp.where(count > 0, jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype)), 0.0)
-    positive = [jnp.min(x, initial=jnp.inf, where=x > 0) for x in jax.tree.leaves(h)]
-    shortest = functools.reduce(jnp.minimum, positive)
+    positive = [jnp.min(x, initial=jnp.inf, where=x > 0) for x in jax.tree.leaves(lengths)]
+    shortest = jnp.where(count > 0, functools.reduce(jnp.minimum, positive), 1.0)
 
-    def of_entry(h: jax.Array) -> jax.Array:
-        longest = _LONGEST_STEP * jnp.where(count > 0, shortest, 1.0).astype(h.dtype)
-        return jnp.minimum(jnp.where(h > 0, h, typical.astype(h.dtype)), longest)
+    def of_entry(length: jax.Array, size: jax.Array) -> jax.Array:
+        length = jnp.where(length > 0, length, typical.astype(length.dtype))
+        longest = math.sqrt(_LONGEST_STEP) * shortest.astype(length.dtype)
+        return (jnp.minimum(length, longest) / size) ** 2
 
-    return jax.tree.map(of_entry, h)
-
-
-def _ones(tree: Any) -> Any:
-    return jax.tree.map(jnp.ones_like, tree)
+    return jax.tree.map(of_entry, lengths, sizes)
 
 
 def _along(rows: Any, v: Any) -> jax.Array:
@@ -383,7 +392,13 @@ def _along(rows: Any, v: Any) -> jax.Array:
     return sum(jax.tree.leaves(parts), start=jnp.zeros([], accumulation_dtype(parts)))
 
 
-def _update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
+def _update_root_square(n: jax.Array, root: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the root of the mean of n squares, of which one is new."""
+    before, share = (jnp.sqrt(x).astype(root.dtype) for x in (1 - 1 / n, 1 / n))
+    return jnp.hypot(before * root, share * new)
+
+
+def update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
     """Return the mean of n values, of which one is new."""
     # In this form the first estimate is kept bit for bit
     rate = 1 / n
@@ -394,7 +409,7 @@ def _update_mean(mean: Any, new: Any, n: jax.Array) -> Any:
 
 def _mean(values: Any, weights: Any) -> jax.Array:
     """Return the weighted mean of all entries, 0 without weights."""
-    total = inner(weights, _ones(weights))
+    total = inner(weights, optax.tree.ones_like(weights))
     return inner(values, weights) / jnp.where(total > 0, total, 1.0)
 
 

@@ -16,6 +16,9 @@ from optperm.contract.shardings import unshard
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32
 
+# A softmax in bfloat16 sums to one to within as much, and its mean over draws is in float32.
+_ROUNDING = 4 * float(jnp.finfo(jnp.bfloat16).eps)
+
 
 class Scores(NamedTuple):
     """Scores of `classification_scores`, means over the examples.
@@ -61,7 +64,8 @@ def calibration(
       \mathrm{ECE} = \sum_{b = 1}^{B} \frac{n_b}{n} \left| \mathrm{acc}_b - \mathrm{conf}_b \right|
 
     Args:
-      probabilities: (n, classes), rows that sum to one, of any real floating dtype.
+      probabilities: (n, classes), rows that sum to one within the rounding of bfloat16, of any real
+        floating dtype.
       labels: (n,), integers in [0, classes).
       num_bins: B, the number of bins.
 
@@ -131,7 +135,7 @@ def classification_scores(
       \mathrm{Brier} = \frac1n \sum_i \sum_k (p_{i k} - 1[k = y_i])^2
 
     Args:
-      probabilities: (n, classes), rows that sum to one, of any real floating dtype.
+      probabilities: (n, classes), as of `optperm.calibration`.
       labels: (n,), integers in [0, classes).
 
     Returns:
@@ -249,20 +253,18 @@ def interval_coverage(
     return inside
 
 
-def check_rows(name: str, probabilities: jax.Array | np.ndarray, dtype: Any) -> None:
+def check_rows(name: str, probabilities: jax.Array | np.ndarray) -> None:
     """Raise a ValueError unless class probabilities, on the last axis, sum to one.
 
     Args:
       name: What they are, for the message.
       probabilities: Concrete numbers.
-      dtype: The dtype to whose rounding they do.
     """
     values = np.asarray(probabilities, np.float64)
     values = values.reshape(-1, values.shape[-1])
-    tolerance = max(1e-4, 4 * float(jnp.finfo(dtype).eps))
-    is_bad = ~((np.abs(values.sum(axis=1) - 1) <= tolerance) & (values >= 0).all(axis=1))
+    is_bad = ~((np.abs(values.sum(axis=1) - 1) <= _ROUNDING) & (values >= 0).all(axis=1))
     if is_bad.any():
-        row = int(is_bad.argmax())
+        row = int(np.argmax(is_bad))
         raise ValueError(
             f"{name} must be at least 0 and each row must sum to one, but row "
             f"{row} is {values[row][:8]}. Logits need jax.nn.softmax."
@@ -275,23 +277,20 @@ def _as_class_numbers(labels: jax.Array | np.ndarray) -> jax.Array:
     return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
 
 
-def _check_probabilities(
-    probabilities: jax.Array | np.ndarray, labels: jax.Array | np.ndarray
-) -> None:
+def _check_probabilities(probabilities: Any, labels: Any) -> None:
     dtype = checks.dtype_of("probabilities", probabilities)
     labels_dtype = checks.dtype_of("labels", labels)
     shape = jnp.shape(probabilities)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"probabilities must be of a real floating dtype, got {dtype}.")
-    if not jnp.issubdtype(labels_dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got dtype {labels_dtype}.")
+    if not (jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(labels_dtype, jnp.integer)):
+        raise TypeError(
+            f"probabilities must be floating and labels integers, got {dtype} and {labels_dtype}."
+        )
     if len(shape) != 2 or 0 in shape or jnp.shape(labels) != shape[:1]:
         raise ValueError(
-            "probabilities must have shape (n, classes) and labels (n,), neither of them 0, got "
-            f"{shape} and {jnp.shape(labels)}."
+            f"probabilities must be (n, classes) and labels (n,), got {shape} and {jnp.shape(labels)}."
         )
     if not isinstance(probabilities, jax.core.Tracer):
-        check_rows("probabilities", probabilities, dtype)
+        check_rows("probabilities", probabilities)
     if not isinstance(labels, jax.core.Tracer):
         lowest, highest = int(np.min(labels)), int(np.max(labels))
         if lowest < 0 or highest >= shape[1]:

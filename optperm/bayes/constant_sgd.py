@@ -256,7 +256,7 @@ def constant_sgd(
         z = three_point_like(fold(state.key, count), params)
         z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
         xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
-        noisy = jax.tree.map(jnp.add, kernel.coordinates(g), xi)
+        noisy = optax.tree.add(kernel.coordinates(g), xi)
         moves = kernel.params_of(times(h, noisy), params)
         # A NaN that an entry took once would stay in its chain
         is_moving = (count >= schedule.burn_in) & kernel.is_ready
@@ -301,5 +301,5 @@ def _choose_preconditioner(
     preconditioner: Preconditioner | None, params: optax.Params
 ) -> Preconditioner:
     """Return the preconditioner, by the number of params where None was passed."""
-    size = sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))
-    return preconditioner or ("full" if size <= _LARGEST_FULL else "diagonal")
+    is_small = optax.tree.size(params) <= _LARGEST_FULL
+    return preconditioner or ("full" if is_small else "diagonal")

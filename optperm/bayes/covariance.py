@@ -157,8 +157,8 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
     chunk_size = here
     if batch.chunk_size is not None or _takes_part(grad_fn):
-        size = sum(leaf.size for leaf in jax.tree.leaves(batch.params))
-        chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // max(size, 1)))
+        size = max(optax.tree.size(batch.params), 1)
+        chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // size))
     if chunk_size == here:
         found = sums(gradients())
     else:
@@ -176,7 +176,7 @@ def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     # (sum d d^T - S mean(d) mean(d)^T) / (S - 1)
     mean = _rescale(found.deviations, 1 / found.count)
     of_mean = _outer_of(mean, found.count, outer)
-    spread = jax.tree.map(jnp.subtract, found.products, of_mean)
+    spread = optax.tree.sub(found.products, of_mean)
     return _rescale(spread, 1 / (found.count - 1)), _is_no_mean(batch, mean, found.count)
 
 
@@ -234,7 +234,6 @@ def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
     .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
     """
     grad_fn = batch.extras["grad_fn"]
-    checks.check_static_count("batch_size", batch.batch_size)
     batch_size, replicas = int(batch.batch_size), batch.replicas
     here = batch_size // replicas
     if here < 2 or here * replicas != batch_size:

@@ -62,6 +62,9 @@ def sample_params(
       Of a model of `flax.nnx` that `flax.nnx.Optimizer` has trained with `swag`, pass
       `nnx.state(model, nnx.Param)`; for `ivon` initialize and draw with `nnx.to_pure_dict` of it.
 
+      Of two of them in `optax.partition` draw one after the other: pass the state of one part, then the
+      state of the other part with the first draw as the params.
+
       `swag` has min(n, K) deviations after n collections, and no spread after a single one.
 
       Before the first step of `ivon` the draws have the variance
@@ -73,7 +76,6 @@ def sample_params(
         collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
         of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
     """
-    checks.check_key("key", key)
     if num_draws is not None:
         checks.check_static_count("num_draws", num_draws)
     state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")

@@ -18,7 +18,7 @@ import optax
 from optperm.bayes.masters import with_masters
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype, wide_zeros
-from optperm.contract.mapped_axes import AxisName
+from optperm.contract.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
@@ -144,29 +144,22 @@ def ivon(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, or trees do
-        not match.
+      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, gradients do
+        not vary over `axis_name` where `jax.shard_map` tracks that, or trees do not match.
 
     References:
       Shen et al., `Variational Learning is Effective for Large Deep Networks
       <https://arxiv.org/abs/2402.17641>`_, ICML 2024
     """
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
-    for name, number in {
-        "ess": ess,
-        "hess_init": hess_init,
-        "weight_decay": weight_decay,
-        "clip_radius": clip_radius,
-    }.items():
-        checks.check_positive(name, number)
-        if name != "clip_radius":
-            checks.check_in_range(name, number, 0.0, float("inf"), may_be_schedule=False)
+    checks.check_positive("clip_radius", clip_radius)
+    for name, number in {"ess": ess, "hess_init": hess_init, "weight_decay": weight_decay}.items():
+        checks.check_positive(name, number, checks.LARGEST_FLOAT32)
     for name, number in {"beta1": beta1, "beta2": beta2}.items():
         checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
         if checks.is_concrete_number(number) and np.float32(number) == 1:
             raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
     checks.check_static_count("mc_samples", mc_samples)
-    checks.check_flag("rescale_lr", rescale_lr)
     checks.check_axis_name("axis_name", axis_name)
 
     def init(params: optax.Params) -> IvonState:
@@ -174,7 +167,7 @@ def ivon(
         return IvonState(
             count=jnp.zeros([], jnp.int32),
             momentum=wide_zeros(params),
-            hessian=jax.tree.map(lambda zero: jnp.full_like(zero, hess_init), wide_zeros(params)),
+            hessian=optax.tree.full_like(wide_zeros(params), hess_init),
             ess=jnp.asarray(ess, dtype),
             weight_decay=jnp.asarray(weight_decay, dtype),
         )
@@ -189,25 +182,28 @@ def ivon(
         **_: Any,
     ) -> tuple[optax.Updates, IvonState]:
         draw = _check_draw(draw, params, state.momentum, mc_samples)
+        if grads_of_draws is not None:
+            checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
         count = optax.safe_increment(state.count)
         rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
         of_draws = grads if grads_of_draws is None else grads_of_draws
         products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
         # All replicas have the same h, so that averages of epsilon g^ are averages of h^
         if axis_name is not None:
+            _check_are_local(grads, axis_name)
             grads, products = jax.lax.pmean((grads, products), axis_name)
         debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
 
         def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
             dtype = h.dtype
             # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
-            delta, lam, b1, b2, debiasing, radius, alpha = (
+            delta, b1, b2, debiasing, radius, alpha = (
                 jnp.asarray(x, dtype)
-                for x in (weight_decay, ess, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
+                for x in (weight_decay, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
             )
             m, g_hat = m.astype(dtype), g_hat.astype(dtype)
-            # h^ = lambda (h + delta) epsilon g^
-            h_hat = lam * (h + delta) * product
+            # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
+            h_hat = state.ess.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
             # g <- beta_1 g + (1 - beta_1) g^
             g = jnp.where(jnp.isfinite(g_hat), g + b1 * (g_hat - g), g)
             # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
@@ -246,12 +242,6 @@ def ivon(
     def update_by_draws(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
-        for leaf in jax.tree.leaves((updates, extra_args.get("draw"))):
-            if jnp.shape(leaf)[:1] != (mc_samples,):
-                raise ValueError(
-                    f"With mc_samples={mc_samples} leaves of updates and draw have a leading axis of "
-                    f"this length, got shape {jnp.shape(leaf)}."
-                )
         mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
         return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
 
@@ -269,6 +259,16 @@ def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
     if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
         raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
     return draw
+
+
+def _check_are_local(grads: Any, axis_name: AxisName) -> None:
+    """Raise where gradients are sums or means over replicas already, by their types."""
+    tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
+    if tracked - varying_axes(grads):
+        raise ValueError(
+            f"Gradients do not vary over the axis {axis_name!r}: they are sums or means over replicas. "
+            "Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no axis_name."
+        )
 
 
 def _mean_product(mc_samples: int) -> Any:

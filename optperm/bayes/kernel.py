@@ -169,15 +169,10 @@ def flat(tree: Any, basis: jax.Array) -> jax.Array:
 
     Args:
       tree: Like the params.
-      basis: W, for its dtype and size.
+      basis: W, for its dtype.
     """
     leaves = unshard(jax.tree.map(lambda leaf: jnp.asarray(leaf, basis.dtype), tree))
-    vector, _ = ravel_pytree(leaves)
-    if vector.size != len(basis):
-        raise ValueError(
-            f"The optimizer state was made for {len(basis)} params, but there are {vector.size} here."
-        )
-    return vector
+    return ravel_pytree(leaves)[0]
 
 
 def is_number(tree: Any) -> bool:

@@ -133,9 +133,6 @@ def sgld(
     """
     _check(step_size, num_data, temperature, seed)
     if preconditioner is not None:
-        checks.check_real_floating(
-            "preconditioner", preconditioner, advice="Pass positive numbers."
-        )
         for leaf in jax.tree.leaves(preconditioner):
             if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
                 raise ValueError("preconditioner must be above 0 in every entry.")
@@ -164,7 +161,7 @@ def sgld(
         xi = normal_like(fold(state.key, state.count), params)
         # Without a barrier XLA fuses the noise into the product that makes g: a minute of compiling
         noisy = jax.lax.optimization_barrier(g)
-        m = jax.tree.map(jnp.ones_like, xi) if preconditioner is None else preconditioner
+        m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
 
         # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
         def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:
@@ -247,17 +244,9 @@ def sghmc(
       <https://arxiv.org/abs/1402.4102>`_, ICML 2014
     """
     _check(step_size, num_data, temperature, seed)
-    checks.check_positive("friction", friction)
-    checks.check_in_range("friction", friction, 0.0, 1.0, may_be_schedule=False)
+    checks.check_positive("friction", friction, 1.0)
     most = float(friction) if checks.is_concrete_number(friction) else 1.0
-    checks.check_in_range(
-        "noise_estimate",
-        noise_estimate,
-        0.0,
-        most,
-        may_be_schedule=False,
-        advice="It is at most friction.",
-    )
+    checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
     numbers = friction, noise_estimate
 
     def init(params: optax.Params) -> SghmcState:
@@ -291,13 +280,13 @@ def sghmc(
         noisy = jax.lax.optimization_barrier(g)
         velocity = jax.tree.map(next_velocity, state.velocity, noisy, xi)
         is_left_out = jnp.logical_not(all_finite(velocity))
-        u = jax.tree.map(lambda v: jnp.where(jnp.isfinite(v), v, jnp.zeros_like(v)), velocity)
+        u = zero_if_not_finite(velocity)
         velocity = jax.tree.map(
             lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
         )
         # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a share of it
         share = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
-        factor = jax.tree.map(lambda v: jnp.full(v.shape, share, dtype), velocity)
+        factor = optax.tree.full_like(velocity, share, dtype)
         looks, share = _noise_share(state, g, params, extra_args, factor)
         return u, SghmcState(
             count=optax.safe_increment(state.count),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.bayes.adaptation import begin
+from optperm.bayes.adaptation import begin, update_mean
 from optperm.bayes.covariance import (
     ESTIMATES,
     NEEDS,
@@ -181,11 +181,6 @@ def mandt_sgd(
     checks.check_count("burn_in", burn_in, minimum=0)
     if freeze_after is not None:
         checks.check_count("freeze_after", freeze_after)
-        is_seen = checks.is_concrete_number(burn_in) and checks.is_concrete_number(freeze_after)
-        if is_seen and int(freeze_after) < int(burn_in):
-            raise ValueError(
-                f"freeze_after must be at least burn_in, got {freeze_after} and {burn_in}."
-            )
     is_full = preconditioner == "full"
 
     def init(params: optax.Params) -> MandtSgdState:
@@ -287,12 +282,7 @@ def _estimate(
     """Return the state with one more estimate of C, if it is finite, and its kernel."""
     c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
     n = state.estimates + 1
-    rate = 1 / n.astype(jnp.float32)
-    covariance = jax.tree.map(
-        lambda c, new: (1 - rate).astype(c.dtype) * c + rate.astype(c.dtype) * new,
-        state.covariance,
-        c_hat,
-    )
+    covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
     kernel = state.kernel
     if preconditioner == "full":
         # n is 2^k or 3 2^k

@@ -12,7 +12,6 @@ import numpy as np
 
 from optperm.bayes.calibration import check_rows
 from optperm.bayes.sampling import Samples, check_draws
-from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.shardings import can_be_seen, take
 from optperm.contract.states import without_variables
@@ -62,12 +61,9 @@ class Predictions(NamedTuple):
         """
         shape = self.mean.shape
         if not shape or shape[-1] < 2:
-            raise ValueError(
-                "An entropy needs probabilities (..., classes) of at least two classes, got shape "
-                f"{shape}: stack p and 1 - p for two classes."
-            )
+            raise ValueError(f"Stack probabilities of at least two classes, got shape {shape}.")
         if can_be_seen(self.mean):
-            check_rows("The mean predictions", self.mean, self.draws.dtype)
+            check_rows("The mean predictions", self.mean)
         return _entropy(self.mean)
 
     def mutual_information(self) -> jax.Array:
@@ -124,17 +120,12 @@ def posterior_predictive(
       TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
         `samples` is neither `Samples` nor an `Ensemble`: bare arrays do not say which axes are chains.
     """
-    checks.check_function("predict_fn", predict_fn, "(params, inputs)")
     if not isinstance(samples, Samples | Ensemble):
-        raise TypeError(
-            "samples must be what draw_samples or sample returned, or optperm.Ensemble(params); "
-            f"got {type(samples).__name__}."
-        )
+        raise TypeError(f"samples must be Samples or an Ensemble, got {type(samples).__name__}.")
     params = without_variables(samples.params)
     if isinstance(samples, Ensemble):
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
-    checks.check_arrays("inputs", inputs)
     draws = _predict(predict_fn, params, inputs)
     dtype = accumulation_dtype(draws)
     mean, deviation = (

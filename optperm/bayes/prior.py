@@ -46,7 +46,6 @@ def normal_prior(
       TypeError: If an argument is of the wrong type.
       ValueError: If an argument is out of range.
     """
-    checks.check_real_floating("params", params)
     checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)
     checks.check_count("num_data", num_data)
     dtype = accumulation_dtype(params)

@@ -109,17 +109,12 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
       ()
 
     Raises:
-      TypeError: If `samples` is not a `Samples`.
       ValueError: If steps were not taken because they would diverge, or `samples` holds no draws.
 
     References:
       Vehtari et al., `Rank-Normalization, Folding, and Localization: An Improved R-hat
       <https://arxiv.org/abs/1903.08008>`_, 2021
     """
-    if not hasattr(samples, "last_opt_state"):
-        raise TypeError(
-            f"samples must be what draw_samples returned, got {type(samples).__name__}."
-        )
     report = _report(samples, samples.last_opt_state if opt_state is None else opt_state)
     lines = {
         "R-hat, largest": report.r_hat,

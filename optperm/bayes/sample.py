@@ -109,9 +109,6 @@ def sample(
         than the data, starts do not match the params, or params without starts are on a mesh with
         explicit axes.
     """
-    checks.check_function("loss_fn", loss_fn, "(params, batch)")
-    checks.check_key("key", key)
-    checks.check_function("sampler", sampler, "(num_data, batch_size)")
     if warmup is not None:
         checks.check_count("warmup", warmup, minimum=0)
     for name, count in (
@@ -190,12 +187,7 @@ def _add_prior(
     """Return the loss of a batch less one example's share of the log prior."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        density = jnp.asarray(log_prior(params))
-        if density.ndim or not jnp.issubdtype(density.dtype, jnp.floating):
-            raise TypeError(
-                f"log_prior must return a single real number, got {density.dtype}{list(density.shape)}."
-            )
-        return loss_fn(params, batch) - density / num_data
+        return loss_fn(params, batch) - log_prior(params) / num_data
 
     return loss
 
@@ -206,7 +198,7 @@ def _search_starts(
     """Return an optimum for each chain, or the params themselves where there are many of them."""
     if any(map(explicit_sharding, jax.tree.leaves(params))):
         raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
-    if sum(jnp.size(leaf) for leaf in jax.tree.leaves(params)) > _MOST_TO_SEARCH:
+    if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)
     return jax.jit(jax.vmap(functools.partial(_search, loss)))(begun)

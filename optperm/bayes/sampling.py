@@ -107,27 +107,20 @@ def draw_samples(
 
     Raises:
       TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if with `stacked` a leaf
-        has no leading axis of `num_chains`; if `step` changes the form of its arguments.
+      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if leaves have an axis of
+        chains without `stacked`, or none of `num_chains` with it; if `step` changes the form of its
+        arguments.
     """
-    checks.check_function("step", step, "(params, opt_state, key)")
     checks.check_static_count("num_chains", num_chains)
     checks.check_static_count("num_draws", num_draws)
     checks.check_count("thinning", thinning)
     if warmup is not None:
         checks.check_count("warmup", warmup, minimum=0)
     checks.check_count("first_step", first_step, minimum=0)
-    checks.check_flag("stacked", stacked)
     params, opt_state = without_variables(params), without_variables(opt_state)
-    checks.check_arrays("params", params)
-    checks.check_arrays("opt_state", opt_state)
-    checks.check_key("key", key)
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
-    if stacked:
-        _check_stacked("params", params, num_chains)
-        _check_stacked("opt_state", opt_state, num_chains)
     if warmup is None:
         warmup = steps_to_learn(opt_state)
     samples = run_chains(
@@ -302,10 +295,6 @@ def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> di
 
 def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
     """Return what a step returned, without weak types; raise if it changed the form."""
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(
-            f"step must return a pair (params, opt_state), got {type(returned).__name__}."
-        )
     new_params, new_state = without_variables(returned)
     source = "what it was given"
     checks.check_same_tree("the params that step returns", new_params, params, source=source)
@@ -313,26 +302,11 @@ def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any
     return cast_like(new_params, params), cast_like(new_state, opt_state)
 
 
-def _check_stacked(name: str, tree: Any, num_chains: int) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.shape(leaf)[:1] != (num_chains,):
-            raise ValueError(
-                f"With stacked=True leaves need a leading axis of num_chains={num_chains}, but "
-                f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}."
-            )
-
-
 def check_draws(samples_params: Any) -> None:
     """Raise unless every leaf has the same two leading axes, of chains and of draws."""
-    checks.check_arrays("samples_params", samples_params)
-    leaves = jax.tree_util.tree_leaves_with_path(samples_params)
-    if not leaves:
-        raise ValueError("samples_params has no leaves.")
-    axes = jnp.shape(leaves[0][1])[:2]
-    for path, leaf in leaves:
-        shape = jnp.shape(leaf)
-        if len(shape) < 2 or shape[:2] != axes or 0 in axes:
-            raise ValueError(
-                f"samples_params{jax.tree_util.keystr(path)} has shape {shape}, but every leaf needs "
-                f"the axes of chains and draws of the first leaf, {axes}."
-            )
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(samples_params)]
+    axes = {shape[:2] for shape in shapes}
+    if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
+        raise ValueError(
+            f"samples_params must be arrays with the same axes of chains and draws, got {shapes}."
+        )

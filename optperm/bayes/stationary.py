@@ -64,10 +64,10 @@ def stationary_covariance(
       True
 
     Raises:
-      TypeError: If an argument is not of real numbers.
-      ValueError: If shapes do not match, a matrix is not symmetric or not finite, momentum is out of
-        range, or no stationary distribution exists: steps are too large, or a direction has no
-        curvature.
+      TypeError: If an argument is not an array of numbers.
+      ValueError: If numbers are not real, shapes do not match, a matrix is not symmetric or not finite,
+        momentum is out of range, or no stationary distribution exists: steps are too large, or a
+        direction has no curvature.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
@@ -77,7 +77,6 @@ def stationary_covariance(
     _check_symmetric("noise", noise, (d, d))
     _check_array("preconditioner", preconditioner, (), (d,), (d, d))
     checks.check_in_range("momentum", momentum, 0.0, np.nextafter(1.0, 0.0), may_be_schedule=False)
-    checks.check_flag("continuous", continuous)
 
     arguments = (preconditioner, hessian, noise, momentum)
     dtype = accumulation_dtype((preconditioner, hessian, noise))
@@ -131,8 +130,9 @@ def gaussian_kl(
       12.5
 
     Raises:
-      TypeError: If an argument is not of real numbers.
-      ValueError: If shapes do not match, or a covariance is not symmetric, finite and positive definite.
+      TypeError: If an argument is not an array of numbers.
+      ValueError: If numbers are not real, shapes do not match, or a covariance is not symmetric, finite
+        and positive definite.
     """
     d = _check_symmetric("covariance", covariance)
     _check_symmetric("other_covariance", other_covariance, (d, d))
@@ -216,15 +216,11 @@ def _raise_why(transition: np.ndarray, *, continuous: bool) -> None:
 
 
 def _check_array(name: str, value: Any, *shapes: tuple[int, ...]) -> None:
-    """Raise unless an array is of real numbers, of one of the shapes and, if concrete, finite."""
-    dtype = checks.dtype_of(name, value)
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        raise TypeError(f"{name} must be of real numbers, got dtype {dtype}.")
-    if shapes and jnp.shape(value) not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {wanted}, got shape {jnp.shape(value)}.")
-    if not isinstance(value, jax.core.Tracer) and not np.all(np.isfinite(np.asarray(value))):
-        raise ValueError(f"{name} must be finite.")
+    """Raise unless an array is of real numbers and of one of the shapes."""
+    dtype, shape = checks.dtype_of(name, value), jnp.shape(value)
+    if not checks.is_real(dtype) or (shapes and shape not in shapes):
+        wanted = " or ".join(map(str, shapes)) or "(D, D)"
+        raise ValueError(f"{name} must be real and of shape {wanted}, got {dtype}{list(shape)}.")
 
 
 def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
@@ -235,6 +231,7 @@ def _check_symmetric(name: str, matrix: Any, *shapes: tuple[int, ...]) -> int:
         raise ValueError(f"{name} must be a square matrix, got shape {shape}: see jnp.diag.")
     if not isinstance(matrix, jax.core.Tracer):
         values = np.asarray(matrix, np.float64)
-        if np.abs(values - values.T).max() > 1e-3 * np.abs(values).max():
-            raise ValueError(f"{name} must be symmetric, up to rounding.")
+        most = 1e-3 * np.abs(values).max()
+        if not (np.isfinite(most) and np.abs(values - values.T).max() <= most):
+            raise ValueError(f"{name} must be finite, and symmetric up to rounding.")
     return int(shape[0])

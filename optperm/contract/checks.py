@@ -24,7 +24,7 @@ _ADVICE_FUNCTIONS = (
 )
 # States count in int32, and hyperparameters are computed in float32.
 _LARGEST_INT32 = 2**31 - 1
-_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def is_concrete_number(value: object) -> TypeGuard[float | np.ndarray | jax.Array]:
@@ -63,21 +63,25 @@ def check_in_range(
     if isinstance(value, jax.core.Tracer) or (may_be_schedule and callable(value)):
         return
     number = _as_scalar(name, value, "a number or a schedule" if may_be_schedule else "a number")
-    if not (low <= number <= high and abs(number) <= _LARGEST_FLOAT32):
+    if not (low <= number <= high and abs(number) <= LARGEST_FLOAT32):
         limits = f"at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g}]"
         limits = "finite in float32" if low <= number <= high else limits
         raise ValueError(f"{name} must be {limits}, got {number!r}. {advice}".rstrip())
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise unless a concrete number is above 0; traced values are not checked.
+def check_positive(name: str, value: object, high: float = float("inf")) -> None:
+    """Raise unless a concrete number is in (0, high]; traced values are not checked.
 
     Raises:
       TypeError: If `value` is a bool or not a number at all.
-      ValueError: If `value` is NaN, zero or negative.
+      ValueError: If `value` is NaN or out of range.
     """
-    if not isinstance(value, jax.core.Tracer) and not _as_scalar(name, value, "a number") > 0:
-        raise ValueError(f"{name} must be above 0, got {value!r}.")
+    if (
+        not isinstance(value, jax.core.Tracer)
+        and not 0 < _as_scalar(name, value, "a number") <= high
+    ):
+        limit = "" if high == np.inf else f" and at most {high:g}"
+        raise ValueError(f"{name} must be above 0{limit}, got {value!r}.")
 
 
 def _as_scalar(name: str, value: object, wanted: str) -> float:

@@ -318,8 +318,7 @@ def compress_top_k(fraction: float, bits: int | None = None, decay: float = 0.95
     References:
       Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025
     """
-    checks.check_positive("fraction", fraction)
-    checks.check_in_range("fraction", fraction, 0.0, 1.0, may_be_schedule=False)
+    checks.check_positive("fraction", fraction, 1.0)
     if bits is not None:
         _check_bits(bits)
     checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)

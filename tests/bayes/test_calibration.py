@@ -135,3 +135,52 @@ def test_an_entropy_is_of_probabilities():
         for call in (predictions(draws).entropy, predictions(draws).mutual_information):
             with pytest.raises(ValueError, match=r"probabilities .*two classes|sum to one"):
                 call()
+
+
+@pytest.mark.parametrize("dtype", [support.FLOAT16, "bfloat16"])
+def test_predictions_in_16_bits_are_scored(dtype):
+    """The mean in float32 of probabilities whose rows sum to one in 16 bits alone."""
+    labels = np.arange(6)
+    for classes in (10, 1000):
+        logits = 4 * jax.random.normal(jax.random.key(0), (3, 6, classes))
+        found = optperm.posterior_predictive(
+            lambda w, x: jax.nn.softmax(w.astype(x.dtype)),
+            optperm.Ensemble(logits),
+            jnp.ones((), dtype),
+        )
+        assert np.abs(found.mean.sum(axis=1) - 1).max() > 1e-4
+        scores = optperm.classification_scores(found.mean, labels)
+        mean = np.asarray(jax.nn.softmax(logits), np.float64).mean(axis=0)
+        nll = -np.log(mean[labels, labels]).mean()
+        assert float(scores.nll) == pytest.approx(nll, rel=0.02)
+        assert np.all(np.isfinite(found.entropy()))
+
+
+def test_scores_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    p, labels = rng.dirichlet(np.ones(4), size=50), rng.integers(0, 4, size=50)
+    found = optperm.classification_scores(p, labels)
+    expected = {
+        "accuracy": (p.argmax(axis=1) == labels).mean(),
+        "nll": -np.log(p[np.arange(50), labels]).mean(),
+        "brier": ((p - np.eye(4)[labels]) ** 2).sum(axis=1).mean(),
+        "calibration_error": by_hand(np.float32(p), labels, 15)[0],
+    }
+    for name, value in expected.items():
+        assert float(getattr(found, name)) == pytest.approx(value, rel=1e-5)
+
+
+def test_the_area_under_the_curve_is_the_share_of_pairs():
+    """Of all pairs by brute force, with ties."""
+    rng = np.random.default_rng(0)
+    one, other = rng.integers(0, 6, size=40), rng.integers(2, 9, size=30)
+    pairs = np.sign(other[None] - one[:, None])
+    assert optperm.auroc(one, other) == pytest.approx(0.5 + pairs.mean() / 2)
+
+
+def test_entropy_and_mutual_information_of_two_draws():
+    """Draws that are sure and disagree have log 2 of both, draws that agree on .5 of the first alone."""
+    draws = jnp.array([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])
+    found = optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(draws), ())
+    np.testing.assert_allclose(found.entropy(), np.log([2, 2]), rtol=1e-6)
+    np.testing.assert_allclose(found.mutual_information(), [np.log(2), 0.0], atol=1e-6)

@@ -1,5 +1,7 @@
 """IVON against a transcription of the authors' code, its law on a quadratic, and draws."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,57 @@ def test_replicas_average_over_their_own_draws():
     np.testing.assert_allclose(hessian, expected[1].hessian, rtol=1e-6)
 
 
+def test_a_step_in_shard_map_draws_apart_on_replicas():
+    """As one process with as many draws; gradients that replicas share already are refused."""
+    m, x = jnp.array([1.0, -2.0, 0.5]), jax.random.normal(jax.random.key(1), (4, 3))
+    tx = optperm.ivon(0.1, ess=50.0, axis_name="replica")
+    gradient = jax.grad(lambda draw, x: 0.5 * jnp.sum((draw - x[0]) ** 2))
+
+    def update(x, is_apart):
+        key = jax.random.key(0)
+        if is_apart:
+            key = jax.random.fold_in(key, jax.lax.axis_index("replica"))
+        draw = optperm.sample_params(tx.init(m), m, key)
+        updates, state = tx.update(gradient(draw, x), tx.init(m), m, draw=draw)
+        return updates, state.hessian
+
+    def run(is_apart):
+        mesh = Mesh(jax.devices()[:4], ("replica",))
+        one = functools.partial(update, is_apart=is_apart)
+        return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("replica"), out_specs=P()))(x)
+
+    both = optperm.ivon(0.1, ess=50.0, mc_samples=4)
+    keys = [jax.random.fold_in(jax.random.key(0), index) for index in range(4)]
+    draws = jnp.stack([optperm.sample_params(both.init(m), m, key) for key in keys])
+    grads = jax.vmap(gradient)(draws, x[:, None])
+    expected, state = both.update(grads, both.init(m), m, draw=draws)
+    updates, hessian = run(is_apart=True)
+    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    np.testing.assert_allclose(hessian, state.hessian, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"do not vary over the axis 'replica'.*fold_in"):
+        run(is_apart=False)
+
+
+def test_the_hessian_is_seen_with_the_variance_of_the_draw():
+    """Where ess is scheduled, the draw was made with the number of the step before."""
+    m = jnp.array([1.0, 2.0])
+    few, many = optperm.ivon(0.1, ess=50.0), optperm.ivon(0.1, ess=5000.0)
+    (_, one), (_, other) = (tx.update(m, few.init(m), m, draw=m + 0.1) for tx in (few, many))
+    np.testing.assert_array_equal(one.hessian, other.hessian)
+    assert float(other.ess) == 5000
+
+
+def test_two_parts_of_the_params_are_drawn_one_after_the_other():
+    params = {"a": jnp.zeros(2000), "b": jnp.ones(2000)}
+    parts = {"a": optperm.ivon(0.1, 100.0), "b": optperm.ivon(0.1, 1e4)}
+    state = optax.partition(parts, {"a": "a", "b": "b"}).init(params).inner_states
+    draw = params
+    for name in parts:
+        draw = optperm.sample_params(state[name], draw, jax.random.key(0))
+    deviations = [float(jnp.std(draw[name] - params[name])) for name in parts]
+    np.testing.assert_allclose(deviations, [0.1, 0.01], rtol=0.1)
+
+
 def test_what_is_not_finite_leaves_its_entry_of_the_state_alone():
     m = jnp.array([1.0, 2.0])
     tx = optperm.ivon(0.1, ess=50.0)
@@ -175,7 +228,7 @@ def test_misuse_is_named():
     key = jax.random.key(0)
     calls = [
         (lambda: optperm.ivon(0.1, ess=0.0), "ess must be"),
-        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be finite"),
+        (lambda: optperm.ivon(0.1, ess=float("inf")), "ess must be above 0 and at most"),
         (lambda: optperm.ivon(0.1, ess=1.0, beta1=1.0), "beta1 must be below 1"),
         (lambda: optperm.ivon(0.1, ess=1.0, beta2=1.0), "beta2 must be below 1"),
         (lambda: tx.update(m, tx.init(m), None, draw=m), "ivon needs params"),
@@ -194,7 +247,13 @@ def test_misuse_is_named():
         (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
         (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
         (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),
-        (lambda: stacked.update(m, stacked.init(m), m, draw=m), "leading axis"),
+        *(
+            (
+                lambda g=g: stacked.update(g, stacked.init(m), m, draw=jnp.ones((3, 2))),
+                "updates is",
+            )
+            for g in (m, jnp.ones((1, 2)), jnp.ones((2, 2)))
+        ),
         (lambda: optperm.sample_params(accumulating.init(m), m, key), "MultiSteps"),
         (lambda: optperm.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
         (lambda: optperm.sample_params(optperm.swag(1).init(m), m, key), "collected no params"),

@@ -8,7 +8,6 @@ import support
 
 import optperm
 from optperm.bayes.decompose import decompose
-from optperm.bayes.kernel import flat
 
 N, S, D, T = 1000, 8, 4, 1.7
 SCALE = jnp.float32(2 * S * T / N)
@@ -125,11 +124,6 @@ def test_what_has_neither_noise_nor_curvature_takes_no_step():
     assert h[1] == 0
     assert h[3] == pytest.approx(0.05)
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
-
-
-def test_params_of_another_size_are_named():
-    with pytest.raises(ValueError, match="made for 4 params, but there are 3 here"):
-        flat(jnp.ones(3), jnp.eye(4))
 
 
 @pytest.mark.chains

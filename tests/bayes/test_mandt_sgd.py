@@ -238,7 +238,6 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature():
 
 def test_bad_arguments():
     for options, message in (
-        ({"burn_in": 6, "freeze_after": 5}, "freeze_after must be at least burn_in"),
         ({"max_step": 0.0}, "max_step must be above 0"),
         ({"damping": -1.0}, "damping must be at least 0"),
         ({"momentum": 2.0}, "momentum must be in"),

@@ -80,14 +80,8 @@ def test_bad_arguments():
     for change, error, message in (
         ({"batch_size": N + 1}, ValueError, "batch_size is 301, but there are 300 examples"),
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
-        ({"loss_fn": None}, TypeError, "loss_fn must be a function"),
         ({"params": jnp.int32(1)}, TypeError, "params"),
         ({"num_draws": 0}, ValueError, "num_draws"),
-        (
-            {"log_prior": lambda w: -(w[None] ** 2)},
-            TypeError,
-            r"single real number, got float32\[1\]",
-        ),
         # All examples drawn with replacement are not warned of.
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
