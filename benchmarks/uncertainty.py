@@ -82,9 +82,15 @@ def make_ivon(number: Any, steps: int, size: int) -> Any:
 
     Its first draws deviate by 1 / sqrt(ess * hess_init), which has to be less than the initial weights.
     """
-    rate, precision = number
+    rate, precision, clip_radius = number
     schedule = optax.cosine_decay_schedule(rate, steps)
-    return optperm.ivon(schedule, ess=size, hess_init=precision / size, beta2=1 - 1 / steps)
+    return optperm.ivon(
+        schedule,
+        ess=size,
+        hess_init=precision / size,
+        beta2=1 - 1 / steps,
+        clip_radius=clip_radius,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("make", "precision"))
@@ -186,7 +192,7 @@ def swag(number: float, setting: Setting) -> Ways:
     return {"SWA": stack(optperm.swag_mean(state)), f"SWAG, {DRAWS} draws": draws}
 
 
-def ivon(number: tuple[float, float], setting: Setting) -> Ways:
+def ivon(number: tuple[float, ...], setting: Setting) -> Ways:
     """Train with IVON, and predict at the mean and by draws."""
     keys = jax.random.split(jax.random.key(setting.seed))
     params, state = train_at_draws(make_ivon, number, *setting.start(), keys[0])
@@ -235,14 +241,14 @@ def last_layer(number: float, setting: Setting) -> Ways:
 
 
 # By name: what trains, how many trainings it costs, and the grid of its number: a rate, a step size,
-# IVON's rate and the precision of its first draws, or a temperature and a factor on step sizes. None
-# takes Adam's best rate; Adam comes first.
+# IVON's rate, the precision of its first draws and the largest entry of its direction, or a
+# temperature and a factor on step sizes. None takes Adam's best rate; Adam comes first.
 METHODS: dict[str, tuple[Callable[[Any, Setting], Ways], int, tuple[Any, ...] | None]] = {
     "Adam": (adam, 1, (1e-3, 3e-3, 1e-2)),
     "ensemble": (ensemble, MODELS, None),
     "SGD": (sgd, 1, (0.015, 0.05, 0.15)),
     "SWAG": (swag, 1, (0.01, 0.03, 0.1, 0.3)),
-    "IVON": (ivon, 1, tuple(itertools.product((0.1, 0.3, 1.0), (2e3, 2e4, 1e5)))),
+    "IVON": (ivon, 1, tuple(itertools.product((0.1, 0.3, 1.0), (2e3, 2e4), (1e-3, 1e9)))),
     "last layer": (last_layer, 1, (1e-7, 1e-6)),
     "constant SGD": (constant_sgd, 1, tuple(itertools.product((1e-4, 1e-2), (1e-3, 1e-2)))),
 }
