@@ -81,7 +81,7 @@ def katyusha(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> x = jax.random.normal(jax.random.key(0), (256, 3)) * jnp.array([1.0, 0.3, 0.1])
+      >>> x = jax.random.normal(jax.random.key(0), (256, 3)) @ jnp.diag(jnp.array([1.0, 0.3, 0.1]))
       >>> y = x @ jnp.ones(3) + jax.random.normal(jax.random.key(1), (256,))
       >>> def loss_fn(w, batch):
       ...     return jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2 + jnp.sum(w**2) / 512

@@ -117,19 +117,7 @@ def svrg_learning_rate(
             f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-    # A mean has no more curvature than its terms; power iteration finds most of it
-    if abs(float(curvature)) > 1.5 * float(largest):
-        found = (
-            f"{float(curvature):.3g} of all examples, at most {float(largest):.3g} of single ones"
-        )
-        raise ValueError(f"loss_fn must be a mean over examples: the curvature is {found}.")
-    # L_b = n (b - 1) / (b (n - 1)) L + (n - b) / (b (n - 1)) L_max
-    b, rest = batch_size, max(n - 1, 1)
-    smoothness = n * (b - 1) / (b * rest) * abs(float(curvature))
-    smoothness += (n - b) / (b * rest) * float(largest) if n > 1 else float(largest)
-    if not 0 < smoothness < float("inf"):
-        says = "The curvature of the loss at these params must be positive and finite"
-        raise ValueError(f"{says}, got {smoothness:g}.")
+    smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
     # eta = 1 / L_b
     rate, factor = 1 / smoothness, 2.0
     if not num_passes:
@@ -157,6 +145,22 @@ def svrg_learning_rate(
         else:
             break
     return rate
+
+
+def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> float:
+    """Return L_b, the expected smoothness of batches, of L and L_max."""
+    # A mean has no more curvature than its terms, of which power iteration finds nearly all
+    if curvature > 1.5 * largest:
+        found = f"{curvature:.3g} over all examples, at most {largest:.3g} over single ones"
+        raise ValueError(f"loss_fn must be a mean over examples: the curvature is {found}.")
+    # L_b = n (b - 1) / (b (n - 1)) L + (n - b) / (b (n - 1)) L_max
+    rest = max(n - 1, 1)
+    smoothness = n * (b - 1) / (b * rest) * curvature
+    smoothness += (n - b) / (b * rest) * largest if n > 1 else largest
+    if not 0 < smoothness < float("inf"):
+        says = "The curvature of the loss at these params must be positive and finite"
+        raise ValueError(f"{says}, got {smoothness:g}.")
+    return smoothness
 
 
 def _make_trial(
