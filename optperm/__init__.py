@@ -95,6 +95,8 @@ from optperm.subspace.twa import twa as twa
 from optperm.switching import SwitchAfterState as SwitchAfterState
 from optperm.switching import switch_after as switch_after
 from optperm.variance.full_gradient import full_gradient as full_gradient
+from optperm.variance.katyusha import KatyushaState as KatyushaState
+from optperm.variance.katyusha import katyusha as katyusha
 from optperm.variance.learning_rate import svrg_learning_rate as svrg_learning_rate
 from optperm.variance.mars import MarsState as MarsState
 from optperm.variance.mars import mars as mars

@@ -44,6 +44,10 @@ _SPOILS_CURVATURE = (
     "A transformation stands in an optax.chain after dim_reduce: steps that it changes spoil the "
     "curvature. Pass it as the optimizer: optperm.dim_reduce(optax.sgd(0.1), ...)."
 )
+_SPOILS_MOMENTUM = (
+    "A transformation stands in an optax.chain after katyusha, which is a whole optimizer: steps that "
+    "it changes lead away from the optimum. Leave it out, or take optperm.svrg and optax.sgd."
+)
 _STATE = (
     "the optimizer state (around a method that places or holds params, optax.flatten and "
     "split_real_and_imaginary need optax.apply_updates)"
@@ -96,6 +100,14 @@ class SearchingState(Protocol):
     """A state of a transformation that learns curvature from its own steps."""
 
     quasi_newton: Any
+
+
+@runtime_checkable
+class CoupledState(Protocol):
+    """A state of a transformation whose params are an average of points in its state."""
+
+    y: Any
+    z: Any
 
 
 @runtime_checkable
@@ -160,9 +172,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     Notes:
       A method that places weights is the last one of its chain, but for `optperm.mask_elements`: what
       follows it changes updates, not targets. A `UserWarning` says so for a transformation of Optax or
-      `optperm.proximal` that follows it, or follows `optperm.dim_reduce`, whose curvature belongs to its
-      own steps. A wrapper such as `optax.contrib.sam` returns updates of its own between the updates of
-      the method. So a target is applied only where the update leads to it, up to rounding.
+      `optperm.proximal` that follows it, or follows `optperm.dim_reduce` or `optperm.katyusha`, whose
+      states belong to their own steps. A wrapper such as `optax.contrib.sam` returns updates of its own
+      between the updates of the method. So a target is applied only where the update leads to it, up to
+      rounding.
 
     Raises:
       TypeError: If a leaf is not an array.
@@ -175,8 +188,10 @@ def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) 
     before, moves = without_variables(params), without_variables(updates)
     checks.check_same_tree("updates", moves, before, source="params", dtypes=False)
     _check_wrappers(opt_state)
-    if _has_follower(opt_state, lambda state: find_states(state, SearchingState)):
-        warnings.warn(_SPOILS_CURVATURE, UserWarning, stacklevel=2)
+    spoiled = (SearchingState, _SPOILS_CURVATURE), (CoupledState, _SPOILS_MOMENTUM)
+    for kind, message in spoiled:
+        if _has_follower(opt_state, functools.partial(find_states, state_type=kind)):
+            warnings.warn(message, UserWarning, stacklevel=2)
     has_follower = _has_follower(opt_state, placing_states)
     if has_follower:
         warnings.warn(_OVERRIDDEN, UserWarning, stacklevel=2)

@@ -427,6 +427,15 @@ TRANSFORMATIONS = (
         hands_on=True,
     ),
     Transformation(
+        optperm.katyusha,
+        {"learning_rate": 1e-3, "strong_convexity": 0.5, "refresh_probability": 0.3},
+        limits={
+            **dict.fromkeys(("learning_rate", "strong_convexity"), ABOVE_ZERO),
+            "refresh_probability": SHARE | ABOVE_ZERO,
+        },
+        extra_args={"grad_fn": bowl, "full_grad_fn": bowl},
+    ),
+    Transformation(
         optperm.mars,
         {},
         limits={"b1": None, "max_norm": ABOVE_ZERO},

@@ -57,9 +57,10 @@ def full_gradient(
       loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
         axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
       params: The parameters at which the gradient is evaluated.
-      batches: Any iterable of batches: a list, a generator, the iterator of a data loader. A batch is a
-        tree of arrays, or of objects that NumPy can convert to arrays. Leaves of rank 0, such as a
-        typed random key, are shared by all examples of a batch. Empty batches are skipped.
+      batches: Any iterable of batches: a list, a generator, the iterator of a data loader; `[batch]` for
+        one batch. A batch is a tree of arrays, or of objects that NumPy can convert to arrays. Leaves of
+        rank 0, such as a typed random key, are shared by all examples of a batch. Empty batches are
+        skipped.
       weights: One array of shape (batch,) for each batch: 1 for an example that counts, 0 for padding,
         or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
         its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
@@ -121,6 +122,9 @@ def full_gradient(
     """
     checks.check_real_floating("params", params, advice="Differentiate the others separately.")
     checks.check_axis_is_bound(axis_name)
+    if isinstance(batches, tuple) and batches and all(hasattr(b, "shape") for b in batches):
+        got = "a tuple of arrays, which may be one batch: pass [batch], or a list of arrays"
+        raise TypeError(f"batches must be an iterable of batches, got {got}.")
 
     bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
     sum_batch = _compile_fresh(functools.partial(_sum_batch, has_aux=has_aux))

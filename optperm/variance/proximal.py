@@ -63,8 +63,9 @@ def proximal(
         of the step.
       l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
       l2: :math:`\lambda_2 \ge 0` of ridge.
-      group: :math:`\lambda_g \ge 0` of the group lasso, on leaves of two axes and more, or None for no
-        groups. A group is weighted by the root of its size.
+      group: :math:`\lambda_g \ge 0` of the group lasso, or None for no groups. A group is weighted by
+        the root of its size. Leaves of one axis, such as biases, have no groups: to shrink a vector as
+        one group give it the shape (d, 1).
       group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
         of a dense kernel, (1,) for the outgoing weights of each input.
       lower: The smallest value of an entry; 0.0 for non-negative params.

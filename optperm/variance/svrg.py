@@ -27,10 +27,10 @@ from optperm.variance.batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gr
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
-_FULL_GRADIENT = {
-    "full_grad_fn": "the gradient over all examples at given params (in fit, leave out refresh_every "
-    "and refresh_probability and pass epoch_start=optperm.take_snapshot): full_grad_fn=lambda params: "
-    "optperm.evaluate(loss_fn, params, all_examples).grad, with"
+FULL_GRADIENT = {
+    "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
+    "for svrg, without refresh_every and refresh_probability, by epoch_start=optperm.take_snapshot): "
+    "full_grad_fn=lambda params: optperm.evaluate(loss_fn, params, all_examples).grad, with"
 }
 _ADVICE = "call optperm.take_snapshot, or pass refresh_every or refresh_probability"
 
@@ -185,38 +185,35 @@ def svrg(
         full_grad_fn: Any = None,  # needed where it refreshes
         **_: Any,
     ) -> tuple[optax.Updates, SvrgState]:
+        c = resolve_schedule("coefficient", coefficient, state.count, float)
+        count = optax.safe_increment(state.count)
+        if refresh_probability is not None:
+            new_grads, snapshot = correct_loopless(
+                state,
+                c,
+                refresh_probability,
+                grads,
+                params,
+                at=params,
+                grad_fn=grad_fn,
+                full_grad_fn=full_grad_fn,
+            )
+            return new_grads, SvrgState(count, state.key, snapshot)
+
+        # theta~ <- theta, mu <- grad f(theta), every m steps, before the correction
         def renew() -> Snapshot:
             return install_snapshot(state.snapshot, params, full_grad_fn(params))[0]
 
-        # theta~ <- theta, mu <- grad f(theta), every m steps, before the correction
         snapshot = state.snapshot
         if refresh_every is not None:
             is_time = is_due(state, refresh_every, None)
             snapshot = cond(is_time, renew, lambda: state.snapshot)
-        elif refresh_probability is None:
+        else:
             warn_without(snapshot)
 
         # g_t = grad f_B(theta) - c_t (grad f_B(theta~) - mu)
-        c = resolve_schedule("coefficient", coefficient, state.count, float)
-
-        def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
-            return cast_like(correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn), params)
-
-        new_grads = correct(snapshot, grad_fn)
-
-        # theta~ <- theta, mu <- grad f(theta) with probability p, for the next step: after the
-        # correction has read the old snapshot, whose buffers it reuses. The first step uses its own.
-        def renew_after(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
-            new = renew()
-            first = correct(new, lambda _: grads)
-            return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
-
-        if refresh_probability is not None:
-            is_time = is_due(state, None, refresh_probability)
-            new_grads, snapshot = cond(
-                is_time, renew_after, lambda g: (g, state.snapshot), new_grads
-            )
-        return new_grads, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
+        new_grads = correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn)
+        return new_grads, SvrgState(count, state.key, snapshot)
 
     return transformation(
         init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
@@ -256,6 +253,40 @@ def correct_gradient(
         return jnp.where(is_used & jnp.isfinite(new.astype(jnp.result_type(theta))), new, g)
 
     return jax.tree.map(correct, grads, at_snapshot, snapshot.full_grad, params)
+
+
+def correct_loopless(
+    state: SvrgState,
+    c: jax.Array,
+    probability: optax.ScalarOrSchedule,
+    grads: optax.Updates,
+    params: optax.Params,
+    *,
+    at: optax.Params,
+    grad_fn: GradFn,
+    full_grad_fn: GradFn,
+) -> tuple[optax.Updates, Snapshot]:
+    r"""Return the corrected gradient of a step of loopless SVRG, and the snapshot for the next step.
+
+    .. math::
+      \tilde\theta_{t+1} = \text{at with probability p, else } \tilde\theta_t
+
+    The old snapshot, whose buffers the new one reuses, is read first. The first step uses its own.
+    """
+
+    def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
+        return cast_like(
+            correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn), state.snapshot.full_grad
+        )
+
+    def renew(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
+        new, _ = install_snapshot(state.snapshot, at, full_grad_fn(at))
+        first = correct(new, lambda _: grads)
+        return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
+
+    new_grads = correct(state.snapshot, grad_fn)
+    is_time = is_due(state, None, probability)
+    return cond(is_time, renew, lambda g: (g, state.snapshot), new_grads)
 
 
 def make_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
@@ -298,7 +329,7 @@ def list_extra_args(
         if refresh_every is not None:
             raise ValueError("Pass refresh_every or refresh_probability, not both.")
     is_refreshed = refresh_every is not None or refresh_probability is not None
-    return BATCH_GRADIENT | (_FULL_GRADIENT if is_refreshed else {})
+    return BATCH_GRADIENT | (FULL_GRADIENT if is_refreshed else {})
 
 
 def is_due(

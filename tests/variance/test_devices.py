@@ -19,6 +19,7 @@ METHODS = {
     "svrg": functools.partial(optperm.svrg, 0.9),
     "svrg, every 3": functools.partial(optperm.svrg, 0.9, refresh_every=3),
     "svrg, loopless": functools.partial(optperm.svrg, 0.9, **COIN),
+    "katyusha": functools.partial(optperm.katyusha, RATE, 0.5, **COIN),
     "storm": functools.partial(optperm.recursive_gradient, 0.3),
     "sarah": functools.partial(optperm.recursive_gradient, 0.0, refresh_every=3),
     "page": functools.partial(optperm.recursive_gradient, 0.2, **COIN),
@@ -38,7 +39,8 @@ def batches_of(data):
 def test_four_devices_train_as_one(method, mapping):
     """Snapshot, training in a scan, and snapshots inside it give the numbers of a single device; all
     draw the same coin, and hold the same bits."""
-    tx = optax.chain(METHODS[method](), optax.sgd(RATE))
+    tx = METHODS[method]()
+    tx = tx if method == "katyusha" else optax.chain(tx, optax.sgd(RATE))
     data = to_dtype(make_data(), np.float64)
 
     def train(params, own, axis_name=replicas.AXIS):

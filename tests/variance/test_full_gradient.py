@@ -231,6 +231,8 @@ def test_any_iterable_of_batches_is_taken():
         [nothing, *ragged(data), nothing],
     ):
         support.assert_same_bits(optperm.full_gradient(loss_fn, params, batches), expected)
+    with pytest.raises(TypeError, match=r"which may be one batch: pass \[batch\]"):
+        optperm.full_gradient(loss_fn, params, (data["x"], data["y"]))
     weights = (Tensor(w) for w in padded(data)[1])
     got = optperm.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
     support.assert_close(got, expected, rtol=1e-5, atol=3e-6)

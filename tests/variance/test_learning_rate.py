@@ -93,14 +93,20 @@ def test_a_rate_at_which_trials_diverge_is_halved_until_the_loss_falls():
 
 
 def test_misuse_is_named():
-    data = {"x": X, "y": np.ones(N)}
+    data, w = {"x": X, "y": np.ones(N)}, jnp.ones(5)
     calls = [
         (lambda: optperm.svrg_learning_rate(loss_fn, jnp.ones(5), data, N + 1), "at least"),
         (lambda: optperm.svrg_learning_rate(loss_fn, jnp.ones(5), {**data, "y": 1.0}, 1), "axis"),
         (lambda: optperm.svrg_learning_rate(lambda w, _: w.sum(), jnp.ones(5), X, 1), "curvature"),
+        (
+            lambda: optperm.svrg_learning_rate(lambda w, x: jnp.sum((x @ w) ** 2), w, X, 1),
+            "mean over",
+        ),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(TypeError, match="real scalar"):
         optperm.svrg_learning_rate(lambda w, _: w, jnp.ones(5), X, 1)
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        jax.jit(lambda w: optperm.svrg_learning_rate(loss_fn, w, data, 1))(w)
