@@ -109,7 +109,9 @@ Structure = NOfM | Blocks | Units
 
 
 def check_fits(structure: Structure | None, tree: Any, flags: Any) -> None:
-    """Raise a ValueError that names the first included leaf that the structure does not fit."""
+    """Raise unless the structure is one, and fits each included leaf."""
+    if not isinstance(structure, Structure | None):
+        raise TypeError(f"structure must be optperm.NOfM, Blocks or Units, got {structure!r}.")
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     included = [leaf for leaf, flag in zip(leaves, jax.tree.leaves(flags), strict=True) if flag]
     for path, leaf in included if structure else ():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import replicas
 from hypothesis import strategies as st
+from jax.experimental import sparse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,6 +61,22 @@ def test_exactly_the_highest_are_kept(data):
     np.testing.assert_array_equal(np.concatenate([got[0].ravel(), got[3].ravel()]), joined)
     np.testing.assert_array_equal(got[1], highest(scores[1], counts[1]))
     assert got[2].shape == (2, 0)
+
+
+def test_a_choice_ignores_scale_follows_an_order_and_takes_in_smaller_ones():
+    """For scores without ties: by a positive factor, a permutation, and rising shares."""
+    rng = np.random.default_rng(3)
+    scores, order = rng.normal(size=97).astype(np.float32), rng.permutation(97)
+    before = np.zeros(97, bool)
+    for count in np.int32([[10], [40], [90]]):
+        kept, scaled, permuted = (
+            np.asarray(select([each], count, ((0,),))[0])
+            for each in (scores, scores * np.float32(2**-7), scores[order])
+        )
+        np.testing.assert_array_equal(scaled, kept)
+        np.testing.assert_array_equal(permuted, kept[order])
+        assert (before <= kept).all()
+        before = kept
 
 
 def test_scores_of_64_and_16_bits():
@@ -199,6 +216,8 @@ def test_what_does_not_fit_a_structure_is_named():
         (TypeError, lambda: optperm.Blocks(True, 2)),
         (ValueError, lambda: optperm.Blocks(0, 2)),
         (ValueError, lambda: optperm.NOfM(3, 2)),
+        (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
+        (TypeError, lambda: optperm.erk_sparsity({"a": sparse.BCOO.fromdense(w["a"])}, 0.5)),
     ):
         with pytest.raises(error):
             make()
