@@ -5,6 +5,7 @@ entries.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -165,6 +166,8 @@ def num_units(structure: Structure | None, shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
+# Compiled outside jax.jit too, where the comparisons would take m times the memory of the scores.
+@functools.partial(jax.jit, static_argnums=0)
 def keep_n_of_m(structure: NOfM, codes: jax.Array) -> jax.Array:
     """Return whether each entry is among the n highest of its group of m, of equal ones the first."""
     axis = structure.axis % codes.ndim

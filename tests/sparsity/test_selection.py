@@ -106,9 +106,11 @@ def test_on_a_mesh_nothing_is_gathered(kind):
         placed = jax.device_put(scores, NamedSharding(mesh, P("x", "y")))
         program = select.lower([placed], np.int32([100]), ((0,),)).compile()
         (got,) = program([placed], np.int32([100]))
+        of_each_unit = jax.jit(lambda w: optperm.keep_top(w, 0.5, scope="unit"))
+        programs = program.as_text() + of_each_unit.lower(placed).compile().as_text()
     np.testing.assert_array_equal(got, highest(scores, 100))
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
-    names = {operation for operation, _, _ in replicas.collectives(program.as_text())}
+    names = {operation for operation, _, _ in replicas.collectives(programs)}
     assert names == {"all-reduce"}
 
 
