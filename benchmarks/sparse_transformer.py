@@ -100,6 +100,13 @@ def adam(rate: Any, steps: Any) -> Tx:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
 
+@jax.jit
+def initial(seed: Any) -> Any:
+    """Return the params before training."""
+    ids = jnp.zeros((1, library_bytes.CONTEXT), jnp.int32)
+    return library_bytes.Decoder().init(jax.random.key(seed), ids)
+
+
 @functools.partial(jax.jit, static_argnames=("wrap", "forward"))
 def go_on(carry: Any, batches: Any, rate: Any, steps: Any, *, wrap: Any, forward: Any) -> Any:
     """Return params and state after batches (steps, batch, time): one program for all rates."""
@@ -116,8 +123,7 @@ def go_on(carry: Any, batches: Any, rate: Any, steps: Any, *, wrap: Any, forward
 
 def train(method: Method, rate: float, seed: int, steps: int, data: np.ndarray) -> Any:
     """Return the params after training in twelve parts, between which `prune` is called."""
-    ids = jnp.zeros((1, library_bytes.CONTEXT), jnp.int32)
-    params = jax.jit(library_bytes.Decoder().init)(jax.random.key(seed), ids)
+    params = initial(seed)
     opt_state = method.wrap(adam(rate, steps), steps).init(params)
     batches = library_bytes.windows(data, np.random.default_rng((seed, 7)), steps, BATCH)
     for part in range(TWELFTHS + 1):
@@ -127,9 +133,8 @@ def train(method: Method, rate: float, seed: int, steps: int, data: np.ndarray) 
         if part < TWELFTHS:
             chosen = batches[part * steps // TWELFTHS : (part + 1) * steps // TWELFTHS]
             numbers = jnp.float32(rate), jnp.float32(steps)
-            carry = params, opt_state
             params, opt_state = go_on(
-                carry, chosen, *numbers, wrap=method.wrap, forward=method.forward
+                (params, opt_state), chosen, *numbers, wrap=method.wrap, forward=method.forward
             )
     return params
 

@@ -71,7 +71,7 @@ RUNS = [
     (
         "sparse_transformer.py",
         "--steps 36 --seeds 1",
-        {"RATES": (1e-2,), "METHODS": ("2:4 after half of the steps", "2:4 straight-through")},
+        {"RATES": (1e-2,), "METHODS": ("2:4 straight-through",)},
     ),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
     ("svrg.py", "--only variance --epochs 1", {}),
