@@ -154,7 +154,7 @@ def erk_sparsity(
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
     Raises:
-      TypeError: If `sparsity` is not a number, or a parameter is not of a real floating dtype.
+      TypeError: If `sparsity` is not a number.
       ValueError: If `sparsity` is out of range, or `include` does not fit.
 
     References:
@@ -164,7 +164,6 @@ def erk_sparsity(
     """
     check_share("sparsity", sparsity)
     params = without_variables(params)
-    checks.check_real_floating("params", params)
     return _compute_erk(params, sparsity, flag_leaves(include, params))
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import replicas
 from hypothesis import strategies as st
-from jax.experimental import sparse
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -219,7 +218,6 @@ def test_what_does_not_fit_a_structure_is_named():
         (ValueError, lambda: optperm.Blocks(0, 2)),
         (ValueError, lambda: optperm.NOfM(3, 2)),
         (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
-        (TypeError, lambda: optperm.erk_sparsity({"a": sparse.BCOO.fromdense(w["a"])}, 0.5)),
     ):
         with pytest.raises(error):
             make()
