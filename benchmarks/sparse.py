@@ -16,7 +16,7 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import images
 import jax
@@ -27,8 +27,7 @@ import results
 
 import optperm
 
-HIDDEN, LAYERS, BATCH = (300, 100), 3, 100
-EVERY = [100]  # of --every
+HIDDEN, BATCH = (300, 100), 100
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 SNIP_EXAMPLES = 2000
 GROUPS = {
@@ -38,33 +37,42 @@ GROUPS = {
 RESULTS = results.Results()
 
 
-# A row: from a share, a number of steps, a rate and a seed to an optimizer; whether it prunes once at
-# half of the steps, and by what scope; and what to do before the first step.
-def adam(steps: int, rate: float) -> optax.GradientTransformation:
+class Run(NamedTuple):
+    """A training of a network of some layers; `every` is the number of steps between two masks."""
+
+    steps: int
+    rate: Any
+    seed: Any
+    every: int
+    layers: int
+
+
+# A row: from a share and a run to an optimizer.
+def adam(run: Run) -> optax.GradientTransformation:
     """The optimizer of all rows."""
-    return optax.adam(optax.cosine_decay_schedule(rate, steps))
+    return optax.adam(optax.cosine_decay_schedule(run.rate, run.steps))
 
 
-def gradual(share: float, steps: int, rate: float, seed: int, **options: Any) -> Any:
+def gradual(share: Any, run: Run, **options: Any) -> Any:
     """Zhu and Gupta's ramp from 10 to 75 % of the steps."""
-    ramp = optax.polynomial_schedule(0.0, 1.0, 3, round(0.65 * steps), round(0.1 * steps))
-    return optperm.prune_gradually(adam(steps, rate), share, ramp, every=EVERY[0], **options)
+    ramp = optax.polynomial_schedule(0.0, 1.0, 3, round(0.65 * run.steps), round(0.1 * run.steps))
+    return optperm.prune_gradually(adam(run), share, ramp, every=run.every, **options)
 
 
-def moving(share: Any, steps: int, rate: float, seed: int, **options: Any) -> Any:
+def moving(share: Any, run: Run, **options: Any) -> Any:
     """RigL to 75 % of the steps; by options SET, or a static mask."""
-    key, end = jax.random.key(1000 + seed), round(0.75 * steps)
-    return optperm.rigl(adam(steps, rate), share, end=end, key=key, every=EVERY[0], **options)
+    key, end = jax.random.key(1000 + run.seed), round(0.75 * run.steps)
+    return optperm.rigl(adam(run), share, end=end, key=key, every=run.every, **options)
 
 
-def held(share: float, steps: int, rate: float, seed: int) -> Any:
+def held(share: float, run: Run) -> Any:
     """Masks that are set by hand."""
-    return optax.chain(adam(steps, rate), optperm.mask_elements())
+    return optax.chain(adam(run), optperm.mask_elements())
 
 
-def same_share(share: float) -> dict[str, float]:
+def same_share(share: float, run: Run) -> dict[str, float]:
     """The share of each leaf, in the place of ERK's."""
-    return {name: share for index in range(LAYERS) for name in (f"w{index}", f"b{index}")}
+    return {name: share for index in range(run.layers) for name in (f"w{index}", f"b{index}")}
 
 
 ROWS: dict[str, Callable[..., Any]] = {
@@ -76,27 +84,27 @@ ROWS: dict[str, Callable[..., Any]] = {
     "RigL, ERK": moving,
     "SET, ERK": functools.partial(moving, grow="random"),
     "static random, ERK": functools.partial(moving, drop_fraction=0),
-    "static random, the same share": lambda share, *rest: moving(
-        same_share(share), *rest, drop_fraction=0
+    "static random, the same share": lambda share, run: moving(
+        same_share(share, run), run, drop_fraction=0
     ),
     "SNIP, global": held,
     "dense": held,
 }
 # Whole units of the hidden layers, for `--export`.
 UNITS = {
-    "units": lambda share, *rest: gradual(
-        same_share(share) | {"w2": 0.0}, *rest, structure=optperm.Units()
+    "units": lambda share, run: gradual(
+        same_share(share, run) | {"w2": 0.0}, run, structure=optperm.Units()
     )
 }
 
 
-@functools.partial(jax.jit, static_argnames=("name", "share", "steps"))
+@functools.partial(jax.jit, static_argnames=("name", "share", "steps", "every"))
 def trained(
-    name: str, share: float, steps: int, rate: Any, seed: Any, batches: Any, data: Any
+    name: str, share: float, steps: int, every: int, rate: Any, seed: Any, batches: Any, data: Any
 ) -> Any:
     """The params of a row after batches of indices (steps, BATCH): one program for all rates."""
-    tx = (ROWS | UNITS)[name](share, steps, rate, seed)
     params = images.initial(seed, data[0].shape[1:], hidden=HIDDEN)
+    tx = (ROWS | UNITS)[name](share, Run(steps, rate, seed, every, len(params) // 2))
     state = tx.init(params)
     if name == "SNIP, global":
         grads = jax.grad(images.loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
@@ -111,10 +119,10 @@ def trained(
     return images.train(tx, params, state, batches, data)[0]
 
 
-def run(name: str, share: Any, rate: float, seed: int, steps: int, data: Any) -> Any:
+def fit(every: int, name: str, share: Any, rate: float, seed: int, steps: int, data: Any) -> Any:
     """The trained params of a row."""
     batches = images.batches(len(data[0]), BATCH, steps, seed)
-    return trained(name, share, steps, rate, seed, batches, data)
+    return trained(name, share, steps, every, rate, seed, batches, data)
 
 
 def table(options: argparse.Namespace, data: str, steps: int, train: Any, test: Any) -> None:
@@ -124,10 +132,10 @@ def table(options: argparse.Namespace, data: str, steps: int, train: Any, test: 
         cells = {}
         for share in (0.0,) if name == "dense" else options.sparsity:
             start, rate = time.process_time(), options.rate
-            fit = functools.partial(run, name, share)
+            of_row = functools.partial(fit, options.every, name, share)
             if options.tune:
-                rate, _ = images.tune(RATES, fit, steps, train)
-            nets = [fit(rate, seed, steps, train) for seed in range(options.seeds)]
+                rate, _ = images.tune(RATES, of_row, steps, train)
+            nets = [of_row(rate, seed, steps, train) for seed in range(options.seeds)]
             scores = [images.accuracy(params, test) for params in nets]
             chosen = f" ({rate:g})" if options.tune else ""
             cells[f"{share:.0%}"] = f"{images.spread(scores)}{chosen}"
@@ -149,9 +157,9 @@ def bytes_of(tree: Any) -> int:
 
 def apply_sparse(params: Any, x: Any, xp: Any) -> Any:
     """Logits by matrices that are transposed."""
-    for index in range(LAYERS):
+    for index in range(len(params) // 2):
+        x = xp.maximum(x, 0) if index else x
         x = (params[f"w{index}"] @ x.T).T + params[f"b{index}"]
-        x = xp.maximum(x, 0) if index < LAYERS - 1 else x
     return x
 
 
@@ -181,9 +189,13 @@ def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) 
         print(f"{name:34} {bytes_of(params):9} B  {' '.join(times)} ms  {right:.4f}", flush=True)
 
     jitted, sparse = jax.jit(images.logits), jax.jit(lambda p, x: apply_sparse(p, x, jnp))
-    show("dense", jitted, run("dense", 0.0, options.rate, 0, steps, data), jnp)
+
+    def train(name: str, share: float) -> Any:
+        return fit(options.every, name, share, options.rate, 0, steps, data)
+
+    show("dense", jitted, train("dense", 0.0), jnp)
     for share in options.sparsity:
-        params = run("gradual magnitude, ERK", share, options.rate, 0, steps, data)
+        params = train("gradual magnitude, ERK", share)
         show(f"{share:.0%} zeros, dense product", jitted, params, jnp)
         for kind in ("bcsr", "bcoo"):
             show(f"{share:.0%} zeros, {kind}", sparse, optperm.to_sparse(params, kind), jnp)
@@ -199,7 +211,7 @@ def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) 
             jnp,
         )
     for units in options.units:
-        params = run("units", units, options.rate, 0, steps, data)
+        params = train("units", units)
         # A unit that nothing enters is a constant: it goes into the bias of what follows.
         for index in (0, 1):
             is_dead = (params[f"w{index}"] == 0).all(axis=0)
@@ -220,14 +232,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.9, 0.95, 0.98])
     parser.add_argument("--units", type=float, nargs="*", default=[0.5, 0.75])
-    parser.add_argument("--every", type=int, default=EVERY[0], help="steps between two masks")
+    parser.add_argument("--every", type=int, default=100, help="steps between two masks")
     parser.add_argument("--rows", nargs="*", choices=list(ROWS))
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--export", action="store_true")
     parser.add_argument("--repetitions", type=int, default=50)
     results.add_argument(parser)
     options = parser.parse_args(argv)
-    EVERY[0] = options.every
     name, train, test = images.load(options.data, options.examples)
     steps = round(options.epochs * len(train[0]) / BATCH)
     if options.export:

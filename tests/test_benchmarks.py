@@ -68,6 +68,11 @@ RUNS = [
         "--only train --steps 3 --seeds 1 --width 16 --context 8 --methods AdamW apollo",
         {"RATES": (1e-2,), "LOW": (1.0,)},
     ),
+    (
+        "sparse_transformer.py",
+        "--steps 36 --seeds 1",
+        {"RATES": (1e-2,), "METHODS": ("2:4 straight-through",)},
+    ),
     ("svrg.py", "--only steps --repetitions 1 --width 4 --batches 2", {}),
     ("svrg.py", "--only variance --epochs 1", {}),
     ("svrg.py", f"--only convex {FIT}", {"SHAPES": ("constant",)}),

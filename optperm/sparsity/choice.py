@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.states import without_variables
 from optperm.sparsity.selection import keep_highest, order_codes
 from optperm.sparsity.shares import Scope, group_leaves, select_masked
@@ -124,9 +123,10 @@ def _keep_in_each_unit(name: str, codes: Any, sparsity: Any, tree: Any, flags: A
     for (index,), zeros in zip(groups.leaves, groups.zeros, strict=True):
         if not leaves[index].size:
             continue
-        # One column for each output unit; the rank of an entry is its place in its column's order.
-        rows = unshard(leaves[index]).reshape(lengths[index], -1)
-        order = jnp.argsort(~rows, axis=0, stable=True)
-        mask = jnp.argsort(order, axis=0) < lengths[index] - zeros
-        kept[index] = shard_like(mask.reshape(leaves[index].shape), leaves[index])
+        # One slice along the last axis for each output unit
+        live = lengths[index] - zeros
+        select = jax.vmap(
+            lambda code, live=live: keep_highest([code], [[0]], [live])[0], in_axes=-1, out_axes=-1
+        )
+        kept[index] = select(jnp.atleast_1d(leaves[index])).reshape(leaves[index].shape)
     return jax.tree.unflatten(treedef, kept)

@@ -82,11 +82,11 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       groups: For each group of units the leaves with an axis of these units, as pairs of a path and the
         axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`.
         A leaf whose last axis is named holds incoming weights, any other leaf outgoing weights. All
-        leaves with the axis must be named, also the statistics of a normalization.
+        leaves with the axis must be named, also the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.
 
     Returns:
-      A tree like params with shorter named axes.
+      A tree like params with shorter named axes; leaves that are not named are unchanged.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -99,6 +99,11 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       >>> small["dense0"]["kernel"].shape, small["dense1"]["kernel"].tolist()
       ((3, 1), [[5.0]])
 
+    Notes:
+      Each unit must be computed without the others. Units that a `LayerNorm`, an `RMSNorm` or a softmax
+      combines must not be removed, as the outputs of the rest would change; neither must units of a
+      tied embedding, whose one leaf holds incoming and outgoing weights.
+
     Raises:
       KeyError: If a path is unknown.
       IndexError: If an axis does not exist.
@@ -106,10 +111,9 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     """
     params = without_variables(params)
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
-        for path, leaf in paths
-    }
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
+    named = {path for members in groups.values() for path, _ in members}
+    leaves |= {path: np.asarray(leaves[path]) for path in named}
     for name, members in groups.items():
         lengths = {path: leaves[path].shape[axis] for path, axis in members}
         if len(set(lengths.values())) > 1:
@@ -128,7 +132,8 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
                 is_done = False
                 for path, axis in members:
                     leaves[path] = np.compress(contributes, leaves[path], axis=axis)
-    return jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves.values()])
+    leaves |= {path: jnp.asarray(leaves[path]) for path in named}
+    return jax.tree.unflatten(structure, leaves.values())
 
 
 def _find_contributing(

@@ -112,8 +112,9 @@ def prune_gradually(
       `optperm.reset_masks` frees all entries.
 
       Products stay dense: training is not faster. A step whose mask may change costs a selection while
-      the ramp rises; under `jax.vmap` every step does. An average of the params outside, such as
-      `optax.ema`'s, is not sparse where masks change.
+      the ramp rises; under `jax.vmap` every step does. "movement" reads and writes S, a float32 number
+      for each entry, in every step. An average of the params outside, such as `optax.ema`'s, is not
+      sparse where masks change.
 
     Raises:
       TypeError: If a share or the ramp is not a number, or a parameter is not of a real floating dtype.

@@ -209,7 +209,7 @@ def prune(
       nearest limit, and NaN as 0.
 
       Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, except for
-      `"unit"`, `NOfM` and `Blocks`.
+      `NOfM` and `Blocks`.
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.

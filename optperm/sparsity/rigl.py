@@ -58,7 +58,8 @@ def rigl(
       optimizer: Any optimizer. Clipping inside it uses the norm of the live entries; clipping in front
         of this transformation, in an `optax.chain`, uses the norm of all entries.
       sparsity: The share of zeros, in [0, 1], distributed by `optperm.erk_sparsity`; or a tree of shares
-        like params, or a prefix of such a tree.
+        like params, or a prefix of such a tree. `init` alone uses it: in a resumed training
+        `optperm.prune` raises the share.
       end: T, the step from which on the mask stays: about three quarters of the training.
       key: A key of `jax.random` for the first mask and for random growth. All replicas need the same.
       every: The number of steps between changes of the mask.

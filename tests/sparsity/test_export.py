@@ -72,6 +72,27 @@ def test_units_that_contribute_nothing_are_removed():
     np.testing.assert_array_equal(outputs(small, x), outputs(params, x))
 
 
+def test_units_of_a_residual_stream():
+    """What writes to a stream and what reads it, in one group; other leaves stay as they are."""
+    shapes = {"in": (6, 8), "up": (8, 5), "down": (5, 8), "out": (8, 3)}
+    params = {name: support.normal(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    # Nothing writes unit 2 of the stream, and nothing reads unit 5.
+    for name, index in (("in", np.s_[:, 2]), ("down", np.s_[:, 2]), ("up", 5), ("out", 5)):
+        params[name] = params[name].at[index].set(0.0)
+    params["key"] = jax.random.key(0)
+
+    def outputs(params, x):
+        x = x @ params["in"]
+        return (x + jax.nn.relu(x @ params["up"]) @ params["down"]) @ params["out"]
+
+    groups = {"stream": [("in", -1), ("down", -1), ("up", -2), ("out", -2)]}
+    small = optperm.remove_units(params, groups, zero_at_zero=True)
+    assert small["in"].shape == (6, 6)
+    assert small["key"] is params["key"]
+    x = support.normal((4, 6), 9)
+    np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
+
+
 def test_bad_arguments():
     params = network()
     dead = sparse.BCOO.fromdense(jnp.eye(2))

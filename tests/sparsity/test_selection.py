@@ -62,6 +62,22 @@ def test_exactly_the_highest_are_kept(data):
     assert got[2].shape == (2, 0)
 
 
+def test_a_choice_ignores_scale_follows_an_order_and_takes_in_smaller_ones():
+    """For scores without ties: by a positive factor, a permutation, and rising shares."""
+    rng = np.random.default_rng(3)
+    scores, order = rng.normal(size=97).astype(np.float32), rng.permutation(97)
+    before = np.zeros(97, bool)
+    for count in np.int32([[10], [40], [90]]):
+        kept, scaled, permuted = (
+            np.asarray(select([each], count, ((0,),))[0])
+            for each in (scores, scores * np.float32(2**-7), scores[order])
+        )
+        np.testing.assert_array_equal(scaled, kept)
+        np.testing.assert_array_equal(permuted, kept[order])
+        assert (before <= kept).all()
+        before = kept
+
+
 def test_scores_of_64_and_16_bits():
     with jax.enable_x64(True):
         scores = 1 + np.arange(9.0) * 2.0**-50  # one number in float32
@@ -89,9 +105,11 @@ def test_on_a_mesh_nothing_is_gathered(kind):
         placed = jax.device_put(scores, NamedSharding(mesh, P("x", "y")))
         program = select.lower([placed], np.int32([100]), ((0,),)).compile()
         (got,) = program([placed], np.int32([100]))
+        of_each_unit = jax.jit(lambda w: optperm.keep_top(w, 0.5, scope="unit"))
+        programs = program.as_text() + of_each_unit.lower(placed).compile().as_text()
     np.testing.assert_array_equal(got, highest(scores, 100))
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
-    names = {operation for operation, _, _ in replicas.collectives(program.as_text())}
+    names = {operation for operation, _, _ in replicas.collectives(programs)}
     assert names == {"all-reduce"}
 
 
@@ -199,6 +217,7 @@ def test_what_does_not_fit_a_structure_is_named():
         (TypeError, lambda: optperm.Blocks(True, 2)),
         (ValueError, lambda: optperm.Blocks(0, 2)),
         (ValueError, lambda: optperm.NOfM(3, 2)),
+        (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
     ):
         with pytest.raises(error):
             make()
