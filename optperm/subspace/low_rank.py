@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes, when
 from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.transformation import transformation
 from optperm.subspace.directions import (
@@ -42,7 +42,14 @@ from optperm.subspace.matrices import (
     project_leaf,
     record_leaves,
 )
-from optperm.subspace.moments import Change, Decays, carry_moments, check_moments
+from optperm.subspace.moments import (
+    Change,
+    Decays,
+    carry_moments,
+    check_moments,
+    join_moments,
+    split_moments,
+)
 from optperm.subspace.projections import align_signs, gram_basis, power_basis, random_basis
 
 if TYPE_CHECKING:
@@ -241,6 +248,44 @@ def low_rank(
         # Carried moments turn with the basis; kept ones need coordinates with the same signs.
         return new if carry else align_signs(new, old)
 
+    def refresh(
+        plans: list[Matrix | None], leaves: list[jax.Array], state: LowRankState, structure: Any
+    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
+        """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates."""
+        count, inner_state = state.count, state.inner_state
+        bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
+        moments = split_moments(inner_state, structure) if carry else [[] for _ in leaves]
+        every = update_every(count) if callable(update_every) else update_every
+        turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
+
+        def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
+            g, is_due = m.matrices(leaves[i]), count >= due
+            if projection != "random":
+                is_due = cond(jnp.any(is_due), lambda: is_due & _is_usable(g), lambda: is_due)
+
+            def change(_: Any) -> Any:
+                new = jnp.where(
+                    is_due[..., None, None], make_basis(i, count, g, old, due == 0), old
+                )
+                change = Change(m, old, new, is_due)
+                after = carry_moments(inner_state, change, moved, decays) if carry else moved
+                return new, jnp.where(is_due, turns[i], due), after
+
+            return when(jnp.any(is_due), change, (old, due, moved))
+
+        def refresh_leaves(held: Any) -> Any:
+            return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
+
+        # One condition for all leaves, and within it one for each
+        held: Any = {
+            i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None
+        }
+        are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
+        held = when(functools.reduce(jnp.logical_or, are_due, False), refresh_leaves, held)
+        for i, each in held.items():
+            bases[i], dues[i], moments[i] = each
+        return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state
+
     def init(params: optax.Params) -> LowRankState:
         plans = plan(params)
         low = map_plans(make_low_rank_leaf, params, plans)
@@ -262,27 +307,14 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
-        parts = (state.basis, state.next_refresh, state.norm)
-        bases, dues, norms = map(structure.flatten_up_to, parts)
 
-        # P <- another basis, for each leaf that is due, under a condition of its own
-        every = update_every(state.count) if callable(update_every) else update_every
-        turns = _plan_turns(plans, state.count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
-        changes: list[Change | None] = []
-        for i, (m, leaf, old, due) in enumerate(zip(plans, leaves, bases, dues, strict=True)):
-            make = functools.partial(make_basis, i, state.count)
-            needs_gradient = projection != "random"
-            now = (leaf, old, due, state.count, make, needs_gradient)
-            changes.append(None if m is None else _change_basis(m, *now))
-        # M <- C M, with C = P_new' P
-        inner_state = state.inner_state
-        if carry:
-            inner_state = carry_moments(inner_state, structure, changes, decays)
+        # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
+        bases, dues, inner_state = refresh(plans, leaves, state, structure)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            leaf if c is None else project_leaf(c.matrix, c.new, leaf)
-            for c, leaf in zip(changes, leaves, strict=True)
+            leaf if m is None else project_leaf(m, basis, leaf)
+            for m, basis, leaf in zip(plans, bases, leaves, strict=True)
         ]
         low = make_low_rank_tree(updates, plans, exact)
         direction, inner_state = compute_direction(
@@ -291,12 +323,12 @@ def low_rank(
         sign = state.sign if residual is None else find_sign(direction, low, state.sign)
 
         # U = scale (P N + S), or scale P N without a residual, and N for leaves at full rank
-        out = structure.flatten_up_to(direction)
-        for i, (c, leaf, r) in enumerate(zip(changes, leaves, exact, strict=True)):
-            if c is not None:
-                bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
-                u, norms[i] = _compute_step(c, leaf, r, out[i], norms[i], sign, residual, limit)
-                out[i] = c.matrix.leaf(c.matrix.turn(jnp.asarray(scale, u.dtype) * u))
+        out, norms = map(structure.flatten_up_to, (direction, state.norm))
+        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+            if m is not None:
+                how = norms[i], sign, residual, limit
+                u, norms[i] = _compute_step(m, bases[i], leaf, r, out[i], *how)
+                out[i] = m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u))
         basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
         return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
@@ -328,33 +360,11 @@ def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) 
     return turns
 
 
-def _change_basis(
-    matrix: Matrix,
-    leaf: jax.Array,
-    old: jax.Array,
-    due: jax.Array,
-    count: jax.Array,
-    make: Callable[..., jax.Array],
-    needs_gradient: bool,
-) -> Change:
-    """Return the change of the bases of a leaf's matrices: another basis for each matrix that is due.
-
-    A basis of the gradient is not made where the gradient is zero or not finite; the next step tries
-    again.
-    """
-    g, is_due = matrix.matrices(leaf), count >= due
-
-    def attempt() -> tuple[jax.Array, jax.Array]:
-        is_new = is_due
-        if needs_gradient:
-            # The sum of 0 * g is 0 only if all entries are finite.
-            is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
-            is_new &= unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
-        new = cond(jnp.any(is_new), lambda: make(g, old, due == 0), lambda: old)
-        return jnp.where(is_new[..., None, None], new, old), is_new
-
-    kept = old, jnp.zeros_like(is_due)
-    return Change(matrix, old, *cond(jnp.any(is_due), attempt, lambda: kept))
+def _is_usable(g: jax.Array) -> jax.Array:
+    """Return for which matrices G has a basis: it is not zero, and finite."""
+    # The sum of 0 * g is 0 only if all entries are finite.
+    is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
+    return unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
 
 
 def _find_basis(
@@ -376,7 +386,8 @@ def _find_basis(
 
 
 def _compute_step(
-    change: Change,
+    m: Matrix,
+    basis: jax.Array,
     leaf: jax.Array,
     r: jax.Array,
     direction: jax.Array,
@@ -386,10 +397,9 @@ def _compute_step(
     limit: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return P N + S, in the orientation of the leaf, and the limited norm of S."""
-    m = change.matrix
     g, n = m.turn(m.matrices(leaf)).astype(r.dtype), direction.astype(r.dtype)
     if residual is None:
-        return lift(m, change.new, n, g), last
+        return lift(m, basis, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of norm |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
     f = compute_gains(n, r, (m.rank_axis,))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
@@ -399,4 +409,4 @@ def _compute_step(
     quotient, norm = limit_growth(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L, by one product instead of two
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(m, change.new, n - a * r, g) + a * g, norm
+    return lift(m, basis, n - a * r, g) + a * g, norm
