@@ -248,43 +248,13 @@ def low_rank(
         # Carried moments turn with the basis; kept ones need coordinates with the same signs.
         return new if carry else align_signs(new, old)
 
-    def refresh(
-        plans: list[Matrix | None], leaves: list[jax.Array], state: LowRankState, structure: Any
-    ) -> tuple[list[jax.Array], list[jax.Array], Any]:
-        """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates."""
-        count, inner_state = state.count, state.inner_state
-        bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
-        moments = split_moments(inner_state, structure) if carry else [[] for _ in leaves]
-        every = update_every(count) if callable(update_every) else update_every
-        turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
-
-        def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
-            g, is_due = m.matrices(leaves[i]), count >= due
-            if projection != "random":
-                is_due = cond(jnp.any(is_due), lambda: is_due & _is_usable(g), lambda: is_due)
-
-            def change(_: Any) -> Any:
-                new = jnp.where(
-                    is_due[..., None, None], make_basis(i, count, g, old, due == 0), old
-                )
-                change = Change(m, old, new, is_due)
-                after = carry_moments(inner_state, change, moved, decays) if carry else moved
-                return new, jnp.where(is_due, turns[i], due), after
-
-            return when(jnp.any(is_due), change, (old, due, moved))
-
-        def refresh_leaves(held: Any) -> Any:
-            return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
-
-        # One condition for all leaves, and within it one for each
-        held: Any = {
-            i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None
-        }
-        are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
-        held = when(functools.reduce(jnp.logical_or, are_due, False), refresh_leaves, held)
-        for i, each in held.items():
-            bases[i], dues[i], moments[i] = each
-        return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state
+    refresh = functools.partial(
+        _refresh,
+        make_basis=make_basis,
+        update_every=update_every,
+        needs_gradient=projection != "random",
+        carry=functools.partial(carry_moments, decays=decays) if carry else None,
+    )
 
     def init(params: optax.Params) -> LowRankState:
         plans = plan(params)
@@ -309,7 +279,7 @@ def low_rank(
         structure: Any = jax.tree.structure(updates)
 
         # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
-        bases, dues, inner_state = refresh(plans, leaves, state, structure)
+        bases, dues, inner_state = refresh(plans, leaves, structure, state)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
@@ -360,11 +330,51 @@ def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) 
     return turns
 
 
-def _is_usable(g: jax.Array) -> jax.Array:
-    """Return for which matrices G has a basis: it is not zero, and finite."""
-    # The sum of 0 * g is 0 only if all entries are finite.
-    is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
-    return unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
+def _refresh(
+    plans: list[Matrix | None],
+    leaves: list[jax.Array],
+    structure: Any,
+    state: LowRankState,
+    *,
+    make_basis: Callable[..., jax.Array],
+    update_every: Any,
+    needs_gradient: bool,
+    carry: Callable[..., Any] | None,
+) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
+
+    A basis of the gradient is not made where the gradient is zero or not finite; the next step tries
+    again.
+    """
+    count, inner_state = state.count, state.inner_state
+    bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
+    moments = split_moments(inner_state if carry else None, structure)
+    every = update_every(count) if callable(update_every) else update_every
+    turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
+
+    def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
+        is_due = count >= due
+        if needs_gradient:
+            is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaves[i]), lambda: is_due)
+
+        def change(_: Any) -> Any:
+            new = make_basis(i, count, m.matrices(leaves[i]), old, due == 0)
+            new = jnp.where(is_due[..., None, None], new, old)
+            after = carry(inner_state, Change(m, old, new, is_due), moved) if carry else moved
+            return new, jnp.where(is_due, turns[i], due), after
+
+        return when(jnp.any(is_due), change, (old, due, moved))
+
+    def refresh_leaves(held: Any) -> Any:
+        return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
+
+    # One condition for all leaves, and within it one for each: a device waits once for a usual step
+    held: Any = {i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None}
+    are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
+    held = when(functools.reduce(jnp.logical_or, are_due, False), refresh_leaves, held)
+    for i, each in held.items():
+        bases[i], dues[i], moments[i] = each
+    return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state
 
 
 def _find_basis(

@@ -22,7 +22,7 @@ from optax.contrib import GaLoreDimensionNumbers
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of
+from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of, unshard
 
 Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
@@ -105,6 +105,12 @@ class Matrix:
                 sharding = sharding.update(spec=spec)
             matrices = jax.lax.reshape(matrices, shape, out_sharding=sharding)
         return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
+
+    def is_usable(self, leaf: jax.Array) -> jax.Array:
+        """Return which matrices of a leaf, (...), are finite and not zero."""
+        # A maximum is not finite, or nan, where an entry is.
+        largest = unshard(jnp.max(jnp.abs(leaf), axis=self.projected + self.kept))
+        return (largest > 0) & jnp.isfinite(largest)
 
     @property
     def rank_axis(self) -> int:

@@ -109,7 +109,7 @@ def join_moments(inner_state: Any, treedef: Any, moments: list[list[tuple[Any, .
 
 
 def carry_moments(
-    inner_state: Any, change: Change, moments: list[tuple[Any, ...]], decays: Decays
+    inner_state: Any, change: Change, moments: list[tuple[Any, ...]], *, decays: Decays
 ) -> list[tuple[Any, ...]]:
     """Return a leaf's moments in the coordinates of new bases.
 

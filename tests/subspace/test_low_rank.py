@@ -63,7 +63,7 @@ def carried(state, change, decays):
     """The state of an optimizer of one leaf after a change of its basis."""
     structure = jax.tree.structure({"w": 0})
     (before,) = moments.split_moments(state, structure)
-    after = moments.carry_moments(state, change, before, decays)
+    after = moments.carry_moments(state, change, before, decays=decays)
     return moments.join_moments(state, structure, [after])
 
 
