@@ -9,6 +9,7 @@ Low-Dimensional Gradient Statistics", ICLR 2025, arXiv 2410.16103.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -368,10 +369,14 @@ def _refresh(
     def refresh_leaves(held: Any) -> Any:
         return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
 
-    # One condition for all leaves, and within it one for each: a device waits once for a usual step
     held: Any = {i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None}
+    for i, (old, _, _) in held.items():
+        if old.shape != (wanted := plans[i].basis_shape):
+            message = f"{plans[i].name} has a basis of shape {old.shape} in the state, not {wanted}"
+            raise ValueError(f"{message}: keep the rank, the side and the axes.")
+    # One condition for all leaves, and within it one for each: a device waits once for a usual step
     are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
-    held = when(functools.reduce(jnp.logical_or, are_due, False), refresh_leaves, held)
+    held = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, held)
     for i, each in held.items():
         bases[i], dues[i], moments[i] = each
     return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state

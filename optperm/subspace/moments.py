@@ -140,6 +140,8 @@ def carry_moments(
 def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], lows: Sequence[Any]) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     shapes = {low.shape for matrix, low in zip(matrices, lows, strict=True) if matrix is not None}
+    # One number for each basis vector, as in a factored second moment
+    shapes |= {(*matrix.batch_shape, matrix.rank) for matrix in matrices if matrix is not None}
     if unknown := _find_unknown_state(inner_state, shapes):
         raise ValueError(
             f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."

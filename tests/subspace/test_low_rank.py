@@ -204,6 +204,33 @@ def test_transposed_and_stacked_and_merged_leaves():
     assert states.basis["stack"].shape == (3, 2, 6, 2)
 
 
+def test_turned_and_scaled_gradients_give_turned_and_equal_updates(x64):
+    """QG gives QU and cG gives U, with another basis in each step; a leaf too small stays at full rank."""
+    g = grads_of({"w": (6, 9), "small": (4, 4)}, steps=3, dtype=np.float64)
+    q = jnp.linalg.qr(jnp.asarray(np.random.default_rng(1).normal(size=(6, 6))))[0]
+    tree = {"w": g["w"], "turned": q @ g["w"], "scaled": 1e3 * g["w"], "small": g["small"]}
+    tx = optperm.low_rank(adam(), 3, projection="svd", update_every=1)
+    u, states = run(tx, tree)
+    np.testing.assert_allclose(u["turned"], q @ u["w"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(u["scaled"], u["w"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(u["small"], run(adam(), {"small": g["small"]})[0]["small"])
+    assert states.basis["small"].shape == (3,)
+    assert not np.allclose(u["w"], run(adam(), {"w": g["w"]})[0]["w"], atol=0.1)
+
+
+def test_axes_of_leaves_may_be_named_under_a_mask():
+    """A tree of axes for all params serves an optimizer that sees some of them."""
+    params = {"b": jnp.ones(4), "w": jnp.ones((6, 9))}
+    low = optperm.low_rank(
+        optax.scale_by_adam(), 2, dimension_numbers={"b": None, "w": Numbers(0, 1)}
+    )
+    tx = optax.partition({"low": low, "other": optax.sgd(1.0)}, {"b": "other", "w": "low"})
+    state = tx.init(params)
+    assert state.inner_states["low"].inner_state.basis["w"].shape == (6, 2)
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert updates["w"].shape == (6, 9)
+
+
 @pytest.mark.parametrize("bad", [0.0, np.nan])
 def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
     """At step 0, at a refresh, and between: the next one makes it, and the norm stays."""
@@ -344,6 +371,18 @@ def test_arguments_that_cannot_work_are_refused():
         (init(residual="plain"), ValueError, "residual must be one of 'scaled'"),
         (init(decays=(0.9, 2.0)), ValueError, r"each of decays must be in \[0, 1\]"),
         (init(optax.scale_by_amsgrad()), ValueError, "keeps a ScaleByAmsgradState.* carry=False"),
+        (
+            init(optax.scale_by_factored_rms(min_dim_size_to_factor=2)),
+            ValueError,
+            "keeps a FactoredState",
+        ),
+        (
+            lambda: optperm.low_rank(adam, 3).update(
+                params, optperm.low_rank(adam, 2).init(params)
+            ),
+            ValueError,
+            r"params\['w'\] has a basis of shape \(6, 2\) in the state, not \(6, 3\)",
+        ),
         (
             update(optax.adamw(1e-3)),
             ValueError,
