@@ -8,8 +8,8 @@ Prints:
   norms and biases take Adam at one rate in all rows, and the kernels that rate times a scale: it is
   tuned, with one seed and a third of the steps, on half of what is held out, AdamW's rate too; the seeds
   are measured on the other half;
-- step: the processor's time of a step without a new basis over that of AdamW's, of the update alone and
-  with a gradient;
+- step: the processor's time of a step over that of AdamW's, of the update alone and with a gradient:
+  without a new basis, with one, and with one for each matrix;
 - memory: what a compiled training step of a decoder of 100 million params holds, ahead of time.
 
     python benchmarks/low_rank.py [--only train|step|memory] [--data FILE] [--seeds 5] [--steps 600]
@@ -242,13 +242,16 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
     def products(g: jax.Array) -> jax.Array:
         return basis @ (basis.T @ g) if g.shape[0] == m else (g @ basis) @ basis.T
 
+    # A function, its state, and the number of matrices that get a new basis in each step
     takes: dict[str, list[Any]] = {
-        "two products": [jax.jit(lambda g, s, _: (jax.tree.map(products, g), s)), None],
-        "gradient": [jax.jit(lambda _, s, w: (jax.grad(loss)(w), s)), None],
+        "two products": [jax.jit(lambda g, s, _: (jax.tree.map(products, g), s)), None, 0],
+        "gradient": [jax.jit(lambda _, s, w: (jax.grad(loss)(w), s)), None, 0],
     }
+    refreshed = {"": 0, ", a new basis": 1, f", {count} new bases": count}
     for name, direction in {
         "AdamW": adam,
         "low_rank, random": optperm.low_rank(adam, rank, projection="random"),
+        "low_rank, svd": optperm.low_rank(adam, rank, projection="svd"),
         "low_rank, no residual": optperm.low_rank(adam, rank, residual=None),
         "optax.contrib.galore": optax.contrib.scale_by_galore(rank, 200),
         "apollo": optperm.apollo(adam, rank),
@@ -256,16 +259,24 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
         tx = optax.chain(
             direction, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(1e-3)
         )
-        takes[name] = [jax.jit(tx.update, donate_argnums=1), tx.init(weights)]
+        take = jax.jit(tx.update, donate_argnums=1)
+        is_refreshed = name in ("low_rank, random", "low_rank, svd")
+        for suffix, number in refreshed.items() if is_refreshed else [("", 0)]:
+            takes[name + suffix] = [take, tx.init(weights), number]
     least: dict[str, float] = {}
     for repetition in range(repetitions + 1):
-        for name, take in takes.items():
+        for name, (take, state, number) in takes.items():
+            if number:
+                first, *rest = state
+                turns = dict(list(first.next_refresh.items())[:number])
+                turns = {**first.next_refresh, **jax.tree.map(jnp.zeros_like, turns)}
+                state = (first._replace(next_refresh=turns), *rest)
             start = time.process_time()
-            updates, take[1] = jax.block_until_ready(take[0](grads, take[1], weights))
+            updates, takes[name][1] = jax.block_until_ready(take(grads, state, weights))
             seconds = time.process_time() - start
             if repetition:  # the first one compiles, and makes all first bases
                 least[name] = min(seconds, least.get(name, seconds))
-            del updates
+            del updates, state
     gradient = least.pop("gradient")
     for name, seconds in least.items():
         ratios = [(seconds + rest) / (least["AdamW"] + rest) for rest in (0, gradient)]

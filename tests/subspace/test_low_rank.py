@@ -205,7 +205,7 @@ def test_transposed_and_stacked_and_merged_leaves():
 
 
 def test_turned_and_scaled_gradients_give_turned_and_equal_updates(x64):
-    """QG gives QU and cG gives U, with another basis in each step; a leaf too small stays at full rank."""
+    """QG gives QU and cG gives U, with another basis in each step; a leaf too small keeps its rank."""
     g = grads_of({"w": (6, 9), "small": (4, 4)}, steps=3, dtype=np.float64)
     q = jnp.linalg.qr(jnp.asarray(np.random.default_rng(1).normal(size=(6, 6))))[0]
     tree = {"w": g["w"], "turned": q @ g["w"], "scaled": 1e3 * g["w"], "small": g["small"]}
