@@ -241,6 +241,11 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
     def products(g: jax.Array) -> jax.Array:
         return basis @ (basis.T @ g) if g.shape[0] == m else (g @ basis) @ basis.T
 
+    def refresh_next(state: Any, number: int) -> Any:
+        turns = state[0].next_refresh
+        due = {name: jnp.zeros_like(turns[name]) for name in list(turns)[:number]}
+        return (state[0]._replace(next_refresh={**turns, **due}), *state[1:])
+
     # A function, its state, and the number of matrices that get a new basis in each step
     takes: dict[str, list[Any]] = {
         "two products": [jax.jit(lambda g, s, _: (jax.tree.map(products, g), s)), None, 0],
@@ -264,17 +269,14 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
             takes[name + suffix] = [take, tx.init(weights), number]
     least: dict[str, float] = {}
     for repetition in range(repetitions + 1):
-        for name, (take, state, number) in takes.items():
-            if number:
-                first, *rest = state
-                turns = dict(list(first.next_refresh.items())[:number])
-                turns = {**first.next_refresh, **jax.tree.map(jnp.zeros_like, turns)}
-                state = (first._replace(next_refresh=turns), *rest)
+        for name, each in takes.items():
+            take, state, number = each
             start = time.process_time()
-            updates, takes[name][1] = jax.block_until_ready(take(grads, state, weights))
+            updates, state = jax.block_until_ready(take(grads, state, weights))
             seconds = time.process_time() - start
             if repetition:  # the first one compiles, and makes all first bases
                 least[name] = min(seconds, least.get(name, seconds))
+            each[1] = refresh_next(state, number) if number else state
             del updates, state
     gradient = least.pop("gradient")
     for name, seconds in least.items():

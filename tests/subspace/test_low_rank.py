@@ -276,6 +276,15 @@ def test_refreshes_are_staggered(monkeypatch):
     assert max(numbers[1:]) == 2
     assert sum(numbers[1:4]) == sum(numbers[4:7]) == 5
 
+    # Two trainings in one jax.vmap
+    g = {"w": jnp.stack([g["w0"], g["w1"]])}
+    state, take = jax.vmap(tx.init)(g), jax.jit(jax.vmap(tx.update))
+    for number in (2, 0, 2):
+        _, state = jax.block_until_ready(take(g, state))
+        jax.effects_barrier()
+        assert len(made) == number
+        made.clear()
+
 
 INNERS = {
     "adam": (optax.scale_by_adam, ("mu", "nu")),
