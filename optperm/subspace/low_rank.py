@@ -200,7 +200,8 @@ def low_rank(
       stays whole. A step costs two products of 2 d k r operations, which on a CPU may take longer
       than Adam's update, but little time compared with a gradient on some hundred tokens. A basis
       costs a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
-      independent trainings a basis is computed for all of them where it is due in any.
+      independent trainings a basis is computed for all of them where it is due in any. An update has
+      no reverse-mode derivative, since moments change in a loop of at most one turn.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps its basis and tries
       again in the next step. Random bases need no gradient. Numbers that are not finite are passed on,

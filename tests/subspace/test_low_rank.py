@@ -42,6 +42,9 @@ SEQUENCES = {
     "fira_adam_official": lambda: sequences.in_official_order(
         svd(sequences.without_correction(), carry=False)
     ),
+    "fira_adam_official_no_bias_correction": lambda: svd(
+        sequences.without_correction(), carry=False
+    ),
     "rotate_plain": lambda: svd(adam(), residual=None),
     "rotate_fira": lambda: svd(adam()),
     "rotate_fira_scale_half": lambda: svd(adam(), scale=0.5),
