@@ -359,7 +359,8 @@ def _refresh(
         if needs_gradient:
             is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaves[i]), lambda: is_due)
 
-        def change(_: Any) -> Any:
+        def change(held: Any) -> Any:
+            old, due, moved = held
             new = make_basis(i, count, m.matrices(leaves[i]), old, due == 0)
             new = jnp.where(is_due[..., None, None], new, old)
             after = carry(inner_state, Change(m, old, new, is_due), moved) if carry else moved
