@@ -7,8 +7,8 @@ The script prints:
   milliseconds per step. Embeddings, norms and biases train with Adam at one rate in all rows, and the
   kernels at this rate times a scale. The scale, and the rate of AdamW too, are tuned on half of the
   held-out bytes, with one seed and a third of the steps; the seeds are measured on the other half;
-- step: the processor time of a step without a new basis over the time of a step of AdamW, for the update
-  alone and with a gradient;
+- step: the processor time of a step over the time of a step of AdamW, for the update alone and with a
+  gradient. Steps have no new basis, one, or one for each matrix;
 - memory: the memory of a compiled training step of a decoder of 100 million params, ahead of time.
 
     python benchmarks/low_rank.py [--only train|step|memory] [--data FILE] [--seeds 5] [--steps 600]
@@ -241,13 +241,21 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
     def products(g: jax.Array) -> jax.Array:
         return basis @ (basis.T @ g) if g.shape[0] == m else (g @ basis) @ basis.T
 
+    def refresh_next(state: Any, number: int) -> Any:
+        turns = state[0].next_refresh
+        due = {name: jnp.zeros_like(turns[name]) for name in list(turns)[:number]}
+        return (state[0]._replace(next_refresh={**turns, **due}), *state[1:])
+
+    # A function, its state, and the number of matrices that get a new basis in each step
     takes: dict[str, list[Any]] = {
-        "two products": [jax.jit(lambda g, s, _: (jax.tree.map(products, g), s)), None],
-        "gradient": [jax.jit(lambda _, s, w: (jax.grad(loss)(w), s)), None],
+        "two products": [jax.jit(lambda g, s, _: (jax.tree.map(products, g), s)), None, 0],
+        "gradient": [jax.jit(lambda _, s, w: (jax.grad(loss)(w), s)), None, 0],
     }
+    refreshed = {"": 0, ", a new basis": 1, f", {count} new bases": count}
     for name, direction in {
         "AdamW": adam,
         "low_rank, random": optperm.low_rank(adam, rank, projection="random"),
+        "low_rank, svd": optperm.low_rank(adam, rank, projection="svd"),
         "low_rank, no residual": optperm.low_rank(adam, rank, residual=None),
         "optax.contrib.galore": optax.contrib.scale_by_galore(rank, 200),
         "apollo": optperm.apollo(adam, rank),
@@ -255,16 +263,21 @@ def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -
         tx = optax.chain(
             direction, optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(1e-3)
         )
-        takes[name] = [jax.jit(tx.update, donate_argnums=1), tx.init(weights)]
+        take = jax.jit(tx.update, donate_argnums=1)
+        is_refreshed = name in ("low_rank, random", "low_rank, svd")
+        for suffix, number in refreshed.items() if is_refreshed else [("", 0)]:
+            takes[name + suffix] = [take, tx.init(weights), number]
     least: dict[str, float] = {}
     for repetition in range(repetitions + 1):
-        for name, take in takes.items():
+        for name, each in takes.items():
+            take, state, number = each
             start = time.process_time()
-            updates, take[1] = jax.block_until_ready(take[0](grads, take[1], weights))
+            updates, state = jax.block_until_ready(take(grads, state, weights))
             seconds = time.process_time() - start
             if repetition:  # the first one compiles, and makes all first bases
                 least[name] = min(seconds, least.get(name, seconds))
-            del updates
+            each[1] = refresh_next(state, number) if number else state
+            del updates, state
     gradient = least.pop("gradient")
     for name, seconds in least.items():
         ratios = [(seconds + rest) / (least["AdamW"] + rest) for rest in (0, gradient)]

@@ -182,14 +182,14 @@ def apollo(
                 continue
             g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
             # S = G f, with f = |N| / |R| of each column or of the matrix
-            s = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1)) * g
-            norm = unshard(jnp.sqrt(jnp.sum(jnp.square(s), axis=(-2, -1))))
+            f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
+            norm = unshard(jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1))))
             # S <- S / L, so that |S| <= limit q
             quotient, norms[i] = limit_growth(norm, norms[i], limit)
             # U = scale S, with scale = sqrt(d / r) for "auto", along or against G as N along R
             size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
-            factor = jnp.asarray(size, s.dtype) * sign.astype(s.dtype) / quotient
-            out[i] = m.leaf(m.turn(factor[..., None, None] * s))
+            factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
+            out[i] = m.leaf(m.turn(factor[..., None, None] * f * g))
         count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
         return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
 

@@ -9,6 +9,7 @@ Low-Dimensional Gradient Statistics", ICLR 2025, arXiv 2410.16103.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.mapped_axes import cond, mark_varying, varying_axes
+from optperm.contract.mapped_axes import cond, mark_varying, varying_axes, when
 from optperm.contract.shardings import shard_like, unshard
 from optperm.contract.transformation import transformation
 from optperm.subspace.directions import (
@@ -42,7 +43,14 @@ from optperm.subspace.matrices import (
     project_leaf,
     record_leaves,
 )
-from optperm.subspace.moments import Change, Decays, carry_moments, check_moments
+from optperm.subspace.moments import (
+    Change,
+    Decays,
+    carry_moments,
+    check_moments,
+    join_moments,
+    split_moments,
+)
 from optperm.subspace.projections import align_signs, gram_basis, power_basis, random_basis
 
 if TYPE_CHECKING:
@@ -192,7 +200,8 @@ def low_rank(
       stays whole. A step costs two products of 2 d k r operations, which on a CPU may take longer
       than Adam's update, but little time compared with a gradient on some hundred tokens. A basis
       costs a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
-      independent trainings bases are computed in every step.
+      independent trainings a basis is computed for all of them where it is due in any. An update has
+      no reverse-mode derivative, since moments change in a loop of at most one turn.
 
       A gradient that is zero or not finite makes no basis: the matrix keeps its basis and tries
       again in the next step. Random bases need no gradient. Numbers that are not finite are passed on,
@@ -241,6 +250,14 @@ def low_rank(
         # Carried moments turn with the basis; kept ones need coordinates with the same signs.
         return new if carry else align_signs(new, old)
 
+    refresh = functools.partial(
+        _refresh,
+        make_basis=make_basis,
+        update_every=update_every,
+        needs_gradient=projection != "random",
+        carry=functools.partial(carry_moments, decays=decays) if carry else None,
+    )
+
     def init(params: optax.Params) -> LowRankState:
         plans = plan(params)
         low = map_plans(make_low_rank_leaf, params, plans)
@@ -262,27 +279,14 @@ def low_rank(
     ) -> tuple[optax.Updates, LowRankState]:
         leaves, plans = jax.tree.leaves(updates), plan(updates)
         structure: Any = jax.tree.structure(updates)
-        parts = (state.basis, state.next_refresh, state.norm)
-        bases, dues, norms = map(structure.flatten_up_to, parts)
 
-        # P <- another basis, for each leaf that is due, under a condition of its own
-        every = update_every(state.count) if callable(update_every) else update_every
-        turns = _plan_turns(plans, state.count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
-        changes: list[Change | None] = []
-        for i, (m, leaf, old, due) in enumerate(zip(plans, leaves, bases, dues, strict=True)):
-            make = functools.partial(make_basis, i, state.count)
-            needs_gradient = projection != "random"
-            now = (leaf, old, due, state.count, make, needs_gradient)
-            changes.append(None if m is None else _change_basis(m, *now))
-        # M <- C M, with C = P_new' P
-        inner_state = state.inner_state
-        if carry:
-            inner_state = carry_moments(inner_state, structure, changes, decays)
+        # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
+        bases, dues, inner_state = refresh(plans, leaves, structure, state)
 
         # R = P' G, and N, inner <- inner(R)
         exact = [
-            leaf if c is None else project_leaf(c.matrix, c.new, leaf)
-            for c, leaf in zip(changes, leaves, strict=True)
+            leaf if m is None else project_leaf(m, basis, leaf)
+            for m, basis, leaf in zip(plans, bases, leaves, strict=True)
         ]
         low = make_low_rank_tree(updates, plans, exact)
         direction, inner_state = compute_direction(
@@ -291,12 +295,12 @@ def low_rank(
         sign = state.sign if residual is None else find_sign(direction, low, state.sign)
 
         # U = scale (P N + S), or scale P N without a residual, and N for leaves at full rank
-        out = structure.flatten_up_to(direction)
-        for i, (c, leaf, r) in enumerate(zip(changes, leaves, exact, strict=True)):
-            if c is not None:
-                bases[i], dues[i] = c.new, jnp.where(c.is_new, turns[i], dues[i])
-                u, norms[i] = _compute_step(c, leaf, r, out[i], norms[i], sign, residual, limit)
-                out[i] = c.matrix.leaf(c.matrix.turn(jnp.asarray(scale, u.dtype) * u))
+        out, norms = map(structure.flatten_up_to, (direction, state.norm))
+        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+            if m is not None:
+                how = norms[i], sign, residual, limit
+                u, norms[i] = _compute_step(m, bases[i], leaf, r, out[i], *how)
+                out[i] = m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u))
         basis, due, norm = map(structure.unflatten, (bases, dues, norms))
         count = optax.safe_increment(state.count)
         return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
@@ -328,33 +332,56 @@ def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) 
     return turns
 
 
-def _change_basis(
-    matrix: Matrix,
-    leaf: jax.Array,
-    old: jax.Array,
-    due: jax.Array,
-    count: jax.Array,
-    make: Callable[..., jax.Array],
+def _refresh(
+    plans: list[Matrix | None],
+    leaves: list[jax.Array],
+    structure: Any,
+    state: LowRankState,
+    *,
+    make_basis: Callable[..., jax.Array],
+    update_every: Any,
     needs_gradient: bool,
-) -> Change:
-    """Return the change of the bases of a leaf's matrices: another basis for each matrix that is due.
+    carry: Callable[..., Any] | None,
+) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
 
     A basis of the gradient is not made where the gradient is zero or not finite; the next step tries
     again.
     """
-    g, is_due = matrix.matrices(leaf), count >= due
+    count, inner_state = state.count, state.inner_state
+    bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
+    moments = split_moments(inner_state if carry else None, structure)
+    every = update_every(count) if callable(update_every) else update_every
+    turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
 
-    def attempt() -> tuple[jax.Array, jax.Array]:
-        is_new = is_due
+    def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
+        is_due = count >= due
         if needs_gradient:
-            # The sum of 0 * g is 0 only if all entries are finite.
-            is_finite = jnp.isfinite(jnp.sum(g * 0, axis=(-2, -1)))
-            is_new &= unshard(is_finite & jnp.any(g != 0, axis=(-2, -1)))
-        new = cond(jnp.any(is_new), lambda: make(g, old, due == 0), lambda: old)
-        return jnp.where(is_new[..., None, None], new, old), is_new
+            is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaves[i]), lambda: is_due)
 
-    kept = old, jnp.zeros_like(is_due)
-    return Change(matrix, old, *cond(jnp.any(is_due), attempt, lambda: kept))
+        def change(held: Any) -> Any:
+            old, due, moved = held
+            new = make_basis(i, count, m.matrices(leaves[i]), old, due == 0)
+            new = jnp.where(is_due[..., None, None], new, old)
+            after = carry(inner_state, Change(m, old, new, is_due), moved) if carry else moved
+            return new, jnp.where(is_due, turns[i], due), after
+
+        return when(jnp.any(is_due), change, (old, due, moved))
+
+    def refresh_leaves(held: Any) -> Any:
+        return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
+
+    held: Any = {i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None}
+    for i, (old, _, _) in held.items():
+        if old.shape != (wanted := plans[i].basis_shape):
+            message = f"{plans[i].name} has a basis of shape {old.shape} in the state, not {wanted}"
+            raise ValueError(f"{message}: keep the rank, the side and the axes.")
+    # One condition for all leaves, and within it one for each: a device waits once for a usual step
+    are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
+    held = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, held)
+    for i, each in held.items():
+        bases[i], dues[i], moments[i] = each
+    return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state
 
 
 def _find_basis(
@@ -376,7 +403,8 @@ def _find_basis(
 
 
 def _compute_step(
-    change: Change,
+    m: Matrix,
+    basis: jax.Array,
     leaf: jax.Array,
     r: jax.Array,
     direction: jax.Array,
@@ -386,10 +414,9 @@ def _compute_step(
     limit: float | jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return P N + S, in the orientation of the leaf, and the limited norm of S."""
-    m = change.matrix
     g, n = m.turn(m.matrices(leaf)).astype(r.dtype), direction.astype(r.dtype)
     if residual is None:
-        return lift(m, change.new, n, g), last
+        return lift(m, basis, n, g), last
     # f_j = |N_j| / |R_j|, and S = (G - P R) f, of norm |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
     f = compute_gains(n, r, (m.rank_axis,))
     whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
@@ -399,4 +426,4 @@ def _compute_step(
     quotient, norm = limit_growth(norm, last, limit)
     # P N + S / L = P (N - a R) + a G, with a = f / L, by one product instead of two
     a = sign.astype(r.dtype) * f / quotient[..., None, None]
-    return lift(m, change.new, n - a * r, g) + a * g, norm
+    return lift(m, basis, n - a * r, g) + a * g, norm

@@ -22,7 +22,8 @@ from optax.contrib import GaLoreDimensionNumbers
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import mark_varying, varying_axes
-from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of
+from optperm.contract.shardings import explicit_sharding, shard_like, sharding_of, unshard
+from optperm.contract.states import mask_like
 
 Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
@@ -106,6 +107,12 @@ class Matrix:
             matrices = jax.lax.reshape(matrices, shape, out_sharding=sharding)
         return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
 
+    def is_usable(self, leaf: jax.Array) -> jax.Array:
+        """Return which matrices of a leaf, (...), are finite and not zero."""
+        # A maximum is not finite, or nan, where an entry is.
+        largest = unshard(jnp.max(jnp.abs(leaf), axis=self.projected + self.kept))
+        return (largest > 0) & jnp.isfinite(largest)
+
     @property
     def rank_axis(self) -> int:
         """The axis of a low-rank leaf along which R has its r rows."""
@@ -136,7 +143,7 @@ def plan_matrices(
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
         structure: Any = jax.tree.structure(tree)
-        numbers = structure.flatten_up_to(given)
+        numbers = structure.flatten_up_to(mask_like(given, tree))
     found: list[Matrix | None] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from optperm.contract.mapped_axes import cond
 from optperm.subspace.matrices import Matrix
 from optperm.subspace.projections import rotate
 
@@ -81,63 +80,68 @@ def _is_known(node: Any) -> bool:
     return type(node) in _KNOWN
 
 
+def _find_known_states(inner_state: Any) -> list[Any]:
+    return list(filter(_is_known, jax.tree.leaves(inner_state, is_leaf=_is_known)))
+
+
+def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]:
+    """Return for each leaf of params its moments in each known state of an optimizer's state."""
+    states = [
+        [treedef.flatten_up_to(getattr(state, name)) for name in _KNOWN[type(state)][0]]
+        for state in _find_known_states(inner_state)
+    ]
+    return [
+        [tuple(tree[i] for tree in trees) for trees in states] for i in range(treedef.num_leaves)
+    ]
+
+
+def join_moments(inner_state: Any, treedef: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
+    """Return an optimizer's state with the moments of each leaf, as `split_moments` returns them."""
+    states = zip(*moments, strict=True)
+
+    def join(node: Any) -> Any:
+        if not _is_known(node) or not moments:
+            return node
+        trees = map(treedef.unflatten, zip(*next(states), strict=True))
+        return node._replace(**dict(zip(_KNOWN[type(node)][0], trees, strict=True)))
+
+    return jax.tree.map(join, inner_state, is_leaf=_is_known)
+
+
 def carry_moments(
-    inner_state: Any, treedef: Any, changes: Sequence[Change | None], decays: Decays
-) -> Any:
-    """Return an optimizer's state with its moments in the coordinates of new bases.
+    inner_state: Any, change: Change, moments: list[tuple[Any, ...]], *, decays: Decays
+) -> list[tuple[Any, ...]]:
+    """Return a leaf's moments in the coordinates of new bases.
 
     Args:
-      inner_state: The state, over low-rank leaves.
-      treedef: The structure of params.
-      changes: For each leaf the change of its basis; None for leaves at full rank.
+      inner_state: The optimizer's state.
+      change: The change of the leaf's bases.
+      moments: The leaf's moments in each known state, (..., r, k) in the orientation of the leaf.
       decays: The decays of Adam's moments, for its bias corrections; None for no corrections.
     """
+    where = change.is_new[..., None, None]
 
-    def carry(state: Any) -> Any:
-        if not _is_known(state):
-            return state
-        names, formula = _KNOWN[type(state)]
-        trees = [treedef.flatten_up_to(getattr(state, name)) for name in names]
+    def carry(state: Any, each: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not all(isinstance(leaf, jax.Array) for leaf in each):  # masked within inner
+            return each
+        formula = _KNOWN[type(state)][1]
         if formula is _carry_adam:
             formula = functools.partial(_carry_adam, count=state.count, decays=decays)
-        moved = [
-            each if change is None else _carry_leaf(change, each, formula)
-            for change, *each in zip(changes, *trees, strict=True)
-        ]
-        columns = zip(*moved, strict=True) if moved else ((),) * len(names)
-        return state._replace(
-            **{n: treedef.unflatten(c) for n, c in zip(names, columns, strict=True)}
+        # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
+        low = [change.matrix.turn(leaf).astype(change.new.dtype) for leaf in each]
+        return tuple(
+            jnp.where(where, change.matrix.turn(new).astype(leaf.dtype), leaf)
+            for new, leaf in zip(formula(change, *low), each, strict=True)
         )
 
-    return jax.tree.map(carry, inner_state, is_leaf=_is_known)
-
-
-def _carry_leaf(
-    change: Change,
-    leaves: list[Any],
-    formula: Callable[..., tuple[jax.Array, ...]],
-) -> list[Any]:
-    """Return one leaf's moments, carried over where its basis has changed."""
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves):  # masked within inner
-        return leaves
-
-    # Rotated as (..., r, k) in the dtype of the basis, and kept where the basis has not changed
-    def move() -> list[jax.Array]:
-        dtype = change.new.dtype
-        low = [change.matrix.turn(leaf).astype(dtype) for leaf in leaves]
-        found = formula(change, *low)
-        where = change.is_new[..., None, None]
-        return [
-            jnp.where(where, change.matrix.turn(new).astype(leaf.dtype), leaf)
-            for new, leaf in zip(found, leaves, strict=True)
-        ]
-
-    return list(cond(jnp.any(change.is_new), move, lambda: leaves))
+    return list(map(carry, _find_known_states(inner_state), moments))
 
 
 def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], lows: Sequence[Any]) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
     shapes = {low.shape for matrix, low in zip(matrices, lows, strict=True) if matrix is not None}
+    # One number for each basis vector, as in a factored second moment
+    shapes |= {(*matrix.batch_shape, matrix.rank) for matrix in matrices if matrix is not None}
     if unknown := _find_unknown_state(inner_state, shapes):
         raise ValueError(
             f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."

@@ -42,6 +42,9 @@ SEQUENCES = {
     "fira_adam_official": lambda: sequences.in_official_order(
         svd(sequences.without_correction(), carry=False)
     ),
+    "fira_adam_official_no_bias_correction": lambda: svd(
+        sequences.without_correction(), carry=False
+    ),
     "rotate_plain": lambda: svd(adam(), residual=None),
     "rotate_fira": lambda: svd(adam()),
     "rotate_fira_scale_half": lambda: svd(adam(), scale=0.5),
@@ -59,6 +62,14 @@ def test_sequences_of_the_authors(name, leaf, x64):
     support.assert_close(found, sequences.of_leaf(name, leaf), atol=1e-9)
 
 
+def carried(state, change, decays):
+    """The state of an optimizer of one leaf after a change of its basis."""
+    structure = jax.tree.structure({"w": 0})
+    (before,) = moments.split_moments(state, structure)
+    after = moments.carry_moments(state, change, before, decays=decays)
+    return moments.join_moments(state, structure, [after])
+
+
 @pytest.mark.parametrize("kind", ["svd", "power"])
 def test_sequence_of_ldadam(kind, x64):
     """Its parts, with a basis of the momentum and the gradient: power step and carried moments."""
@@ -74,8 +85,7 @@ def test_sequence_of_ldadam(kind, x64):
         if kind == "power":
             new = jnp.where(t > 0, projections.power_basis(target, basis), new)
         change = moments.Change(matrix, basis, new, t > 0)
-        structure = jax.tree.structure({"w": g})
-        state = moments.carry_moments(state, structure, [change], (b1, b2))
+        state = carried(state, change, (b1, b2))
         u, state = optax.scale_by_adam(b1, b2, 1e-30).update({"w": new.T @ g}, state)
         w = w - sequences.RATE * new @ u["w"]
         return (w, state, new), w
@@ -197,6 +207,33 @@ def test_transposed_and_stacked_and_merged_leaves():
     assert states.basis["stack"].shape == (3, 2, 6, 2)
 
 
+def test_turned_and_scaled_gradients_give_turned_and_equal_updates(x64):
+    """QG gives QU and cG gives U, with another basis in each step; a leaf too small keeps its rank."""
+    g = grads_of({"w": (6, 9), "small": (4, 4)}, steps=3, dtype=np.float64)
+    q = jnp.linalg.qr(jnp.asarray(np.random.default_rng(1).normal(size=(6, 6))))[0]
+    tree = {"w": g["w"], "turned": q @ g["w"], "scaled": 1e3 * g["w"], "small": g["small"]}
+    tx = optperm.low_rank(adam(), 3, projection="svd", update_every=1)
+    u, states = run(tx, tree)
+    np.testing.assert_allclose(u["turned"], q @ u["w"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(u["scaled"], u["w"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(u["small"], run(adam(), {"small": g["small"]})[0]["small"])
+    assert states.basis["small"].shape == (3,)
+    assert not np.allclose(u["w"], run(adam(), {"w": g["w"]})[0]["w"], atol=0.1)
+
+
+def test_axes_of_leaves_may_be_named_under_a_mask():
+    """A tree of axes for all params serves an optimizer that sees some of them."""
+    params = {"b": jnp.ones(4), "w": jnp.ones((6, 9))}
+    low = optperm.low_rank(
+        optax.scale_by_adam(), 2, dimension_numbers={"b": None, "w": Numbers(0, 1)}
+    )
+    tx = optax.partition({"low": low, "other": optax.sgd(1.0)}, {"b": "other", "w": "low"})
+    state = tx.init(params)
+    assert state.inner_states["low"].inner_state.basis["w"].shape == (6, 2)
+    updates, _ = jax.eval_shape(tx.update, params, state, params)
+    assert updates["w"].shape == (6, 9)
+
+
 @pytest.mark.parametrize("bad", [0.0, np.nan])
 def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
     """At step 0, at a refresh, and between: the next one makes it, and the norm stays."""
@@ -242,6 +279,15 @@ def test_refreshes_are_staggered(monkeypatch):
     assert max(numbers[1:]) == 2
     assert sum(numbers[1:4]) == sum(numbers[4:7]) == 5
 
+    # In one jax.vmap of two trainings, which call back once
+    g = {"w": jnp.stack([g["w0"], g["w1"]])}
+    state, take = jax.vmap(tx.init)(g), jax.jit(jax.vmap(tx.update))
+    for number in (1, 0, 0, 1):
+        _, state = jax.block_until_ready(take(g, state))
+        jax.effects_barrier()
+        assert len(made) == number
+        made.clear()
+
 
 INNERS = {
     "adam": (optax.scale_by_adam, ("mu", "nu")),
@@ -259,7 +305,7 @@ def test_moments_are_carried_over():
     old, new = (np.linalg.qr(rng.normal(size=(6, 2)))[0].astype(np.float32) for _ in range(2))
     (matrix,) = plan_matrices({"w": jnp.zeros((6, 9))}, 2, "smaller", None)
     m, v = (jnp.float32(rng.uniform(0.1, 1, size=(2, 9))) for _ in range(2))
-    c, structure = new.T @ old, jax.tree.structure({"w": m})
+    c = new.T @ old
     c1, c2 = 1 - 0.9**4, 1 - 0.999**4
     squares = c2 * np.abs(c**2 @ (v / c2 - (m / c1) ** 2) + (c @ m / c1) ** 2)
     for name, (make, fields) in INNERS.items():
@@ -269,7 +315,7 @@ def test_moments_are_carried_over():
             state = state._replace(count=jnp.int32(4))
         for basis, is_new in ((new, True), (old, True), (new, False)):
             change = moments.Change(matrix, jnp.asarray(old), jnp.asarray(basis), jnp.array(is_new))
-            found = moments.carry_moments(state, structure, [change], (0.9, 0.999))
+            found = carried(state, change, (0.9, 0.999))
             moved = is_new and basis is new
             for k in fields:
                 of_squares = squares if name == "adam" else c**2 @ v
@@ -337,6 +383,18 @@ def test_arguments_that_cannot_work_are_refused():
         (init(residual="plain"), ValueError, "residual must be one of 'scaled'"),
         (init(decays=(0.9, 2.0)), ValueError, r"each of decays must be in \[0, 1\]"),
         (init(optax.scale_by_amsgrad()), ValueError, "keeps a ScaleByAmsgradState.* carry=False"),
+        (
+            init(optax.scale_by_factored_rms(min_dim_size_to_factor=2)),
+            ValueError,
+            "keeps a FactoredState",
+        ),
+        (
+            lambda: optperm.low_rank(adam, 3).update(
+                params, optperm.low_rank(adam, 2).init(params)
+            ),
+            ValueError,
+            r"params\['w'\] has a basis of shape \(6, 2\) in the state, not \(6, 3\)",
+        ),
         (
             update(optax.adamw(1e-3)),
             ValueError,
