@@ -134,7 +134,9 @@ def test_params_of_another_size_are_named():
 
 def test_each_step_injects_noise_of_its_own():
     """Without gradients a move is a draw of three points, of 0 and of sd sqrt(3) either way."""
-    tx = optperm.constant_sgd(N, S, preconditioner="diagonal", momentum=0.0, burn_in=0, freeze_after=4)
+    tx = optperm.constant_sgd(
+        N, S, preconditioner="diagonal", momentum=0.0, burn_in=0, freeze_after=4
+    )
     rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, 30))), jnp.zeros(30)
     extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
 

@@ -313,7 +313,10 @@ def test_fragments_are_sent_at_even_distances():
     """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
     plan = optperm.Every(10, fragments=4, delay=1)
     sent = {step: plan.at(step).send for step in range(1, 21) if plan.at(step).send}
-    assert sent == {**{2: (1,), 5: (2,), 7: (3,), 10: (0,)}, **{12: (1,), 15: (2,), 17: (3,), 20: (0,)}}
+    assert sent == {
+        **{2: (1,), 5: (2,), 7: (3,), 10: (0,)},
+        **{12: (1,), 15: (2,), 17: (3,), 20: (0,)},
+    }
     assert all(plan.at(step + 1).receive == fragments for step, fragments in sent.items())
 
 
