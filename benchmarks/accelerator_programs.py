@@ -1,7 +1,7 @@
-"""Programs compiled ahead of time for TPUs and GPUs that are not there.
+"""Compile programs ahead of time for TPUs and GPUs that are not present.
 
-For TPUs `libtpu` does that by the name of a topology; for GPUs the wheels `jax-cuda12-plugin` and
-`jax-cuda12-pjrt` do, without a driver, by a description of the device.
+For TPUs, `libtpu` compiles for the name of a topology. For GPUs, the wheels `jax-cuda12-plugin` and
+`jax-cuda12-pjrt` compile for a description of the device, without a driver.
 """
 
 import math

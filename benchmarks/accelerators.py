@@ -1,8 +1,9 @@
-"""What AGN and DiLoCo compile to on TPUs and GPUs that need not be there: memory, and what is sent.
+"""Memory and traffic of AGN and DiLoCo on TPUs and GPUs, from programs compiled without the devices.
 
-The steps of four replicas, one on each of four devices, with AdamW within and params and state donated,
-for TPU v5e by `libtpu` (`pip install libtpu`, on Linux) and for H100 by `jax-cuda12-plugin` and
-`jax-cuda12-pjrt` (`pip install --no-deps`, of the version of jaxlib; no driver is needed).
+The programs are the steps of four replicas, one on each of four devices, with AdamW as the inner
+optimizer and donated params and state. `libtpu` compiles them for TPU v5e (`pip install libtpu`, on
+Linux), and `jax-cuda12-plugin` and `jax-cuda12-pjrt` compile them for H100 (`pip install --no-deps`, in
+the version of jaxlib; no driver is needed).
 
     python benchmarks/accelerators.py [--json FILE]
 """

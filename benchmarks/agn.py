@@ -1,20 +1,21 @@
-"""Cost of AGN and DiLoCo: of local steps, of whole periods, of replicas in one program, of commits.
+"""Cost of AGN and DiLoCo: local steps, whole periods, replicas in one program, traffic and commits.
 
-Local steps: for several optimizers, the time of a whole step (update and applied updates, with params
-and state donated), local by `commit=False` and counted, beside the bare optimizer and beside AGN's local
-step as one would write it by hand: the bare optimizer with one float32 accumulate, `total + grads`, in
-its state, and the same with a center and its optimizer's state in it, which it only hands on. The period
-is so long that no commit falls in.
+Local steps: the time of a whole step (update and applied updates, with donated params and state) for
+several optimizers, local with `commit=False` or counted. It is compared with the optimizer alone, and
+with AGN's local step written by hand: the optimizer with one float32 accumulator, `total + grads`, in
+its state, and the same with a center and the state of its optimizer, which pass through unchanged. The
+period is so long that no commit happens.
 
-Periods: ten steps in one scan, nine of them local and the last with a commit, beside ten bare steps.
+Periods: ten steps in one scan, nine local steps and one with a commit, compared with ten steps of the
+optimizer alone.
 
-Stacked replicas: local steps of four replicas on four virtual devices by `jax.shard_map` of `jax.vmap`,
-beside the bare optimizer laid out in the same way.
+Stacked replicas: local steps of four replicas on four virtual devices with `jax.shard_map` of
+`jax.vmap`, compared with the optimizer alone in the same layout.
 
-Traffic: the collectives of the compiled step on four virtual devices, beside synchronous SGD, and what
-streaming and compressed contributions send.
+Traffic: the collectives of the compiled step on four virtual devices, compared with synchronous SGD, and
+the bytes of streaming and compressed contributions.
 
-Commits: the time of a whole step that commits and of one that does not, in one program of period 2, on
+Commits: the time of a whole step with a commit and of a step without one, in one program of period 2, on
 four virtual devices.
 
     python benchmarks/agn.py [--repetitions 31] [--leaves 100] [--leaf-size 100000] [--json FILE]

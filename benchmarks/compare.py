@@ -1,7 +1,7 @@
-"""All methods of the command, with their defaults, on one network, data and budget, from several seeds.
+"""Compare all methods of the command with their defaults, on one network, data and budget.
 
-The table has what each method buys and costs; the picture, with `--picture`, its training loss over the
-epochs and where the test accuracies end, seed by seed.
+The table has the accuracy and the cost of each method, as means over seeds. With `--picture` the script
+draws the training loss over the epochs, and the final test accuracy of each seed.
 
     python benchmarks/compare.py [METHOD ...] [--epochs 20] [--seeds 3] [--data digits] [--json FILE]
 """

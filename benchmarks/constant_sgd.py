@@ -1,13 +1,13 @@
-"""What a step of constant SGD costs, and how far from the exact posterior it samples.
+"""Cost of a step of constant SGD, and the distance of its draws from exact posteriors.
 
-Prints, all in one run:
+The script prints, all in one run:
 
 - the median time of a jitted step on the digits MLP (61-32-10, batch 32) for each estimator and
-  preconditioner over that of the same step of plain SGD, measured in turns; and that of many steps in
-  one `jax.lax.scan` on batches that each step draws;
-- the Kullback-Leibler divergence of the draws' Gaussian from the exact posterior, on two problems where
-  that is known, for the three preconditioners, beside stochastic gradient Langevin dynamics (Welling and
-  Teh, 2011) at the step size that is best for it, of a grid; all with the same batches and steps.
+  preconditioner, over the time of the same step of plain SGD, measured in turns; and the time of many
+  steps in one `jax.lax.scan` on batches that each step draws;
+- the Kullback-Leibler divergence of the draws' Gaussian from the exact posterior, on two problems with a
+  known posterior, for the three preconditioners and for stochastic gradient Langevin dynamics (Welling
+  and Teh, 2011) with the best step size of a grid; all use the same batches and steps.
 
     python benchmarks/constant_sgd.py [--only steps|scans|posterior] [--repetitions 2001] [--json FILE]
 """

@@ -1,11 +1,12 @@
-"""A convex problem of the size of MNIST: what a stochastic method still buys, by passes and by seconds.
+"""A convex problem of the size of MNIST: stochastic and full-batch methods, by passes and by seconds.
 
-Softmax regression with an L2 penalty, in float64: SVRG by the rate that `optperm.svrg_learning_rate`
-finds, loopless Katyusha by the same one, `optax.lbfgs`, and scikit-learn's `saga` and `lbfgs`. Printed
-are the passes over all examples (gradients of single examples over their number) and the seconds of
-processor until the loss is within 1e-3, 1e-6 and 1e-9 of the lowest one found, without compiling and
-without evaluating the loss for this table. scikit-learn's runs are made anew with 1, 2, 4, ...
-iterations, so that their figures are powers of two.
+The problem is softmax regression with an L2 penalty, in float64. The methods are SVRG with the rate that
+`optperm.svrg_learning_rate` finds, loopless Katyusha with the same rate, `optax.lbfgs`, and
+scikit-learn's `saga` and `lbfgs`. The script prints the passes over all examples (gradients of single
+examples over their number) and the processor seconds until the loss is within 1e-3, 1e-6 and 1e-9 of the
+lowest loss that was found. The seconds include neither compilation nor the evaluations of the loss for
+this table. scikit-learn's runs start again with 1, 2, 4, ... iterations, so their figures are powers of
+two.
 
 The part `rates` prints, on five problems, the loss of SVRG at multiples of the rate that was found.
 

@@ -1,11 +1,12 @@
 """Cost of DimReduce's update, of its basis and of its communication.
 
-Prints, each measured beside a peer in the same run and in turns:
+The script prints these figures, each measured in turns with a peer in the same run:
 
-- one update without its loss evaluations, against the two matrix products that it needs, and the loss
-  evaluations that it makes;
-- `pca_basis` against the same written by hand in NumPy and against scikit-learn's PCA: time, principal
-  angles and orthogonality against a float64 decomposition, and memory beside the snapshots;
+- one update without its loss evaluations, compared with the two matrix products that it needs, and the
+  number of its loss evaluations;
+- `pca_basis` compared with the same algorithm by hand in NumPy and with scikit-learn's PCA: time,
+  principal angles and orthogonality against a float64 decomposition, and memory in addition to the
+  snapshots;
 - the collectives of one step on 4 devices, from the compiled program.
 
     python benchmarks/dim_reduce.py [--only update|pca|communication] [--repetitions 101] [--smallest]

@@ -1,8 +1,9 @@
-"""Time of `optperm.training.fit` over that of the same steps in a loop written by hand.
+"""Time of `optperm.training.fit` over the time of the same steps in a loop by hand.
 
-Both train the same small network on the same batches, from the same params, for as many steps. Arrays
-are compared with one jitted `jax.lax.scan` over 100 steps at a time, called from a plain loop; iterables
-with a jitted step, called for each batch. Compiling is left out; the shortest of runs in turns counts.
+Both train the same small network on the same batches, from the same params, for the same number of
+steps. Arrays are compared with one jitted `jax.lax.scan` over 100 steps at a time, called from a plain
+loop. Iterables are compared with a jitted step, called for each batch. Times do not include compilation;
+the runs take turns, and the shortest one counts.
 
     python benchmarks/fit.py [--repetitions 11] [--seconds 3] [--json FILE]
 """

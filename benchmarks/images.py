@@ -1,6 +1,6 @@
-"""Images, a network for them, its training, and the choice of a number of a grid.
+"""Images, a network for them, its training, and the choice of a number from a grid.
 
-Gray images are for an MLP, color ones for a small convolutional network.
+Gray images are for an MLP, and color images are for a small convolutional network.
 """
 
 import argparse

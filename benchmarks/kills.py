@@ -1,8 +1,9 @@
-"""Kills training at random moments, goes on from its checkpoints, and compares with a run that went on.
+"""Kill training at random moments, resume it from checkpoints, and compare with an uninterrupted run.
 
-A program that trains by `optperm.training.fit` is ended by SIGKILL, within a step, a checkpoint or its
-start, and started again with `resume=True`, as often as asked for. At the end params, optimizer state
-and losses have to be those of a run that was left alone, bit for bit, and checkpoints have to be whole.
+SIGKILL ends a program that trains with `optperm.training.fit`, within a step, during a checkpoint or
+while it starts. The program starts again with `resume=True`, until the given number of kills. At the end
+its params, optimizer state and losses must equal the results of an uninterrupted run, bit for bit, and
+its checkpoints must be whole.
 
     python benchmarks/kills.py --kills 40 --devices 4
 """

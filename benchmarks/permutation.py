@@ -1,20 +1,20 @@
-"""Training by permuting beside training freely: an MLP on MNIST, a convolutional network on CIFAR-10.
+"""Training by permuting compared with free training, on MNIST and CIFAR-10.
 
 `methods`: SGPerm and LaPerm (around Adam), Adam, SGD with momentum, and Adam on the last layer alone,
-behind random weights that stay as they are. All begin at the same He-uniform weights and biases, and
-take the same batches of 50 for the same number of epochs.
+after fixed random layers. All begin at the same He-uniform weights and biases, and take the same batches
+of 50 for the same number of epochs.
 
-`values`: networks of 2, 4 and 16 values in each layer, evenly spaced, by SGPerm from the start, by Adam
-and rounding afterwards (k-means), and by Adam on weights that the forward pass rounds (straight-through,
-with a learned scale a layer).
+`values`: networks of 2, 4 and 16 evenly spaced values in each layer, trained with SGPerm from the start,
+with Adam and rounding afterwards (k-means), and with Adam on weights that the forward pass rounds
+(straight-through, with a learned scale per layer).
 
-`bytes`: what a trained network takes on disk: float32, a seed and an arrangement (the logarithm of the
-number of arrangements: no file can be smaller for all of them), and that arrangement as it is exported,
-compressed.
+`bytes`: the size of a trained network on disk: as float32, as a seed and an arrangement (the logarithm
+of the number of arrangements: no format can be smaller for all of them), and as the exported
+arrangement, compressed.
 
-Each takes the number of its grid, which is printed, that is best on a validation split (5,000 training
-images), with one seed and a third of the steps: the aggressiveness, or the momentum where values are
-few; the steps between two synchronizations; or the rate.
+Each method takes the number of its printed grid that is best on a validation split (5,000 training
+images), with one seed and a third of the steps. The number is the aggressiveness, the momentum for
+networks of a few values, the steps between two synchronizations, or the rate.
 
     python benchmarks/permutation.py --data mnist.npz [--seeds 3] [--epochs 3] [--examples 10000]
         [--only methods values bytes] [--methods SGPerm Adam]

@@ -1,31 +1,31 @@
-"""How far the draws of samplers are from posteriors that are known, and what they cost.
+"""Distance of samplers' draws from known posteriors, and the cost of the draws.
 
-The problems: logistic regression on scikit-learn's breast cancer data with all features and with 8, a
-linear regression on its diabetes data, a quadratic whose gradient noise is not its curvature; and
-softmax regression on its digits, if asked for. Diabetes and the quadratic have exact posteriors; the
-others are compared with long runs of NUTS by BlackJAX, kept in benchmarks/posterior_reference.npz,
-which
+The problems are logistic regression on scikit-learn's breast cancer data with all features and with 8, a
+linear regression on its diabetes data, a quadratic whose gradient noise is not its curvature, and, on
+request, softmax regression on its digits. Diabetes and the quadratic have exact posteriors. The other
+problems are compared with long runs of BlackJAX's NUTS, kept in benchmarks/posterior_reference.npz,
+which this command makes:
 
     python benchmarks/posterior.py --make-reference
 
-makes. Every sampler takes the same batches' size, chains and steps. Printed for each is, over all
+All samplers use the same batch size, chains and steps. For each sampler the script prints, over all
 params, the least, median and largest ratio of its standard deviations to the reference's, the largest
-error of a mean in those, the divergence of the draws' Gaussian from the reference's, and the seconds.
+error of a mean in standard deviations, the divergence of the draws' Gaussian from the reference's, and
+the seconds.
 
-Constant SGD runs with its defaults; printed beside it are the least effective sample size, that a
-second of processor, and what the report warns of. SGLD and SGHMC show the best of a grid of step
-sizes, chosen in hindsight by the reference itself, which a user has not; the grid is printed. "Mandt"
-is constant SGD without injected noise (`optperm.mandt_sgd`), which says so where it is unstable; it
-and BlackJAX's own SGLD start at the mode.
-"Laplace" is the Gaussian at the mode.
+Constant SGD runs with its defaults. The script also prints its least effective sample size, in all and
+per processor second, and the warnings of the report. SGLD and SGHMC show the best of a printed grid of
+step sizes, chosen in hindsight by the reference itself, which a user does not have. "Mandt" is constant
+SGD without injected noise (`optperm.mandt_sgd`), which says so where it is unstable. It and BlackJAX's
+own SGLD start at the mode. "Laplace" is the Gaussian at the mode.
 
     python benchmarks/posterior.py [--problems digits ...] [--batch-sizes 8 32] [--json FILE]
 
-With `--mlp` it is a network instead, 64-32-10 on the digits, whose posterior nobody knows: the negative
-log-likelihood, calibration error and error rate on a test split, of the last iterates of SGD and Adam,
-stochastic weight averaging, an ensemble of five, and every sampler, over five seeds. Each method's
-hyperparameter is the one of a printed grid that is best on a validation split, in the mean over seeds.
-The full preconditioner, a matrix of 2,410 x 2,410 for each chain, is left out.
+With `--mlp` the model is a network, 64-32-10 on the digits, whose posterior is unknown. The script
+prints the negative log-likelihood, calibration error and error rate on a test split, for the last
+iterates of SGD and Adam, stochastic weight averaging, an ensemble of five, and every sampler, over five
+seeds. Each method uses the hyperparameter of a printed grid that is best on a validation split, in the
+mean over seeds. The full preconditioner, a matrix of 2,410 x 2,410 for each chain, is left out.
 
     python benchmarks/posterior.py --mlp [--methods sgld ...] [--json FILE]
 """

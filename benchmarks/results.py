@@ -1,4 +1,4 @@
-"""What a benchmark has measured, as tables in a file of JSON, from which the site is made."""
+"""The results of a benchmark, as tables in a JSON file, from which the site is made."""
 
 import argparse
 import datetime

@@ -1,9 +1,10 @@
-"""Speed of SGPerm's update beside sorting, and beside the original's search in plain Python.
+"""Speed of SGPerm's update compared with sorting, and with the original search in plain Python.
 
-For each shape and partition ratio prints the least time of the whole jitted update (state donated, as in
-a training loop), of its cycle search by XLA's call and by the C entry point without copies, and of
-`np.argsort` of the same weight vectors, all in turns in one run; the processor time of the update and
-its temporary memory; and LaPerm's synchronization. Then that of the search where many weights are tied.
+For each shape and partition ratio the script prints the least time of the whole jitted update (with
+donated state, as in a training loop), of its cycle search with XLA's call and with the C entry point
+without copies, and of `np.argsort` of the same weight vectors, all measured in turns in one run. It also
+prints the processor time of the update and its temporary memory, the time of LaPerm's synchronization,
+and the time of the search where many weights are tied.
 
     python benchmarks/sgperm.py [--repetitions 9] [--original-rows 2] [--cores 4] [--json FILE]
 """

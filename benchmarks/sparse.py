@@ -1,13 +1,13 @@
 """Accuracy at a share of zeros: gradual and one-shot pruning, RigL, SET, static masks and SNIP.
 
-An MLP of 300 and 100 hidden units on MNIST, or a convolutional network on CIFAR-10; biases stay dense.
-All methods train for the same number of steps with Adam and a rate that falls to 0 by a cosine. One-shot
-pruning happens after half of the steps; the ramp of gradual pruning rises from 10 to 75 % of them; RigL
-and SET end at 75 %; masks change every 100 steps, or as `--every` says.
+The network is an MLP of 300 and 100 hidden units on MNIST, or a convolutional network on CIFAR-10;
+biases stay dense. All methods train for the same number of steps with Adam and a rate that falls to 0 by
+a cosine. One-shot pruning happens after half of the steps. The ramp of gradual pruning rises from 10 to
+75 % of the steps, and RigL and SET end at 75 %. Masks change every 100 steps, or as `--every` says.
 
-With `--tune` each row first takes the rate that is best on a validation split (5,000 training
-images), with one seed and a third of the steps. With `--export` networks whose weights or
-units were pruned gradually are made smaller by `to_sparse` and `remove_units`, and used.
+With `--tune` each row first takes the rate that is best on a validation split (5,000 training images),
+with one seed and a third of the steps. With `--export` the script measures the use of gradually pruned
+networks after `to_sparse` and `remove_units`.
 
     python benchmarks/sparse.py --data mnist.npz [--seeds 2] [--sparsity 0.9 0.98] [--tune] [--export]
 """

@@ -1,16 +1,17 @@
-"""Training in the subspace of a trajectory beside what else one would take, on images.
+"""Training in the subspace of a trajectory compared with SGD, Adam and averages, on images.
 
-An MLP on gray images (without data scikit-learn's digits), a convolutional network (8, 16 and 32
-channels) on color ones, by equally many gradients; a trial of a line search counts as a third of one.
-SGD with momentum, its gradients clipped to norm 1, and Adam have a rate that falls to 0 by a cosine. SWA
-is the mean of ten snapshots from the last quarter of such SGD at a constant rate, EMA the exponential
-mean of its params over a tenth of the steps. With `dldr` it takes two thirds of the steps, with 41
-snapshots, then the second phase begins, in 20 dimensions (`twa`: in 41).
+The network is an MLP on gray images (scikit-learn's digits by default), or a convolutional network (8,
+16 and 32 channels) on color images. All methods take the same number of gradients; a trial of a line
+search counts as a third of a gradient. SGD with momentum, with gradients clipped to norm 1, and Adam
+have a rate that falls to 0 by a cosine. SWA is the mean of ten snapshots from the last quarter of SGD at
+a constant rate, and EMA is the exponential mean of its params over a tenth of the steps. `dldr` runs SGD
+for two thirds of the steps, with 41 snapshots; then the second phase begins, in 20 dimensions (41 for
+`twa`).
 
-All labels are right, or there are few, or a share of them is drawn at random: .2, as in the scripts of
+The labels are all right, few, or partly random: a share of .2 is drawn at random, as in the scripts of
 DLDR's authors. Each method takes the numbers of its printed grid that are best on a validation split,
-whose labels are as wrong as others, with one seed and a third of the steps. Seconds are the processor's
-for a training, compilation left out.
+whose labels are as wrong as the others, with one seed and a third of the steps. Seconds are the
+processor seconds of a training run, without compilation.
 
     python benchmarks/subspaces.py [--data mnist.npz] [--examples 10000] [--steps 600] [--seeds 3]
 """

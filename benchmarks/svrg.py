@@ -1,19 +1,20 @@
-"""What variance reduction costs and gains: SVRG, recursive gradients and MARS beside SGD and AdamW.
+"""Cost and gain of variance reduction: SVRG, recursive gradients and MARS compared with SGD and AdamW.
 
-Prints:
+The script prints:
 
-- steps: the time of a jitted step of each method over that of SGD's or AdamW's, measured in turns;
-- saga: the gradient evaluations (of single examples, full gradients included) and seconds until the loss
-  is near the optimum, beside scikit-learn's SAGA on the same problem: logistic regression on the breast
-  cancer data, standardized, L2 of 1/n;
-- variance: that of the gradient estimate along a run of SVRG, over that of the plain batch gradient;
+- steps: the time of a jitted step of each method over the time of a step of SGD or AdamW, measured in
+  turns;
+- saga: the gradient evaluations (of single examples, including full gradients) and seconds until the
+  loss is near the optimum, compared with scikit-learn's SAGA on the same problem: logistic regression on
+  the standardized breast cancer data, L2 of 1/n;
+- variance: the variance of the gradient estimate along a run of SVRG, over the variance of the plain
+  batch gradient;
 - convex and networks: training loss and test error of each method and of plain SGD, momentum and Adam
-  after as many gradients of single examples, full gradients included, at constant rates and with a
-  cosine, each at the best rate of the grid that is printed: logistic and softmax regression, an MLP on
-  the digits, and on the digits with 30 % wrong labels;
-- lbfgs: the passes over all examples that `optax.lbfgs` and Newton's method with conjugate gradients
-  take on the two convex problems, each evaluation of a line search and each Hessian product counted
-  as one;
+  after the same number of gradients of single examples, including full gradients, at constant rates and
+  with a cosine, each at the best rate of the printed grid. The problems are logistic and softmax
+  regression, an MLP on the digits, and an MLP on the digits with 30 % wrong labels;
+- lbfgs: the passes over all examples of `optax.lbfgs` and of Newton's method with conjugate gradients on
+  the two convex problems, where each evaluation of a line search and each Hessian product counts as one;
 - mars: MARS-AdamW and AdamW on the byte transformer of the examples, in the same way.
 
     python benchmarks/svrg.py [--only PART ...] [--json FILE]

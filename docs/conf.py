@@ -39,11 +39,6 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "_ext", "inventories"]
 html_theme = "furo"
-html_theme_options = {
-    "source_repository": "https://github.com/optperm/optperm",
-    "source_branch": "main",
-    "source_directory": "docs/",
-}
 html_title = f"optperm {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -110,7 +105,7 @@ def write_reference(_: Any) -> None:
             page.write_text(text)
 
 
-_STEPS = "What a training step of any method is made of, and one optimizer after another."
+_STEPS = "The parts of a training step of any method, and the switch from one optimizer to another."
 
 
 def setup(app: Any) -> None:

@@ -1,8 +1,8 @@
-"""AGN and DiLoCo over two processes of two devices each, by `jax.distributed` and `jax.shard_map`.
+"""AGN and DiLoCo over two processes of two devices each, with `jax.distributed` and `jax.shard_map`.
 
-The training of agn_pmap.py with one seed, and its numbers but for rounding. Without a process id it
-starts itself twice on this machine, and waits for both. On two machines start it on each, with a process
-id and the address of the first:
+This is the training of agn_pmap.py with one seed, and has the same figures up to rounding. Without a
+process id the script starts itself twice on this machine, and waits for both processes. On two machines,
+start it on each with a process id and the address of the first:
 
     python examples/agn_multiprocess.py [--timeout SECONDS] [--out FILE.png]
     python examples/agn_multiprocess.py --process-id 0 --coordinator HOST:PORT

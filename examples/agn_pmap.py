@@ -1,7 +1,8 @@
-"""AGN and DiLoCo beside synchronous data parallelism: four devices, by `jax.pmap`.
+"""AGN and DiLoCo compared with synchronous data parallelism: four devices, with `jax.pmap`.
 
-A small network learns scikit-learn's digits, each replica from its own quarter of the images, with the
-mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and then one collective.
+A small network learns scikit-learn's digits. Each replica has its own quarter of the images. It trains
+with the mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and then with one
+collective.
 
     python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """

@@ -1,13 +1,14 @@
 """Rare, streaming and compressed commits on a byte-level transformer: loss over bytes sent.
 
 A small decoder learns the sources of Python's own standard library; one module in ten is held out. Four
-replicas start together after some steps of synchronous training, and go on for as many tokens each: in
-step, alone (which a method has to beat), by AGN, and by DiLoCo whole, streamed and compressed, each as
-was best on a grid. What a device sends is read from the compiled programs. Everything takes AdamW.
+replicas start together after some steps of synchronous training, and take the same number of tokens
+each: in step, alone (the baseline to beat), with AGN, and with DiLoCo (whole, streamed and compressed),
+each with the best numbers of a grid. The bytes that a device sends are read from the compiled programs.
+All methods use AdamW.
 
-With `--data FILE` it learns a text, whose last tenth is held out. On Shakespeare's as nanoGPT has it,
-`--layers 4 --width 128 --batch 3 --steps 2000 --common 0` is that of its small model for a CPU: contexts
-of 64, twelve of them in a step, about 1.88 nats a character.
+With `--data FILE` the decoder learns a text, whose last tenth is held out. On nanoGPT's Shakespeare,
+`--layers 4 --width 128 --batch 3 --steps 2000 --common 0` is nanoGPT's small model for a CPU: contexts
+of 64, twelve contexts per step, about 1.88 nats per character.
 
     python examples/byte_transformer.py [--seeds N] [--grid] [--data FILE] [--out FILE.png]
 """

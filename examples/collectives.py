@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its HLO."""
+"""Read the traffic between devices of a compiled program from its HLO."""
 
 import re
 from typing import NamedTuple

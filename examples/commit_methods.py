@@ -1,4 +1,4 @@
-"""What trains the byte transformer: in step, alone, and by rare commits, each with its grid."""
+"""Methods for the byte transformer: in step, alone, and with rare commits, each with its grid."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Runs of several replicas that commit when a plan says so, and what their programs send."""
+"""Runs of several replicas that commit by a plan, and the traffic of their programs."""
 
 import functools
 from typing import Any

@@ -1,9 +1,9 @@
-"""Bayesian linear regression on the diabetes data by constant SGD, beside the exact posterior.
+"""Bayesian linear regression on the diabetes data with constant SGD, compared with the exact posterior.
 
-Chains start at the mode: of Mandt, Hoffman and Blei's method with the full and the diagonal
-preconditioner, and of `optperm.constant_sgd`, which injects noise. The features are collinear, which a
-diagonal cannot follow. Printed beside it is what the divergence must come to if the gradients' noise is
-everywhere what it is at the mode, and, with ArviZ (pip install "optperm[arviz]"), R-hat and the ESS.
+Chains start at the mode. The samplers are the method of Mandt, Hoffman and Blei with the full and the
+diagonal preconditioner, and `optperm.constant_sgd`, which injects noise. The features are collinear,
+which a diagonal cannot represent. The script also prints the divergence to expect if the noise of the
+gradients were everywhere as at the mode, and, with ArviZ (`pip install ".[arviz]"`), R-hat and the ESS.
 
     python examples/constant_sgd_posterior.py [--draws 1000] [--out FILE.png]
 """

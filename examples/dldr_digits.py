@@ -1,8 +1,9 @@
-"""Training in tiny subspaces, the paper's figure in small: an MLP on scikit-learn's digits.
+"""Training in tiny subspaces: the paper's figure for an MLP on scikit-learn's digits.
 
-SGD trains for a few epochs and leaves a trajectory. Then SGD goes on, or P-SGD and P-BFGS train in the
-subspace of the trajectory's first k principal components, or TWA in the span of its snapshots, from
-their mean. Draws loss and accuracy over epochs, and the loss after the second phase over k.
+SGD trains for a few epochs and leaves a trajectory. Then SGD continues, or P-SGD and P-BFGS train in the
+subspace of the trajectory's first k principal components, or TWA trains in the span of its snapshots,
+from their mean. The script draws loss and accuracy over epochs, and the loss after the second phase over
+k.
 
     python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
 """

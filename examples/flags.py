@@ -1,4 +1,4 @@
-"""What the command lines of all examples have in common: each value is checked before any training."""
+"""Common parts of the examples' command lines. Each value is checked before any training."""
 
 import argparse
 import pathlib

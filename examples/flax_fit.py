@@ -1,9 +1,9 @@
-"""`optperm.training.fit` on a model with BatchNorm and dropout: by SVRG, and by SGPerm beside Adam.
+"""`optperm.training.fit` on a model with BatchNorm and dropout: with SVRG, and with SGPerm and Adam.
 
-Each method trains for two epochs, leaves a checkpoint, and goes on from it in a fresh state until the
+Each method trains for two epochs, writes a checkpoint, and resumes from it in a fresh state until the
 test loss has hardly fallen in two epochs. SVRG takes a snapshot with the gradient over all images before
-each. SGPerm permutes what was drawn at random; what BatchNorm starts with is equal, so Adam trains that.
-Prints the accuracies, and draws loss and accuracy of both.
+each epoch. SGPerm permutes the weights that were drawn at random; the params of BatchNorm start at equal
+values, so Adam trains them. The script prints the accuracies, and draws loss and accuracy of both.
 
     python examples/flax_fit.py [--epochs 12] [--out FILE.png]
 """

@@ -1,9 +1,9 @@
-"""LaPerm: Adam trains an MLP on scikit-learn's digits, whose initial weights are put in its order.
+"""LaPerm: Adam trains an MLP on scikit-learn's digits; its initial weights take Adam's order.
 
-A synchronization throws away what Adam did to the values and keeps what it did to their order. After
-every step it undoes nearly all; the longer the periods, the more is learned in each, and the fewer there
-are. Draws the test accuracy for each period while Adam moves the weights, and marks that of the network
-at the end, which holds its initial weights in another order, bit for bit.
+A synchronization discards the values of Adam's weights and keeps their order. After every step it undoes
+nearly all of Adam's work; longer periods learn more each, but there are fewer of them. For each period
+the script draws the test accuracy while Adam moves the weights, and marks the accuracy of the network at
+the end, which holds its initial weights in another order, bit for bit.
 
     python examples/laperm_digits.py [--epochs 10] [--out laperm-digits.png]
 """

@@ -1,4 +1,4 @@
-"""Several processes on this machine, that train together by `jax.distributed`."""
+"""Start several processes on this machine that train together with `jax.distributed`."""
 
 import pathlib
 import socket

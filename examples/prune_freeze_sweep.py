@@ -1,8 +1,9 @@
-"""How much of a network does training need? Pruning and freezing an MLP on scikit-learn's digits.
+"""How much of a network needs training? Pruning and freezing an MLP on scikit-learn's digits.
 
-After 200 steps of constant SGD a fraction p of each array is pruned (zero from then on) or frozen, then
-3000 more steps follow: for all fractions at once, by `jax.vmap` over masks. With `--legacy` as it was
-first made: a softmax is fed into a loss that takes one itself, and N is the number of params.
+After 200 steps of constant SGD a share p of each array is pruned (zero from then on) or frozen, and 3000
+more steps follow, for all shares at once, with `jax.vmap` over masks. With `--legacy` the script repeats
+the first version of the experiment: it feeds a softmax into a loss that applies a softmax itself, and N
+is the number of params.
 
     python examples/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """

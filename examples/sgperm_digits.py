@@ -1,8 +1,9 @@
 """SGPerm: an MLP learns scikit-learn's digits while its initial weights only trade places.
 
-`optperm.training.fit` trains a linen model. What was learned is exported as a permutation, with which
-the network is built again from its seed, bit for bit. Draws, over the steps, the test accuracy and the
-share of weights that are where they began, among them those of pixels that are always blank.
+`optperm.training.fit` trains a linen model. The script exports the trained network as a permutation, and
+rebuilds the network from its seed and the permutation, bit for bit. Over the steps it draws the test
+accuracy and the share of weights that are at their initial places, among them the weights of pixels that
+are always blank.
 
     python examples/sgperm_digits.py [--steps 512] [--out sgperm-digits.png]
 """

@@ -1,7 +1,8 @@
-"""SGPerm alone trains networks of 2, 3, 4 or 16 values: what is learned is where each value stands.
+"""SGPerm alone trains networks of 2, 3, 4 or 16 values: training only decides the place of each value.
 
-Its size is the seed and the logarithm of the number of arrangements. Beside it Adam, as it is and with
-each layer rounded after training to as many values (k-means). Draws test accuracy over bits a weight.
+The size of a network is the seed and the logarithm of the number of arrangements. For comparison, Adam
+trains freely, and with each layer rounded after training to as many values (k-means). The script draws
+the test accuracy over bits per weight.
 
     python examples/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
 """

@@ -1,8 +1,8 @@
-"""Logistic regression by SVRG beside scikit-learn's SAGA, counted in gradient evaluations.
+"""Logistic regression with SVRG compared with scikit-learn's SAGA, by gradient evaluations.
 
-Both minimize the mean logistic loss on the breast cancer data, standardized, with an L2 penalty of 1/n.
-SVRG takes its snapshots inside the compiled loop: every five passes over the data, or by the coin of its
-loopless form. L is the largest curvature of the loss of one example; SAGA's step size is about 1/2L.
+Both minimize the mean logistic loss on the standardized breast cancer data with an L2 penalty of 1/n.
+SVRG takes its snapshots inside the compiled loop: every five passes over the data, or at random (its
+loopless form). L is the largest curvature of the loss of one example; SAGA's step size is about 1/2L.
 
     python examples/svrg_logistic.py [--passes 250] [--out FILE.png]
 """

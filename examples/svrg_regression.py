@@ -1,8 +1,9 @@
-"""Linear regression by SVRG at one constant learning rate, beside SGD at four.
+"""Linear regression with SVRG at one constant learning rate, compared with SGD at four.
 
-The experiment of the original SVRG module, which ran on YearPredictionMSD. Here it runs on the diabetes
-data of scikit-learn, or on that file if given (a csv whose first column is the target). A constant rate
-brings SGD only to within its noise; SVRG, with a snapshot every two epochs, goes on to the optimum.
+This is the experiment of the original SVRG module, which ran on YearPredictionMSD. Here it runs on the
+diabetes data of scikit-learn, or on that file if it is given (a csv whose first column is the target).
+With a constant rate SGD stops at the level of its noise; SVRG, with a snapshot every two epochs,
+converges to the optimum.
 
     python examples/svrg_regression.py [--epochs 1000] [--out FILE.png]
     python examples/svrg_regression.py --csv YearPredictionMSD.txt --epochs 30 --batch-size 100

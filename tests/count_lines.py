@@ -15,6 +15,7 @@ import pathlib
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _DEFENDS = re.compile(r"_*(check|warn|faults|find_faults)")
@@ -53,27 +54,44 @@ def _defends(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and _DEFENDS.match(node.name) is not None
 
 
-def count_lines(source: str) -> Lines:
-    """Count the lines of one file."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    docstrings = {
+def _docstring_lines(nodes: list[ast.AST]) -> set[int]:
+    return {
         line
         for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and ast.get_docstring(node) is not None
         for line in _span(node.body[0])
     }
-    code, comments = set(), set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            # A licence above the code is none, and neither is what speaks to a linter.
-            if code and not _TO_TOOLS.match(token.string):
-                comments.add(token.start[0])
-        elif token.type not in _BLANK:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    code -= docstrings
+
+
+def _tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(source).readline)
+
+
+def code_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that hold code: neither blank nor comment nor docstring."""
+    code = {
+        line
+        for token in _tokens(source)
+        if token.type not in (*_BLANK, tokenize.COMMENT)
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return code - _docstring_lines(list(ast.walk(ast.parse(source))))
+
+
+def count_lines(source: str) -> Lines:
+    """Count the lines of one file."""
+    nodes = list(ast.walk(ast.parse(source)))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    code, docstrings = code_lines(source), _docstring_lines(nodes)
+    comments = {
+        token.start[0]
+        for token in _tokens(source)
+        # A license above the code does not count, nor does a comment to a linter.
+        if token.type == tokenize.COMMENT
+        and token.start[0] > min(code, default=0)
+        and not _TO_TOOLS.match(token.string)
+    }
     defence = {line for node in nodes if _defends(node) for line in _span(node)} & code
     return Lines(
         len(source.splitlines()),

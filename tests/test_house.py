@@ -1,9 +1,7 @@
 """The layout of the package: imports, the length of an update, the share of defence, and `dir`."""
 
 import ast
-import io
 import pathlib
-import tokenize
 import types
 
 import count_lines
@@ -30,29 +28,6 @@ LONGEST_UPDATE = 45
 LONGEST_WITH_SIBLINGS = 60
 # The share of the package's code lines that only refuse or warn, as `count_lines.py` counts them.
 MOST_DEFENCE = 0.08
-_NO_CODE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-)
-
-
-def code_lines(source, node):
-    """The lines of a function that hold code: no comment, no docstring, nothing blank."""
-    lines = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in _NO_CODE
-        for line in range(token.start[0], token.end[0] + 1)
-        if node.lineno <= line <= node.end_lineno
-    }
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.FunctionDef) and ast.get_docstring(inner):
-            lines -= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
-    return len(lines)
 
 
 def functions_in(node):
@@ -64,10 +39,14 @@ def test_an_update_can_be_read_beside_the_paper():
     """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
     for path in FILES:
         source = path.read_text(encoding="utf-8")
+        code = count_lines.code_lines(source)
         for outer in ast.walk(ast.parse(source)):
             if not isinstance(outer, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
-            lengths = {name: code_lines(source, f) for name, f in functions_in(outer).items()}
+            lengths = {
+                name: len(code & set(range(f.lineno, f.end_lineno + 1)))
+                for name, f in functions_in(outer).items()
+            }
             for name in lengths.keys() & {"update", "update_fn"}:
                 assert lengths[name] <= LONGEST_UPDATE, f"{path}: {name} of {lengths}"
                 if isinstance(outer, ast.FunctionDef):

@@ -1,5 +1,6 @@
 """The tutorials print what they show, and draw the pictures that they show."""
 
+import json
 import pathlib
 import re
 import runpy
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.programs
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 RUNNER = runpy.run_path(str(DOCS / "run_tutorials.py"))
+RESULTS = runpy.run_path(str(DOCS / "draw_results.py"))
 
 
 @pytest.mark.usefixtures("lenient")
@@ -39,3 +41,23 @@ def test_what_is_shown_is_compared():
     assert len(differences("it won\n", "it lost\n")) == 1
     assert len(differences("one\n", "one\ntwo\n")) == 1
     assert len(differences("1 2\n", "1 2 3\n")) == 1
+
+
+@pytest.mark.parametrize("page", RUNNER["PAGES"])
+def test_a_tutorial_begins_with_figures_of_the_benchmarks(page, tmp_path):
+    """All rows with a figure are in the picture, and the page shows it before its first section."""
+    text = (DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8")
+    assert f"]({page}-results.png)" in text.split("\n## ")[0]
+    panels = RESULTS["PICTURES"][page]
+    for panel in panels:
+        result = json.loads((RESULTS["RESULTS"] / f"{panel.result}.json").read_text("utf-8"))
+        table = result["tables"][panel.table]
+        at = table["columns"].index(panel.column)
+        cells = {row[0].replace("`", ""): row[at] for row in table["rows"] if "." in row[at]}
+        for name, (mean, deviation) in panel.figures().items():
+            numbers = [float(number) for number in re.findall(r"\d*\.?\d+", cells.pop(name))]
+            assert mean in numbers
+            assert deviation in (*numbers, 0.0)
+        assert all("diverges" in cell or cell == "-" for cell in cells.values())
+    RESULTS["draw"](panels, tmp_path / "picture.png")
+    assert np.std(matplotlib.image.imread(tmp_path / "picture.png")) > 0.01

@@ -1,5 +1,5 @@
 """Sampling a posterior.
 
-Constant SGD and Langevin dynamics, and what to do with their draws.
-See ``examples/constant_sgd_posterior.py``.
+Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG), and diagnostics of
+draws. See ``examples/constant_sgd_posterior.py``.
 """

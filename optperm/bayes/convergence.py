@@ -1,4 +1,4 @@
-"""R-hat and effective sample sizes: have chains converged, and how precise are their means?
+"""R-hat and effective sample sizes: the convergence of chains, and the precision of their means.
 
 A. Vehtari et al., "Rank-Normalization, Folding, and Localization: An Improved R-hat for Assessing
 Convergence of MCMC", Bayesian Analysis 16(2), 2021.

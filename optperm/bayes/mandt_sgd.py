@@ -1,4 +1,4 @@
-"""Mandt, Hoffman and Blei's constant SGD: preconditioned by the gradients' noise alone.
+"""The constant SGD of Mandt, Hoffman and Blei: only the noise of the gradients determines its steps.
 
 S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
 JMLR 18(134), 2017, section 4.

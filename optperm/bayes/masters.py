@@ -1,4 +1,4 @@
-"""Params of 16 bits that small steps move, by a copy in float32."""
+"""Keep a float32 copy of 16-bit params, so that small steps move it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers like params, the same on every replica and in every part of a resumed run."""
+"""Random numbers with the shapes of params, equal on all replicas and after a resumed run."""
 
 import zlib
 from collections.abc import Callable

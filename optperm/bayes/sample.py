@@ -1,4 +1,4 @@
-"""Sampling a posterior by one call, with its batches, starts and warm-up."""
+"""Sample a posterior with one call, including batches, starts and warm-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SWAG: a normal distribution with the mean and the covariance of the params along a training.
+"""SWAG: a normal distribution with the mean and the covariance of the params along a training run.
 
 W. J. Maddox, T. Garipov, P. Izmailov, D. Vetrov and A. G. Wilson, "A Simple Baseline for Bayesian
 Uncertainty in Deep Learning", NeurIPS 2019, arXiv 1902.02476.

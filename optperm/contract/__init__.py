@@ -1,1 +1,1 @@
-"""What every method is made with, and no user needs."""
+"""Internal code that all methods share."""

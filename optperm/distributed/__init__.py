@@ -1,4 +1,4 @@
-"""Many devices that talk rarely.
+"""Training on devices that rarely communicate.
 
 AGN and DiLoCo. See ``examples/agn_pmap.py`` and ``examples/agn_multiprocess.py``.
 """

@@ -1,4 +1,4 @@
-"""Shares of zeros: which leaves have one, and exactly how many entries it is."""
+"""Shares of zeros: the leaves that have a share, and the exact number of zeros in each."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Sparsity in the forward pass alone: a straight-through estimator of top-k."""
+"""Sparsity only in the forward pass: a straight-through estimator of top-k."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""APOLLO: the gradient itself, scaled by an optimizer's step on a random projection of it.
+"""APOLLO: scale the gradient by an optimizer's step on a random projection of the gradient.
 
 H. Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", MLSys 2025, arXiv 2412.05270.
 """

@@ -1,4 +1,4 @@
-"""DLDR: train in full, then in the subspace that the trajectory spans, as one optimizer.
+"""DLDR: train all params, then in the subspace that the trajectory spans, with one optimizer.
 
 T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
 DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.

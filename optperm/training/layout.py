@@ -2,7 +2,7 @@
 
 Most methods are compiled as one program for all devices: batches are sharded, params stay where the user
 placed them, and XLA inserts the communication. A method that was built with the name of a mapped axis
-runs by `jax.shard_map` over that axis of the mesh.
+runs in `jax.shard_map` over that axis of the mesh.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`fit`: train a Flax model by any method."""
+"""`fit`: train a Flax model with any method."""
 
 import dataclasses
 import difflib

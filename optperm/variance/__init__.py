@@ -2,7 +2,7 @@
 
 SVRG and the full gradients that it needs, recursive estimators (STORM, SARAH, SPIDER, PAGE), MARS, and
 proximal steps for penalties and bounds.
-They pay where a convex problem is to be solved to many digits; on networks SGD with a good rate and the
-same number of gradients wins: `benchmarks/svrg.py` has the tables. See ``examples/svrg_regression.py``
-and ``examples/svrg_logistic.py``.
+They solve convex problems to many digits. On networks SGD with a good rate is better after the same
+number of gradients: `benchmarks/svrg.py` has the tables. See ``examples/svrg_regression.py`` and
+``examples/svrg_logistic.py``.
 """
