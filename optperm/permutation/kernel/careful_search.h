@@ -82,7 +82,8 @@ class CarefulSearch {
 
   // Whether a search that goes below the weight of the source may come back. Only a riser below does, and only
   // a faller as heavy as the source gets there: those of more weight that do not reach the source reach nothing
-  // below it either. If it may not, no faller as heavy as the source finds a cycle any more.
+  // below it either. If it may not, no faller as heavy as the source finds a cycle any more. If it may, it does,
+  // without a step to what is heavier than the source: all fallers between that riser and the source reach the riser.
   bool MayReturnFromBelow(int32_t source) {
     const int32_t below = places_->FirstTied(source) - 1, target = places_->AnyDown(below);
     if (target != Places::kNone && reach_.Down(source, target)) {
@@ -145,10 +146,9 @@ class CarefulSearch {
     return true;
   }
 
-  // After a riser that leads nowhere. What is next above it is out of its reach, and so out of the reach of all risers
-  // below it. The source is no lower than that next one, since no path comes to a place above the source but by risers as
-  // heavy as it: so no way leads to the source from the places below the next one, and the path goes back to before it
-  // came there, or to before the risers that led to this one.
+  // After a riser that leads nowhere, which is below the source. What is next above it, no higher than the source, is
+  // out of its reach, and so out of the reach of all risers below it: no way leads from the places below that next one
+  // to the source. So the path goes back to before it came there, or to before the risers that led to this one.
   void LeaveLower(int32_t riser, int32_t next) {
     for (; length_ > 0 && path_[length_ - 1] < next; MarkTaken(path_[--length_])) {
       if (path_[length_ - 1] > riser && places_->Rises(path_[length_ - 1])) return;
