@@ -133,7 +133,7 @@ def test_params_of_another_size_are_named():
 
 
 def test_each_step_injects_noise_of_its_own():
-    """Without gradients a move is a draw of three points, of 0 and of sd sqrt(3) either way."""
+    """Without gradients an entry moves by 0 or by sqrt(3) standard deviations, either way."""
     tx = optperm.constant_sgd(
         N, S, preconditioner="diagonal", momentum=0.0, burn_in=0, freeze_after=4
     )

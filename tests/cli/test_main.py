@@ -420,8 +420,8 @@ def test_every_flag_has_a_type_a_default_and_help():
             assert not set(flag.help) & set("\\`"), (method.name, name)
 
 
-def test_an_epoch_that_was_only_begun_has_had_its_full_gradient():
-    """Of 64 examples in each odd epoch of 12 steps, with 2 gradients of each of 5 examples per step."""
+def test_gradient_evaluations_count_the_full_gradient_of_an_unfinished_epoch():
+    """It is of 64 examples, in each odd epoch of 12 steps; a step takes 2 gradients of 5 examples."""
     run = types.SimpleNamespace(
         method=types.SimpleNamespace(gradients_a_step=lambda: 2),
         hyperparameters={},

@@ -69,7 +69,7 @@ def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one()
 
 
 def test_compiled_kernel_searches_through_ties_come_back_to_the_way_that_is_left():
-    """A riser that leads nowhere ends what led to it and nothing else, nor does a faller for good."""
+    """In these rows a search turns back before it finds its cycle, and has to take the next way."""
     support.require_kernel("callback")
     for weights, recommendation, epsilon in (
         ([0, 1, 1, 2, 2], [-3, 1, -4, 2, 5], 1.75),
@@ -86,7 +86,7 @@ def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
     """Whole words of 64 places rise or fall, but for one entry in thirty: cycles are far apart."""
     support.require_kernel("callback")
     n, rows = 1000, 4
-    rng = np.random.default_rng(7)  # two of the rows find places again that a search had put back
+    rng = np.random.default_rng(7)  # in two of the rows a search finds places that one before put back
     levels, alpha = rng.integers(2, 100, rows), rng.random(rows)
     weights = np.sort(rng.integers(0, levels, (n, rows)), axis=0).astype(np.float32)
     rises = (np.arange(n)[:, None] // 64 % 2 == 0) ^ (rng.random((n, rows)) < 0.03)

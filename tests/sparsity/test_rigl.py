@@ -153,8 +153,8 @@ def test_a_static_mask_is_the_optimizer_on_masked_gradients():
         support.assert_close((p, state.inner), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
-def test_weights_without_a_mask_are_zero_once_pruned():
-    """Before the first step too, where the optimizer has not put them to zero yet."""
+def test_pruned_params_are_zero_where_the_mask_is_off():
+    """Before the first step too, when the optimizer has not yet set the dead weights to zero."""
     tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3, key=KEY), support.normal((6, 5))
     state = tx.init(start)
     params, pruned = optperm.prune(start, state, 0.5, criterion="random", key=KEY)
