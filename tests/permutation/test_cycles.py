@@ -86,7 +86,8 @@ def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
     """Whole words of 64 places rise or fall, but for one entry in thirty: cycles are far apart."""
     support.require_kernel("callback")
     n, rows = 1000, 4
-    rng = np.random.default_rng(7)  # in two of the rows a search finds places that one before put back
+    # In two of these rows a search finds places that an earlier one has put back.
+    rng = np.random.default_rng(7)
     levels, alpha = rng.integers(2, 100, rows), rng.random(rows)
     weights = np.sort(rng.integers(0, levels, (n, rows)), axis=0).astype(np.float32)
     rises = (np.arange(n)[:, None] // 64 % 2 == 0) ^ (rng.random((n, rows)) < 0.03)
