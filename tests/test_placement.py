@@ -252,6 +252,10 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
             support.assert_same_bits(placed[7], optperm.center_params(state))
         else:
             support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
+    # A transformation that follows does not make its ascents placements.
+    with pytest.warns(UserWarning, match="stands in an optax.chain after"):
+        followed = descend(optax.chain(tx, optax.identity()), optperm.apply_updates, 9)[1]
+    np.testing.assert_allclose(followed, placed, atol=1e-6)
 
 
 def test_wrappers_that_move_params_elsewhere_are_refused_by_name():

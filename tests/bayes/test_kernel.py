@@ -126,6 +126,29 @@ def test_what_has_neither_noise_nor_curvature_takes_no_step():
     assert np.all(np.isfinite(kernel.injected(jnp.float32(h), SCALE)))
 
 
+def test_each_step_injects_noise_of_its_own():
+    """Without gradients an entry moves by 0 or by sqrt(3) standard deviations, either way."""
+    tx = optperm.constant_sgd(
+        N, S, preconditioner="diagonal", momentum=0.0, burn_in=0, freeze_after=4
+    )
+    rows, w = jnp.float32(np.random.default_rng(1).normal(size=(S, 30))), jnp.zeros(30)
+    extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: 3 * w}
+
+    def step(state, grads):
+        updates, state = tx.update(grads, state, w, **extras, grad=None)
+        return state, updates
+
+    grads = jnp.concatenate([jnp.tile(rows.mean(0), (5, 1)), jnp.zeros((4, 30))])
+    state, moves = jax.jit(lambda state: jax.lax.scan(step, state, grads))(tx.init(w))
+    sampler = state.then[0]
+    h = sampler.kernel.step_sizes(sampler.scale, sampler.limit)
+    sd = h * jnp.sqrt(sampler.kernel.injected(h, sampler.scale) / S)
+    points = np.asarray(moves)[5:] / np.asarray(sd) / np.sqrt(3)
+    np.testing.assert_allclose(points, np.round(points), atol=1e-4)
+    assert {*np.unique(np.round(points))} == {-1.0, 0.0, 1.0}
+    assert len(np.unique(np.round(points), axis=0)) == 4
+
+
 @pytest.mark.chains
 def test_the_update_adds_the_noise_of_its_kernel():
     """Without gradients the moves have the covariance W diag(h^2 b / S) W^T, to the error of so many."""

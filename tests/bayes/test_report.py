@@ -97,6 +97,10 @@ def test_figures_and_limits(capsys):
     assert "R-hat" not in report_of(samples_of(wild))[0]
     assert "There are 3 draws a chain" in report_of(samples_of(np.ones((2, 3, 1))))[0]
     assert report_of(samples_of(np.ones((2, 1, 3))))[1].unmoved == 0
+    held = autoregressive(0.3, (4, 100, 2))
+    for chains, unmoved in ((1, 0), (slice(4), 1)):  # an entry that any chain moves has moved
+        held[chains, :, 1] = 0.5
+        assert report_of(samples_of(held))[1].unmoved == unmoved
 
 
 def test_starts_are_told():

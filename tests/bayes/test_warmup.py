@@ -11,6 +11,8 @@ import replicas
 import support
 
 import optperm
+from optperm.bayes.adaptation import begin, hand_over, learn
+from optperm.bayes.covariance import batch_gradients
 from optperm.bayes.warmup import diagonal_newton, warmup
 from optperm.contract.states import find_state
 
@@ -82,6 +84,48 @@ def test_entries_with_hardly_any_noise_have_steps_by_their_curvature(form):
         one = replicas.take(state, index)
         h = np.stack([one.preconditioned(row) for row in np.eye(D, dtype=np.float32)])
         assert np.linalg.eigvals(h @ HESSIAN).real.max() < 2
+
+
+def test_statistics_of_a_window_are_means_over_its_batches():
+    """The deviations of batch t are t times those of the first, so C^ grows as t^2.
+
+    Products of the noise of two successive batches are 4 and 36 times the square of the first, and
+    their mean, over two pairs, is weighted with C h.
+    """
+    rows, a = np.random.default_rng(0).normal(size=(S, D)), jnp.float32([4.0, 2.0, 0.5])
+    w, h, scale = jnp.zeros(D), jnp.float32([0.1, 0.2, 0.4]), jnp.float32(0.05)
+    kernel, seen = begin(w, "diagonal", 10.0)
+    kernel = kernel._replace(noise=jnp.float32([1.0, 2.0, 3.0]))
+
+    @jax.jit
+    def step(seen, rows, number):
+        extras = {"per_example_grad_fn": lambda w: rows, "grad_fn": lambda w: a * w}
+        batch = batch_gradients(rows.mean(0), w, extras, S, None, None)
+        key = jnp.zeros(2, jnp.uint32)
+        return learn(seen, jnp.int32(0), kernel, batch, "per_example", h, scale, key, number)[0]
+
+    for t in range(3):
+        seen = step(seen, jnp.float32((t + 1) * rows), jnp.int32(t))
+    c, share, noise = rows.var(axis=0, ddof=1), np.asarray(h / scale), np.asarray(kernel.noise)
+    np.testing.assert_allclose(seen.covariance, 14 / 3 * c, rtol=1e-5)
+    weighted = np.average(20 * (c * share) ** 2, weights=noise * share)
+    assert float(seen.repeated) == pytest.approx(weighted, rel=1e-5)
+    np.testing.assert_allclose(seen.curvature, h * a, rtol=1e-5)
+
+
+def test_curvature_is_that_of_the_new_directions():
+    """In the coordinates of W it is the diagonal of W^T A W, for a diagonal A and steps h."""
+    a, h = np.array([4.0, 2.0, 0.5]), np.float32([0.1, 0.2, 0.4])
+    kernel, seen = begin(jnp.zeros(D), "full", 10.0)
+    seen = seen._replace(
+        estimates=jnp.int32(9), covariance=jnp.float32(NOISE), units=jnp.float32(np.diag(NOISE)),
+        curvature=jnp.float32(h * a), square=jnp.float32(h * a) ** 2,
+    )  # fmt: skip
+    options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "rho": 10.0}
+    new, _ = jax.jit(functools.partial(hand_over, **options))(kernel, seen, h, jnp.float32(1))
+    w = np.asarray(new.basis, np.float64)
+    np.testing.assert_allclose(w.T @ NOISE @ w, np.eye(D), atol=1e-5)
+    np.testing.assert_allclose(new.curvature, np.diag(w.T @ np.diag(a) @ w), rtol=1e-4)
 
 
 @functools.cache

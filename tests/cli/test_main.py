@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import typing
 
 import jax
@@ -417,6 +418,20 @@ def test_every_flag_has_a_type_a_default_and_help():
             assert set(of) & set(kinds), (method.name, name)
             assert len(flag.help) > 5, (method.name, name)
             assert not set(flag.help) & set("\\`"), (method.name, name)
+
+
+def test_gradient_evaluations_count_the_full_gradient_of_an_unfinished_epoch():
+    """It is of 64 examples, in each odd epoch of 12 steps; a step takes 2 gradients of 5 examples."""
+    run = types.SimpleNamespace(
+        method=types.SimpleNamespace(gradients_a_step=lambda: 2),
+        hyperparameters={},
+        steps_per_epoch=12,
+        batch_size=5,
+        data=types.SimpleNamespace(x_train=range(64)),
+        _change=lambda epoch: epoch if epoch % 2 else None,
+    )
+    for step, full in ((0, 0), (1, 1), (12, 1), (13, 1), (24, 1), (25, 2)):
+        assert training.Training.gradient_evaluations(run, step) == 10 * step + 64 * full
 
 
 def test_what_the_run_knows_reaches_the_methods_that_ask_for_it():

@@ -176,6 +176,13 @@ def test_functions_among_params_are_told_how_to_leave_them_out():
         tx.init({"activation": "x", "weight": jnp.ones(2)})
 
 
+def test_traced_numbers_out_of_range_become_the_nearest_limit():
+    limit = jax.jit(
+        lambda x: schedules.resolve_schedule("ratio", x, jnp.int32(0), low=0.5, high=2.0)
+    )
+    assert [float(limit(jnp.float32(x))) for x in (0.25, 1.5, 3.0)] == [0.5, 1.5, 2.0]
+
+
 def test_schedules_give_single_numbers():
     """What one returns is named by the argument that it was passed for."""
     for value in ("x", None, np.ones(2, np.float32), 1j, True):

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import varying_axes
 from optperm.contract.transformation import transformation
 
@@ -56,6 +57,13 @@ def test_results_have_the_types_of_what_came_in_and_are_strong(transform):
     after = transform(careless().update)(GRADS, state, PARAMS)
     assert support.signature(after) == support.signature((PARAMS, state))
     assert not any(weak for _, _, weak in support.signature(state)[1])
+
+
+@pytest.mark.usefixtures("x64")
+def test_sums_over_leaves_are_as_wide_as_the_widest_of_them():
+    cases = ((), jnp.float32), (("bfloat16",), jnp.float32), (("float64", "bfloat16"), jnp.float64)
+    for dtypes, wide in cases:
+        assert accumulation_dtype([jnp.zeros(1, dtype) for dtype in dtypes]) == wide
 
 
 def test_updates_may_have_the_types_of_the_gradients():

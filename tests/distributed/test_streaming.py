@@ -250,6 +250,13 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     support.assert_same_bits(rest, jnp.where(own == 0, leaf, 0.0))
     assert float(number) == 1
     assert takes_part
+    # With a weight of 0 nothing is sent, so nothing is taken out of what was held back.
+    own, number, rest, _ = compression.sum_compressed(
+        compress, leaf, jnp.ones_like(leaf), jnp.array(True), commits.Replicas(None, ()), 0.0
+    )
+    assert float(number) == 0
+    assert not own.any()
+    support.assert_same_bits(rest, jnp.ones_like(leaf))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +307,17 @@ def test_a_center_in_float32_under_bfloat16_params():
     assert center.dtype == jnp.float32
     assert float(center[0, 0]) < 1 - 7 * 2**-10
     support.assert_same_bits(params, center.astype(jnp.bfloat16))
+
+
+def test_fragments_are_sent_at_even_distances():
+    """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
+    plan = optperm.Every(10, fragments=4, delay=1)
+    sent = {step: plan.at(step).send for step in range(1, 21) if plan.at(step).send}
+    assert sent == {
+        **{2: (1,), 5: (2,), 7: (3,), 10: (0,)},
+        **{12: (1,), 15: (2,), 17: (3,), 20: (0,)},
+    }
+    assert all(plan.at(step + 1).receive == fragments for step, fragments in sent.items())
 
 
 def test_plans_say_what_is_wrong():

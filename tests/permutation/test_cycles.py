@@ -68,6 +68,36 @@ def test_compiled_kernel_rows_of_any_length_gives_the_bits_of_the_readable_one()
         support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
 
 
+def test_compiled_kernel_searches_through_ties_come_back_to_the_way_that_is_left():
+    """In these rows a search turns back before it finds its cycle, and has to take the next way."""
+    support.require_kernel("callback")
+    for weights, recommendation, epsilon in (
+        ([0, 1, 1, 2, 2], [-3, 1, -4, 2, 5], 1.75),
+        ([0, 2, 4, 4, 5], [-4, -2, 3, 1, 5], 4.25),
+        ([1, 2, 2, 3, 3, 4], [-4, 3, 2, -1, 5, 6], 1.75),
+    ):
+        w, m = (np.float32(each)[:, None] for each in (weights, recommendation))
+        alpha = epsilon / np.ptp(w) - 1 / len(w)
+        rest = (m, w, np.zeros((1, 2), np.uint32)), ranks_of(w), alpha, len(w)
+        support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+
+
+def test_compiled_kernel_ties_of_long_rows_give_the_bits_of_the_readable_one():
+    """Whole words of 64 places rise or fall, but for one entry in thirty: cycles are far apart."""
+    support.require_kernel("callback")
+    n, rows = 1000, 4
+    # In two of these rows a search finds places that an earlier one has put back.
+    rng = np.random.default_rng(7)
+    levels, alpha = rng.integers(2, 100, rows), rng.random(rows)
+    weights = np.sort(rng.integers(0, levels, (n, rows)), axis=0).astype(np.float32)
+    rises = (np.arange(n)[:, None] // 64 % 2 == 0) ^ (rng.random((n, rows)) < 0.03)
+    sizes = rng.permuted(np.tile(np.arange(1.0, n + 1)[:, None], rows), axis=0)
+    recommendation = np.where(rises, -sizes, sizes).astype(np.float32)
+    arrays = recommendation, weights, np.zeros((rows, 2), np.uint32)
+    rest = arrays, ranks_of(weights), alpha, n
+    support.assert_same_bits(by_hand("callback", *rest), by_hand("numpy", *rest))
+
+
 N, ROWS = 40, 6
 # Of the weights and of the recommendation.
 DTYPES = {

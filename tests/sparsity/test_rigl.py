@@ -153,6 +153,15 @@ def test_a_static_mask_is_the_optimizer_on_masked_gradients():
         support.assert_close((p, state.inner), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
+def test_pruned_params_are_zero_where_the_mask_is_off():
+    """Before the first step too, when the optimizer has not yet set the dead weights to zero."""
+    tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3, key=KEY), support.normal((6, 5))
+    state = tx.init(start)
+    params, pruned = optperm.prune(start, state, 0.5, criterion="random", key=KEY)
+    assert int(pruned.mask.sum()) < int(state.mask.sum()) == 15
+    np.testing.assert_array_equal(params, np.where(pruned.mask, start, 0.0))
+
+
 def test_the_first_mask_is_uniform_and_random_growth_too():
     """Over 1000 keys each of 12 entries lives in a quarter of the masks, before and after a growth."""
     w = jnp.arange(12.0).reshape(3, 4)

@@ -23,7 +23,7 @@ FIRST = optax.sgd(2e-3, momentum=0.5)
 SECOND = {
     "dim_reduce": functools.partial(optperm.dim_reduce, n_components=3),
     "project": functools.partial(optperm.project, 3, optax.sgd(1e-3)),
-    "twa": functools.partial(optperm.twa, 4, optax.sgd(1e-3)),
+    "twa": functools.partial(optperm.twa, 4, optax.sgd(1e-3, momentum=0.5)),
 }
 
 

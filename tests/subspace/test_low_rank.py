@@ -252,6 +252,10 @@ def test_a_gradient_that_is_zero_or_not_finite_makes_no_basis(bad, x64):
     for at in (1, 5, 6):
         u = np.linalg.svd(grads["w"][at])[0][:, :2]
         np.testing.assert_allclose(np.abs(np.sum(u * basis[at], 0)), 1.0, atol=1e-9)
+    # A power step needs a basis before it, so the first one that is made is that of the SVD.
+    power = optperm.low_rank(optax.identity(), 2, projection="power", update_every=3)
+    _, s = run(power, jax.tree.map(lambda g: g[:2], spoiled))
+    np.testing.assert_allclose(np.abs(s.basis["w"][1]), np.abs(basis[1]), atol=1e-9)
 
 
 def test_refreshes_are_staggered(monkeypatch):

@@ -155,6 +155,19 @@ def test_a_sampler_samples_the_posterior_from_arrays():
     assert examples * np.mean((draws - x.mean(axis=0)) ** 2) == pytest.approx(1.0, abs=0.05)
 
 
+def test_each_replica_draws_from_a_key_of_its_own_in_each_step():
+    state = training.TrainState.create(
+        apply_fn=None, params={}, tx=optax.sgd(0.1), rng=jax.random.key(2)
+    )
+
+    def draw(step, _):
+        return jax.random.key_data(state.replace(step=step).step_rng("replica"))
+
+    of_replicas = jax.vmap(draw, in_axes=(None, 0), axis_name="replica")
+    drawn = jax.vmap(of_replicas, in_axes=(0, None))(jnp.arange(3), jnp.arange(4))
+    assert len(np.unique(drawn.reshape(12, 2), axis=0)) == 12
+
+
 def test_trials_of_a_step_see_its_model_state_and_key_and_leave_no_trace():
     """A method that evaluates at other params; the loss depends on the model state and on the key."""
     model, x = Recorder(), jnp.ones((4, 3))

@@ -57,6 +57,15 @@ def test_rows_of_epochs_stay_beside_those_within_them():
         assert ends == [5, 10]
 
 
+def test_epochs_of_known_length_end_with_their_last_step():
+    """Callbacks of that step see the row of the epoch."""
+    for train_data in (None, list(fitting.batches(1))):
+        seen = []
+        note = lambda event, seen=seen: seen.append(event.history.last.get("step"))  # noqa: E731
+        linear_fit(train_data=train_data, epochs=2, every={1: note})
+        assert seen == [None] * 4 + [5] * 5 + [10]
+
+
 def test_early_stopping_ends_a_stream(tmp_path):
     """Wherever it is passed; a run that it has stopped stops at once when it is resumed."""
     still = {"eval_fn": lambda *args: {"loss": jnp.float32(1.0)}, "eval_data": data()}

@@ -131,6 +131,13 @@ def test_zeros_are_exact_in_any_dtype_by_optax_too():
         )
 
 
+def test_steps_of_16_bits_are_computed_in_32():
+    """256 + 1 is 256 in bfloat16; less a penalty of 1/2 it is a step of 1/2."""
+    tx, params = optperm.proximal(0.5, l1=1.0), jnp.full(2, 256, jnp.bfloat16)
+    updates, _ = tx.update(jnp.ones(2, jnp.bfloat16), tx.init(params), params)
+    assert updates.tolist() == [0.5, 0.5]
+
+
 @pytest.mark.usefixtures("lenient")
 def test_inside_of_multi_steps_it_acts_on_the_mean_gradient_once():
     """The params after two micro-steps are those of one step on their mean gradient."""

@@ -178,6 +178,8 @@ def test_entry_that_is_not_finite_begins_again():
     np.testing.assert_array_equal(d, [2.0, 4.0, 6.0])
     d, _ = tx.update(sound, opt_state, params, grad_fn=lambda p: p * jnp.inf)
     np.testing.assert_array_equal(d, sound)
+    _, kept = tx.update(sound, opt_state, bad, grad_fn=lambda p: sound)
+    np.testing.assert_array_equal(kept.snapshot.params, [1.0, 0.0, 3.0])  # the last finite ones
     tx, twice = optperm.recursive_gradient(0.0, refresh_every=1), 2 * sound
     full_grad_fn = lambda p: jnp.where(jnp.isnan(bad), bad, twice)  # noqa: E731
     closures = {"grad_fn": lambda p: p, "full_grad_fn": full_grad_fn}

@@ -82,7 +82,8 @@ class CarefulSearch {
 
   // Whether a search that goes below the weight of the source may come back. Only a riser below does, and only
   // a faller as heavy as the source gets there: those of more weight that do not reach the source reach nothing
-  // below it either. If it may not, no faller as heavy as the source finds a cycle any more.
+  // below it either. If it may not, no faller as heavy as the source finds a cycle any more. If it may, it does,
+  // without a step to what is heavier than the source: all fallers between that riser and the source reach the riser.
   bool MayReturnFromBelow(int32_t source) {
     const int32_t below = places_->FirstTied(source) - 1, target = places_->AnyDown(below);
     if (target != Places::kNone && reach_.Down(source, target)) {
@@ -112,14 +113,12 @@ class CarefulSearch {
   bool SearchThrough(int32_t source) {
     length_ = 1;
     taken_.clear();
-    int32_t lowest = source, highest = source;  // of the visited places
+    int32_t lowest = source;  // of the visited places
     while (length_ > 0) {
       const int32_t here = path_[length_ - 1];
       const bool rises = places_->Rises(here);
       if (rises && Climb(here, source)) {
-        const int32_t last = path_[length_ - 1];
-        highest = std::max(highest, last);
-        if (last == source) break;
+        if (path_[length_ - 1] == source) break;
         continue;
       }
       const int32_t bound = rises ? here + 1 : places_->FirstTied(here) - 1;
@@ -129,17 +128,15 @@ class CarefulSearch {
         if (next == source) break;
         places_->Remove(next);
         lowest = std::min(lowest, next);
-        highest = std::max(highest, next);
         continue;
       }
       --length_;
-      const bool is_for_good = rises ? highest < bound : lowest > bound;
+      const bool is_for_good = !rises && lowest > bound;
       if (!is_for_good) MarkTaken(here);
-      if (!rises) TakeOutTied(here, 0, is_for_good ? nullptr : &taken_);
       if (rises) {
-        LeaveLower(here, next, source);
-      } else if (source <= bound) {
-        LeaveUpper(bound, next);
+        LeaveLower(here, next);
+      } else {
+        TakeOutTied(here, 0, is_for_good ? nullptr : &taken_);
       }
       places_->alive()[source >> 6] |= uint64_t{1} << (source & 63);
     }
@@ -149,14 +146,10 @@ class CarefulSearch {
     return true;
   }
 
-  // After a riser that leads nowhere. What is next above it is out of its reach, and so out of the reach of all risers
-  // below it: if the source is not among the places below that next one, no way leads from these to it. So the path goes
-  // back to before it came there. Else it goes back to before the risers that led to this one.
-  void LeaveLower(int32_t riser, int32_t next, int32_t source) {
-    if (source < riser) {
-      while (length_ > 0 && places_->Rises(path_[length_ - 1])) MarkTaken(path_[--length_]);
-      return;
-    }
+  // After a riser that leads nowhere, which is below the source. What is next above it, no higher than the source, is
+  // out of its reach, and so out of the reach of all risers below it: no way leads from the places below that next one
+  // to the source. So the path goes back to before it came there, or to before the risers that led to this one.
+  void LeaveLower(int32_t riser, int32_t next) {
     for (; length_ > 0 && path_[length_ - 1] < next; MarkTaken(path_[--length_])) {
       if (path_[length_ - 1] > riser && places_->Rises(path_[length_ - 1])) return;
     }
@@ -164,16 +157,6 @@ class CarefulSearch {
     // The faller that came there: below it there are no others.
     MarkTaken(path_[--length_]);
     TakeOutTied(path_[length_], 0, &taken_);
-  }
-
-  // The same after a faller that leads nowhere, where the source is at or below the places lighter than it, of which
-  // `highest` is the last and `next` the first alive.
-  void LeaveUpper(int32_t highest, int32_t next) {
-    for (; length_ > 0 && path_[length_ - 1] > next; MarkTaken(path_[--length_])) {
-      if (path_[length_ - 1] <= highest && !places_->Rises(path_[length_ - 1])) return;
-    }
-    // The risers that came there: above them there are no others.
-    while (length_ > 0 && places_->Rises(path_[length_ - 1])) MarkTaken(path_[--length_]);
   }
 
   void MarkTaken(int32_t place) {
