@@ -131,5 +131,5 @@ def test_the_readme_is_read_in_a_minute():
     ]
     assert not missing
     rows = [row for row in text.splitlines() if row.startswith("| ") and re.search(r"\d", row)]
-    assert len(rows) == 7
+    assert len(rows) == 6
     assert all(re.search(r"\[[^]]+\]\[\w+\]", row) for row in rows)
