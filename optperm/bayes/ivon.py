@@ -94,8 +94,8 @@ def ivon(
       weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
       mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
         length.
-      clip_radius: :math:`\xi > 0`, the largest entry of the direction. Take 1e-3 if a network diverges, as
-        convolutional ones do, with a learning rate near 1.
+      clip_radius: :math:`\xi > 0`, the largest entry of the direction. With 1e-3 and a rate near 1 deep
+        networks that diverge without it train.
       rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
         step is a step of SGD.
       axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
