@@ -201,7 +201,8 @@ def auroc(scores: jax.Array | np.ndarray, other_scores: jax.Array | np.ndarray) 
     one, two = np.asarray(scores, np.float64), np.asarray(other_scores, np.float64)
     for name, values in {"scores": one, "other_scores": two}.items():
         if values.ndim != 1 or not values.size or np.isnan(values).any():
-            raise ValueError(f"{name} must be numbers of shape (n,), got shape {values.shape}.")
+            got = "NaN" if np.isnan(values).any() else f"shape {values.shape}"
+            raise ValueError(f"{name} must be numbers of shape (n,), got {got}.")
     # The share of scores below each other one, of equal scores half
     one = np.sort(one)
     below = np.searchsorted(one, two, side="left") + np.searchsorted(one, two, side="right")

@@ -11,7 +11,6 @@ from optperm.bayes.masters import MasterState, follow
 from optperm.bayes.normal_noise import normal_like
 from optperm.bayes.swag import SwagState
 from optperm.contract import checks
-from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import as_key
 from optperm.contract.shardings import can_be_seen
 from optperm.contract.states import (
@@ -44,9 +43,9 @@ def sample_params(
       num_draws: Draws to stack along a leading axis; None for one without such an axis.
 
     Returns:
-      A tree like params, of their dtypes, but draws of `ivon` in float32 for params of 16 bits, which
-      would round the noise away. A mask's other params are as in params. Traced draws of `swag`
-      are NaN before the first collection.
+      A tree like params, of their dtypes, but in float32 for params of 16 bits, which would round the
+      noise. A mask's other params are as in params. Traced draws of `swag` are NaN before the first
+      collection.
 
     Example:
       >>> import jax, jax.numpy as jnp, optperm
@@ -101,7 +100,7 @@ def sample_params(
 
     def draw(key: jax.Array) -> optax.Params:
         threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
-        return fill_masked(cast_like(draw_one(state, seen, threefry), seen), params)
+        return fill_masked(draw_one(state, seen, threefry), params)
 
     return draw(key) if num_draws is None else jax.vmap(draw)(jax.random.split(key, num_draws))
 

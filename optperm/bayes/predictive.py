@@ -124,6 +124,12 @@ def posterior_predictive(
         raise TypeError(f"samples must be Samples or an Ensemble, got {type(samples).__name__}.")
     params = without_variables(samples.params)
     if isinstance(samples, Ensemble):
+        shapes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params)}
+        if len(shapes) != 1 or shapes & {(), (0,)}:
+            raise ValueError(
+                "Ensemble takes params stacked along a leading axis: "
+                "jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)."
+            )
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
     draws = _predict(predict_fn, params, inputs)

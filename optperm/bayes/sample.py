@@ -118,6 +118,9 @@ def sample(
         ("thinning", thinning),
     ):
         checks.check_static_count(name, count)
+    checks.check_function(
+        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
+    )
     params = without_variables(params)
     data = jax.tree.map(jnp.asarray, data)
     num_data = checks.count_examples("data", data)
@@ -130,6 +133,7 @@ def sample(
     jax.eval_shape(tx.init, params)  # refuses params that cannot be sampled before the search
 
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
+    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
     def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)

@@ -4,6 +4,7 @@ Each check sees only what Python can see. Traced numbers and trees (under `jax.j
 `optax.inject_hyperparams`) pass unchecked, as do schedules.
 """
 
+import reprlib
 from typing import Any, TypeGuard
 
 import jax
@@ -132,7 +133,8 @@ def dtype_of(name: str, value: object) -> Any:
     is_array = getattr(dtype, "kind", "V") not in "OSUMm"
     if not is_array and not isinstance(value, bool | int | float | complex):
         advice = _ADVICE_FUNCTIONS if callable(value) else ""
-        raise TypeError(f"{name} must be an array of numbers, got {value!r}.{advice}")
+        got = reprlib.repr(value)
+        raise TypeError(f"{name} must be an array of numbers, got {got}.{advice}")
     return jnp.result_type(value)
 
 

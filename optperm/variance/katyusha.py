@@ -67,7 +67,8 @@ def katyusha(
     else changes need a new state.
 
     Args:
-      learning_rate: :math:`\alpha > 0`. Take it from `optperm.svrg_learning_rate`.
+      learning_rate: :math:`\alpha > 0`. Take it from `optperm.svrg_learning_rate`, and keep it
+        constant: the params are averages whose weights depend on it.
       strong_convexity: :math:`\mu > 0`, such as the weight of a penalty :math:`\mu |x|^2 / 2` that is
         part of a convex loss.
       refresh_probability: p, in (0, 1]: b / 2n, for batches of b of n examples, is a full gradient for
@@ -126,10 +127,9 @@ def katyusha(
       Allen-Zhu, `Katyusha: The First Direct Acceleration of Stochastic Gradient Methods
       <https://arxiv.org/abs/1603.05953>`_, STOC 2017
     """
-    checks.check_positive("learning_rate", learning_rate)
-    checks.check_positive("strong_convexity", strong_convexity)
-    checks.check_positive("refresh_probability", refresh_probability)
-    checks.check_in_range("refresh_probability", refresh_probability, 0.0, 1.0)
+    checks.check_positive("learning_rate", learning_rate, checks.LARGEST_FLOAT32)
+    checks.check_positive("strong_convexity", strong_convexity, checks.LARGEST_FLOAT32)
+    checks.check_positive("refresh_probability", refresh_probability, 1.0)
     checks.check_seed("seed", seed)
 
     def init(params: optax.Params) -> KatyushaState:
@@ -152,6 +152,7 @@ def katyusha(
             jnp.asarray(each, float)
             for each in (learning_rate, strong_convexity, refresh_probability)
         )
+        alpha = jnp.maximum(alpha, jnp.finfo(alpha.dtype).tiny)  # traced rates are not checked
         tau = jnp.minimum(jnp.sqrt(2 * alpha * mu / p), 0.5)
         s = alpha / tau
 

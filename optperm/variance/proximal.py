@@ -141,6 +141,8 @@ def proximal(
             q = jnp.sign(v) * jnp.maximum(jnp.abs(v) - rate * jnp.asarray(l1, wide), 0)
             # q_g <- q_g max(1 - eta lambda_g sqrt|g| / |q_g|, 0)
             if group is not None and q.ndim >= 2:
+                if not all(-q.ndim <= axis < q.ndim for axis in group_axes):
+                    raise ValueError(f"A leaf of shape {q.shape} lacks group_axes={group_axes}.")
                 q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
             # q <- q / (1 + eta l2), after the other penalties, which are homogeneous of degree 1
             q = q / (1 + rate * jnp.asarray(l2, wide))

@@ -70,3 +70,14 @@ def test_draws_have_the_covariance_of_the_paper():
             expected = expected / 2 + last.T @ last / (2 * (rank - 1))
         np.testing.assert_allclose(draws.mean(axis=0), seen.mean(axis=0), atol=0.15)
         np.testing.assert_allclose(np.cov(draws.T), expected, atol=0.03 * np.abs(expected).max())
+
+
+def test_draws_for_params_of_16_bits_are_not_rounded():
+    """Two models one unit of bfloat16 apart: the draws' spread is half a unit."""
+    tx, w = optperm.swag(1, rank=0), jnp.ones(2000, jnp.bfloat16)
+    state = tx.init(w)
+    for distance in (0.0, 2**-7):
+        _, state = tx.update(w, state, (w + distance).astype(jnp.bfloat16))
+    draws = optperm.sample_params(state, w, jax.random.key(0), num_draws=10)
+    assert draws.dtype == jnp.float32
+    np.testing.assert_allclose(draws.std(), 2**-8, rtol=0.03)

@@ -119,7 +119,7 @@ def test_curvature_is_that_of_the_new_directions():
     kernel, seen = begin(jnp.zeros(D), "full", 10.0)
     seen = seen._replace(
         estimates=jnp.int32(9), covariance=jnp.float32(NOISE), units=jnp.float32(np.diag(NOISE)),
-        curvature=jnp.float32(h * a), square=jnp.float32(h * a) ** 2,
+        curvature=jnp.float32(h * a), root_square=jnp.float32(h * a),
     )  # fmt: skip
     options = {"limit": jnp.float32(0.2), "momentum_factor": 1.0, "rho": 10.0}
     new, _ = jax.jit(functools.partial(hand_over, **options))(kernel, seen, h, jnp.float32(1))

@@ -138,6 +138,24 @@ def test_entries_that_are_not_finite_do_no_harm():
     assert np.all((after.z["full"] != opt_state.z["full"])[jnp.array([0, 2])])
 
 
+def test_a_rate_that_falls_to_zero_ends_in_finite_params():
+    x = jnp.float32(np.random.default_rng(0).normal(size=(8, 3)))
+    loss = lambda w, x: jnp.mean((x @ w - 1) ** 2)  # noqa: E731
+    tx = optax.inject_hyperparams(optperm.katyusha)(
+        optax.linear_schedule(0.1, 0.0, 5), strong_convexity=0.1, refresh_probability=0.5
+    )
+
+    def step(carry, _):
+        w, opt_state = carry
+        e = optperm.evaluate(loss, w, x)
+        full = {"full_grad_fn": lambda w: jax.grad(loss)(w, x)}
+        updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args, **full)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    (w, _), _ = jax.lax.scan(step, (jnp.zeros(3), tx.init(jnp.zeros(3))), length=9)
+    assert np.isfinite(w).all()
+
+
 def test_misuse_is_named():
     p = {"w": jnp.ones(2)}
     for arguments, message in (

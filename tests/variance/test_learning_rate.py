@@ -102,6 +102,13 @@ def test_misuse_is_named():
             lambda: optperm.svrg_learning_rate(lambda w, x: jnp.sum((x @ w) ** 2), w, X, 1),
             "mean over",
         ),
+        # Orthogonal rows have the same curvature in a sum as alone
+        (
+            lambda: optperm.svrg_learning_rate(
+                lambda w, x: jnp.sum((x @ w - 3) ** 2), w, np.eye(5), 2
+            ),
+            "where each example is repeated",
+        ),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):
@@ -110,3 +117,15 @@ def test_misuse_is_named():
         optperm.svrg_learning_rate(lambda w, _: w, jnp.ones(5), X, 1)
     with pytest.raises(TypeError, match=r"outside of jax\.jit"):
         jax.jit(lambda w: optperm.svrg_learning_rate(loss_fn, w, data, 1))(w)
+
+
+def test_curvatures_of_any_size_are_found():
+    for scale in (1e-8, 1e12):
+        rate = optperm.svrg_learning_rate(
+            lambda w, x: jnp.mean((x @ w - 1) ** 2) / 2,
+            jnp.zeros(5),
+            jnp.float32(scale * X),
+            1,
+            num_passes=0,
+        )
+        np.testing.assert_allclose(1 / rate / scale**2, (X**2).sum(axis=1).max(), rtol=2e-3)

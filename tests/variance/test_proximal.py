@@ -163,6 +163,6 @@ def test_what_cannot_be_is_refused():
             optperm.proximal(0.1, **arguments)
     with pytest.raises(TypeError, match="learning_rate"):
         optperm.proximal(l1=0.1)
-    for wrong, message in (((2,), "out of bounds"), ((0, -2), "[Dd]uplicate")):
+    for wrong, message in (((2,), r"lacks group_axes=\(2,\)"), ((0, -2), "[Dd]uplicate")):
         with pytest.raises(ValueError, match=message):
             proximal_step({"w": jnp.ones((2, 3))}, 0.1, group=0.1, group_axes=wrong)
