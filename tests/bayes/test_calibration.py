@@ -176,6 +176,8 @@ def test_the_area_under_the_curve_is_the_share_of_pairs():
     one, other = rng.integers(0, 6, size=40), rng.integers(2, 9, size=30)
     pairs = np.sign(other[None] - one[:, None])
     assert optperm.auroc(one, other) == pytest.approx(0.5 + pairs.mean() / 2)
+    with pytest.raises(ValueError, match=r"other_scores must be .* got NaN"):
+        optperm.auroc([1.0], [np.nan, 2.0])
 
 
 def test_entropy_and_mutual_information_of_two_draws():
@@ -184,3 +186,6 @@ def test_entropy_and_mutual_information_of_two_draws():
     found = optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(draws), ())
     np.testing.assert_allclose(found.entropy(), np.log([2, 2]), rtol=1e-6)
     np.testing.assert_allclose(found.mutual_information(), [np.log(2), 0.0], atol=1e-6)
+    for params in (jnp.ones(()), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}):
+        with pytest.raises(ValueError, match="stacked along a leading axis"):
+            optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(params), ())

@@ -82,6 +82,8 @@ def test_bad_arguments():
         ({"data": {"x": jnp.ones(3), "y": jnp.ones(4)}}, ValueError, "agree in their leading"),
         ({"params": jnp.int32(1)}, TypeError, "params"),
         ({"num_draws": 0}, ValueError, "num_draws"),
+        ({"sampler": optperm.sgld(1e-5, N)}, TypeError, "sampler must be a function"),
+        ({"log_prior": lambda w: -jnp.ones(2) * w}, TypeError, "real scalar"),
         # All examples drawn with replacement are not warned of.
         ({"batch_size": N, "starts": jnp.ones(3)}, ValueError, "starts"),
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
