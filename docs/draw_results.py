@@ -66,8 +66,8 @@ PICTURES = {
         Panel("CIFAR-10, test accuracy", "permutation_cifar10", "test accuracy"),
     ],
     "variance": [
-        Panel("MNIST, passes over the data to 1e-3", "svrg_convex_60000", "to 0.001"),
-        Panel("MNIST, processor seconds", "svrg_convex_60000", "to 0.001", pattern=_SECONDS),
+        Panel("MNIST, passes over the data to 1e-3", "svrg_convex_60000_n", "to 0.001"),
+        Panel("MNIST, processor seconds", "svrg_convex_60000_n", "to 0.001", pattern=_SECONDS),
     ],
     "rare_commits": [
         Panel("tinyshakespeare, nats per byte", "byte_transformer_text", "nats a byte"),
