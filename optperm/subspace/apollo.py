@@ -121,19 +121,22 @@ def apollo(
     Notes:
       With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
       columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
-      all-reduce of R.
+      all-reduce of R. 1e-8 is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about
+      1e-8 hardly move.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If `inner` is not a transformation, a number has another type, entries of
+        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these name an axis twice or an axis that does
-        not exist, or `inner` needs params.
+        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
+        or one that does not exist, or `inner` needs params.
 
     References:
       Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
       <https://arxiv.org/abs/2412.05270>`_, 2024
     """
     inner = optax.scale_by_adam() if inner is None else inner
+    checks.check_transformation("inner", inner)
     check_rank(rank)
     checks.check_count("update_every", update_every)
     checks.check_choice("by", by, get_args(By))

@@ -30,8 +30,12 @@ def compute_direction(
         if "params" not in str(error) and "NoneType" not in str(error):
             raise
         needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
-        message = f"inner of {method} needs {needs}: put optax.add_decayed_weights after {method}."
-        raise ValueError(message) from error
+        advice = (
+            "pass a direction, such as optax.scale_by_adam() instead of optax.adamw, or "
+            "optax.contrib.scale_by_muon(weight_dimension_numbers=...) instead of "
+            f"optax.contrib.muon, and put optax.add_decayed_weights after {method}"
+        )
+        raise ValueError(f"inner of {method} needs {needs}: {advice}.") from error
 
 
 def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:

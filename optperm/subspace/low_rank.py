@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
@@ -158,8 +159,8 @@ def low_rank(
         for all leaves of two axes and more; a tree like params of these and of None for full rank;
         or a function from params to such a tree. Axes that are not named are batch axes, along
         which each matrix has its own basis.
-      decays: :math:`(\beta_1, \beta_2)` of an Adam in `inner`, whose state does not hold them; None
-        carries over without bias corrections.
+      decays: :math:`(\beta_1, \beta_2)`, in [0, 1), of an Adam in `inner`, whose state does not hold
+        them; None carries over without bias corrections.
       seed: Seed of random bases.
 
     Returns:
@@ -168,9 +169,9 @@ def low_rank(
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
       >>> numbers = optax.contrib.GaLoreDimensionNumbers()
-      >>> def kernels(params):  # all matrices but embeddings
+      >>> def kernels(params):  # no embeddings, and no biases of attention, (heads, head_dim)
       ...     def of(path, leaf):
-      ...         is_kernel = leaf.ndim == 2 and "embed" not in jax.tree_util.keystr(path)
+      ...         is_kernel = leaf.ndim == 2 and "kernel" in jax.tree_util.keystr(path)
       ...         return numbers if is_kernel else None
       ...
       ...     return jax.tree_util.tree_map_with_path(of, params)
@@ -203,6 +204,12 @@ def low_rank(
       independent trainings a basis is computed for all of them where it is due in any. An update has
       no reverse-mode derivative, since moments change in a loop of at most one turn.
 
+      With "svd" and "power" a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
+      and by Fira's formula its first step may be thousands of times Adam's; a column exactly outside
+      gets no step. Take "random", whose bases hardly ever miss a column, or `residual=None`.
+
+      1e-8 is added to :math:`\lVert R_j \rVert`: S is lost for columns with norms below about 1e-8.
+
       A gradient that is zero or not finite makes no basis: the matrix keeps its basis and tries
       again in the next step. Random bases need no gradient. Numbers that are not finite are passed on,
       to `optax.apply_if_finite` for example.
@@ -212,10 +219,11 @@ def low_rank(
       no communication. Bases are sharded as the rows of the gradient.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      TypeError: If `inner` is not a transformation, a number has another type, entries of
+        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
-        or of a leaf that `dimension_numbers` names, these name an axis twice or an axis that does
-        not exist, `carry` does not know a state of `inner`, or `inner` needs params.
+        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
+        or one that does not exist, `carry` does not know a state of `inner`, or `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -227,6 +235,7 @@ def low_rank(
       Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient Statistics
       <https://arxiv.org/abs/2410.16103>`_, 2024
     """
+    checks.check_transformation("inner", inner)
     _check_choices(projection, residual, side, decays)
     check_rank(rank)
     if not callable(update_every):
@@ -313,8 +322,15 @@ def _check_choices(projection: str, residual: str | None, side: str, decays: Dec
     checks.check_choice("projection", projection, get_args(Projection))
     checks.check_choice("residual", residual or "scaled", get_args(Residual))
     checks.check_choice("side", side, get_args(Side))
-    for decay in decays or ():
+    if decays is None:
+        return
+    if not isinstance(decays, tuple | list) or len(decays) != 2:
+        raise TypeError(f"decays must be two numbers in [0, 1), or None, got {decays!r}.")
+    for decay in decays:
         checks.check_in_range("each of decays", decay, 0.0, 1.0, may_be_schedule=False)
+        # A bias correction 1 - 1^t would be 0.
+        if checks.is_concrete_number(decay) and np.float32(decay) == 1:
+            raise ValueError(f"each of decays must be in [0, 1), got {decay!r}.")
 
 
 def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) -> list[jax.Array]:

@@ -28,6 +28,10 @@ from optperm.contract.states import mask_like
 Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
 DimensionNumbers: TypeAlias = Any
+_WANTED_NUMBERS = (
+    "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params of these and "
+    "of None, or a function to such a tree"
+)
 # On accelerators float32 products lose half their digits by default.
 _PRECISION = jax.lax.Precision.HIGHEST
 
@@ -143,11 +147,16 @@ def plan_matrices(
         if isinstance(given, GaLoreDimensionNumbers):
             given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
         structure: Any = jax.tree.structure(tree)
-        numbers = structure.flatten_up_to(mask_like(given, tree))
+        try:
+            numbers = structure.flatten_up_to(mask_like(given, tree))
+        except ValueError as error:
+            raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
     found: list[Matrix | None] = []
     for (path, leaf), number in zip(leaves, numbers, strict=True):
         name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if number is not None:
+            if not isinstance(number, GaLoreDimensionNumbers):
+                raise TypeError(f"{_WANTED_NUMBERS}, got {number!r} for {name}.")
             matrix = _make_matrix(name, shape, number, rank, side)
             if rank > min(matrix.d, matrix.k):
                 smaller = f"the smaller side {min(matrix.d, matrix.k)} of {name}"

@@ -110,6 +110,11 @@ def test_what_cannot_be_done_is_refused():
     decayed = optperm.apollo(optax.adamw(1e-3), 2)
     numbers = optax.contrib.GaLoreDimensionNumbers()
     cases = [
+        (
+            lambda: optperm.apollo(1 / 4),
+            TypeError,
+            "inner must be an optax.GradientTransf.*got 0.25",
+        ),
         (lambda: optperm.apollo(rank=0), ValueError, "rank must be at least 1"),
         (lambda: optperm.apollo(scale="one"), TypeError, "scale must be a number"),
         (lambda: optperm.apollo(limit=0.5), ValueError, "limit must be at least 1"),

@@ -386,6 +386,18 @@ def test_arguments_that_cannot_work_are_refused():
         (init(dimension_numbers=Numbers(0, 2)), ValueError, r"different axes of params\['w'\]"),
         (init(residual="plain"), ValueError, "residual must be one of 'scaled'"),
         (init(decays=(0.9, 2.0)), ValueError, r"each of decays must be in \[0, 1\]"),
+        (init(decays=(1.0, 0.999)), ValueError, r"each of decays must be in \[0, 1\), got 1.0"),
+        (init(decays=(0.9, 1 - 1e-9)), ValueError, r"each of decays must be in \[0, 1\)"),
+        (init(decays=0.9), TypeError, r"decays must be two numbers in \[0, 1\), or None, got 0.9"),
+        (init(None), TypeError, "inner must be an optax.GradientTransformation, got None"),
+        (init(optax.scale_by_adam), TypeError, "inner must be an optax.GradientTransformation"),
+        (
+            init(dimension_numbers={"w": True, "s": False}),
+            TypeError,
+            r"dimension_numbers must be .*, got (True|False) for params\['.'\]",
+        ),
+        (init(dimension_numbers=(0, 1)), ValueError, "dimension_numbers must be .* like params"),
+        (init(dimension_numbers={"w": Numbers()}), ValueError, "dimension_numbers .* like params"),
         (init(optax.scale_by_amsgrad()), ValueError, "keeps a ScaleByAmsgradState.* carry=False"),
         (
             init(optax.scale_by_factored_rms(min_dim_size_to_factor=2)),
@@ -402,7 +414,12 @@ def test_arguments_that_cannot_work_are_refused():
         (
             update(optax.adamw(1e-3)),
             ValueError,
-            r"inner of low_rank needs params.*add_decayed_weights",
+            r"inner of low_rank needs params.*scale_by_adam\(\) instead of .*add_decayed_weights after",
+        ),
+        (
+            update(optax.contrib.muon(1e-3)),
+            ValueError,
+            r"inner of low_rank needs params.*scale_by_muon\(weight_.* instead of optax.contrib.muon",
         ),
         (
             update(optax.contrib.scale_by_muon()),
