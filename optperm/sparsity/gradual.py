@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, all_finite
 from optperm.contract.mapped_axes import (
     AxisName,
     cond,
@@ -65,8 +65,8 @@ def prune_gradually(
 
     The scores are :math:`|\theta|` before the step ("magnitude"); :math:`|\theta g|` with the batch's
     gradient ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights
-    that move away from zero score high). Of equal scores the first stays. If the score or, for "movement",
-    the gradient of a live entry is not finite, all masks stay until the next multiple of `every`.
+    that move away from zero score high). Of equal scores the first stays. If the score of a live entry
+    is not finite, or for "movement" its gradient, all masks stay until the next multiple of `every`.
 
     Args:
       optimizer: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
@@ -118,11 +118,11 @@ def prune_gradually(
       sparse where masks change.
 
     Raises:
-      TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a parameter
-        is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if a
-        structure does not fit a leaf, if `axis_name` is not bound where `update` is called, or if trees
-        do not match.
+      TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a
+        parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
+        a structure does not fit a leaf, if `axis_name` is not bound where `update` is called, or if
+        trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
@@ -249,8 +249,7 @@ def _keep_highest(
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
     # Scores that are not finite would be ranked by place.
-    is_finite = jax.tree.map(lambda s, m: jnp.all(jnp.isfinite(s) | ~m), scores, mask)
-    zeros = jnp.where(jax.tree.reduce(jnp.logical_and, is_finite, True), zeros, 0)
+    zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
     # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
     codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]

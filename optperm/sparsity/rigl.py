@@ -4,7 +4,6 @@ U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11
 growth it is SET: D. Mocanu et al., arXiv 1707.04780.
 """
 
-from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.keys import as_key
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
@@ -54,7 +53,7 @@ def rigl(
     weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. The
     optimizer sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
     live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
-    With `grow="gradient"`, if a gradient is not finite, all masks stay until the next multiple of `every`.
+    With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
 
     Args:
       optimizer: Any optimizer. Clipping inside it uses the norm of the live entries; clipping in front
@@ -165,8 +164,8 @@ def rigl(
             if state.key is not None:
                 return _move(before, w, _draw_codes(before, state.key, t), alpha)
             # Gradients that are not finite would be ranked by place.
-            is_finite = jax.tree.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in g], True)
-            return _move(before, w, map(order_codes, g), jnp.where(is_finite, alpha, 0))
+            alpha = jnp.where(all_finite(g), alpha, 0)
+            return _move(before, w, [order_codes(x) for x in g], alpha)
 
         # By the count alone, which is the same on all replicas, so that a selection stays rare.
         due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
@@ -216,7 +215,7 @@ def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
 
 
 def _move(
-    mask: Any, magnitudes: list[jax.Array], grow_codes: Iterable[jax.Array], alpha: jax.Array
+    mask: Any, magnitudes: list[jax.Array], grow_codes: list[jax.Array], alpha: jax.Array
 ) -> Any:
     """Return the mask of kept and grown entries, with as many live entries in each leaf as before."""
     leaves, treedef = jax.tree.flatten(mask)
