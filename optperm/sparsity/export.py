@@ -1,8 +1,9 @@
 """Export sparse networks: as sparse matrices, or as smaller dense matrices."""
 
+import difflib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,16 @@ from optperm.contract.states import without_variables
 from optperm.sparsity.shares import Include, flag_leaves
 
 SparseFormat = Literal["bcsr", "bcoo", "scipy"]
-# For each group of units, the path and the axis of each leaf that has an axis of these units.
-Groups = Mapping[str, Sequence[tuple[str, int]]]
+Side = Literal["in", "out"]
+# For each group of units, the path and the axis of each leaf that has an axis of these units, and
+# whether the leaf holds their incoming or outgoing weights.
+Groups = Mapping[str, Sequence[tuple[str, int] | tuple[str, int, Side]]]
+
+
+class _Member(NamedTuple):
+    path: str
+    axis: int
+    is_incoming: bool
 
 
 def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | None = None) -> Any:
@@ -81,8 +90,11 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       params: A tree of arrays, outside `jax.jit`.
       groups: For each group of units the leaves with an axis of these units, as pairs of a path and the
         axis: `{"hidden": [("dense0/kernel", -1), ("dense0/bias", -1), ("dense1/kernel", -2)]}`.
-        A leaf whose last axis is named holds incoming weights, any other leaf outgoing weights. All
-        leaves with the axis must be named, also the statistics of a `BatchNorm`.
+        In a pair the last axis means incoming weights, any other axis outgoing weights. This is wrong
+        for weights of shape (out, in), as Equinox's and PyTorch's, for kernels of shape
+        (in, heads, dim), and for an outgoing vector: add `"in"` or `"out"` as a third item, as in
+        `[("layers/0/weight", 0, "in"), ("layers/0/bias", 0), ("layers/1/weight", 1, "out")]`.
+        All leaves with the axis must be named, also the statistics of a `BatchNorm`.
       zero_at_zero: Whether the activation maps 0 to 0, as relu and tanh do.
 
     Returns:
@@ -107,53 +119,74 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     Raises:
       KeyError: If a path is unknown.
       IndexError: If an axis does not exist.
-      ValueError: If the axes of a group differ in length, or a group lacks incoming or outgoing weights.
+      ValueError: If the axes of a group differ in length, a group lacks incoming or outgoing weights, an
+        axis is named twice, or a third item is neither `"in"` nor `"out"`.
     """
     params = without_variables(params)
     paths, structure = jax.tree_util.tree_flatten_with_path(params)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths}
-    named = {path for members in groups.values() for path, _ in members}
+    resolved = {
+        name: [_resolve(f"groups[{name!r}]", leaves, *member) for member in members]
+        for name, members in groups.items()
+    }
+    named = {member.path for members in resolved.values() for member in members}
     leaves |= {path: np.asarray(leaves[path]) for path in named}
-    for name, members in groups.items():
-        lengths = {path: leaves[path].shape[axis] for path, axis in members}
+    taken: set[tuple[str, int]] = set()
+    for name, members in resolved.items():
+        lengths = {(path, axis): leaves[path].shape[axis] for path, axis, _ in members}
+        if len(lengths) < len(members) or not taken.isdisjoint(lengths):
+            raise ValueError(f"groups[{name!r}] names an axis that was named before: {members}.")
+        taken |= lengths.keys()
         if len(set(lengths.values())) > 1:
             raise ValueError(f"groups[{name!r}] has axes of several lengths: {lengths}.")
-        if len({_is_incoming(leaves[path], axis) for path, axis in members}) < 2:
+        if len({member.is_incoming for member in members}) < 2:
             raise ValueError(
-                f"groups[{name!r}] must name incoming and outgoing weights: {members}."
+                f"groups[{name!r}] must name incoming weights (the last axis, or 'in' as a third item) "
+                f"and outgoing weights (another axis, or 'out'): {groups[name]}."
             )
     # A removed unit may have been the only use of a unit before it.
     is_done = False
     while not is_done:
         is_done = True
-        for members in groups.values():
+        for members in resolved.values():
             contributes = _find_contributing(leaves, members, zero_at_zero=zero_at_zero)
             if not contributes.all():
                 is_done = False
-                for path, axis in members:
+                for path, axis, _ in members:
                     leaves[path] = np.compress(contributes, leaves[path], axis=axis)
     leaves |= {path: jnp.asarray(leaves[path]) for path in named}
     return jax.tree.unflatten(structure, leaves.values())
 
 
+def _resolve(
+    name: str, leaves: Mapping[str, Any], path: str, axis: int, side: Side | None = None
+) -> _Member:
+    if path not in leaves:
+        close = difflib.get_close_matches(path, leaves, cutoff=0.0)
+        raise KeyError(f"{name}: no leaf has the path {path!r}; the closest are {close}.")
+    shape = np.shape(leaves[path])
+    if not -len(shape) <= axis < len(shape):
+        raise IndexError(f"{name}: axis {axis} is out of range for {path!r} of shape {shape}.")
+    if side is not None:
+        checks.check_choice(f"{name}: the third item of {path!r}", side, get_args(Side))
+    axis %= len(shape)
+    return _Member(path, axis, axis == len(shape) - 1 if side is None else side == "in")
+
+
 def _find_contributing(
-    leaves: Mapping[str, np.ndarray], members: Sequence[tuple[str, int]], *, zero_at_zero: bool
+    leaves: Mapping[str, np.ndarray], members: Sequence[_Member], *, zero_at_zero: bool
 ) -> np.ndarray:
     """Return whether each unit of a group contributes to the outputs."""
 
-    def find_used(chosen: Iterator[tuple[str, int]]) -> np.ndarray:
-        slices = [np.moveaxis(leaves[path], axis, 0) for path, axis in chosen]
+    def find_used(chosen: Iterator[_Member]) -> np.ndarray:
+        slices = [np.moveaxis(leaves[path], axis, 0) for path, axis, _ in chosen]
         nonzero = [np.any(s != 0, axis=tuple(range(1, s.ndim))) for s in slices]
         return np.any(np.stack(nonzero), axis=0)
 
     # Without outgoing weights a unit has no effect; without incoming ones it is f(0) = 0.
-    outgoing = find_used((p, a) for p, a in members if not _is_incoming(leaves[p], a))
-    incoming = find_used((p, a) for p, a in members if _is_incoming(leaves[p], a))
+    outgoing = find_used(member for member in members if not member.is_incoming)
+    incoming = find_used(member for member in members if member.is_incoming)
     return outgoing & incoming if zero_at_zero else outgoing
-
-
-def _is_incoming(leaf: np.ndarray, axis: int) -> bool:
-    return axis % leaf.ndim == leaf.ndim - 1
 
 
 def _is_sparse(node: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.dtypes import accumulation_dtype, all_finite
 from optperm.contract.mapped_axes import (
     AxisName,
     cond,
@@ -65,7 +65,8 @@ def prune_gradually(
 
     The scores are :math:`|\theta|` before the step ("magnitude"); :math:`|\theta g|` with the batch's
     gradient ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights
-    that move away from zero score high). Of equal scores the first stays; NaN stays before all others.
+    that move away from zero score high). Of equal scores the first stays. If the score of a live entry
+    is not finite, or for "movement" its gradient, all masks stay until the next multiple of `every`.
 
     Args:
       optimizer: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
@@ -117,15 +118,18 @@ def prune_gradually(
       sparse where masks change.
 
     Raises:
-      TypeError: If a share or the ramp is not a number, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if a structure does not fit a leaf, if `axis_name`
-        is not bound where `update` is called, or if trees do not match.
+      TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a
+        parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
+        a structure does not fit a leaf, if `axis_name` is not bound where `update` is called, or if
+        trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
       <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
       <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
     """
+    checks.check_transformation("optimizer", optimizer)
     checks.check_in_range("ramp", ramp, 0.0, 1.0)
     checks.check_count("every", every)
     checks.check_choice("criterion", criterion, get_args(Criterion))
@@ -135,7 +139,7 @@ def prune_gradually(
     inside = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> SparseState:
-        flags = flag_leaves(include, params)
+        flags = flag_leaves(include, params, share=sparsity)
         check_fits(structure, params, flags)
         mask = make_masks(flags, params)
         _group(mask, sparsity, scope, structure)  # refuses shares that do not fit
@@ -163,7 +167,10 @@ def prune_gradually(
                     lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
                 )
             else:
-                ranked = scores
+                # S, and NaN where it takes no part in this step
+                ranked = jax.tree.map(
+                    lambda s, d: jnp.where(jnp.isfinite(d), s, jnp.nan), scores, g
+                )
             # Replicas rank the same scores, so that their masks agree.
             if axis_name is None:
                 return ranked
@@ -241,6 +248,8 @@ def _keep_highest(
     """Return the mask of live entries when each group has the given number of zero units."""
     leaves, treedef = jax.tree.flatten(mask)
     units = _live_units(mask, structure)
+    # Scores that are not finite would be ranked by place.
+    zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
     # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
     codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
     codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]

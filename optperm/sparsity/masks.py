@@ -214,8 +214,8 @@ def prune(
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
       ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
-        tree does not match the masks, a structure does not fit a leaf, or there is not exactly one state
-        with masks.
+        tree does not match the masks, a structure does not fit a leaf, `include` is None and no leaf has
+        rank 2 or more, or there is not exactly one state with masks.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
@@ -225,7 +225,7 @@ def prune(
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
-    flags = flag_leaves(include, state.mask, plain)
+    flags = flag_leaves(include, state.mask, plain, share=fraction)
     if criterion == "random":
         codes = draw_codes(state.mask, flags, structure, key)
     else:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.contract.keys import as_key
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
@@ -53,6 +53,7 @@ def rigl(
     weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. The
     optimizer sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
     live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
+    With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
 
     Args:
       optimizer: Any optimizer. Clipping inside it uses the norm of the live entries; clipping in front
@@ -106,15 +107,17 @@ def rigl(
       also allocates, in every call, the memory of a selection, four times the bytes of the params.
 
     Raises:
-      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
-      ValueError: If an argument is out of range, if `axis_name` is not bound where `update` is
-        called, or if trees do not match.
+      TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
+        `axis_name` is not bound where `update` is called, or if trees do not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
       ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
       connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
     """
+    checks.check_transformation("optimizer", optimizer)
+    checks.check_key("key", key)
     checks.check_count("end", end)
     checks.check_count("every", every)
     checks.check_in_range("drop_fraction", drop_fraction, 0.0, 1.0)
@@ -126,7 +129,7 @@ def rigl(
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(key, (2,), jnp.uint32)
-        mask = make_masks(flag_leaves(include, params), params)
+        mask = make_masks(flag_leaves(include, params, share=sparsity), params)
         leaves, treedef = jax.tree.flatten(mask)
         flags = jax.tree.map(lambda _: True, mask)
         groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
@@ -158,8 +161,11 @@ def rigl(
                 alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
             # m <- kept (by |w|) and grown (by |g|, or at random)
             w, g = _compute_magnitudes(before, params, grads, axis_name)
-            random = None if state.key is None else _draw_codes(before, state.key, t)
-            return _move(before, w, random or [_encode_gradient(x) for x in g], alpha)
+            if state.key is not None:
+                return _move(before, w, _draw_codes(before, state.key, t), alpha)
+            # Gradients that are not finite would be ranked by place.
+            alpha = jnp.where(all_finite(g), alpha, 0)
+            return _move(before, w, [order_codes(x) for x in g], alpha)
 
         # By the count alone, which is the same on all replicas, so that a selection stays rare.
         due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
@@ -195,12 +201,6 @@ def _compute_magnitudes(
     wide = accumulation_dtype(w)
     w, g = ([jnp.abs(jnp.asarray(leaf, wide)) for leaf in leaves] for leaves in (w, g))
     return (w, g) if axis_name is None else jax.lax.pmean((w, g), axis_name)
-
-
-def _encode_gradient(g: jax.Array) -> jax.Array:
-    """Return codes in the order of |g|, with entries that are not finite below all others."""
-    codes = order_codes(g)
-    return jnp.where(jnp.isfinite(g), codes, jnp.ones_like(codes))
 
 
 def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:

@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     zeros: list[int | jax.Array]
 
 
-def flag_leaves(include: Include | None, tree: Any, params: Any = None) -> Any:
+def flag_leaves(include: Include | None, tree: Any, params: Any = None, *, share: Any = 0.0) -> Any:
     """Return whether each leaf is included.
 
     Args:
@@ -41,11 +41,17 @@ def flag_leaves(include: Include | None, tree: Any, params: Any = None) -> Any:
         two axes and more.
       tree: The tree of the leaves, with `optax.MaskedNode` for leaves that the optimizer does not see.
       params: The argument of the function; None for the tree.
+      share: The share of zeros. If it is not 0, None must include a leaf.
     """
     if not jax.tree.leaves(tree):
         return tree
     if include is None:
-        return jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
+        flags = jax.tree.map(lambda leaf: jnp.ndim(leaf) >= 2, tree)
+        shares = jax.tree.leaves(share, is_leaf=_is_number)
+        is_zero = all(checks.is_concrete_number(s) and np.all(s == 0) for s in shares)
+        if not any(jax.tree.leaves(flags)) and not is_zero:
+            raise ValueError("no leaf of rank 2 or more: pass include=.")
+        return flags
     flags = include(tree if params is None else params) if callable(include) else include
     return spread_prefix("include", without_variables(flags), tree, _is_flag, "True or False")
 

@@ -28,7 +28,7 @@ def keep_top(
     so that a weight that is zero now may come back. At the end `optperm.prune` makes the params sparse.
 
     Args:
-      params: A tree of real floating arrays.
+      params: A tree of arrays, real floating where they are included.
       sparsity: The share of zeros as in `optperm.prune`, a number or a tree of numbers. It may be
         traced, such as `schedule(step)`. None with `optperm.NOfM`.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
@@ -52,7 +52,7 @@ def keep_top(
       the selection of `NOfM` is cheap.
 
     Raises:
-      TypeError: If a parameter is not of a real floating dtype, or a share is not a number.
+      TypeError: If an included parameter is not of a real floating dtype, or a share is not a number.
       ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
 
     References:
@@ -61,10 +61,14 @@ def keep_top(
     """
     flags = flag_leaves(include, params)
     fixed = jax.lax.stop_gradient(params)
-    scores = jax.tree.map(jnp.abs, widen_scores("params", fixed, fixed))
+    # A leaf that is not included may be of any dtype.
+    ranked = jax.tree.map(
+        lambda flag, w: w if flag else jnp.zeros(jnp.shape(w), jnp.float32), flags, fixed
+    )
+    scores = jax.tree.map(jnp.abs, widen_scores("params", ranked, fixed))
     codes = encode_scores(scores, flags, structure)
     kept = keep("sparsity", codes, sparsity, scope, fixed, flags, structure)
-    return jax.tree.map(_pass_through, params, kept)
+    return jax.tree.map(lambda flag, w, m: _pass_through(w, m) if flag else w, flags, params, kept)
 
 
 # w where m, else 0, with the derivative of w.

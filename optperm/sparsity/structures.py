@@ -38,7 +38,7 @@ class NOfM:
       [0.0, -0.4, 0.3, 0.0]
 
     Raises:
-      TypeError: If `n` or `m` is not an integer.
+      TypeError: If `n`, `m` or `axis` is not an integer.
       ValueError: If `n` or `m` is out of range.
 
     References:
@@ -52,6 +52,7 @@ class NOfM:
     def __post_init__(self) -> None:
         checks.check_count("m", self.m)
         checks.check_count("n", self.n, maximum=self.m)
+        checks.check_count("axis", self.axis, minimum=-(2**31))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +102,15 @@ class Units:
       ... )
       >>> pruned.round(1).tolist()
       [[0.0, 5.0], [0.0, 0.10000000149011612]]
+
+    Raises:
+      TypeError: If `axis` is not an integer.
     """
 
     axis: int = -1
+
+    def __post_init__(self) -> None:
+        checks.check_count("axis", self.axis, minimum=-(2**31))
 
 
 Structure = NOfM | Blocks | Units
@@ -120,7 +127,7 @@ def check_fits(structure: Structure | None, tree: Any, flags: Any) -> None:
         has_axis = -len(shape) <= axis < len(shape)
         m = structure.m if isinstance(structure, NOfM) else 1
         if not has_axis or shape[axis] % m:
-            name = f"{jax.tree_util.keystr(path)} of shape {shape}"
+            name = f"{jax.tree_util.keystr(path) or 'the array'} of shape {shape}"
             raise ValueError(f"{structure} does not fit {name}: leave the leaf out by include=.")
 
 

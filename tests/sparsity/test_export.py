@@ -93,12 +93,58 @@ def test_units_of_a_residual_stream():
     np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_other_layouts_name_their_side():
+    """Of shape (out, in), as Equinox's; of heads, (in, heads, dim); and a value head, a vector."""
+    params = {"a": support.normal((5, 6)), "q": support.normal((5, 4, 2), 1), "v": jnp.ones(4)}
+    params["o"] = support.normal((4, 2, 3), 2)
+    # Nothing reads unit 1 of the first layer, and neither the value nor the output reads head 2.
+    params["q"], params["v"] = params["q"].at[1].set(0.0), params["v"].at[2].set(0.0)
+    params["o"] = params["o"].at[2].set(0.0)
+
+    def outputs(params, x):
+        heads = jnp.einsum("bi,ihd->bhd", jax.nn.relu(x @ params["a"].T), params["q"])
+        return jnp.sum(heads, axis=-1) @ params["v"], jnp.einsum("bhd,hdo->bo", heads, params["o"])
+
+    groups = {
+        "hidden": [("a", 0, "in"), ("q", 0)],
+        "heads": [("q", 1, "in"), ("v", 0, "out"), ("o", 0)],
+    }
+    small = optperm.remove_units(params, groups)
+    assert [small[n].shape for n in "aqvo"] == [(4, 6), (4, 3, 2), (3,), (3, 2, 3)]
+    x = support.normal((7, 6), 9)
+    for got, wanted in zip(outputs(small, x), outputs(params, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_arguments():
     params = network()
     dead = sparse.BCOO.fromdense(jnp.eye(2))
     for error, message, call in (
-        (KeyError, "d/kernel", lambda: optperm.remove_units(params, {"x": [("d/kernel", -1)]})),
-        (IndexError, "range", lambda: optperm.remove_units(params, {"x": [("a/kernel", -3)]})),
+        (
+            KeyError,
+            "'d/kernel'; the closest are .*'a/kernel'",
+            lambda: optperm.remove_units(params, {"x": [("d/kernel", -1)]}),
+        ),
+        (
+            IndexError,
+            r"axis -3 is out of range for 'a/kernel' of shape \(6, 5\)",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -3)]}),
+        ),
+        (
+            ValueError,
+            "third item of 'a/kernel' must be one of 'in', 'out'",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1, "of")]}),
+        ),
+        (
+            ValueError,
+            r"groups\['x'\] names an axis that was named before",
+            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1), ("a/kernel", 1)]}),
+        ),
+        (
+            ValueError,
+            r"groups\['x'\] names an axis that was named before",
+            lambda: optperm.remove_units(params, GROUPS | {"x": GROUPS["first"]}),
+        ),
         (
             ValueError,
             "axes of several lengths",
@@ -106,7 +152,7 @@ def test_bad_arguments():
         ),
         (
             ValueError,
-            "must name incoming and outgoing weights",
+            "must name incoming weights .the last axis",
             lambda: optperm.remove_units(params, {"x": [("a/kernel", -1)]}),
         ),
         (TypeError, r"params\['w'\] must be a dense array", lambda: optperm.to_sparse({"w": dead})),

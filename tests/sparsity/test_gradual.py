@@ -142,6 +142,9 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     )
     assert pair.ravel().tolist() == [0.0, -4.0, 0.0, 2.0]
     assert optperm.keep_top(support.bias(3), 1.0).tolist() == support.bias(3).tolist()
+    mixed = {"w": jnp.array([[1.0, 2.0]]), "count": jnp.arange(2)}
+    kept = optperm.keep_top(mixed, 0.5)
+    support.assert_same_bits(kept, mixed | {"w": jnp.array([[0.0, 2.0]])})
 
 
 def test_the_counts_of_the_ramp_are_exact():
@@ -193,6 +196,18 @@ def test_movement_by_hand():
     np.testing.assert_allclose(trail[0][1].scores, [[-1.0, 1.0], [0.3, 0.0]], rtol=1e-6)
     np.testing.assert_allclose(trail[1][1].scores, [[-1.9, 1.0], [1.5, 0.0]], rtol=1e-6)
     assert trail[2][1].mask.tolist() == [[False, True], [True, False]]
+
+
+@pytest.mark.parametrize("criterion", ["saliency", "movement"])
+def test_a_gradient_that_is_not_finite_prunes_nothing(criterion):
+    """Its scores would rank by place; the count catches up at the next change, with a finite one."""
+    optimizer = optax.apply_if_finite(optax.sgd(0.0), 5)
+    tx = optperm.prune_gradually(optimizer, 0.5, 1.0, every=2, criterion=criterion)
+    w = {"a": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    good = {"a": jnp.array([[0.0, 0.0], [-2.0, -1.0]]), "b": jnp.ones(2)}
+    bad = {"a": jnp.full((2, 2), jnp.nan), "b": jnp.ones(2)}
+    masks = [s.mask["a"].tolist() for _, s in loops.train(tx, w, [bad, good, bad, good, good])]
+    assert masks == [[[True, True], [True, True]]] * 4 + [[[False, False], [True, True]]]
 
 
 def adamw(rate=0.05):
@@ -288,6 +303,13 @@ def test_bad_arguments():
         (ValueError, r"sparsity must be in \[0, 1\]", {"sparsity": {"a": 1.5, "b": 0.0}}),
         (ValueError, "sparsity does not fit", {"sparsity": {"a": 0.5}}),
         (ValueError, "scope must be one of", {"scope": "unit"}),
+        (TypeError, "must be an optax.GradientTransformation", {"optimizer": optax.sgd}),
+        (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
+        (
+            ValueError,
+            "does not fit the array of shape",
+            {"structure": optperm.Blocks(2, 2), "include": True, "params": w["b"]},
+        ),
         (ValueError, "single number with scope 'global'", {"sparsity": [0.5], "scope": "global"}),
         (
             ValueError,
@@ -295,6 +317,7 @@ def test_bad_arguments():
             {"structure": optperm.Blocks(2, 2), "include": True},
         ),
     ):
-        arguments = {"sparsity": 0.5, "ramp": ramp} | options
+        arguments = {"optimizer": optax.sgd(0.1), "sparsity": 0.5, "ramp": ramp} | options
+        params = arguments.pop("params", w)
         with pytest.raises(error, match=message):
-            optperm.prune_gradually(optax.sgd(0.1), **arguments).init(w)
+            optperm.prune_gradually(**arguments).init(params)

@@ -430,3 +430,8 @@ def test_nothing_to_choose_from():
         for scope in ("leaf", "global", "erk", "unit"):
             got = optperm.prune(params, opt_state, 1.0, scope=scope, include=include)
             support.assert_same_bits(got, (params, opt_state))
+    v = jnp.ones(3)
+    opt_state = optperm.mask_elements().init(v)
+    support.assert_same_bits(optperm.prune(v, opt_state, 0.0), (v, opt_state))
+    with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
+        optperm.prune(v, opt_state, 0.5)

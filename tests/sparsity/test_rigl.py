@@ -89,10 +89,11 @@ def test_one_drop_and_grow_by_hand():
     # Momentum .5 * 1 + 1 of the first weight, and none of the last.
     np.testing.assert_allclose(second, [[2.75, 0.0, 0.0, 0.3]], rtol=1e-6)
     np.testing.assert_allclose(state.inner[0].trace, [[1.5, 1.0, 0.0, -3.0]], rtol=1e-6)
-    # What is not finite is no reason to grow: the first of the places that are not kept.
+    # What is not finite is no reason to grow: nothing moves, whatever goes and comes first.
     grads[1] = jnp.full((1, 4), jnp.nan)
+    start = start._replace(mask=jnp.array([[False, False, True, True]]))
     _, (_, state) = loops.train(tx, w, grads, opt_state=start)
-    assert state.mask.tolist() == [[True, True, False, False]]
+    assert state.mask.tolist() == [[False, False, True, True]]
 
 
 def test_a_fresh_entry_under_adam_moves_further():
@@ -122,21 +123,24 @@ def test_masks_keep_their_number_and_fresh_entries_start_anew():
     params = {"a": support.normal((8, 6)), "b": {"c": support.normal((5, 4)), "d": support.bias(3)}}
     optimizer = optax.adagrad(0.1)  # begins at .1
     tx = optperm.rigl(optimizer, 0.7, end=20, key=KEY, every=2)
-    grads = [support.random_like(params, seed) for seed in range(8)]
+    grads = [support.random_like(params, seed) for seed in range(9)]
     grads[4]["a"] = grads[4]["a"].at[:4].set(jnp.nan)
     grads[6]["a"] = grads[6]["a"].at[:].set(jnp.nan)
     trail = loops.train(tx, params, grads, how="scan")
     counts = [[int(m.sum()) for m in jax.tree.leaves(state.mask)] for _, state in trail]
     shares = jax.tree.leaves(optperm.erk_sparsity(params, 0.7))
-    assert counts == [[round(48 * (1 - shares[0])), round(20 * (1 - shares[1]))]] * 8
+    assert counts == [[round(48 * (1 - shares[0])), round(20 * (1 - shares[1]))]] * 9
     moved = 0
-    for t in (2, 4):
+    for t in (2, 8):
         old, new = (trail[s][1].mask["a"] for s in (t - 1, t))
         fresh = ~old & new
         moved += int(fresh.sum())
         sums = trail[t][1].inner[0].sum_of_squares["a"]
         np.testing.assert_allclose(sums[fresh], 0.1 + grads[t]["a"][fresh] ** 2, rtol=1e-6)
     assert moved > 4
+    # A gradient that is not finite moves nothing.
+    for t in (4, 6):
+        support.assert_same_bits(trail[t][1].mask, trail[t - 1][1].mask)
     assert isinstance(trail[-1][1].mask["b"]["d"], optax.MaskedNode)
 
 
@@ -198,7 +202,11 @@ def test_bad_arguments():
         (ValueError, r"sparsity must be in \[0, 1\], got 1.5", {"sparsity": 1.5}),
         (ValueError, "grow must be one of", {"grow": "momentum"}),
         (ValueError, "sparsity does not fit", {"sparsity": [0.5, 0.5]}),
+        (TypeError, r"key must be a random key, such as jax.random.key\(0\), got 0", {"key": 0}),
+        (TypeError, "must be an optax.GradientTransformation", {"optimizer": optax.sgd}),
+        (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
     ):
-        arguments = {"sparsity": 0.5, "end": 200, "key": KEY} | options
+        arguments = {"optimizer": optax.sgd(0.1), "sparsity": 0.5, "end": 200, "key": KEY} | options
+        params = arguments.pop("params", w)
         with pytest.raises(error, match=message):
-            optperm.rigl(optax.sgd(0.1), **arguments).init(w)
+            optperm.rigl(**arguments).init(params)

@@ -217,6 +217,8 @@ def test_what_does_not_fit_a_structure_is_named():
         (TypeError, lambda: optperm.Blocks(True, 2)),
         (ValueError, lambda: optperm.Blocks(0, 2)),
         (ValueError, lambda: optperm.NOfM(3, 2)),
+        (TypeError, lambda: optperm.NOfM(1, 2, "x")),
+        *((TypeError, lambda axis=axis: optperm.Units(axis)) for axis in ("a", 1.0, True)),
         (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
     ):
         with pytest.raises(error):
