@@ -173,6 +173,7 @@ def train(
     methods: Sequence[str],
     seeds: int,
     steps: int,
+    thirds: int,
     file: pathlib.Path | None,
 ) -> None:
     """Tune each method, train it from each seed, and print its rows and write them to a file."""
@@ -183,9 +184,9 @@ def train(
         rates = RATES if name == "AdamW" else (rate,)
         tuned, program = {}, task.program(name)
         for point in [(rate, scale) for rate in rates for scale in scales]:
-            (tuned[point], _), _ = task.run(name, program, point, 0, steps // 3, 1)
+            (tuned[point], _), _ = task.run(name, program, point, 0, thirds * steps // 3, thirds)
             RESULTS.row(
-                f"{title}: the grid, {steps // 3} steps, one seed",
+                f"{title}: the grid, {thirds * steps // 3} steps, one seed",
                 method=name,
                 rate=f"{point[0]:g}",
                 kernels=f"times {point[1]:g}",
@@ -364,6 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--thirds", type=int, default=1, help="of the steps, for the grid")
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=20)
@@ -377,7 +379,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_small = arguments.smallest
     parts = {
         "train": lambda: train(
-            title, Task(*data), arguments.methods, arguments.seeds, arguments.steps, arguments.json
+            title,
+            Task(*data),
+            arguments.methods,
+            arguments.seeds,
+            arguments.steps,
+            arguments.thirds,
+            arguments.json,
         ),
         "step": lambda: (
             step(2, 2, 16, 32, 4, 8)
