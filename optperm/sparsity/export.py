@@ -134,8 +134,11 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
     taken: set[tuple[str, int]] = set()
     for name, members in resolved.items():
         lengths = {(path, axis): leaves[path].shape[axis] for path, axis, _ in members}
+        # It would be shortened twice.
         if len(lengths) < len(members) or not taken.isdisjoint(lengths):
-            raise ValueError(f"groups[{name!r}] names an axis that was named before: {members}.")
+            raise ValueError(
+                f"groups[{name!r}] names an axis that was named before: {groups[name]}."
+            )
         taken |= lengths.keys()
         if len(set(lengths.values())) > 1:
             raise ValueError(f"groups[{name!r}] has axes of several lengths: {lengths}.")

@@ -435,3 +435,9 @@ def test_nothing_to_choose_from():
     support.assert_same_bits(optperm.prune(v, opt_state, 0.0), (v, opt_state))
     with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
         optperm.prune(v, opt_state, 0.5)
+    # Params that the transformation does not see are no error.
+    for tx in (
+        optperm.rigl(optax.sgd(0.1), 0.5, end=200, key=jax.random.key(0)),
+        optperm.prune_gradually(optax.sgd(0.1), 0.5, 1.0),
+    ):
+        assert not jax.tree.leaves(optax.masked(tx, False).init(v).inner_state.mask)
