@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 DOCS = pathlib.Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 _MEAN = r"(\d*\.?\d+)(?: ± (\d*\.?\d+))?"
-_SECONDS = r"\d+: (\d*\.\d+)() s"  # of a cell "passes: seconds s"
+_SECONDS = r"[\d.]+: (\d*\.\d+)() s"  # of a cell "passes: seconds s"
 
 
 class Panel(NamedTuple):

@@ -1,8 +1,7 @@
 """AGN and DiLoCo compared with synchronous data parallelism: four devices, with `jax.pmap`.
 
-A small network learns scikit-learn's digits. Each replica has its own quarter of the images. It trains
-with the mean of all gradients in every step, or (AGN, DiLoCo) alone for ten steps and then with one
-collective.
+A small network learns scikit-learn's digits, of which each replica has a quarter. A replica trains with
+the mean of all gradients in every step, or (AGN, DiLoCo) alone with a collective every ten steps.
 
     python examples/agn_pmap.py [--seeds N] [--out FILE.png]
 """

@@ -2,8 +2,7 @@
 
 SGD trains for a few epochs and leaves a trajectory. Then SGD continues, or P-SGD and P-BFGS train in the
 subspace of the trajectory's first k principal components, or TWA trains in the span of its snapshots,
-from their mean. The script draws loss and accuracy over epochs, and the loss after the second phase over
-k.
+from their mean. The script draws loss and accuracy over epochs, and the final loss over k.
 
     python examples/dldr_digits.py [--epochs 6] [--out dldr-digits.png]
 """

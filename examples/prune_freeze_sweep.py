@@ -1,9 +1,8 @@
 """How much of a network needs training? Pruning and freezing an MLP on scikit-learn's digits.
 
 After 200 steps of constant SGD a share p of each array is pruned (zero from then on) or frozen, and 3000
-more steps follow, for all shares at once, with `jax.vmap` over masks. With `--legacy` the script repeats
-the first version of the experiment: it feeds a softmax into a loss that applies a softmax itself, and N
-is the number of params.
+more steps follow, for all shares at once, with `jax.vmap` over masks. With `--legacy` the loss applies a
+second softmax, and N is the number of params, as in the first version of the experiment.
 
     python examples/prune_freeze_sweep.py [--fractions 51] [--repeats 5] [--legacy]
 """

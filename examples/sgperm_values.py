@@ -1,8 +1,7 @@
 """SGPerm alone trains networks of 2, 3, 4 or 16 values: training only decides the place of each value.
 
 The size of a network is the seed and the logarithm of the number of arrangements. For comparison, Adam
-trains freely, and with each layer rounded after training to as many values (k-means). The script draws
-the test accuracy over bits per weight.
+trains freely, and with layers rounded to as many values (k-means). It draws accuracy over bits a weight.
 
     python examples/sgperm_values.py [--steps 2000] [--seeds 3] [--hidden 64] [--out sgperm-values.png]
 """
