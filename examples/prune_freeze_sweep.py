@@ -58,7 +58,7 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
         state = tx.init(params)
         if legacy:
             random = optax.tree.random_like(noise, params, lambda *a: 0.05 * jax.random.uniform(*a))
-            state = optax.tree.set(state, weight=jnp.ones([]), covariance=random)
+            state = optax.tree.set(state, estimates=jnp.int32(1), covariance=random)
         keys = zip((first, then), steps, strict=True)
         first, then = (jax.random.randint(k, (n, BATCH + 1), 0, len(x)) for k, n in keys)
         (params, state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), (params, state), first)
