@@ -108,6 +108,7 @@ class Task:
         half = len(held) // 2
         self.train = train
         self.evaluate = jax.jit(library_bytes.loss_fn)
+        self.initial = jax.jit(library_bytes.Decoder().init)
         self.tests = [
             library_bytes.windows(part, np.random.default_rng(index), 128)
             for index, part in enumerate((held[:half], held[half:]))
@@ -116,7 +117,7 @@ class Task:
     def start(self, seed: int) -> Any:
         """Return the params that training starts with."""
         ids = jnp.zeros((1, library_bytes.CONTEXT), jnp.int32)
-        return jax.jit(library_bytes.Decoder().init)(jax.random.key(seed), ids)
+        return self.initial(jax.random.key(seed), ids)
 
     def batches(self, seed: int, steps: int) -> np.ndarray:
         """Return all batches of a training."""
@@ -212,12 +213,6 @@ def train(
         )
         print(f"{name:30} {best} {np.mean(losses):.3f} {losses} {task.words(name):.2f}", flush=True)
         RESULTS.write(file)
-
-
-def text_of(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first nine tenths of a text, and the last one."""
-    data = np.frombuffer(path.read_bytes(), np.uint8)
-    return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
 
 def step(repetitions: int, count: int, m: int, n: int, rank: int, tokens: int) -> None:
@@ -373,9 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     results.add_argument(parser)
     arguments = parser.parse_args(argv)
     library_bytes.WIDTH, library_bytes.CONTEXT = arguments.width, arguments.context
-    data, title = library_bytes.load(), "Bytes of Python's library"
-    if arguments.data is not None:
-        data, title = text_of(arguments.data), f"Bytes of {arguments.data.stem}"
+    data = library_bytes.load(arguments.data)
+    title = f"Bytes of {arguments.data.stem}" if arguments.data else "Bytes of Python's library"
     is_small = arguments.smallest
     parts = {
         "train": lambda: train(
