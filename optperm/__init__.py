@@ -49,6 +49,7 @@ from optperm.distributed.diloco import diloco as diloco
 from optperm.distributed.plans import Every as Every
 from optperm.evaluation import Evaluation as Evaluation
 from optperm.evaluation import evaluate as evaluate
+from optperm.exact import apply_updates as apply_updates
 from optperm.permutation.export import apply_permutation as apply_permutation
 from optperm.permutation.export import export_permutation as export_permutation
 from optperm.permutation.export import permuted_params as permuted_params
@@ -57,7 +58,6 @@ from optperm.permutation.laperm import laperm as laperm
 from optperm.permutation.permute_by_cycles import PermuteByCyclesState as PermuteByCyclesState
 from optperm.permutation.permute_by_cycles import permute_by_cycles as permute_by_cycles
 from optperm.permutation.sgperm import sgperm as sgperm
-from optperm.placement import apply_updates as apply_updates
 from optperm.sparsity.export import remove_units as remove_units
 from optperm.sparsity.export import to_sparse as to_sparse
 from optperm.sparsity.gradual import prune_gradually as prune_gradually

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
 from optperm.contract.transformation import transformation
-from optperm.placement import Placement, holding_masks, placing_states, replace_targets
+from optperm.exact import Exact, exact_entries, placing_states, replace_targets
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -34,23 +33,12 @@ class SwitchAfterState(NamedTuple):
     first: Any
     then: Any
 
-    def placements(self) -> list[Placement]:
-        """Return where the optimizer that took the last step placed params."""
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the optimizer that took the last step."""
         return [
-            (targets, jax.tree.map(functools.partial(_combine_flags, is_active), is_placed))
-            for phase, is_active in self.phases()
-            for state in placing_states(phase)
-            for targets, is_placed in state.placements()
-        ]
-
-    def trainable_masks(self) -> list[Any]:
-        """Return the masks of the optimizer that took the last step; the other one holds nothing."""
-        return [
-            jax.tree.map(
-                lambda m, is_active=is_active: jnp.logical_or(m, jnp.logical_not(is_active)), mask
-            )
-            for phase, is_active in self.phases()
-            for mask in holding_masks(phase)
+            each.only_if(is_running)
+            for phase, is_running in self.phases()
+            for each in exact_entries(phase)
         ]
 
     def phases(self) -> list[tuple[Any, jax.Array]]:
@@ -173,9 +161,3 @@ def switch_after(
         )
 
     return transformation(init, update, method="switch_after", is_wrapper=True)
-
-
-def _combine_flags(is_active: jax.Array, is_placed: jax.Array | bool) -> jax.Array:
-    """Return both flags combined; the first has only the leading axes of stacked replicas."""
-    trailing = (1,) * max(0, jnp.ndim(is_placed) - is_active.ndim)
-    return jnp.logical_and(is_placed, is_active.reshape(is_active.shape + trailing))

@@ -12,7 +12,7 @@ import replicas
 import support
 
 import optperm
-from optperm.placement import placing_states, replace_targets
+from optperm.exact import placing_states, replace_targets
 
 STEPS, SWITCH = 7, 3
 

@@ -22,7 +22,7 @@ from optperm.contract.keys import is_key
 from optperm.contract.shardings import explicit_sharding
 from optperm.contract.states import without_variables
 from optperm.evaluation import evaluate
-from optperm.placement import apply_updates
+from optperm.exact import apply_updates
 
 # Parts of the draws, each followed by a call of `on_draws`.
 _PARTS = 10

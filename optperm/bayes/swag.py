@@ -39,6 +39,10 @@ class SwagState(NamedTuple):
     squares: PyTree[Float[Array, "?*shape"], "Params"]
     deviations: PyTree[Float[Array, "rank ?*shape"], "Params"]
 
+    def changes_updates(self) -> bool:
+        """Return that the updates pass unchanged."""
+        return False
+
 
 def swag(
     every: int | jax.Array, *, rank: int = 20, start: int | jax.Array = 0

@@ -30,7 +30,7 @@ from optperm.distributed.local_steps import (
     zero_bad_entries,
 )
 from optperm.distributed.pairs import check_can_be_paired, step_in_pairs
-from optperm.placement import Placement, placing_states
+from optperm.exact import Exact, exact_entries, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
@@ -62,15 +62,10 @@ class AgnState(NamedTuple):
     pulled: Bool[Array, ""]
     skipped: Int32[Array, ""]
 
-    def placements(self) -> list[Placement]:
-        """Return where the local optimizer places params and, overriding it, the center after a pull."""
-        local = placing_states(self.local_state)
-        within = [placement for state in local for placement in state.placements()]
-        flags = jax.tree.map(
-            lambda leaf: jnp.expand_dims(self.pulled, range(self.pulled.ndim, leaf.ndim)),
-            self.center,
-        )
-        return [*within, (self.center, flags)]
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the local optimizer and, overriding its targets, the center."""
+        where = jax.tree.map(lambda _: self.pulled, self.center)
+        return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def replace_targets(self, other: Any) -> AgnState:
         """Return this state with the center of another, and with the targets of its optimizers.

@@ -36,7 +36,7 @@ from optperm.distributed.local_steps import (
 )
 from optperm.distributed.pairs import check_can_be_paired
 from optperm.distributed.plans import Due, Every, Exchange, resolve_due
-from optperm.placement import Placement, apply_updates, placing_states
+from optperm.exact import Exact, apply_updates, exact_entries, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
@@ -73,10 +73,8 @@ class DilocoState(NamedTuple):
     pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
 
-    def placements(self) -> list[Placement]:
-        """Return where the local optimizer places params and, overriding it, the center after a pull."""
-        local = placing_states(self.local_state)
-        within = [placement for state in local for placement in state.placements()]
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the local optimizer and, overriding its targets, the center."""
         stack, longest = self.count.ndim, self.pulled.shape[-1]
         leaves, structure = jax.tree.flatten(self.center)
 
@@ -90,7 +88,8 @@ class DilocoState(NamedTuple):
             return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
 
         flags = [flag(index, leaf) for index, leaf in enumerate(leaves)]
-        return [*within, (self.center, jax.tree.unflatten(structure, flags))]
+        where = jax.tree.unflatten(structure, flags)
+        return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
     def replace_targets(self, other: Any) -> DilocoState:
         """Return this state with the center of another, and with the targets of its optimizers.

@@ -30,7 +30,7 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.distributed.commits import Center, CenterStep
-from optperm.placement import apply_updates, placing_states, replace_targets
+from optperm.exact import apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.

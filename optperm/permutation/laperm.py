@@ -19,7 +19,9 @@ from optperm.contract import checks
 from optperm.contract.dtypes import cast_like, zero_if_not_finite
 from optperm.contract.mapped_axes import cond
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
+from optperm.exact import Exact, exact_entries
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
@@ -28,7 +30,6 @@ from optperm.permutation.weight_vectors import (
     permute_vectors,
     warn_of_constant_vectors,
 )
-from optperm.placement import Placement, holding_masks, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
@@ -57,10 +58,12 @@ class LapermState(NamedTuple):
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
     synchronized: Bool[Array, ""]
 
-    def placements(self) -> list[Placement]:
+    def exact(self) -> list[Exact]:
         """Return the synchronized weights; scalars, which never move, are not placed either."""
-        targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
-        return [(targets, self.synchronized)]
+        where = jax.tree.map(
+            lambda w: self.synchronized if w.ndim else optax.MaskedNode(), self.weights
+        )
+        return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
     def replace_targets(self, other: "LapermState") -> "LapermState":
         """Return this state with the weights of another state.
@@ -90,7 +93,7 @@ def laperm(
 
     Args:
       optimizer: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
-        does, or hold some, as `optperm.mask_elements` does.
+        does, hold some, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
       sync_every: :math:`k \ge 1`, the steps from one synchronization to the next: an integer, or a
         schedule of t.
       output_axes: As in `optperm.permute_by_cycles`.
@@ -131,8 +134,8 @@ def laperm(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sync_every` is below 1, the optimizer places or holds params, or the trees
-        passed to `update` do not match.
+      ValueError: If `sync_every` is below 1, the optimizer places params, holds them or keeps
+        zeros, or the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
@@ -146,9 +149,9 @@ def laperm(
     def init(params: optax.Params) -> LapermState:
         warn_of_constant_vectors(params, output_axes)
         inner_state = inner.init(params)
-        if placing_states(inner_state) or holding_masks(inner_state):
+        if exact_entries(inner_state):
             raise ValueError(
-                "optimizer places params itself or holds some: use one that moves all."
+                "optimizer places params itself, holds some or keeps zeros: use one that moves all."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),

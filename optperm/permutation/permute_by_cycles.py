@@ -19,7 +19,9 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.keys import as_key, key_data
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.schedules import resolve_schedule
+from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
+from optperm.exact import Exact
 from optperm.permutation import cycles
 from optperm.permutation.weight_vectors import (
     OutputAxes,
@@ -27,7 +29,6 @@ from optperm.permutation.weight_vectors import (
     permute_vectors,
     warn_of_constant_vectors,
 )
-from optperm.placement import Placement
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
@@ -56,10 +57,10 @@ class PermuteByCyclesState(NamedTuple):
     share_moved: Float32[Array, ""]
     mismatches: Int32[Array, ""]
 
-    def placements(self) -> list[Placement]:
+    def exact(self) -> list[Exact]:
         """Return the exact weights; scalars, which are not permuted, are not placed either."""
-        targets = jax.tree.map(lambda w: w if w.ndim else optax.MaskedNode(), self.weights)
-        return [(targets, True)]
+        where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
+        return [Exact(mask_like(self.weights, where), where, is_target=True)]
 
     def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
         """Return this state with the weights and mismatches of another state.

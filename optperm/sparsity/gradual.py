@@ -23,6 +23,7 @@ from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
+from optperm.exact import check_no_averages
 from optperm.sparsity.selection import keep_highest, order_codes
 from optperm.sparsity.shares import (
     Groups,
@@ -32,7 +33,13 @@ from optperm.sparsity.shares import (
     group_leaves,
     nearest_count,
 )
-from optperm.sparsity.sparse_state import SparseState, make_masks, mask_updates, zero_dead
+from optperm.sparsity.sparse_state import (
+    SparseState,
+    check_places_nothing,
+    make_masks,
+    mask_updates,
+    zero_dead,
+)
 from optperm.sparsity.structures import NOfM, Structure, check_fits, num_units, pool, spread
 
 Criterion = Literal["magnitude", "saliency", "movement"]
@@ -115,14 +122,15 @@ def prune_gradually(
       Products stay dense: training is not faster. A step whose mask may change costs a selection while
       the ramp rises; under `jax.vmap` every step does. "movement" reads and writes S, a float32 number
       for each entry, in every step. An average of the params outside, such as `optax.ema`'s, is not
-      sparse where masks change.
+      sparse where masks change; `optperm.rigl` also takes an `optax.contrib.schedule_free` inside.
 
     Raises:
       TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a
         parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        a structure does not fit a leaf, if `axis_name` is not bound where `update` is called, or if
-        trees do not match.
+        a structure does not fit a leaf, if the optimizer places params or keeps averages of them
+        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`), if `axis_name` is
+        not bound where `update` is called, or if trees do not match.
 
     References:
       Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
@@ -146,7 +154,10 @@ def prune_gradually(
         scores = None
         if criterion == "movement":
             scores = jax.tree.map(_make_zeros, mask_like(params, mask))
-        return SparseState(jnp.zeros([], jnp.int32), mask, inside.init(params), scores)
+        inner = inside.init(params)
+        check_places_nothing(inner)
+        check_no_averages(inner, "prune_gradually")
+        return SparseState(jnp.zeros([], jnp.int32), mask, inner, scores)
 
     def update(
         grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any

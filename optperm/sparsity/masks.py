@@ -14,6 +14,7 @@ from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import fill_masked, find_state, replace_state, without_variables
 from optperm.contract.transformation import transformation
+from optperm.exact import Exact
 from optperm.sparsity.choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
 from optperm.sparsity.shares import Include, flag_leaves, select_masked
 from optperm.sparsity.sparse_state import SparseState
@@ -52,9 +53,9 @@ class MaskElementsState(NamedTuple):
 
     mask: PyTree[Bool[Array, "?*shape"], "Params"]
 
-    def trainable_masks(self) -> list[Any]:
-        """Return the mask, for `optperm.apply_updates`."""
-        return [self.mask]
+    def exact(self) -> list[Exact]:
+        """Return that masked entries keep their values."""
+        return [Exact(None, jax.tree.map(jnp.logical_not, self.mask))]
 
 
 def mask_elements(

@@ -20,7 +20,13 @@ from optperm.contract.states import mask_like
 from optperm.contract.transformation import transformation
 from optperm.sparsity.selection import keep_highest, order_codes
 from optperm.sparsity.shares import Include, flag_leaves, group_leaves, nearest_count
-from optperm.sparsity.sparse_state import SparseState, make_masks, mask_updates, zero_dead
+from optperm.sparsity.sparse_state import (
+    SparseState,
+    check_places_nothing,
+    make_masks,
+    mask_updates,
+    zero_dead,
+)
 
 Grow = Literal["gradient", "random"]
 
@@ -137,10 +143,12 @@ def rigl(
         # The first mask uses the random bits of step 0, in which nothing grows.
         codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)
+        inner = inside.init(params)
+        check_places_nothing(inner)
         return SparseState(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
-            inner=inside.init(params),
+            inner=inner,
             key=raw if grow == "random" else None,
         )
 

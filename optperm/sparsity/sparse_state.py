@@ -11,6 +11,7 @@ import optax
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
 from optperm.contract.states import is_masked
+from optperm.exact import Exact, exact_entries, placing_states
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float32, Int32, PyTree, UInt32
@@ -33,9 +34,18 @@ class SparseState(NamedTuple):
     scores: PyTree[Float32[Array, "..."]] | None = None
     key: UInt32[Array, "2"] | None = None
 
-    def zero_masks(self) -> list[Any]:
-        """Return the mask, for `optperm.apply_updates`."""
-        return [self.mask]
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the wrapped optimizer and, overriding them, the zeros."""
+        zeros = Exact(
+            jax.tree.map(lambda _: 0.0, self.mask), jax.tree.map(jnp.logical_not, self.mask)
+        )
+        return [*exact_entries(self.inner), zeros]
+
+
+def check_places_nothing(inner: Any) -> None:
+    """Raise if the wrapped optimizer places params, which zeros would take from their places."""
+    if placing_states(inner):
+        raise ValueError("optimizer places params itself: use one that moves them by its updates.")
 
 
 def make_masks(flags: Any, params: Any) -> Any:

@@ -18,7 +18,7 @@ from optperm.contract.dtypes import accumulation_dtype, all_finite
 from optperm.contract.mapped_axes import AxisName, cond, varying_axes
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.transformation import transformation
-from optperm.placement import apply_updates
+from optperm.exact import apply_updates
 from optperm.subspace.line_searches import LINE_SEARCHES, Trial, after_search, search
 from optperm.subspace.phases import SEARCH_EXTRAS, mean_over_replicas, step_where
 from optperm.subspace.quasi_newton import QuasiNewtonState, dot, make_quasi_newton, norm
@@ -52,6 +52,14 @@ class DimReduceState(NamedTuple):
     step_length: Float[Array, ""]
     num_trials: Int32[Array, ""]
     inner_state: Any
+
+    def if_followed(self) -> str:
+        """Return a warning for a transformation that changes the updates after this method."""
+        return (
+            "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
+            "entries that it holds, spoil the curvature. Pass it as the optimizer: "
+            "optperm.dim_reduce(optax.chain(optax.sgd(0.1), optperm.mask_elements()), ...)."
+        )
 
 
 def dim_reduce(

@@ -18,7 +18,7 @@ from optperm.contract.mapped_axes import cond
 from optperm.contract.shardings import rows_like
 from optperm.contract.states import one_row
 from optperm.contract.transformation import transformation
-from optperm.placement import Placement, placing_states
+from optperm.exact import Exact, exact_entries, placing_states
 from optperm.subspace.pca import principal_rows
 from optperm.subspace.phases import mean_over_replicas, step_where
 from optperm.subspace.subspace import Subspace
@@ -52,11 +52,26 @@ class DldrState(NamedTuple):
     restart_point: Any
     is_restarted: Bool[Array, ""]
 
-    def placements(self) -> list[Placement]:
-        """Return the start of the second phase, and whether the last step placed the params there."""
-        if not jax.tree.leaves(self.restart_point):
-            return []
-        return [(self.restart_point, self.is_restarted)]
+    def phases(self) -> list[tuple[Any, jax.Array | bool]]:
+        """Return the state of the optimizer of the first phase, until it is over, and of the second.
+
+        A basis set by hand begins the second phase, so its state may be looked into from the start.
+        """
+        is_first = [~subspace.is_set for subspace in _find_subspaces(self.second)]
+        return [(self.optimizer_state, is_first[0]), (self.second, True)]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the phase, and the start of the second one."""
+        (subspace,) = _find_subspaces(self.second)
+        is_second = subspace.is_set & ~self.is_restarted
+        first, second = map(exact_entries, (self.optimizer_state, self.second))
+        within = [each.only_if(~subspace.is_set) for each in first]
+        within += [each.only_if(is_second) for each in second]
+        where = jax.tree.map(lambda _: self.is_restarted, self.restart_point)
+        return [
+            *within,
+            *([Exact(self.restart_point, where, True)] if jax.tree.leaves(where) else []),
+        ]
 
     def replace_targets(self, other: DldrState) -> DldrState:
         """Return this state with the restart point of another state.

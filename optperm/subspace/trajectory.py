@@ -32,6 +32,10 @@ class TrajectoryState(NamedTuple):
     num_recorded: Int32[Array, ""]
     snapshots: PyTree[Float[Array, "capacity ?*shape"], "Params"]
 
+    def changes_updates(self) -> bool:
+        """Return that the updates pass unchanged."""
+        return False
+
 
 def record_trajectory(
     every: int | jax.Array, capacity: int, *, dtype: Any = None

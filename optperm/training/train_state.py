@@ -16,7 +16,7 @@ from optperm.contract import checks
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.transformation import known_extra_args
 from optperm.evaluation import Evaluation, evaluate
-from optperm.placement import apply_updates
+from optperm.exact import apply_updates
 
 
 class Outputs(NamedTuple):

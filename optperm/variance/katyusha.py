@@ -36,6 +36,14 @@ class KatyushaState(NamedTuple):
     y: PyTree[Float[Array, "?*shape"], "Params"]
     z: PyTree[Float[Array, "?*shape"], "Params"]
 
+    def if_followed(self) -> str:
+        """Return a warning for a transformation that changes the updates after this method."""
+        return (
+            "A transformation stands in an optax.chain after katyusha, which is a whole optimizer: "
+            "steps that it changes lead away from the optimum. Leave it out, or take optperm.svrg and "
+            "optax.sgd."
+        )
+
 
 def katyusha(
     learning_rate: float | jax.Array,

@@ -105,7 +105,7 @@ def test_nnx_optimizer(ours):
     after = jax.tree.leaves((nnx.state(model, nnx.Param), optimizer.opt_state.inner_state))
     support.assert_same_bits(after, before)
     for masked in find_states(opt_state, optperm.MaskElementsState):
-        for name, moves in masked.trainable_masks()[0].items():
+        for name, moves in masked.mask.items():
             assert 0 < np.sum(~moves) < moves.size
             support.assert_same_bits(state[name][~moves], held[name][~moves])
             support.assert_same_bits(state[name][~moves], params[name][~moves])

@@ -12,7 +12,7 @@ import replicas
 import support
 
 import optperm
-from optperm.placement import replace_targets
+from optperm.exact import replace_targets
 
 pytestmark = pytest.mark.usefixtures("lenient")  # Optax's optimizers are inside
 

@@ -11,6 +11,7 @@ import pytest
 import support
 
 import optperm
+from optperm.exact import Exact
 
 
 class Placed(NamedTuple):
@@ -19,8 +20,9 @@ class Placed(NamedTuple):
     targets: object
     is_placed: jax.Array | bool
 
-    def placements(self):
-        return [(self.targets, self.is_placed)]
+    def exact(self):
+        where = jax.tree.map(lambda _: self.is_placed, self.targets)
+        return [Exact(self.targets, where, is_target=True)]
 
     def replace_targets(self, other):
         return self._replace(targets=other.targets)
@@ -31,8 +33,8 @@ class Held(NamedTuple):
 
     mask: object
 
-    def trainable_masks(self):
-        return [self.mask]
+    def exact(self):
+        return [Exact(None, jax.tree.map(jnp.logical_not, self.mask))]
 
 
 def far_apart():

@@ -1,0 +1,344 @@
+"""Apply updates so that entries that a method places, holds or keeps at zero are exact.
+
+In floating point `p + (q - p)` differs from `q` for about a third of all float32 pairs. A method that
+decides where entries of the params end says so in its state, by `exact()`, and `apply_updates` reads it.
+"""
+
+import collections
+import warnings
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.contract import checks
+from optperm.contract.dtypes import accumulation_dtype
+from optperm.contract.states import (
+    fill_masked,
+    find_states,
+    is_masked,
+    mask_like,
+    trained_part,
+    without_variables,
+)
+
+# Wrappers that average, interpolate or scale the params of the method inside of them.
+_MOVING_WRAPPERS = {
+    "optax.contrib.schedule_free": optax.contrib.ScheduleFreeState,
+    "optax.contrib.mechanize": optax.contrib.MechanicState,
+    "optax.lookahead": optax.LookaheadState,
+}
+_OVERRIDDEN = (
+    "A transformation stands in an optax.chain after a method that places weights: its changes of the "
+    "updates are not applied. Put it in front, or give it other params (optax.partition)."
+)
+_STATE = (
+    "the optimizer state (around a method that places or holds params, optax.flatten and "
+    "split_real_and_imaginary need optax.apply_updates)"
+)
+
+
+class Exact(NamedTuple):
+    """Entries of the params that have exact values after the last step.
+
+    Attributes:
+      values: The values: a tree like `where` of arrays or numbers; None for the values before the step.
+      where: A tree like params of booleans that broadcast against them from the left; `optax.MaskedNode`
+        for a leaf, or a part of the tree, without exact entries.
+      is_target: Whether the updates lead to the values, which may be those of an earlier step. Other
+        exact entries override targets.
+    """
+
+    values: Any
+    where: Any
+    is_target: bool = False
+
+    def only_if(self, flag: Any) -> "Exact":
+        """Return these entries where a flag holds, of as many leading axes as there are replicas."""
+        return self._replace(where=jax.tree.map(lambda w: _both(flag, w), self.where))
+
+    def put(self, moved: Any, before: Any, updates: Any, is_trusted: bool = True) -> Any:
+        """Return moved params with the exact values.
+
+        Args:
+          moved: The params plus the updates.
+          before: The params before the step, of the same tree.
+          updates: The updates.
+          is_trusted: Whether a target is of this step; else the update of an entry has to lead there.
+        """
+
+        def put_leaf(where: Any, value: Any, leaf: Any, start: Any, update: Any) -> Any:
+            if is_masked(where):
+                return leaf
+            value = jnp.asarray(value, jnp.result_type(leaf))
+            if self.is_target and not is_trusted:
+                where = _both(where, _leads_to(value, start, update))
+            return jnp.where(_align(where, leaf), value, leaf)
+
+        values = mask_like(before, self.where) if self.values is None else self.values
+        trees = self.where, values, moved, before, updates
+        return jax.tree.map(put_leaf, *trees, is_leaf=is_masked)
+
+
+def _both(flag: Any, where: Any) -> Any:
+    """Return both flags combined; the one of fewer axes has only the leading ones."""
+    if flag is True or where is True:
+        return where if flag is True else flag
+    flag, where = jnp.asarray(flag), jnp.asarray(where)
+    return jnp.logical_and(_align(flag, where), _align(where, flag))
+
+
+def _align(flag: Any, other: Any) -> jax.Array:
+    """Return a flag with as many trailing axes of length 1 as it needs for the other array."""
+    return jnp.expand_dims(flag, range(jnp.ndim(flag), max(jnp.ndim(flag), jnp.ndim(other))))
+
+
+@runtime_checkable
+class ExactState(Protocol):
+    """A state of a transformation that decides where entries of the params end."""
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries after the last step; a later one overrides an earlier one.
+
+        The state of a wrapper returns also the exact entries of the states in it.
+        """
+        ...
+
+
+@runtime_checkable
+class PlacingState(ExactState, Protocol):
+    """A state with targets that another state may replace, for params that were placed on those."""
+
+    def replace_targets(self, other: Self) -> Self:
+        """Return this state with the targets of another."""
+        ...
+
+
+@runtime_checkable
+class LastState(Protocol):
+    """A state of a method whose own steps must be taken as they are."""
+
+    def if_followed(self) -> str:
+        """Return a warning for a transformation that changes the updates after this method."""
+        ...
+
+
+@runtime_checkable
+class WatchingState(Protocol):
+    """A state of a transformation that may say that it returns the updates as they came."""
+
+    def changes_updates(self) -> bool:
+        """Return whether the transformation ever changes updates."""
+        ...
+
+
+def exact_entries(opt_state: Any) -> list[Exact]:
+    """Return the exact entries of all states, in any nesting: targets first, which others override."""
+    found = [each for state in find_states(opt_state, ExactState) for each in state.exact()]
+    return sorted(found, key=lambda each: not each.is_target)
+
+
+def placing_states(opt_state: Any) -> list[PlacingState]:
+    """Return the states, in any nesting, that place params at some step."""
+    return [state for state in find_states(opt_state, PlacingState) if _is_placing(state)]
+
+
+def _is_placing(node: Any) -> bool:
+    return isinstance(node, PlacingState) and any(each.is_target for each in node.exact())
+
+
+def replace_targets(opt_state: Any, other: Any) -> Any:
+    """Return an optimizer state whose parts that place params have the targets of another state.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      other: A state whose parts that place params have the same types, in the same order.
+    """
+    targets = iter(placing_states(other))
+    return jax.tree.map(
+        lambda node: node.replace_targets(next(targets)) if _is_placing(node) else node,
+        opt_state,
+        is_leaf=_is_placing,
+    )
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates, opt_state: Any) -> optax.Params:
+    """Apply updates to params, exactly where a method places weights.
+
+    A leaf that moves becomes `params + updates`, as in `optax.apply_updates`. A leaf that a method such
+    as `optperm.sgperm` places becomes the exact target held in `opt_state`. An entry that
+    `optperm.mask_elements` masks keeps its bits, wherever it was placed. An entry that
+    `optperm.prune_gradually` or `optperm.rigl` keeps at zero becomes 0.0, never -0.0.
+
+    Args:
+      params: A tree of parameters, or a model made of dataclasses, as in Equinox.
+      updates: A tree of updates of the same structure and shapes; None for leaves that are not trained.
+      opt_state: The optimizer state that `update` returned with `updates`, however composed.
+
+    Returns:
+      The new parameters, of the structure, shapes and dtypes of `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"kernel": jnp.array([[0.1], [0.2], [0.3]])}
+      >>> tx = optperm.sgperm(aggressiveness=0.5)
+      >>> opt_state = tx.init(params)
+      >>> grads = {"kernel": jnp.array([[-1.0], [1.0], [0.0]])}
+      >>> updates, opt_state = tx.update(grads, opt_state, params)
+      >>> optperm.apply_updates(params, updates, opt_state)["kernel"].ravel().tolist()
+      [0.20000000298023224, 0.10000000149011612, 0.30000001192092896]
+
+    Notes:
+      A method that places weights is the last one of its chain, but for `optperm.mask_elements`: what
+      follows it changes updates, not targets. A `UserWarning` says so for a transformation that follows
+      it, or follows `optperm.dim_reduce` or `optperm.katyusha`, whose states belong to their own steps.
+      (Optax does not say whether `optax.masked` is for the same leaves: where the method leaves out
+      some, there is no warning.) A wrapper such as `optax.contrib.sam` returns updates of its own
+      between the updates of the method. So a target is applied only where the update leads to it, up to
+      rounding.
+
+    Raises:
+      TypeError: If a leaf is not an array.
+      ValueError: If the trees do not match, two methods in `opt_state` place the same leaf, or a method
+        with exact entries is inside `optax.lookahead`, `optax.contrib.schedule_free` or
+        `optax.contrib.mechanize`, whose own params do not have them.
+    """
+    # States hold plain arrays where params may hold variables of flax.nnx.
+    whole, params = params, trained_part(params)
+    params = params if params is whole else _select_updated(params, updates)
+    before, moves = without_variables(params), without_variables(updates)
+    checks.check_same_tree("updates", moves, before, source="params", dtypes=False)
+    entries = exact_entries(opt_state)
+    _check_wrappers(opt_state)
+    _check_disjoint(opt_state)
+    is_followed = _warn_of_followers(opt_state)
+    # A wrapper such as SAM returns updates of its own in most steps. What follows a method in a chain
+    # changes its updates, so they cannot show whether they lead to the targets.
+    is_trusted = is_followed and not find_states(opt_state, optax.contrib.SAMState)
+    moved = without_variables(optax.apply_updates(params, updates))
+    for each in entries:
+        like = each.values if each.is_target else each.where
+        checks.check_same_tree(
+            "params", mask_like(before, each.where), like, source=_STATE, dtypes=False
+        )
+        moved = each.put(moved, before, moves, is_trusted)
+    moved = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(moved))
+    return moved if params is whole else fill_masked(moved, whole)
+
+
+def check_no_averages(opt_state: Any, method: str) -> None:
+    """Raise if a state holds other params than those that a method keeps exact."""
+    for name, state_type in _MOVING_WRAPPERS.items():
+        if find_states(opt_state, state_type):
+            raise ValueError(
+                f"{name} inside {method} keeps params of its own, which {method} does not reach: the "
+                f"params to evaluate would not be those that {method} makes. Take another optimizer."
+            )
+
+
+def _check_wrappers(opt_state: Any) -> None:
+    """Raise if a wrapper of Optax moves the params away from the exact entries of a method inside it."""
+    for name, state_type in _MOVING_WRAPPERS.items():
+        if any(map(exact_entries, find_states(opt_state, state_type))):
+            raise ValueError(
+                f"{name} may not wrap a method that places weights, holds them or keeps zeros: its own "
+                "params would not. Put it around the optimizer of that method instead, if there is one."
+            )
+
+
+def _check_disjoint(opt_state: Any) -> None:
+    """Raise if two states place the same leaf."""
+    taken: set[Any] = set()
+    for state in placing_states(opt_state):
+        targets = [each.where for each in state.exact() if each.is_target]
+        own = {path for tree in targets for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+        if own & taken:
+            raise ValueError(
+                "Two methods place the same parameter: separate them by optax.partition."
+            )
+        taken |= own
+
+
+def _find_followers(opt_state: Any) -> list[tuple[Any, list[Any]]]:
+    """Return each state in a chain, in any nesting, that others follow, and the others.
+
+    The state of `optax.chain` is a tuple, and that of `optax.named_chain` an ordered dictionary.
+    """
+    found: list[tuple[Any, list[Any]]] = []
+
+    def visit(node: Any) -> bool:
+        if type(node) is tuple or isinstance(node, collections.OrderedDict):
+            states = list(node.values() if isinstance(node, dict) else node)
+            found.extend((state, states[index + 1 :]) for index, state in enumerate(states))
+        return False
+
+    jax.tree.leaves(opt_state, is_leaf=visit)
+    return [(state, others) for state, others in found if others]
+
+
+def _warn_of_followers(opt_state: Any) -> bool:
+    """Warn of transformations that follow a method that must be last; return whether any follows.
+
+    Optax does not say which transformations change updates, nor for which leaves a masked one is: behind
+    a method that does not place all leaves it may be for the others.
+    """
+    is_followed = False
+    for state, others in _find_followers(opt_state):
+        lasts = [(last.if_followed(), False) for last in find_states(state, LastState)]
+        lasts += [(_OVERRIDDEN, True)] if placing_states(state) else []
+        for message, places in lasts:
+            after = [each for other in others for each in _changing(other, may_hold=places)]
+            is_followed |= places and bool(after)
+            if not all(_is_partial(state) and _is_partial(each) for each in after):
+                warnings.warn(message, UserWarning, stacklevel=3)
+    return is_followed
+
+
+def _is_partial(state: Any) -> bool:
+    """Return whether the method of a state leaves out some leaves of the params, or may do so."""
+    trees = state, [each.where for each in exact_entries(state)]
+    has_masked = any(map(is_masked, jax.tree.leaves(trees, is_leaf=is_masked)))
+    return has_masked or isinstance(state, optax.MaskedState)
+
+
+def _changing(state: Any, *, may_hold: bool) -> list[Any]:
+    """Return the parts of the state of a transformation that may change updates.
+
+    With `may_hold`, a state that holds entries is none of them: its entries override the others.
+    """
+    if type(state) is tuple:
+        return [part for each in state for part in _changing(each, may_hold=may_hold)]
+    if isinstance(state, WatchingState) and not state.changes_updates():
+        return []
+    holds = isinstance(state, ExactState) and not _is_placing(state)
+    return [] if holds and may_hold else [state]
+
+
+def _select_updated(params: Any, updates: Any) -> Any:
+    """Return a model with None for each leaf whose update is None, as leaves that are not trained."""
+
+    def is_none(node: Any) -> bool:
+        return node is None
+
+    try:
+        return jax.tree.map(lambda u, p: None if u is None else p, updates, params, is_leaf=is_none)
+    except ValueError:  # the trees do not match, which `check_same_tree` says
+        return params
+
+
+def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
+    """Return whether an update leads to a target, entry by entry.
+
+    In steps without a call of the method, a wrapper such as `optax.contrib.sam` returns updates of its
+    own, while the targets in the state are those of an earlier step.
+    """
+    p = jnp.asarray(before, target.dtype)
+    wide, limits = accumulation_dtype(target), jnp.finfo(target.dtype)
+    q, u, step = (jnp.asarray(x).astype(wide) for x in (target, update, target - p))
+    # |u - (q - p)| <= eps (|q| + |q - p|): a compiler may have computed u from more digits of q.
+    tolerance = limits.eps.astype(wide) * (jnp.abs(q) + jnp.abs(step)) + limits.tiny.astype(wide)
+    agrees = jnp.abs(u - step) <= tolerance
+    # Where q - p overflows in the dtype, the update u overflows too.
+    largest = limits.max.astype(wide)
+    return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))

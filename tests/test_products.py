@@ -1,0 +1,242 @@
+"""Every wrapper around every method with exact entries: what is promised holds, or is refused.
+
+After `optperm.apply_updates` the entries of the method that runs have exactly the values that the method
+promises, every other entry is what `optax.apply_updates` gives, and a method that does not run changes
+nothing. What each method promises is written down here once more, from its documentation.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import support
+
+import optperm
+from optperm.contract.states import fill_masked, find_running_states, find_states
+
+STEPS = 8
+START = {
+    "kernel": support.normal((6, 4), 1),
+    "deep": {"kernel": support.normal((4, 6), 2)},
+    "bias": support.normal((6,), 3),
+}
+GOAL = jax.tree.map(lambda p: jnp.sin(5.0 * p) + 0.3, START)
+IS_MASKED = jax.tree.map(lambda p: jnp.abs(p) > 0.8, START)
+
+
+def sgd(rate: float = 0.3) -> optax.GradientTransformation:
+    """One with momentum, so that a state of zeros matters."""
+    return optax.sgd(rate, momentum=0.5)
+
+
+Check = Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method with exact entries.
+
+    Attributes:
+      make: Makes it.
+      state_type: The type of its state.
+      find: From its state, the params before and after the step, and the first params: a tree of flags
+        for entries that have exact values, and the values; None where there is none in this step.
+      permutes: Whether the params are a permutation of the first ones after such a step.
+    """
+
+    make: Callable[[], optax.GradientTransformation]
+    state_type: type[Any]
+    find: Callable[[Any, Any], Any]
+    permutes: bool = False
+
+
+def held(state, before):
+    """Entries with a mask of False, at their values before the step."""
+    return jax.tree.map(lambda m: ~m, state.mask), before
+
+
+def dead(state, before):
+    """Entries that are not live, at zero."""
+    return jax.tree.map(lambda m: ~m, state.mask), jax.tree.map(jnp.zeros_like, before)
+
+
+def permuted(state, _):
+    """All entries, at the weights in the state."""
+    return jax.tree.map(lambda w: jnp.ones(w.shape, bool), state.weights), state.weights
+
+
+def synchronized(state, before):
+    """All entries, in a step that is due."""
+    return permuted(state, before) if state.synchronized else None
+
+
+def committed(state, _):
+    """All entries, at the center, after a commit."""
+    if not np.all(state.pulled):
+        return None
+    return jax.tree.map(lambda c: jnp.ones(c.shape, bool), state.center), state.center
+
+
+def masked():
+    """SGD with some entries held."""
+    return optax.chain(sgd(), optperm.mask_elements(jax.tree.map(jnp.logical_not, IS_MASKED)))
+
+
+def rigl():
+    """RigL with a mask that changes."""
+    key = jax.random.key(0)
+    return optperm.rigl(sgd(), 0.5, end=50, every=2, key=key)
+
+
+METHODS = {
+    "sgperm": Method(
+        lambda: optperm.sgperm(0.4), optperm.PermuteByCyclesState, permuted, permutes=True
+    ),
+    "laperm": Method(
+        lambda: optperm.laperm(sgd(), 2), optperm.LapermState, synchronized, permutes=True
+    ),
+    "mask_elements": Method(masked, optperm.MaskElementsState, held),
+    "prune_gradually": Method(
+        lambda: optperm.prune_gradually(sgd(), 0.5, lambda t: jnp.minimum(t / 4.0, 1.0), every=1),
+        optperm.SparseState,
+        dead,
+    ),
+    "rigl": Method(rigl, optperm.SparseState, dead),
+    "agn": Method(lambda: optperm.agn(sgd(), 2), optperm.AgnState, committed),
+    "diloco": Method(lambda: optperm.diloco(sgd(), sgd(0.7), 2), optperm.DilocoState, committed),
+}
+
+
+def only_kernels(params):
+    """Which leaves the method of a partition trains."""
+    return jax.tree.map(lambda p: "method" if p.ndim > 1 else "other", params)
+
+
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "first": lambda tx: optperm.switch_after(4, tx, sgd()),
+    "then": lambda tx: optperm.switch_after(4, sgd(), tx),
+    "then-tracked": lambda tx: optperm.switch_after(4, sgd(), tx, track=True),
+    "first-of-same": lambda tx: optperm.switch_after(4, tx, tx),
+    "agn": lambda tx: optperm.agn(tx, 2),
+    "agn-other-center": lambda tx: optperm.agn(tx, 2, center_optimizer=sgd()),
+    "diloco": lambda tx: optperm.diloco(tx, sgd(0.7), 2),
+    "diloco-plan": lambda tx: optperm.diloco(tx, sgd(0.7), optperm.Every(4, fragments=2, delay=1)),
+    "laperm": lambda tx: optperm.laperm(tx, 2),
+    "prune_gradually": lambda tx: optperm.prune_gradually(tx, 0.25, 1.0, every=1),
+    "rigl": lambda tx: optperm.rigl(tx, 0.25, end=9, every=3, key=jax.random.key(1)),
+    "dldr": lambda tx: optperm.dldr(
+        tx, optperm.project(2, sgd()), sample_every=1, num_samples=4, restart="mean"
+    ),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "partition": lambda tx: optax.partition({"method": tx, "other": sgd()}, only_kernels),
+    "masked": lambda tx: optax.masked(tx, lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+    "inject": lambda tx: optax.inject_hyperparams(lambda scale: optax.chain(optax.scale(scale), tx))(
+        0.9
+    ),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.3, b1=0.9),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+    "named_chain": lambda tx: optax.named_chain(("z", optax.clip(1.0)), ("a", tx)),
+}
+
+
+@jax.jit
+def gradient(params, t):
+    """The gradient of a bowl, with noise of the step."""
+    return jax.tree.map(lambda p, q: p - q + 0.3 * jnp.cos(7.0 * p + t), params, GOAL)
+
+
+def expected(method, opt_state, before, updates):
+    """The params after a step, as the documentation has it, and whether the method runs."""
+    running = find_running_states(opt_state, method.state_type)
+    moved = optax.apply_updates(before, updates)
+    if not running:
+        return moved, None
+    (state,) = running
+    found = method.find(state, before)
+    if found is None:
+        return moved, state
+
+    def put(where, value, leaf):
+        if isinstance(where, optax.MaskedNode):
+            return leaf
+        return jnp.where(where, jnp.asarray(value, leaf.dtype), leaf)
+
+    where, values = found
+    leaf = {"is_leaf": lambda node: isinstance(node, optax.MaskedNode)}
+    values = fill_masked(values, before)
+    return jax.tree.map(put, where, values, moved, **leaf), state
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.filterwarnings("ignore:.*stands in an optax.chain after")
+def test_every_entry_is_exact_or_the_product_is_refused(name, wrapper):
+    """By the promises of the method that runs, bit for bit, and nobody else's."""
+    method = METHODS[name]
+    try:
+        tx = WRAPPERS[wrapper](method.make())
+        params, opt_state = START, tx.init(START)
+        if wrapper == "lookahead":
+            params = optax.LookaheadParams.init_synced(params)
+        updates, _ = tx.update(params, opt_state, params)
+        optperm.apply_updates(params, updates, opt_state)
+    except ValueError as error:
+        assert (name, wrapper) in REFUSED, error
+        return
+    assert (name, wrapper) not in REFUSED
+
+    @jax.jit
+    def step(params, opt_state, t):
+        updates, opt_state = tx.update(gradient(params, t), opt_state, params)
+        return optperm.apply_updates(params, updates, opt_state), updates, opt_state
+
+    first, ran = START, 0
+    for t in range(STEPS):
+        before, was_running = params, bool(ran)
+        params, updates, opt_state = step(params, opt_state, t)
+        wanted, state = expected(method, opt_state, before, updates)
+        if state is not None and not was_running:
+            first = before
+        ran += state is not None
+        assert_promised(method, wrapper, state, params, wanted, first)
+        assert_center(method, wrapper, opt_state, params)
+    assert ran if wrapper != "then" else ran == STEPS - 4
+
+
+def assert_promised(method, wrapper, state, params, wanted, first):
+    """Assert that params are exact, except for what a wrapper puts over them by its own promise."""
+    if wrapper in ("agn", "agn-other-center", "diloco", "diloco-plan", "prune_gradually", "rigl", "dldr"):
+        return
+    support.assert_same_bits(params, wanted)
+    if method.permutes and state is not None and method.find(state, params) is not None:
+        for moved, start in zip(jax.tree.leaves(params), jax.tree.leaves(first), strict=True):
+            if wrapper in ("partition", "masked") and start.ndim < 2:
+                continue
+            support.assert_permutes(moved, start)
+
+
+def assert_center(method, wrapper, opt_state, params):
+    """Assert that after a commit the center and the params are the same, with the zeros of the method."""
+    found = find_states(opt_state, (optperm.AgnState, optperm.DilocoState))
+    if wrapper not in ("agn", "agn-other-center", "diloco") or not np.all(found[0].pulled):
+        return
+    center = optperm.center_params(opt_state)
+    support.assert_same_bits(params, center)
+    local = find_states(found[0].local_state, method.state_type)
+    if local and method.find in (dead, held):
+        where, values = method.find(local[0], START)
+        support.assert_same_bits(
+            jax.tree.map(lambda c, w: c[w], center, where),
+            jax.tree.map(lambda v, w: v[w], values, where),
+        )
+
+
+REFUSED = set()
