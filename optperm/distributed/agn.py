@@ -22,10 +22,12 @@ from optperm.distributed.local_steps import (
     Period,
     advance_schedules,
     check_can_be_pulled,
+    check_chooses_no_zeros,
     check_period,
     ends_period,
     finish,
     is_commit_only,
+    keep_exact,
     make_center_step,
     make_local_step,
     replace_center,
@@ -196,6 +198,7 @@ def agn(
     def init(params: optax.Params) -> AgnState:
         local_state, center_state = inner.init(params), outer.init(params)
         check_can_be_pulled(local_state, center_state, "agn")
+        check_chooses_no_zeros(center_state)
         if is_paired and placing_states(center_state):
             # The mean of two centers is no target of the optimizer.
             raise ValueError('commit="pairs" of agn needs an optimizer that does not place params.')
@@ -245,6 +248,7 @@ def agn(
             step = make_center_step(outer, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(step_in_pairs, count=state.count)
             (c, s_c), took_part = combine(old[0], n, step, replicas, weight)
+            c = keep_exact(c, state.center, local_state, True, None if is_paired else axis_name)
             if center_optimizer is None:
                 s_c = advance_schedules(s_c, state.center_state, steps)
             return (c, s_c), took_part

@@ -31,6 +31,7 @@ from optperm.distributed.local_steps import (
     ends_period,
     finish,
     is_commit_only,
+    keep_exact,
     make_center_step,
     make_local_step,
     replace_center,
@@ -278,8 +279,8 @@ def diloco(
 
         # Within a conditional an exchange computes the local step again: as an input of the conditional,
         # the moves would be stored and copied in every step.
-        is_known = all(isinstance(flag, bool) for pair in due for flag in pair)
-        known = step(state.local_state) if is_known else None
+        is_traced = any(not isinstance(flag, bool) for pair in due for flag in pair)
+        known = None if is_traced else step(state.local_state)
 
         # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
         fragments = Fragments(params, plan.fragments, fragment_of)
@@ -288,18 +289,26 @@ def diloco(
         def theta() -> optax.Params:
             return apply_updates(params, *(known or step(state.local_state)))
 
-        pair_count = state.count if is_paired else None
-        exchanger = Exchanger(
-            fragments, move, plan.delay, compress, replicas, weight, theta, pair_count
-        )
+        count = state.count if is_paired else None
+        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta, count)
         exchanged, outcomes = exchanger.exchange(state, due)
         # The barrier orders the local step after the exchange: so XLA updates the local state in place,
         # when the exchange has read it.
-        tied = jax.lax.optimization_barrier((state.local_state, exchanged.weights))[0]
-        moves, local_state = known or step(tied)
+        tied = (state.local_state, exchanged.weights)
+        moves, local_state = known or step(jax.lax.optimization_barrier(tied)[0])
+
+        arrived, bad, missed = zip(*outcomes, strict=True)
+        exchanged = exchanged._replace(
+            center=keep_exact(
+                exchanged.center,
+                state.center,
+                local_state,
+                functools.reduce(operator.or_, arrived),
+                extras_axis,
+            )
+        )
 
         # theta_p <- alpha theta_p + (1 - alpha) c_p, for each fragment p that has arrived
-        arrived, bad, missed = zip(*outcomes, strict=True)
         flags = fragments.spread_flags(arrived, params), fragments.spread_flags(bad, params)
         updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])

@@ -23,6 +23,7 @@ from optperm.contract.mapped_axes import (
     axis_names,
     cond,
     largest,
+    mark_varying,
     mean_of_function,
     psum,
     shared,
@@ -31,7 +32,7 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.distributed.commits import Center, CenterStep
-from optperm.exact import apply_updates, placing_states, replace_targets
+from optperm.exact import apply_updates, exact_entries, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.
@@ -126,6 +127,49 @@ def finish(
     still = optax.tree.zeros_like(updates), state
     updates, new_state = optax.tree.where(has_steps > 0, (updates, new_state), still)
     return updates, new_state
+
+
+def keep_exact(
+    center: optax.Params,
+    before: optax.Params,
+    local_state: Any,
+    is_due: bool | jax.Array,
+    axis_name: AxisName | None,
+) -> optax.Params:
+    """Return the center after a commit with the entries that the local optimizers hold or keep at zero.
+
+    Replicas may disagree on an entry, and have one center: it is exact where it is so on all of them.
+    """
+    entries = [each for each in exact_entries(local_state) if not each.is_target]
+    if not entries:
+        return center
+
+    def is_everywhere(where: jax.Array) -> jax.Array:
+        if axis_name is None:
+            return where
+        varying = varying_axes(jax.lax.axis_index(axis_name))
+        size = psum(mark_varying(jnp.ones([], jnp.int32), varying), axis_name)
+        return psum(mark_varying(where.astype(jnp.int32), varying), axis_name) == size
+
+    def put() -> optax.Params:
+        moved = center
+        for each in entries:
+            agreed = each._replace(where=jax.tree.map(is_everywhere, each.where))
+            moved = agreed.put(moved, before, before)
+        return moved
+
+    return cond(is_due, put, lambda: center)
+
+
+def check_chooses_no_zeros(center_state: Any) -> None:
+    """Raise if the center's optimizer, which is the local one, chooses the entries that are zero."""
+    entries = exact_entries(center_state)
+    if any(each.values is not None and not each.is_target for each in entries):
+        raise ValueError(
+            "optimizer of agn chooses zeros (rigl, prune_gradually), and the center would choose "
+            "others: pass another one for the center, such as center_optimizer=optax.sgd(1.0), which "
+            "gets the local zeros."
+        )
 
 
 def make_center_step(
