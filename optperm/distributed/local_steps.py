@@ -36,12 +36,6 @@ from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
-# The states of Optax with a count for schedules, by name: one of the types is not public.
-_COUNT_FOR_SCHEDULES = (
-    "ScaleByScheduleState",
-    "InjectStatefulHyperparamsState",
-    "WrappedScheduleState",
-)
 
 
 def check_period(name: str, value: object) -> None:
@@ -161,26 +155,6 @@ def zero_bad_entries(
     if extra_args.get("grad") is not None:
         extra_args = extra_args | {"grad": zero_if_not_finite(extra_args["grad"])}
     return zero_if_not_finite(grads), extra_args
-
-
-def advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
-    """Return a state after a commit with the counts of schedules advanced by a number of steps."""
-
-    def is_counted(node: Any) -> bool:
-        return type(node).__name__ in _COUNT_FOR_SCHEDULES
-
-    def advance(new: Any, old: Any) -> Any:
-        if not is_counted(new):
-            return new
-        within = type(new)(
-            *(advance_schedules(*pair, steps) for pair in zip(new, old, strict=True))
-        )
-        largest = jnp.iinfo(jnp.int32).max
-        # The local steps were made, even if no contribution was finite.
-        later = jnp.where(old.count > largest - steps, largest, old.count + steps)
-        return within._replace(count=later)
-
-    return jax.tree.map(advance, new_state, old_state, is_leaf=is_counted)
 
 
 def _common_extras(
