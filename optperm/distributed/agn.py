@@ -114,7 +114,7 @@ def agn(
     Args:
       optimizer: The optimizer of the local steps, and of the center.
       communication_period: :math:`T \ge 1`, the local steps from one commit to the next, or a schedule
-        of the number of commits made.
+        of the number of commits made; where the schedule is NaN, each step commits.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
       commit: `"mean"`, the mean of the contributions :math:`n^i`; `"sum"`, their sum, so that the step
@@ -167,7 +167,9 @@ def agn(
       also where `jax.vmap` maps the replicas.
 
       :math:`T` in the equations is the number of steps that were made, also with `commit=`. Within
-      `optax.MultiSteps`, flags of micro-steps that only accumulate are ignored. Within `jax.shard_map`
+      `optax.MultiSteps`, the results of micro-steps that only accumulate are thrown away, but not their
+      collectives: pass `commit=` there, True only in the last micro-step of a period. Without it, each
+      micro-step of the last step of a period makes the exchange. Within `jax.shard_map`
       params must vary over the axis: `jax.lax.pcast(params, axis_name, to='varying')` if they do not.
       Axes of `jax.shard_map` and of a `jax.vmap` within it together need `check_vma=False`.
 
@@ -190,7 +192,9 @@ def agn(
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
         gradients arrive there summed over it, the trees passed to `update` do not match, or a state of
         `optimizer` has one count for its moments and perhaps for a schedule (`optax.contrib.prodigy`,
-        `dadapt_adamw`, `momo`, `madgrad`, or a state that is not known): pass a `center_optimizer`.
+        `dadapt_adamw`, `momo`, or a state that is not known): pass a `center_optimizer`. If a pull would
+        not move the points to which the local optimizer leads params (`optax.contrib.schedule_free`,
+        `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

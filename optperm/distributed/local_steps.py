@@ -31,11 +31,20 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.distributed.commits import Center, CenterStep
-from optperm.placement import apply_updates, placing_states, replace_targets
+from optperm.placement import CoupledState, apply_updates, placing_states, replace_targets
 from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
+
+# States whose updates lead to points in the state, not by a step from the params.
+_OWN_POINTS: tuple[Any, ...] = (
+    optax.contrib.ScheduleFreeState,
+    optax.contrib.MechanicState,
+    optax.contrib.MadgradState,
+    optax.contrib.COCOBState,
+    CoupledState,
+)
 
 
 def check_period(name: str, value: object) -> None:
@@ -81,7 +90,8 @@ def ends_period(
         return resolve_flag(commit, axis_name, method)
     if callable(period):
         since_commit, commits = largest((state.since_commit, state.commits), axis_name)
-        return since_commit + 1 >= period(commits)
+        # A period that is NaN ends at every step, not never.
+        return jnp.logical_not(since_commit + 1 < period(commits))
     since_commit, number = largest((state.since_commit, jnp.asarray(period)), axis_name)
     return since_commit + 1 >= number
 
@@ -232,8 +242,17 @@ def follow_center(
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     """Raise unless both optimizers place the same params, and the center's steps at every commit."""
     if find_states(center_state, optax.MultiStepsState):
-        wanted = f"write optax.MultiSteps({method}(optimizer, ...), k)"
-        raise ValueError(f"MultiSteps in the center's optimizer throws commits away: {wanted}.")
+        wanted = "optax.MultiSteps(agn(optimizer, ...), k)"
+        if method == "diloco":
+            wanted = "diloco(optax.MultiSteps(inner, k), ...), with k times the steps"
+        raise ValueError(
+            f"MultiSteps in the center's optimizer throws commits away: write {wanted}."
+        )
+    for each in find_states(local_state, _OWN_POINTS):
+        raise ValueError(
+            f"{type(each).__name__} leads params to points of its own, which a pull to the center does "
+            f"not move: {method} needs another optimizer of the local steps. It may be the center's."
+        )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.
     if local != center or SwitchAfterState in local:

@@ -389,8 +389,11 @@ def test_multi_steps_of_the_center_are_refused(factory):
         if factory is optperm.agn
         else optperm.diloco(optax.sgd(0.1), accumulating)
     )
-    with pytest.raises(ValueError, match=r"write optax\.MultiSteps\((agn|diloco)\("):
+    with pytest.raises(
+        ValueError, match=r"write (optax\.MultiSteps\(agn|diloco\(optax\.MultiSteps)\("
+    ):
         tx.init(START)
+    optperm.diloco(accumulating).init(START)
     optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
 
 
