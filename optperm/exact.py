@@ -125,6 +125,15 @@ class LastState(Protocol):
 
 
 @runtime_checkable
+class AnchoredState(Protocol):
+    """A state whose updates lead to points in it, and not by a step from the params."""
+
+    def points(self) -> list[Any]:
+        """Return the points, trees like params."""
+        ...
+
+
+@runtime_checkable
 class WatchingState(Protocol):
     """A state of a transformation that may say that it returns the updates as they came."""
 

@@ -1,5 +1,8 @@
 """Numbers that may be schedules."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -8,6 +11,22 @@ import numpy as np
 import optax
 
 from optperm.contract import checks
+
+# The step at which schedules are read in place of a state's own count.
+_STEP: ContextVar[jax.Array | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def schedules_at(step: jax.Array) -> Iterator[None]:
+    """Let `resolve_schedule` read schedules at another step than the count of the state.
+
+    A state that sees every tenth step counts what it has seen, while its schedules are of all steps.
+    """
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
 
 
 def resolve_schedule(
@@ -34,7 +53,9 @@ def resolve_schedule(
       ValueError: Naming the argument whose value is seen to be out of range at this step.
     """
     if callable(number):
-        value, what = number(count), f"What the schedule {name} returns"
+        step = _STEP.get()
+        value = number(count if step is None else step)
+        what = f"What the schedule {name} returns"
         kind = checks.dtype_of(what, value)
         if jnp.ndim(value) or not checks.is_real(kind):
             came = f"{kind}{list(jnp.shape(value))}"

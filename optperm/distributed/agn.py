@@ -18,9 +18,13 @@ from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.transformation import transformation
 from optperm.distributed.commits import RULES, Center, Commit, Replicas, check_weight
+from optperm.distributed.local_counts import (
+    advance_schedules,
+    check_schedules,
+    count_local_steps,
+)
 from optperm.distributed.local_steps import (
     Period,
-    advance_schedules,
     check_can_be_pulled,
     check_chooses_no_zeros,
     check_period,
@@ -107,7 +111,7 @@ def agn(
     Args:
       optimizer: The optimizer of the local steps, and of the center.
       communication_period: :math:`T \ge 1`, the local steps from one commit to the next, or a schedule
-        of the number of commits made.
+        of the number of commits made; where the schedule is NaN, each step commits.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
       commit: `"mean"`, the mean of the contributions :math:`n^i`; `"sum"`, their sum, so that the step
@@ -160,13 +164,16 @@ def agn(
       also where `jax.vmap` maps the replicas.
 
       :math:`T` in the equations is the number of steps that were made, also with `commit=`. Within
-      `optax.MultiSteps`, flags of micro-steps that only accumulate are ignored. Within `jax.shard_map`
+      `optax.MultiSteps`, the results of micro-steps that only accumulate are thrown away, but not their
+      collectives: pass `commit=` there, True only in the last micro-step of a period. Without it, each
+      micro-step of the last step of a period makes the exchange. Within `jax.shard_map`
       params must vary over the axis: `jax.lax.pcast(params, axis_name, to='varying')` if they do not.
       Axes of `jax.shard_map` and of a `jax.vmap` within it together need `check_vma=False`.
 
       `optimizer` has two states: one for the local params, which is kept in a pull, and one for the
-      center. Schedules of both count local steps, so a rate decays for both; bias correction counts the
-      gradients seen. Both get the extra arguments. In a step of the center `value_fn`, `grad_fn` and
+      center. Schedules of both count local steps: a commit after the local step of count t reads them
+      at t. Bias correction, and periods such as `update_every`, count the gradients that a state has
+      seen. Both get the extra arguments. In a step of the center `value_fn`, `grad_fn` and
       `per_example_grad_fn` are of the batches of all replicas, `value` is the value at the center and
       `grad` the committed gradient.
 
@@ -180,7 +187,11 @@ def agn(
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, or the trees passed to `update` do not match.
+        gradients arrive there summed over it, the trees passed to `update` do not match, or a state of
+        `optimizer` has one count for its moments and perhaps for a schedule (`optax.contrib.prodigy`,
+        `dadapt_adamw`, `momo`, or a state that is not known): pass a `center_optimizer`. If a pull would
+        not move the points to which the local optimizer leads params (`optax.contrib.schedule_free`,
+        `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
@@ -194,11 +205,17 @@ def agn(
     if is_paired:
         check_can_be_paired(axis_name)
     rule = RULES.get(commit)
+    # Schedules of an optimizer of the center's own count commits.
+    is_same = center_optimizer is None
+    count_steps = count_local_steps if is_same else (lambda tx, *_: tx)
+    advance = advance_schedules if is_same else (lambda state, *_: state)
 
     def init(params: optax.Params) -> AgnState:
         local_state, center_state = inner.init(params), outer.init(params)
         check_can_be_pulled(local_state, center_state, "agn")
         check_chooses_no_zeros(center_state)
+        if is_same:
+            check_schedules(center_state, params)
         if is_paired and placing_states(center_state):
             # The mean of two centers is no target of the optimizer.
             raise ValueError('commit="pairs" of agn needs an optimizer that does not place params.')
@@ -228,7 +245,8 @@ def agn(
         replicas.check_are_local(grads, params, "agn")
         check_weight(weight)
         is_commit = ends_period(commit, state, communication_period, axis_name, "agn")
-        steps = optax.safe_increment(state.since_commit) if has_step else state.since_commit
+        # Without steps `finish` changes nothing.
+        steps = jnp.maximum(optax.safe_increment(state.since_commit) - (not has_step), 1)
 
         # theta <- theta + u(g; s)
         local_step = make_local_step(inner, grads, state, params, extra_args, axis_name)
@@ -243,15 +261,14 @@ def agn(
         old = (state.center, state.center_state), jnp.array(True)
 
         def make_commit() -> tuple[Center, jax.Array]:
-            number = jnp.maximum(steps, 1)
-            n = jax.tree.map(lambda a: a / number.astype(a.dtype), add(state.accumulator))
-            step = make_center_step(outer, extra_args, params, None if is_paired else axis_name)
+            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator))
+            counted = count_steps(outer, state, steps, has_step)
+            step = make_center_step(counted, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(step_in_pairs, count=state.count)
             (c, s_c), took_part = combine(old[0], n, step, replicas, weight)
             c = keep_exact(c, state.center, local_state, True, None if is_paired else axis_name)
-            if center_optimizer is None:
-                s_c = advance_schedules(s_c, state.center_state, steps)
-            return (c, s_c), took_part
+            # The local steps were made, even if no contribution was finite.
+            return (c, advance(s_c, state.center_state, steps, c)), took_part
 
         (center, center_state), took_part = cond(is_commit, make_commit, lambda: old)
         accumulator = state.accumulator

@@ -52,8 +52,15 @@ def center_params(
         step was not a commit of all params.
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
-    if final and (steps := int(np.max(jax.device_get(state.since_commit)))):
+    if final and (steps := _largest_here(state.since_commit)):
         raise ValueError(
             f"The center lacks (parts of) the last {steps} steps: end with commit=True."
         )
     return state.center if params is None else fill_masked(state.center, params)
+
+
+def _largest_here(count: Any) -> int:
+    """Return the largest count of the replicas of this process; all replicas count the same steps."""
+    shards = getattr(count, "addressable_shards", None)
+    parts = [count] if shards is None else [shard.data for shard in shards]
+    return max((int(np.max(jax.device_get(part))) for part in parts), default=0)

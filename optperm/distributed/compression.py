@@ -48,16 +48,24 @@ class Compression:
         if self.fraction is not None:
             index = _find_largest(jnp.abs(chunks), self._count_sent(chunks.shape[1]))
             chunks = jnp.take_along_axis(chunks, index, axis=1)
+            if self.bits == 1:
+                # One bit has no zero: a chosen zero is sent as the largest entry once more.
+                index = _repeat_first(index, chunks == 0)
             places = (_as_bytes(index.astype(jnp.uint16)),)
         if self.bits is None:
             return (_as_bytes(chunks), *places)
         if self.bits == 1:
             # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
-            # mean over the entries of the leaf, as the last chunk is padded.
-            starts = self._width(leaf.size) * np.arange(len(chunks), dtype=np.float32)
-            number = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
+            # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
+            if self.fraction is None:
+                starts = self._width(leaf.size) * np.arange(len(chunks), dtype=np.float32)
+                number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
+            else:
+                number = jnp.maximum(jnp.sum(chunks != 0, axis=1, keepdims=True), 1)
+                number = number.astype(jnp.float32)
             scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
-            codes = (chunks >= 0).astype(jnp.uint8)
+            signed = chunks if self.fraction is None else _repeat_first(chunks, chunks == 0)
+            codes = (signed >= 0).astype(jnp.uint8)
         else:
             # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
             scale, levels = (
@@ -80,9 +88,11 @@ class Compression:
             values, rest = _from_bytes(encoded[0], jnp.float32).reshape(number, -1), encoded[1:]
         else:
             scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
-            codes = _unpack(encoded[0], self.bits).reshape(number, -1)
-            signed = 2.0 * codes - 1 if self.bits == 1 else codes / _count_levels(self.bits) - 1.0
-            values = signed.astype(jnp.float32) * scale
+            codes = _unpack(encoded[0], self.bits).reshape(number, -1).astype(jnp.int32)
+            # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
+            levels = 1 if self.bits == 1 else _count_levels(self.bits)
+            signed = 2 * codes - 1 if self.bits == 1 else codes - levels
+            values = signed.astype(jnp.float32) / levels * scale
         if rest:
             index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
             rows = jnp.arange(number)[:, None]
@@ -108,6 +118,11 @@ class Compression:
 def _count_levels(bits: int) -> int:
     """Return the number of levels above zero."""
     return int(2 ** (bits - 1) - 1)
+
+
+def _repeat_first(rows: jax.Array, where: jax.Array) -> jax.Array:
+    """Return rows with their first entry where a condition holds."""
+    return jnp.where(where, rows[:, :1], rows)
 
 
 def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
@@ -309,7 +324,7 @@ def compress_top_k(fraction: float, bits: int | None = None, decay: float = 0.95
 
     Notes:
       The largest entries are chosen in each run of 4,096 entries of a leaf, a multiple of 8 per run. The
-      index of an entry takes two bytes.
+      index of an entry takes two bytes. An entry of zero stays zero, also with one bit.
 
     Raises:
       TypeError: If `fraction` or `decay` is not a number.

@@ -41,7 +41,7 @@ from optperm.distributed.plans import Due, Every, Exchange, resolve_due
 from optperm.exact import Exact, apply_updates, exact_entries, placing_states
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 
 class DilocoState(NamedTuple):
@@ -70,7 +70,7 @@ class DilocoState(NamedTuple):
     center_state: Any
     center: PyTree[Float[Array, "..."]]
     in_flight: PyTree[Float[Array, "..."]]
-    weights: Float32[Array, " fragments"]
+    weights: Float[Array, " fragments"]
     residual: PyTree[Float[Array, "..."]]
     pulled: Bool[Array, "leaves slices"]
     skipped: Int32[Array, ""]
@@ -202,7 +202,9 @@ def diloco(
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, or the trees passed to `update` do not match.
+        gradients arrive there summed over it, the trees passed to `update` do not match, or a pull would
+        not move the points to which `inner` leads params (`optax.contrib.schedule_free` and the others
+        that `optperm.agn` names).
 
     References:
       Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
@@ -252,7 +254,7 @@ def diloco(
             center_state=center_state,
             center=center,
             in_flight=wide if plan.delay else (),
-            weights=jnp.full([plan.fragments], NOTHING, jnp.float32),
+            weights=jnp.full([plan.fragments], NOTHING, accumulation_dtype(params)),
             residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
             pulled=fragments.tabulate_flags([False] * plan.fragments),
             skipped=jnp.zeros([], jnp.int32),

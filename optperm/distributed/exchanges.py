@@ -142,10 +142,11 @@ class Exchanger:
             total, weights, e, takes_part = sum_compressed(
                 self.compress, delta, e, is_finite, self.replicas, self.weight
             )
+            weights = weights.astype(part.weights.dtype)
             part = part._replace(residual=write(part.residual, e, p))
         else:
             # sum_i w_i Delta_i and sum_i w_i, in one collective; w_i = 0 where Delta_i is not finite
-            weights, takes_part = weigh(self.weight, is_finite, jnp.float32)
+            weights, takes_part = weigh(self.weight, is_finite, part.weights.dtype)
             total, axis_name = scale(delta, weights), self.replicas.axis_name
             if self.pair_count is not None:
                 # w (c - theta) + w' (c - theta'), both from this replica's c: so the centers approach.

@@ -32,16 +32,25 @@ from optperm.contract.mapped_axes import (
 )
 from optperm.contract.states import find_states
 from optperm.distributed.commits import Center, CenterStep
-from optperm.exact import apply_updates, exact_entries, placing_states, replace_targets
+from optperm.exact import (
+    AnchoredState,
+    apply_updates,
+    exact_entries,
+    placing_states,
+    replace_targets,
+)
 from optperm.switching import SwitchAfterState
 
 # Steps from one commit to the next: a number, or a schedule of the number of commits made.
 Period: TypeAlias = int | jax.Array | Callable[[jax.Array], Any]
-# The states of Optax with a count for schedules, by name: one of the types is not public.
-_COUNT_FOR_SCHEDULES = (
-    "ScaleByScheduleState",
-    "InjectStatefulHyperparamsState",
-    "WrappedScheduleState",
+
+# States whose updates lead to points in the state, not by a step from the params.
+_OWN_POINTS: tuple[Any, ...] = (
+    optax.contrib.ScheduleFreeState,
+    optax.contrib.MechanicState,
+    optax.contrib.MadgradState,
+    optax.contrib.COCOBState,
+    AnchoredState,
 )
 
 
@@ -88,7 +97,8 @@ def ends_period(
         return resolve_flag(commit, axis_name, method)
     if callable(period):
         since_commit, commits = largest((state.since_commit, state.commits), axis_name)
-        return since_commit + 1 >= period(commits)
+        # A period that is NaN ends at every step, not never.
+        return jnp.logical_not(since_commit + 1 < period(commits))
     since_commit, number = largest((state.since_commit, jnp.asarray(period)), axis_name)
     return since_commit + 1 >= number
 
@@ -207,26 +217,6 @@ def zero_bad_entries(
     return zero_if_not_finite(grads), extra_args
 
 
-def advance_schedules(new_state: Any, old_state: Any, steps: jax.Array) -> Any:
-    """Return a state after a commit with the counts of schedules advanced by a number of steps."""
-
-    def is_counted(node: Any) -> bool:
-        return type(node).__name__ in _COUNT_FOR_SCHEDULES
-
-    def advance(new: Any, old: Any) -> Any:
-        if not is_counted(new):
-            return new
-        within = type(new)(
-            *(advance_schedules(*pair, steps) for pair in zip(new, old, strict=True))
-        )
-        largest = jnp.iinfo(jnp.int32).max
-        # The local steps were made, even if no contribution was finite.
-        later = jnp.where(old.count > largest - steps, largest, old.count + steps)
-        return within._replace(count=later)
-
-    return jax.tree.map(advance, new_state, old_state, is_leaf=is_counted)
-
-
 def _common_extras(
     extras: dict[str, Any],
     gradient: optax.Updates,
@@ -302,8 +292,17 @@ def follow_center(
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     """Raise unless both optimizers place the same params, and the center's steps at every commit."""
     if find_states(center_state, optax.MultiStepsState):
-        wanted = f"write optax.MultiSteps({method}(optimizer, ...), k)"
-        raise ValueError(f"MultiSteps in the center's optimizer throws commits away: {wanted}.")
+        wanted = "optax.MultiSteps(agn(optimizer, ...), k)"
+        if method == "diloco":
+            wanted = "diloco(optax.MultiSteps(inner, k), ...), with k times the steps"
+        raise ValueError(
+            f"MultiSteps in the center's optimizer throws commits away: write {wanted}."
+        )
+    for each in find_states(local_state, _OWN_POINTS):
+        raise ValueError(
+            f"{type(each).__name__} leads params to points of its own, which a pull to the center does "
+            f"not move: {method} needs another optimizer of the local steps. It may be the center's."
+        )
     local, center = (list(map(type, placing_states(tree))) for tree in (local_state, center_state))
     # The center's optimizer counts commits: within switch_after it would be in another phase.
     if local != center or SwitchAfterState in local:

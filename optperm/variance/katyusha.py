@@ -36,6 +36,10 @@ class KatyushaState(NamedTuple):
     y: PyTree[Float[Array, "?*shape"], "Params"]
     z: PyTree[Float[Array, "?*shape"], "Params"]
 
+    def points(self) -> list[Any]:
+        """Return the points of which the params are an average."""
+        return [self.y, self.z]
+
     def if_followed(self) -> str:
         """Return a warning for a transformation that changes the updates after this method."""
         return (

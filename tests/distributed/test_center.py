@@ -161,3 +161,20 @@ def test_weights_by_steps_are_federated_averaging():
         p, s = mapped(p, s, grads, made.astype(jnp.float32))
     # (1 * 1 + 2 * 2 + 3 * 3) / 6 steps down.
     np.testing.assert_allclose(p, [[-14 / 6]] * SIZE, rtol=1e-6)
+
+
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_weights_of_float64_params_have_their_precision(factory):
+    """The weighted mean of three replicas, to the rounding of float64."""
+    with jax.enable_x64(True):
+        theta, weights = np.array([0.0, 1.0, 5.0]), np.array([0.1, 0.2, 0.7])
+        options = {} if factory is optperm.agn else {"outer": optax.sgd(1.0)}
+        tx = factory(optax.sgd(1.0), axis_name=AXIS, **options)
+
+        def center(target, weight):
+            start = jnp.zeros([], jnp.float64)
+            s = tx.update(-target, tx.init(start), start, commit=True, weight=weight)[1]
+            return optperm.center_params(s)
+
+        found = jax.vmap(center, axis_name=AXIS)(theta, weights)
+        np.testing.assert_allclose(found, [np.average(theta, weights=weights)] * 3, rtol=1e-15)

@@ -282,3 +282,22 @@ def test_leaves_of_all_dtypes_travel_in_one_vector():
         for name in dtypes:
             assert params[name].dtype == jnp.dtype(name)
             assert np.array_equal(params[name], targets[name])
+
+
+OWN_POINTS = {
+    "schedule_free": optax.contrib.schedule_free(optax.sgd(0.1), 0.1),
+    "mechanize": optax.contrib.mechanize(optax.sgd(0.1)),
+    "madgrad": optax.contrib.madgrad(0.1),
+    "cocob": optax.contrib.cocob(),
+    "katyusha": optperm.katyusha(0.1, 0.1, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", OWN_POINTS)
+def test_optimizers_whose_points_a_pull_does_not_move_are_refused(name):
+    """Each replica's points would drift away from the center; the center's may have points."""
+    for factory in (optperm.agn, optperm.diloco):
+        with pytest.raises(ValueError, match="needs another optimizer of the local steps"):
+            factory(optax.chain(optax.clip(1.0), OWN_POINTS[name])).init(START)
+    optperm.diloco(optax.sgd(0.1), OWN_POINTS[name]).init(START)
+    optperm.agn(optax.sgd(0.1), center_optimizer=OWN_POINTS[name]).init(START)

@@ -475,3 +475,31 @@ def test_a_method_that_places_params_within_and_without():
         if number % 2 == 0:
             support.assert_same_bits(params, optperm.center_params(opt_state))
     assert not np.array_equal(trail[-1][0]["kernel"][0], start["kernel"])
+
+
+@pytest.mark.parametrize(
+    "compress",
+    [
+        *(optperm.compress_quantized(bits) for bits in (2, 4, 8)),
+        *(optperm.compress_top_k(1 / 4, bits=bits) for bits in (1, 2, 4, 8)),
+    ],
+)
+def test_rows_that_no_batch_touches_do_not_move_when_compressed(compress):
+    """A zero is decoded as zero, and chosen zeros of one bit too, within a jitted exchange."""
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), sync_every=1, compress=compress)
+    start = jnp.ones((64, 1))
+    rng = np.random.default_rng(0)
+    touched = np.isin(np.arange(64), [3, 17, 40])[:, None]
+    grads = [jnp.float32(rng.normal(size=(64, 1)) * touched) for _ in range(4)]
+    for params, opt_state in loops.train(tx, start, grads):
+        assert (np.asarray(params)[~touched] == 1.0).all()
+        assert (np.asarray(opt_state.residual)[~touched] == 0.0).all()
+        assert (np.asarray(params)[touched] != 1.0).any()
+
+
+def test_one_bit_of_the_largest_is_the_mean_magnitude_of_those_that_are_not_zero():
+    leaf = np.zeros(64, np.float32)
+    leaf[[3, 10, 50]] = [2.0, -1.0, 3.0]
+    compress = optperm.compress_top_k(1 / 4, bits=1)
+    sent = jax.jit(lambda e: compress.decode(compress.encode(e), e.shape))(leaf)
+    np.testing.assert_allclose(sent, 2.0 * np.sign(leaf), rtol=1e-6)

@@ -136,7 +136,7 @@ def trajectories(mapping, collect):
         evaluate = loops.gradient(loss_fn)
         steps = loops.train(tx, start, make_batches(), evaluate=evaluate, how=mapping, size=SIZE)
         for t, (params, opt_state) in enumerate(steps):
-            center = optperm.center_params(opt_state)
+            center = optperm.center_params(opt_state, final=(t + 1) % PERIOD == 0)
             for name in start:
                 yield f"{method}/{t}/params/{name}", collect(params[name])
                 yield f"{method}/{t}/center/{name}", collect(center[name])
