@@ -54,9 +54,9 @@ def full_gradient(
         axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
       params: The parameters at which the gradient is evaluated.
       batches: Any iterable of batches: a list, a generator, the iterator of a data loader; `[batch]` for
-        one batch. A batch is a tree of arrays, or of objects that NumPy can convert to arrays. Leaves of
-        rank 0, such as a typed random key, are shared by all examples of a batch. Empty batches are
-        skipped.
+        one batch. A list `[x, y]` of arrays is two batches. A batch is a tree of arrays, or of objects
+        that NumPy can convert to arrays. Leaves of rank 0, such as a typed random key, are shared by all
+        examples of a batch. Empty batches are skipped.
       weights: One array of shape (batch,) for each batch: 1 for an example that counts, 0 for padding,
         or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
         its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
