@@ -82,7 +82,8 @@ def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[.
     results = jax.tree.structure(lowered.out_info), tuple(traced.jaxpr.out_avals)
     place = jax.config.jax_default_device
     key = form, results, place, hashlib.sha256(text.encode()).digest()
-    _PROGRAMS[key] = _PROGRAMS.pop(key) if key in _PROGRAMS else lowered.compile()
+    program = _PROGRAMS.pop(key, None)
+    _PROGRAMS[key] = program = lowered.compile() if program is None else program
     if len(_PROGRAMS) > _MOST_PROGRAMS:
-        del _PROGRAMS[next(iter(_PROGRAMS))]
-    return _PROGRAMS[key]
+        _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
+    return program
