@@ -11,7 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName, shared, varying_like
-from optperm.contract.states import fill_masked, trained_part
+from optperm.contract.states import fill_masked, is_masked, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -98,7 +98,7 @@ def evaluate(
 
     Raises:
       TypeError: If the loss is not a real scalar.
-      ValueError: If `axis_name` is not bound where this is called.
+      ValueError: If `axis_name` is not bound where this is called, or params are masked.
     """
     here, params = params, trained_part(params)
     checks.check_axis_is_bound(axis_name)
@@ -182,6 +182,7 @@ def checked_loss(
     loss_fn: LossFn, params: optax.Params, batch: Any, *, has_aux: bool
 ) -> tuple[jax.Array, Any]:
     """Return the loss and the second result of `loss_fn`; the loss must be a real scalar."""
+    _check_is_whole(params)
     out = loss_fn(params, batch)
     loss, aux = out if has_aux else (out, None)
     is_one = not isinstance(loss, tuple) and not jnp.shape(loss)
@@ -190,6 +191,17 @@ def checked_loss(
         came = "a tuple" if isinstance(loss, tuple) else jax.typeof(loss)
         raise TypeError(f"loss_fn must return {wanted}, got {came}.")
     return loss, aux
+
+
+def _check_is_whole(params: optax.Params) -> None:
+    """Raise a ValueError where a part of the params is masked, for which a loss has no value."""
+    if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+        raise ValueError(
+            "The loss got params with an optax.MaskedNode, as methods see them in optax.masked and "
+            "optax.partition. There closures come from an evaluation at all params: full_grad_fn="
+            'optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], and '
+            "optperm.with_loss is the outermost transformation."
+        )
 
 
 def part_of(batch: Any, start: int | jax.Array, size: int | None) -> Any:

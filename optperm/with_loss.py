@@ -11,6 +11,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import as_key, is_key, key_data
+from optperm.contract.states import fill_masked, mask_like
 from optperm.contract.transformation import known_extra_args, transformation
 from optperm.evaluation import LossFn, evaluate
 
@@ -123,8 +124,9 @@ def with_loss(
         # L_B and its gradient, and the gradient of an example drawn apart from B
         e = evaluate(loss_fn, params, batch, example=fold_keys(draw(keys[1], 1)))
 
-        def full_grad_fn(params: optax.Params) -> optax.Updates:
-            return evaluate(loss_fn, params, fold_keys(data)).grad
+        def full_grad_fn(at: optax.Params) -> optax.Updates:
+            whole = fill_masked(at, params)  # inside optax.partition a method knows only its part
+            return mask_like(evaluate(loss_fn, whole, fold_keys(data)).grad, at)
 
         extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
         extras = known_extra_args(tx, extras)

@@ -111,6 +111,21 @@ def test_closures_take_masked_params_as_they_were_evaluated():
         support.assert_same_bits(got["kernel"], expected["kernel"])
 
 
+@pytest.mark.parametrize("name", ["evaluate", "full_gradient", "with_loss"])
+def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out(name):
+    """As a method inside `optax.masked` or `optax.partition` would ask for it."""
+    params, batch = support.random_params(), make_batch()
+    masked, mask = params | {"bias": optax.MaskedNode()}, {"bias": False, "kernel": True}
+    tx = optax.masked(optperm.with_loss(optax.sgd(0.1), loss_fn, batch), mask)
+    calls = {
+        "evaluate": lambda: optperm.evaluate(loss_fn, masked, batch),
+        "full_gradient": lambda: optperm.full_gradient(loss_fn, masked, [batch]),
+        "with_loss": lambda: tx.update(params, tx.init(params), params),
+    }
+    with pytest.raises(ValueError, match=r'extra_args\["grad_fn"\], and optperm.with_loss is'):
+        calls[name]()
+
+
 def test_aux_comes_out():
     """With has_aux the second output is handed on, and the closures ignore it."""
     params, batch = support.random_params(), make_batch()

@@ -43,6 +43,33 @@ def test_all_data_are_those_of_a_loop_that_passes_the_extra_arguments():
         chex.assert_trees_all_close(after, by_hand["w"], rtol=1e-5)
 
 
+def test_snapshot_of_a_part_of_the_params_is_that_of_the_documented_loop():
+    """Inside `optax.partition` a method asks for the full gradient at its part of the params."""
+    svrg_sgd = optax.chain(optperm.svrg(refresh_every=2), optax.sgd(0.1))
+    tx = optax.partition({"svrg": svrg_sgd, "rest": optax.sgd(0.05)}, {"w": "svrg", "b": "rest"})
+
+    def loss(params, batch):
+        return loss_fn(params, batch | {"y": batch["y"] - params["b"]})
+
+    params = START | {"b": jnp.float32(0.5)}
+    wrapped = optperm.with_loss(tx, loss, DATA)
+
+    def step(params, state, ours):
+        e = optperm.evaluate(loss, params, DATA)
+        full = optperm.evaluate(loss, params, DATA).extra_args["grad_fn"]
+        by_hand = tx.update(e.grad, state, params, full_grad_fn=full, **e.extra_args)
+        return by_hand, wrapped.update(params, ours, params)
+
+    state, ours = tx.init(params), wrapped.init(params)
+    for _ in range(3):
+        (updates, state), (got, ours) = jax.jit(step)(params, state, ours)
+        support.assert_close(got, updates, rtol=1e-6)
+        params = optax.apply_updates(params, updates)
+    snapshot = state.inner_states["svrg"].inner_state[0].snapshot
+    assert snapshot.is_taken
+    assert float(jnp.max(jnp.abs(snapshot.full_grad["w"]))) > 0.01
+
+
 def test_line_searches_of_optax_and_methods_that_take_no_extra_arguments_run(lenient):
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(20))
     for tx in (optax.lbfgs(), search, optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01))):

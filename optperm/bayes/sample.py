@@ -15,8 +15,9 @@ import optax
 from optperm.bayes.constant_sgd import constant_sgd
 from optperm.bayes.normal_noise import normal_like
 from optperm.bayes.report import warn_of_draws
-from optperm.bayes.sampling import Samples, run_chains, steps_to_learn
+from optperm.bayes.sampling import Samples, make_runner, steps_to_learn
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.shardings import explicit_sharding
@@ -101,7 +102,9 @@ def sample(
 
     Notes:
       Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
-      is faster. A leaf of `data` is indexed on the device in each step.
+      is faster. A leaf of `data` is indexed on the device in each step. Each call traces its
+      functions, and compiles a program only if it differs from earlier programs: none for another key,
+      unless a leaf of `data` has more than 2**18 entries.
 
     Raises:
       TypeError: If an argument is of the wrong type.
@@ -148,13 +151,13 @@ def sample(
         else _cast_starts(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
-    counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
+    run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
     def draw(params: Any, opt_state: Any, first_step: Any, warmup: int = 0) -> Samples:
-        more = counts | {"warmup": warmup, "first_step": first_step}
-        return run_chains(step, params, opt_state, keys[1], stacked=True, **more)
+        counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
+        return run(params, opt_state, keys[1], **counts)
 
-    opt_state = jax.jit(jax.vmap(tx.init))(begun)
+    opt_state = jit_current(jax.vmap(tx.init))(begun)
     if warmup is None:
         warmup = steps_to_learn(opt_state) or _WARMUP
     drawn = draw(begun, opt_state, 0, warmup)
@@ -205,7 +208,7 @@ def _search_starts(
     if optax.tree.size(params) > _MOST_TO_SEARCH:
         return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
     begun = _spread(params, key, num_chains)
-    return jax.jit(jax.vmap(functools.partial(_search, loss)))(begun)
+    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
 
 
 def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:

@@ -16,8 +16,8 @@ _ADVICE = (
     "Give the others to another optimizer with optax.partition, or mask them with optax.masked."
 )
 _ADVICE_COMPLEX = (
-    "Train real and imaginary parts with optax.contrib.split_real_and_imaginary(tx), and apply the "
-    "updates with optax.apply_updates."
+    "Train real and imaginary parts as two real arrays, which the loss joins; a method without extra "
+    "arguments also trains in optax.contrib.split_real_and_imaginary(tx), with optax.apply_updates."
 )
 _ADVICE_FUNCTIONS = (
     " Of a model with functions among its leaves, pass the arrays alone: for Equinox "

@@ -100,7 +100,8 @@ def dldr(
     - `optperm.dim_reduce`, quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
     - `optperm.project`, an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
     - `optperm.twa`, whose basis spans the snapshots themselves, not their differences (TWA);
-    - or any transformation that contains one of these, such as a chain.
+    - or any transformation that contains one of these, such as a chain, or `optax.partition`, where the
+      snapshots and the basis hold the part of the params that it trains.
 
     Args:
       optimizer: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
@@ -322,10 +323,9 @@ def _record(
 
     # point <- the first snapshot, or the mean of the snapshots so far: point + (theta - point) / (i + 1)
     def move(point: Any) -> Any:
-        share = 1 / (index + 1) if restart == "mean" else 1.0
-
         def toward(to: jax.Array, leaf: Any) -> jax.Array:
-            return to + (jnp.asarray(leaf).astype(to.dtype) - to) * jnp.asarray(share, to.dtype)
+            number = (index + 1).astype(to.dtype) if restart == "mean" else 1.0
+            return to + (jnp.asarray(leaf).astype(to.dtype) - to) / number
 
         return jax.tree.map(toward, point, params)
 

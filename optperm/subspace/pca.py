@@ -69,7 +69,8 @@ def pca_basis(
 
     Notes:
       The products are summed over slices of the leaves, so that the snapshots are not copied. The same
-      snapshots give the same signs; of two equally distant snapshots the later one decides.
+      snapshots give the same signs; of two equally distant snapshots the later one decides. In
+      float64, rows whose singular values are below 3e-5 of the largest are orthonormal to float32 only.
 
     Raises:
       TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
@@ -89,7 +90,7 @@ def pca_basis(
     count = None if num_snapshots is None else jnp.asarray(valid, jnp.int32)
     basis, rank = _pca(snapshots, count, n_components)
     if not isinstance(rank, jax.core.Tracer) and rank < n_components:
-        spanned = f"The snapshots span {int(rank)} directions (0 if not finite)"
+        spanned = f"The snapshots span {int(rank)} directions (0 if their squares are not finite)"
         raise ValueError(f"{spanned}, fewer than n_components={n_components}.")
     return basis
 

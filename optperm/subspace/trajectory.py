@@ -12,7 +12,7 @@ from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import cond
 from optperm.contract.shardings import rows_like
-from optperm.contract.states import find_state, one_row
+from optperm.contract.states import find_state, mask_like, one_row
 from optperm.contract.transformation import transformation
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ def record_trajectory(
 def write_row(
     rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
 ) -> optax.Params:
-    """Write params over one row if this is due."""
+    """Write the params that the rows do not mask over one row if this is due."""
+    params = mask_like(params, rows)
 
     def write(row: jax.Array, leaf: Any) -> jax.Array:
         new = jnp.asarray(leaf).astype(row.dtype)
@@ -132,7 +133,9 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
 
     Returns:
       A tree like params whose leaves have a leading axis of the capacity, with the valid rows first and
-      zeros after them, and the number of valid rows, int32 ().
+      zeros after them, and the number of valid rows, int32 (). The results of a state that `jax.vmap` or
+      `jax.pmap` has made for many trainings have the leading axes of the state, as if the function had
+      been mapped: `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -148,13 +151,21 @@ def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
       ValueError: If there is not exactly one such state in `opt_state`.
     """
     state = find_state(opt_state, TrajectoryState, method="record_trajectory")
+    sort = _sort_rings
+    for _ in range(state.num_recorded.ndim):  # the axes of many trainings
+        sort = jax.vmap(sort)
+    return sort(state.snapshots, state.num_recorded)
+
+
+def _sort_rings(rings: optax.Params, num_recorded: jax.Array) -> tuple[optax.Params, jax.Array]:
+    """Return the rows of ring buffers, oldest first, and the number of valid rows."""
 
     def sort_ring(ring: jax.Array) -> jax.Array:
         capacity = ring.shape[0]
         # The oldest snapshot is in the row that is overwritten next, if the ring is full.
-        start = jnp.where(state.num_recorded > capacity, state.num_recorded % capacity, 0)
+        start = jnp.where(num_recorded > capacity, num_recorded % capacity, 0)
         return jnp.roll(ring, -start, axis=0)
 
-    capacity = next((leaf.shape[0] for leaf in jax.tree.leaves(state.snapshots)), 0)
-    valid = jnp.minimum(state.num_recorded, jnp.asarray(capacity, jnp.int32))
-    return jax.tree.map(sort_ring, state.snapshots), valid
+    capacity = next((leaf.shape[0] for leaf in jax.tree.leaves(rings)), 0)
+    valid = jnp.minimum(num_recorded, jnp.asarray(capacity, jnp.int32))
+    return jax.tree.map(sort_ring, rings), valid

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FULL_GRADIENT = {
     "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
     "for svrg, without refresh_every and refresh_probability, by epoch_start=optperm.take_snapshot): "
-    "full_grad_fn=lambda params: optperm.evaluate(loss_fn, params, all_examples).grad, with"
+    'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
 }
 _ADVICE = "call optperm.take_snapshot, or pass refresh_every or refresh_probability"
 
@@ -101,7 +101,9 @@ def svrg(
     Returns:
       A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
       `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it; to
-      take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples.
+      take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples:
+      `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`,
+      which evaluates all examples in each step outside of `jax.jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
@@ -145,7 +147,8 @@ def svrg(
       only the last of the accumulated gradients would be corrected: chain it with
       `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
       `optax.masked` it sees its own part of the params, and the functions of `optperm.evaluate` use the
-      current values of the other params: that is exact only while those do not change.
+      current values of the other params: that is exact only while those do not change. A `full_grad_fn`
+      of another kind has to fill in the other params itself.
 
       An entry whose correction is not finite passes through uncorrected. A snapshot is not taken if its
       params or its full gradient are not finite.
@@ -364,7 +367,8 @@ def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates
       opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
         in it: chained, masked, partitioned, injected into, or kept as variables by
         `flax.nnx.Optimizer`. It is not changed.
-      params: All current params, also where svrg is masked. They are copied.
+      params: All current params, also where svrg is masked. They are copied. States of many trainings
+        are mapped, with their params and gradients: `jax.vmap(optperm.take_snapshot)`.
       full_grad: The full gradient at these params, from `optperm.full_gradient`.
 
     Returns:

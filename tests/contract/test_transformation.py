@@ -144,10 +144,20 @@ def test_all_extra_arguments_that_are_missing_are_named_at_once():
 def test_complex_params_get_the_advice_that_works():
     """The parts are trained as two real leaves."""
     params = {"w": jnp.array([1 + 2j, 3j]), "b": jnp.ones(1)}
-    with pytest.raises(TypeError, match=r"complex64.*split_real_and_imaginary\(tx\)"):
+    with pytest.raises(
+        TypeError, match=r"complex64.*two real arrays.*split_real_and_imaginary\(tx\)"
+    ):
         optperm.mars().init(params)
     tx = optax.chain(optax.contrib.split_real_and_imaginary(optperm.mars()), optax.scale(-0.1))
     updates, _ = tx.update(params, tx.init(params), params)
     assert optax.apply_updates(params, updates)["w"].tolist() != params["w"].tolist()
+
+    def loss_fn(pair, batch):  # a method that needs extra arguments
+        return jnp.mean(jnp.abs(pair["re"] + 1j * pair["im"] - batch) ** 2)
+
+    pair, tx = {"re": jnp.zeros(2), "im": jnp.zeros(2)}, optperm.recursive_gradient(0.5)
+    e = optperm.evaluate(loss_fn, pair, params["w"])
+    updates, _ = tx.update(e.grad, tx.init(pair), pair, **e.extra_args)
+    support.assert_close(updates["re"] + 1j * updates["im"], -params["w"], rtol=1e-6)
     with pytest.raises(TypeError, match=r"int32.*optax\.partition"):
         optperm.mars().init({"w": jnp.arange(2)})

@@ -112,6 +112,48 @@ def test_step_that_switches_puts_the_params_at_the_restart(restart, dtype):
         support.assert_close(in_float32(got), in_float32(expected), **exactly)
 
 
+def test_mean_of_float64_snapshots_is_in_float64(x64):
+    """The snapshots are 1000, 2000 and 4000."""
+    del x64
+    tx = optperm.dldr(
+        optax.sgd(1.0),
+        optperm.project(1, optax.sgd(0.0)),
+        sample_every=1,
+        num_samples=3,
+        restart="mean",
+    )
+    w = jnp.array([1000.0])
+    state = tx.init(w)
+    for g in (-1000.0, -2000.0, 0.0):
+        updates, state = tx.update(jnp.array([g]), state, w)
+        w = optperm.apply_updates(w, updates, state)
+    np.testing.assert_allclose(w, [7000.0 / 3], rtol=1e-15)
+
+
+@pytest.mark.parametrize("kind", ["partition", "masked"])
+def test_subspace_of_a_part_of_the_params_is_that_of_the_part_alone(kind):
+    """The other part has the step of its own optimizer in the second phase, or of none if masked."""
+    data, subspace = valley.batches(12)[:, 0], optperm.project(3, optax.sgd(1e-3))
+    if kind == "partition":
+        parts = {"subspace": subspace, "rest": optax.sgd(1e-3)}
+        second = optax.partition(parts, {"a": "subspace", "b": "rest"})
+    else:
+        rest = optax.masked(optax.set_to_zero(), {"a": False, "b": True})
+        second = optax.chain(optax.masked(subspace, {"a": True, "b": False}), rest)
+    first, start = optax.sgd(2e-3), valley.start()
+    whole, alone = optperm.dldr(first, second, **OPTIONS), optperm.dldr(first, subspace, **OPTIONS)
+    state, part, params = whole.init(start), alone.init({"a": start["a"]}), start
+    steps = [jax.jit(tx.update) for tx in (whole, alone)]
+    for number, batch in enumerate(data):
+        grad, _ = valley.evaluate(params, batch)
+        updates, state = steps[0](grad, state, params)
+        of_part, part = steps[1]({"a": grad["a"]}, part, {"a": params["a"]})
+        support.assert_close(updates["a"], of_part["a"], rtol=1e-4, atol=1e-7)
+        rate = 2e-3 if number < SWITCH else 1e-3 * (kind == "partition")
+        support.assert_close(updates["b"], -rate * grad["b"], rtol=1e-5)
+        params = optax.apply_updates(params, updates)
+
+
 def test_the_authors_rule():
     """P-BFGS from the first snapshot as in the authors' code: rho .4, alpha 0, 20 trials."""
     with jax.enable_x64(True):

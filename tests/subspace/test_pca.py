@@ -109,7 +109,7 @@ def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
     flat, spoiled = x[:2][[0, 1, 0, 1, 1, 0]], np.where(x > 1, np.float32(np.nan), x)
     for snapshots, message in (
         (flat, r"span 1 directions.*fewer than n_components=3"),
-        (spoiled, r"span 0 directions \(0 if not finite\)"),
+        (spoiled, r"span 0 directions \(0 if their squares are not finite\)"),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.pca_basis(snapshots, 3)

@@ -40,6 +40,30 @@ def test_last_snapshots_come_oldest_first():
         assert np.array_equal(snapshots["w"][: int(count), 1, 2], np.float32(wanted))
 
 
+def test_trajectory_of_mapped_states_has_their_leading_axes():
+    """Two trainings, or two times three of them, in rings that have turned over or are not yet full."""
+    tx = optperm.record_trajectory(every=1, capacity=4)
+
+    @jax.jit
+    def train(start, steps):
+        def step(t, state):
+            return tx.update(start, state, start + t)[1]
+
+        return jax.lax.fori_loop(0, steps, step, tx.init(start))
+
+    starts, steps = jnp.arange(6.0).reshape(2, 3, 1), jnp.array([[3, 4, 5], [6, 7, 8]])
+    states = jax.vmap(jax.vmap(train))(starts, steps)
+    snapshots, count = optperm.trajectory(states)
+    for place in np.ndindex(2, 3):
+        alone, number = optperm.trajectory(train(starts[place], steps[place]))
+        assert count[place] == number == min(steps[place], 4)
+        np.testing.assert_array_equal(snapshots[place], alone)
+        last = int(steps[place]) - 1
+        assert alone[number - 1] == starts[place] + last
+    one = jax.tree.map(lambda leaf: leaf[0], states)
+    np.testing.assert_array_equal(optperm.trajectory(one)[0], snapshots[0])
+
+
 def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():
     """Float32 for narrower params, float64 for float64, or the one asked for."""
     with jax.enable_x64(True):
