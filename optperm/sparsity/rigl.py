@@ -57,8 +57,9 @@ def rigl(
 
     Args:
       optimizer: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
-        without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the live entries; clipping in front
-        of this transformation, in an `optax.chain`, uses the norm of all entries.
+        without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the
+        live entries; clipping in front of this transformation, in an `optax.chain`, uses the norm of all
+        entries.
       sparsity: The share of zeros, in [0, 1], distributed by `optperm.erk_sparsity`; or a tree of shares
         like params, or a prefix of such a tree. `init` alone uses it: in a resumed training
         `optperm.prune` raises the share.
