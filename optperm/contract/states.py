@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -225,3 +225,52 @@ def trained_part(params: Any) -> Any:
     if not any(map(dataclasses.is_dataclass, nodes)):
         return params
     return jax.tree.map(keep, params)
+
+
+class Match(NamedTuple):
+    """An array of an optimizer's state, and the parameter that it belongs to.
+
+    Attributes:
+      leaf: The array.
+      index: The number of the parameter among the leaves of the params; None for an array that is in no
+        tree like params, such as a count.
+      owner: The name of the state that the array is in.
+    """
+
+    leaf: Any
+    index: int | None
+    owner: str
+
+
+def match_params(state: Any, params: Any) -> list[Match]:
+    """Return for each leaf of an optimizer's state the parameter that it belongs to.
+
+    A parameter has an array wherever a part of the state has the tree structure of the params, perhaps
+    with `optax.MaskedNode` for some of them. Neither paths nor shapes count, as two params may share the
+    end of a path or a shape.
+    """
+    leaves, structure = jax.tree.flatten(state)
+    # Of numbers in place of arrays, so that nothing reads the arrays.
+    numbered, places = jax.tree.unflatten(structure, range(len(leaves))), number_leaves(params)
+    found: list[Match] = []
+
+    def visit(node: Any, owner: str) -> None:
+        seen = mask_like(places, node)
+        if jax.tree.structure(seen) == jax.tree.structure(node):
+            pairs = zip(jax.tree.leaves(node), jax.tree.leaves(seen), strict=True)
+            found.extend(Match(leaves[at], index, owner) for at, index in pairs)
+        elif isinstance(node, int):
+            found.append(Match(leaves[node], None, owner))
+        else:
+            owner = type(node).__name__ if hasattr(node, "_fields") else owner
+            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
+                visit(child, owner)
+
+    visit(numbered, "state")
+    return found
+
+
+def number_leaves(tree: Any) -> Any:
+    """Return the tree with the number of each leaf in its place."""
+    structure: Any = jax.tree.structure(tree)
+    return structure.unflatten(range(structure.num_leaves))

@@ -53,6 +53,9 @@ def to_sparse(params: Any, format: SparseFormat = "bcsr", *, include: Include | 
       [[4.0, 6.0, 0.0]]
 
     Notes:
+      A weight of shape (out, in), as Equinox's and PyTorch's, becomes a sparse (in, out), so that
+      `weight @ x` fails, or for a square weight is wrong: pass `weight.T`.
+
       Below 90 % zeros sparse products do not pay on a CPU. On an MLP of 300 and 100 hidden units BCSR
       takes .5 to .75 of the time of dense products at 90 % for batches of 32 and 256, and a quarter to
       a third at 98 %; scipy's format suits single examples, from 98 % on. A dense network of as many
@@ -112,6 +115,9 @@ def remove_units(params: Any, groups: Groups, *, zero_at_zero: bool = False) -> 
       ((3, 1), [[5.0]])
 
     Notes:
+      Each axis must have one entry for each unit. Channels of a convolution whose outputs are flattened
+      into a dense layer have H * W entries each in the kernel of that layer: they cannot be removed.
+
       Each unit must be computed without the others. Units that a `LayerNorm`, an `RMSNorm` or a softmax
       combines must not be removed, as the outputs of the rest would change; neither must units of a
       tied embedding, whose one leaf holds incoming and outgoing weights.

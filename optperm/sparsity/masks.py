@@ -179,7 +179,7 @@ def prune(
         `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
         by `flax.nnx.Optimizer`. It is not changed.
       fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
-        fraction for each leaf. None with `optperm.NOfM`.
+        fraction for each leaf, 0 for a leaf that is not included. None with `optperm.NOfM`.
       criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
         the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
@@ -214,15 +214,17 @@ def prune(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `key` is missing, a
-        tree does not match the masks, a structure does not fit a leaf, `include` is None and no leaf has
-        rank 2 or more, or there is not exactly one state with masks.
+      ValueError: If `fraction` is out of range or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `key` is missing, `key` or `scores` is given and not used, a tree does not
+        match the masks, a structure does not fit a leaf, `include` is None and no leaf has rank 2 or
+        more, or there is not exactly one state with masks.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
       <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
+    _check_used(criterion, scores, key)
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
@@ -295,15 +297,17 @@ def freeze(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range, `criterion` or `scope` is unknown, `scores` or `key` is
-        missing, a tree does not match the masks, or there is not exactly one state of `mask_elements`,
-        or of a preconditioner where the criterion needs one.
+      ValueError: If `fraction` is out of range or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `scores` or `key` is missing, or given and not used, a tree does not match the
+        masks, or there is not exactly one state of `mask_elements`, or of a preconditioner where the
+        criterion needs one.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, 2017, for H
     """
     checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
+    _check_used(criterion, scores, key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
     flags = flag_leaves(include, state.mask)
     if criterion == "random":
@@ -353,6 +357,13 @@ def reset_masks(opt_state: Any) -> Any:
     state = _find_masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
     return replace_state(opt_state, type(state), new, method="mask_elements")
+
+
+def _check_used(criterion: str, scores: Any, key: Any) -> None:
+    """Raise a ValueError if scores or a key are given that the criterion would ignore."""
+    name, value = ("scores", scores) if criterion == "random" else ("key", key)
+    if value is not None:
+        raise ValueError(f"criterion {criterion!r} uses no {name}: leave {name} out.")
 
 
 def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:

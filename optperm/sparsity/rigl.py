@@ -16,7 +16,7 @@ from optperm.contract.keys import as_key
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.schedules import resolve_schedule
 from optperm.contract.shardings import shard_like
-from optperm.contract.states import mask_like
+from optperm.contract.states import is_masked, mask_like, match_params
 from optperm.contract.transformation import transformation
 from optperm.sparsity.selection import keep_highest, order_codes
 from optperm.sparsity.shares import Include, flag_leaves, group_leaves, nearest_count
@@ -62,8 +62,10 @@ def rigl(
     With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
 
     Args:
-      optimizer: Any optimizer. Clipping inside it uses the norm of the live entries; clipping in front
-        of this transformation, in an `optax.chain`, uses the norm of all entries.
+      optimizer: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
+        without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the
+        live entries; clipping in front of this transformation, in an `optax.chain`, uses the norm of all
+        entries.
       sparsity: The share of zeros, in [0, 1], distributed by `optperm.erk_sparsity`; or a tree of shares
         like params, or a prefix of such a tree. `init` alone uses it: in a resumed training
         `optperm.prune` raises the share.
@@ -115,7 +117,8 @@ def rigl(
     Raises:
       TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
-        `axis_name` is not bound where `update` is called, or if trees do not match.
+        a state of `optimizer` is not like params, if `axis_name` is not bound where `update` is called,
+        or if trees do not match.
 
     References:
       Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
@@ -145,6 +148,7 @@ def rigl(
         kept = keep_highest(codes, groups.leaves, counts)
         inner = inside.init(params)
         check_places_nothing(inner)
+        _check_can_restart(inner, mask, params)
         return SparseState(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
@@ -245,18 +249,45 @@ def _restart_dead(
 ) -> Any:
     """Return the optimizer's state with the entries of a fresh state where the mask is False.
 
-    An array of the state belongs to the parameter whose path is the end of the array's path, if their
-    shapes are equal. Dead entries are restarted in every step, so that an entry is fresh when it grows.
+    Dead entries are restarted in every step, so that an entry is fresh when it grows.
     """
-    masks = dict(jax.tree_util.tree_leaves_with_path(mask))
+    masks = _match_masks(inner, mask, params)
     fresh = jax.tree.leaves(optimizer.init(params))
+    new = [
+        leaf if is_live is None else jnp.where(is_live, leaf, jnp.asarray(first, leaf.dtype))
+        for (leaf, is_live, _), first in zip(masks, fresh, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(inner), new)
 
-    def restart(path: Any, leaf: jax.Array, first: jax.Array) -> jax.Array:
-        own = [end for end in masks if path[len(path) - len(end) :] == end]
-        if not own or jnp.shape(leaf) != masks[max(own, key=len)].shape:
-            return leaf
-        return jnp.where(masks[max(own, key=len)], leaf, jnp.asarray(first, leaf.dtype))
 
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(inner)
-    new = [restart(path, leaf, first) for (path, leaf), first in zip(leaves, fresh, strict=True)]
-    return jax.tree.unflatten(treedef, new)
+def _match_masks(
+    inner: Any, mask: Any, params: optax.Params
+) -> list[tuple[Any, jax.Array | None, str | None]]:
+    """Return each array of the optimizer's state with its mask, if it has one number for each entry.
+
+    The last item is the name of the state if the array may hold numbers of masked entries in another
+    form, else None: scalars, counts and keys hold none.
+    """
+    structure: Any = jax.tree.structure(params)
+    masks, found = structure.flatten_up_to(mask), []
+    for leaf, index, owner in match_params(inner, params):
+        own = None if index is None else masks[index]
+        if is_masked(own):
+            found.append((leaf, None, None))
+        elif own is not None and jnp.shape(leaf) == own.shape:
+            found.append((leaf, own, None))
+        else:
+            holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            found.append((leaf, None, None if holds_none else owner))
+    return found
+
+
+def _check_can_restart(inner: Any, mask: Any, params: optax.Params) -> None:
+    """Raise a ValueError that names the first state whose entries cannot be restarted."""
+    for leaf, _, owner in _match_masks(inner, mask, params):
+        if owner is not None:
+            raise ValueError(
+                f"rigl restarts the optimizer's state of each weight that grows, but optimizer keeps an "
+                f"array of shape {jnp.shape(leaf)} in a {owner}, which is not like params: leave "
+                "optax.flatten, factored moments, low_rank and apollo out."
+            )

@@ -76,8 +76,8 @@ def group_leaves(
 
     Raises:
       TypeError: If a share is not a single number.
-      ValueError: If a share is out of range, if the tree of shares does not fit, or if `scope` is
-        "global" and there is a tree.
+      ValueError: If a share is out of range, if the tree of shares does not fit or has a share for a
+        leaf that is not included, or if `scope` is "global" and there is a tree.
     """
     indices = [index for index, flag in enumerate(jax.tree.leaves(flags)) if flag]
     is_single = _is_number(sparsity) or callable(sparsity)
@@ -96,8 +96,26 @@ def group_leaves(
     )
     for share in shares:
         check_share(name, share)
+    _check_excluded(name, sparsity, flags)
     zeros = [nearest_count(shares[index], sizes[index]) for index in indices]
     return Groups([[index] for index in indices], zeros)
+
+
+def _check_excluded(name: str, sparsity: Any, flags: Any) -> None:
+    """Raise a ValueError if a tree of shares has a share for a leaf that is not included.
+
+    A share of a whole branch is a share of its included leaves.
+    """
+    given = dict(
+        jax.tree_util.tree_leaves_with_path(without_variables(sparsity), is_leaf=_is_number)
+    )
+    for path, flag in jax.tree_util.tree_leaves_with_path(flags):
+        share = given.get(path, 0) if path else 0
+        if not flag and checks.is_concrete_number(share) and share != 0:
+            place = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(
+                f"{place} is {share}, but this leaf is not included: pass include= or 0."
+            )
 
 
 def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
@@ -159,8 +177,12 @@ def erk_sparsity(
       >>> jax.tree.map(lambda p, s: round(p.size * (1 - s)), params, shares)  # that are not zero
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
+    Notes:
+      A leaf of several layers, (L, n, m), as scanned models have, is one leaf of three axes, with another
+      density than L leaves of shape (n, m).
+
     Raises:
-      TypeError: If `sparsity` is not a number.
+      TypeError: If `sparsity` is not a number, or a leaf is not an array.
       ValueError: If `sparsity` is out of range, or `include` does not fit.
 
     References:
@@ -170,6 +192,7 @@ def erk_sparsity(
     """
     check_share("sparsity", sparsity)
     params = without_variables(params)
+    checks.check_arrays("params", params)
     return _compute_erk(params, sparsity, flag_leaves(include, params))
 
 
@@ -263,6 +286,7 @@ def spread_prefix(
 def select_masked(name: str, tree: Any, mask: Any) -> Any:
     """Return the part of a tree that has masks."""
     tree = mask_like(tree, mask)
+    checks.check_arrays(name, tree)
     checks.check_same_tree(name, tree, mask, source="the mask", dtypes=False)
     return tree
 

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optperm.contract import checks
+from optperm.contract.states import without_variables
 from optperm.sparsity.choice import UnitScope, encode_scores, keep, widen_scores
 from optperm.sparsity.shares import Include, flag_leaves
 from optperm.sparsity.structures import Structure
@@ -52,15 +54,18 @@ def keep_top(
       the selection of `NOfM` is cheap.
 
     Raises:
-      TypeError: If an included parameter is not of a real floating dtype, or a share is not a number.
+      TypeError: If an included parameter is not of a real floating dtype, a leaf is not an array, or a
+        share is not a number.
       ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
 
     References:
       Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
       <https://arxiv.org/abs/1308.3432>`_, 2013
     """
-    flags = flag_leaves(include, params)
-    fixed = jax.lax.stop_gradient(params)
+    plain = without_variables(params)
+    checks.check_arrays("params", plain)
+    flags = flag_leaves(include, plain)
+    fixed = jax.lax.stop_gradient(plain)
     # A leaf that is not included may be of any dtype.
     ranked = jax.tree.map(
         lambda flag, w: w if flag else jnp.zeros(jnp.shape(w), jnp.float32), flags, fixed
@@ -68,7 +73,8 @@ def keep_top(
     scores = jax.tree.map(jnp.abs, widen_scores("params", ranked, fixed))
     codes = encode_scores(scores, flags, structure)
     kept = keep("sparsity", codes, sparsity, scope, fixed, flags, structure)
-    return jax.tree.map(lambda flag, w, m: _pass_through(w, m) if flag else w, flags, params, kept)
+    top = jax.tree.map(lambda flag, w, m: _pass_through(w, m) if flag else w, flags, plain, kept)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(top))
 
 
 # w where m, else 0, with the derivative of w.

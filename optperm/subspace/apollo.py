@@ -122,7 +122,8 @@ def apollo(
       With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
       columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
       all-reduce of R. 1e-8 is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about
-      1e-8 hardly move.
+      1e-8 hardly move. Numbers that are not finite are passed on to `inner`, whose moments keep them: put
+      `optax.apply_if_finite` outside.
 
     Raises:
       TypeError: If `inner` is not a transformation, a number has another type, entries of
@@ -153,7 +154,7 @@ def apollo(
         plans = plan(params)
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
-        record_leaves(params, plans, low, inner_state, has_basis=False)
+        record_leaves(params, plans)
         norm = map_plans(make_batch_zeros, params, plans)
         sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
         return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)

@@ -49,6 +49,7 @@ from optperm.subspace.moments import (
     Decays,
     carry_moments,
     check_moments,
+    check_squares,
     join_moments,
     split_moments,
 )
@@ -148,9 +149,11 @@ def low_rank(
         from the last basis, for `update_every` from 1 to 20.
       residual: "scaled" for S, or None to lose the part outside the subspace. With a random basis
         :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
-      carry: Whether to carry over moments of Adam (also Adamax and Yogi, which share its state and
-        are treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are,
-        and each new basis vector has a nonnegative product with the last one.
+      carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
+        treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
+        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT, which share
+        Adam's state with other moments, need False: `init` takes one step of `inner` on a few numbers to
+        find them. If `inner` cannot take this step, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
         or the "larger" side, for a smaller state and a poorer subspace.
@@ -223,7 +226,8 @@ def low_rank(
         `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
         or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
-        or one that does not exist, `carry` does not know a state of `inner`, or `inner` needs params.
+        or one that does not exist, `carry` does not know a state of `inner` or its tree is not like
+        params (`optax.flatten`), or `inner` needs params.
 
     References:
       Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
@@ -272,8 +276,9 @@ def low_rank(
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(inner_state, plans, jax.tree.leaves(low))
-        record_leaves(params, plans, low, inner_state, has_basis=True)
+            check_moments(inner_state, plans, low)
+            check_squares(optimizer, inner_state, low)
+        record_leaves(params, plans)
         return LowRankState(
             jnp.zeros([], jnp.int32),
             map_plans(make_basis_zeros, params, plans),
@@ -397,7 +402,7 @@ def _refresh(
     held = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, held)
     for i, each in held.items():
         bases[i], dues[i], moments[i] = each
-    return bases, dues, join_moments(inner_state, structure, moments) if carry else inner_state
+    return bases, dues, join_moments(inner_state, moments) if carry else inner_state
 
 
 def _find_basis(

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from optperm.contract.states import match_params
 from optperm.subspace.low_rank import low_rank
-from optperm.subspace.matrices import LeafReport, collect_leaves
+from optperm.subspace.matrices import LeafPlan, collect_leaves
+
+
+class LeafReport(NamedTuple):
+    """The entry of one leaf in `optperm.low_rank_report`.
+
+    Attributes:
+      name: The path of the leaf.
+      shape: The shape of the leaf.
+      matrices: The number of its matrices and their sides, (batch, d, k); None at full rank.
+      on_rows: Whether its bases are on rows, the side of `reduction_axis`.
+      rank: r, or 0 at full rank.
+      words: The number of words of its state.
+      full_words: The number of words of its state at full rank.
+      is_seen: Whether a low-rank method sees the leaf.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    matrices: tuple[int, int, int] | None
+    on_rows: bool
+    rank: int
+    words: float
+    full_words: float
+    is_seen: bool = True
 
 
 class LowRankReport(NamedTuple):
@@ -19,10 +45,11 @@ class LowRankReport(NamedTuple):
     Attributes:
       leaves: For each leaf, in the order of the tree: `name`; `shape`; `matrices`, the number of its
         matrices and their sides (batch, d, k), with bases on the side of d, or None at full rank;
-        `on_rows`, whether d is the side of the rows; `rank`, r or 0; `words`, the words of its state;
-        and `full_words`, the words of its state at full rank.
-      words_per_param: Words of state per parameter.
-      full_words_per_param: Words of state per parameter at full rank.
+        `on_rows`, whether d is the side of the rows; `rank`, r or 0; `words`, the words of its state in
+        the whole optimizer; `full_words`, these words at full rank; and `is_seen`, whether a low-rank
+        method sees the leaf.
+      words_per_param: Words of the whole optimizer's state per parameter.
+      full_words_per_param: These words at full rank.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -38,7 +65,7 @@ class LowRankReport(NamedTuple):
             if leaf.matrices is None:
                 # The rows, columns and layers of such a leaf are unknown.
                 what = "axes not named" if len(leaf.shape) > 2 else "full rank"
-                middle = what, "-", "-"
+                middle = what if leaf.is_seen else "not seen", "-", "-"
             else:
                 batch, d, k = leaf.matrices
                 sides = (d, k) if leaf.on_rows else (k, d)
@@ -58,12 +85,12 @@ class LowRankReport(NamedTuple):
 
 
 def low_rank_report(
-    tx_or_rank: optax.GradientTransformation | int | float, params: optax.Params
+    tx_or_rank: optax.GradientTransformation | optax.MultiSteps | int | float, params: optax.Params
 ) -> LowRankReport:
     """Report which leaves are projected, on which side and to what rank, and the size of their state.
 
-    Only shapes are used. A leaf of three or more axes whose axes are not named stays at full rank, as
-    the table says.
+    Only shapes are used. The whole optimizer counts, also its parts that see other leaves. A leaf of
+    three or more axes whose axes are not named stays at full rank, as the table says.
 
     Args:
       tx_or_rank: An optimizer with `optperm.low_rank` or `optperm.apollo` anywhere in it; or a
@@ -89,13 +116,56 @@ def low_rank_report(
       ValueError: If the rank is out of range, or the optimizer has no low-rank method.
     """
     tx = tx_or_rank
+    if isinstance(tx, optax.MultiSteps):
+        tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
-        tx = low_rank(optax.scale_by_adam(), tx_or_rank)
-    with collect_leaves() as leaves:
-        # A new function object, since JAX would not trace the same function again.
-        jax.eval_shape(functools.partial(tx.init), params)
-    if not leaves and jax.tree.leaves(params):
+        tx = low_rank(optax.scale_by_adam(), tx)
+    # New function objects, since JAX would not trace the same function again.
+    with collect_leaves() as plans:
+        state = jax.eval_shape(functools.partial(tx.init), params)
+    with collect_leaves(at_full_rank=True):
+        full_state = jax.eval_shape(functools.partial(tx.init), params)
+    if not plans and jax.tree.leaves(params):
         raise ValueError("tx_or_rank must hold optperm.low_rank or optperm.apollo, or be a rank.")
-    size = max(sum(math.prod(leaf.shape) for leaf in leaves), 1)
-    words, full = (sum(getattr(leaf, name) for leaf in leaves) for name in ("words", "full_words"))
-    return LowRankReport(tuple(leaves), words / size, full / size)
+    words, full = (_count_words(each, params) for each in (state, full_state))
+    leaves = tuple(
+        _describe_leaf(jax.tree_util.keystr(path), jnp.shape(leaf), plans, *counts)
+        for (path, leaf), *counts in zip(
+            jax.tree_util.tree_leaves_with_path(params), words, full, strict=True
+        )
+    )
+    total = max(_count_entries(params), 1)
+    sizes = (_count_entries(each) / total for each in (state, full_state))
+    return LowRankReport(leaves, *sizes)
+
+
+def _count_entries(tree: Any) -> int:
+    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree))
+
+
+def _count_words(state: Any, params: optax.Params) -> list[float]:
+    """Return the words of each leaf's state, without single numbers such as counts.
+
+    Arrays that belong to no leaf, as with `optax.flatten`, are spread over all leaves.
+    """
+    sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
+    words, rest = [0.0] * len(sizes), 0
+    for leaf, index, _ in match_params(state, params):
+        if leaf.ndim and index is not None:
+            words[index] += leaf.size
+        elif leaf.ndim:
+            rest += leaf.size
+    return [own + rest * size / max(sum(sizes), 1) for own, size in zip(words, sizes, strict=True)]
+
+
+def _describe_leaf(
+    name: str, shape: tuple[int, ...], plans: list[LeafPlan], words: float, full_words: float
+) -> LeafReport:
+    """Return the entry of a leaf, with its first view as matrices if there is one."""
+    # A low-rank method within another one sees smaller leaves of the same names.
+    seen = [plan.matrix for plan in plans if (plan.name, plan.shape) == (name, shape)]
+    matrix = next(filter(None, seen), None)
+    if matrix is None:
+        return LeafReport(name, shape, None, False, 0, words, full_words, bool(seen))
+    sides = math.prod(matrix.batch_shape), matrix.d, matrix.k
+    return LeafReport(name, shape, sides, matrix.on_rows, matrix.rank, words, full_words)

@@ -140,6 +140,8 @@ def plan_matrices(
         becomes smaller.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if _AT_FULL_RANK.get():
+        return [None] * len(leaves)
     # One entry of axes for each leaf, None for full rank
     numbers: Sequence[Any] = [None] * len(leaves)
     if dimension_numbers is not None and leaves:
@@ -179,7 +181,7 @@ def _make_matrix(
     name: str, shape: tuple[int, ...], numbers: GaLoreDimensionNumbers, rank: float, side: Side
 ) -> Matrix:
     given = [
-        (axes,) if isinstance(axes, int) else tuple(axes)
+        (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
         for axes in (numbers.reduction_axis, numbers.output_axis)
     ]
     own = range(-len(shape), len(shape))
@@ -204,75 +206,43 @@ def check_rank(rank: object) -> None:
         raise ValueError(f"rank must be an integer, or a share in (0, 1), got {rank!r}.")
 
 
-class LeafReport(NamedTuple):
-    """The entry of one leaf in `optperm.low_rank_report`.
-
-    Attributes:
-      name: The path of the leaf.
-      shape: The shape of the leaf.
-      matrices: The number of its matrices and their sides, (batch, d, k); None at full rank.
-      on_rows: Whether its bases are on rows, the side of `reduction_axis`.
-      rank: r, or 0 at full rank.
-      words: The number of words of its state.
-      full_words: The number of words of its state at full rank.
-    """
+class LeafPlan(NamedTuple):
+    """The name of a leaf that a low-rank method sees, its shape, and its view as matrices."""
 
     name: str
     shape: tuple[int, ...]
-    matrices: tuple[int, int, int] | None
-    on_rows: bool
-    rank: int
-    words: float
-    full_words: float
+    matrix: Matrix | None
 
 
 # `record_leaves` appends to this list while a report is made.
-_REPORT: contextvars.ContextVar[list[LeafReport] | None] = contextvars.ContextVar(
+_REPORT: contextvars.ContextVar[list[LeafPlan] | None] = contextvars.ContextVar(
     "report", default=None
 )
+# Whether no leaf is projected, as a report compares with the same optimizer at full rank.
+_AT_FULL_RANK = contextvars.ContextVar("at_full_rank", default=False)
 
 
-def record_leaves(
-    params: optax.Params,
-    plans: Sequence[Matrix | None],
-    low: optax.Params,
-    inner_state: Any,
-    *,
-    has_basis: bool,
-) -> None:
+def record_leaves(params: optax.Params, plans: Sequence[Matrix | None]) -> None:
     """Append an entry for each leaf to the report, if one is being made."""
     report = _REPORT.get()
-    if report is None:
-        return
-    # Words of the optimizer's state for each entry that it sees: 2 for Adam
-    lows = [math.prod(leaf.shape) for leaf in jax.tree.leaves(low)]
-    words = sum(leaf.size for leaf in jax.tree.leaves(inner_state)) / max(sum(lows), 1)
-    paths = jax.tree_util.tree_leaves_with_path(params)
-    for (path, leaf), matrix, size in zip(paths, plans, lows, strict=True):
-        basis = math.prod(matrix.basis_shape) if matrix and has_basis else 0
-        of = (math.prod(matrix.batch_shape), matrix.d, matrix.k) if matrix else None
-        report.append(
-            LeafReport(
-                jax.tree_util.keystr(path),
-                jnp.shape(leaf),
-                of,
-                bool(matrix and matrix.on_rows),
-                matrix.rank if matrix else 0,
-                words * size + basis,
-                words * math.prod(jnp.shape(leaf)),
-            )
+    if report is not None:
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        report.extend(
+            LeafPlan(jax.tree_util.keystr(path), jnp.shape(leaf), matrix)
+            for (path, leaf), matrix in zip(paths, plans, strict=True)
         )
 
 
 @contextlib.contextmanager
-def collect_leaves() -> Iterator[list[LeafReport]]:
-    """Collect the entries of all low-rank transformations that are initialized within this context."""
-    report: list[LeafReport] = []
-    token = _REPORT.set(report)
+def collect_leaves(*, at_full_rank: bool = False) -> Iterator[list[LeafPlan]]:
+    """Collect the leaves of all low-rank transformations that are initialized within this context."""
+    report: list[LeafPlan] = []
+    tokens = _REPORT.set(report), _AT_FULL_RANK.set(at_full_rank)
     try:
         yield report
     finally:
-        _REPORT.reset(token)
+        _REPORT.reset(tokens[0])
+        _AT_FULL_RANK.reset(tokens[1])
 
 
 def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:

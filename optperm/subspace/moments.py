@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
+from optperm.contract.states import is_masked, mask_like, match_params
 from optperm.subspace.matrices import Matrix
 from optperm.subspace.projections import rotate
 
@@ -85,9 +88,21 @@ def _find_known_states(inner_state: Any) -> list[Any]:
 
 
 def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]:
-    """Return for each leaf of params its moments in each known state of an optimizer's state."""
+    """Return for each leaf of params its moments in each known state of an optimizer's state.
+
+    A leaf that a state does not see has `optax.MaskedNode` in place of its moments.
+    """
+    places = treedef.unflatten(range(treedef.num_leaves))
+
+    def split(moments: Any) -> list[Any]:
+        found: list[Any] = [optax.MaskedNode()] * treedef.num_leaves
+        own = jax.tree.leaves(mask_like(places, moments))
+        for index, moment in zip(own, jax.tree.leaves(moments), strict=True):
+            found[index] = moment
+        return found
+
     states = [
-        [treedef.flatten_up_to(getattr(state, name)) for name in _KNOWN[type(state)][0]]
+        [split(getattr(state, name)) for name in _KNOWN[type(state)][0]]
         for state in _find_known_states(inner_state)
     ]
     return [
@@ -95,15 +110,19 @@ def split_moments(inner_state: Any, treedef: Any) -> list[list[tuple[Any, ...]]]
     ]
 
 
-def join_moments(inner_state: Any, treedef: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
+def join_moments(inner_state: Any, moments: list[list[tuple[Any, ...]]]) -> Any:
     """Return an optimizer's state with the moments of each leaf, as `split_moments` returns them."""
     states = zip(*moments, strict=True)
 
     def join(node: Any) -> Any:
         if not _is_known(node) or not moments:
             return node
-        trees = map(treedef.unflatten, zip(*next(states), strict=True))
-        return node._replace(**dict(zip(_KNOWN[type(node)][0], trees, strict=True)))
+        fields = zip(_KNOWN[type(node)][0], zip(*next(states), strict=True), strict=True)
+        return node._replace(**{name: join_field(getattr(node, name), new) for name, new in fields})
+
+    def join_field(old: Any, new: tuple[Any, ...]) -> Any:
+        seen = [moment for moment in new if not is_masked(moment)]
+        return jax.tree.unflatten(jax.tree.structure(old), seen)
 
     return jax.tree.map(join, inner_state, is_leaf=_is_known)
 
@@ -122,7 +141,7 @@ def carry_moments(
     where = change.is_new[..., None, None]
 
     def carry(state: Any, each: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not all(isinstance(leaf, jax.Array) for leaf in each):  # masked within inner
+        if any(map(is_masked, each)):  # within inner
             return each
         formula = _KNOWN[type(state)][1]
         if formula is _carry_adam:
@@ -137,26 +156,74 @@ def carry_moments(
     return list(map(carry, _find_known_states(inner_state), moments))
 
 
-def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], lows: Sequence[Any]) -> None:
+def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], low: Any) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
-    shapes = {low.shape for matrix, low in zip(matrices, lows, strict=True) if matrix is not None}
+    lows = jax.tree.leaves(low)
+    for state in _find_known_states(inner_state):
+        for name in _KNOWN[type(state)][0]:
+            for moment, index, _ in match_params(getattr(state, name), low):
+                if index is None or moment.shape != lows[index].shape:
+                    _refuse(f"{type(state).__name__} whose {name} is not like params")
+    # Any other array may hold numbers of basis vectors, unless it belongs to a leaf at full rank.
+    others = jax.tree.map(
+        lambda node: None if _is_known(node) else node, inner_state, is_leaf=_is_known
+    )
+    shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # One number for each basis vector, as in a factored second moment
-    shapes |= {(*matrix.batch_shape, matrix.rank) for matrix in matrices if matrix is not None}
-    if unknown := _find_unknown_state(inner_state, shapes):
-        raise ValueError(
-            f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."
+    shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}
+    for leaf, index, owner in match_params(others, low):
+        is_full = index is not None and matrices[index] is None
+        is_array = leaf.size > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if shapes and not is_full and (is_array or leaf.shape in shapes):
+            _refuse(owner)
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(f"inner keeps a {what}, which cannot be carried over: pass carry=False.")
+
+
+def check_squares(inner: optax.GradientTransformation, inner_state: Any, low: Any) -> None:
+    """Raise a ValueError if a state of Adam holds no mean of gradients, or no mean of their squares.
+
+    Optax gives the type of Adam's state to Adamax and ADOPT too. After one step from zero Adam's second
+    moment is proportional to the square of its first moment, Adamax's to the moment itself, and ADOPT's
+    first moment is zero.
+    """
+
+    def find_adams(state: Any) -> list[optax.ScaleByAdamState]:
+        found = _find_known_states(state)
+        return [each for each in found if isinstance(each, optax.ScaleByAdamState)]
+
+    def take_step() -> list[bool]:
+        # Gradients of several sizes, some of which differ after a clipping too
+        sizes = 4.0 ** -np.arange(6, dtype=np.float32)
+        g = jax.tree.map(
+            lambda x: jnp.asarray(sizes.reshape((1,) * (x.ndim - 1) + (6,)) if x.ndim else 1.0), low
         )
+        # A caller may have relaxed these options for its own thread alone.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            _, state = inner.update(g, inner.init(jax.tree.map(jnp.zeros_like, g)))
+        return list(map(_has_squares, find_adams(state)))
+
+    if not find_adams(inner_state):
+        return
+    # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        step = pool.submit(take_step)
+    # There is no result if `inner` needs params or more, or has traced numbers.
+    if step.exception() is None and not all(step.result()):
+        _refuse("ScaleByAdamState that is not Adam's (as Adamax's)")
 
 
-def _find_unknown_state(
-    node: Any, shapes: set[tuple[int, ...]], owner: str = "state"
-) -> str | None:
-    """Return the name of the first state with an array of these shapes that cannot be carried over."""
-    if _is_known(node):
-        return None
-    if not isinstance(node, dict | tuple | list):
-        return owner if getattr(node, "shape", None) in shapes else None
-    owner = type(node).__name__ if hasattr(node, "_fields") else owner
-    children = node.values() if isinstance(node, dict) else node
-    found = (_find_unknown_state(child, shapes, owner) for child in children)
-    return next(filter(None, found), None)
+def _has_squares(adam: optax.ScaleByAdamState) -> bool:
+    """Return False if the moments after one step show that they are not Adam's."""
+    mean, square = (
+        np.concatenate([np.zeros(1), *(np.abs(np.ravel(x)).astype(np.float64) for x in leaves)])
+        for leaves in map(jax.tree.leaves, (adam.mu, adam.nu))
+    )
+    # The largest mean, and the next smaller one
+    top = np.argmax(mean)
+    other = np.argmax(np.where(mean < mean[top] / 1.5, mean, 0.0))
+    if mean[other] == 0:  # There is no other one, after a sign for example.
+        return bool(mean[top] > 0 or not square.any())
+    return bool(square[top] > (mean[top] / mean[other]) ** 1.5 * square[other])

@@ -157,6 +157,65 @@ def test_a_static_mask_is_the_optimizer_on_masked_gradients():
         support.assert_close((p, state.inner), (expected, inner), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["sgd", "partition", "chain"])
+def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state(name):
+    """The leaves a/w and b/a/w share a shape and the end of their paths; only a/w has a mask."""
+    sgd = optax.sgd(0.1, momentum=0.9)
+    labels = {"a": {"w": "x"}, "b": {"a": {"w": "y"}}, "c": "x"}
+    optimizer = {
+        "sgd": sgd,
+        "partition": optax.partition({"x": sgd, "y": sgd}, labels),
+        "chain": optax.chain(optax.trace(0.9), optax.scale(-0.1)),
+    }[name]
+    w = support.normal((4, 3))
+    params = {"a": {"w": w}, "b": {"a": {"w": w}}, "c": support.normal((2, 2))}
+    include = {"a": True, "b": False, "c": False}
+    tx = optperm.rigl(optimizer, 0.5, end=9, key=KEY, every=8, include=include)
+    params, state = optperm.prune(params, tx.init(params), 0.0)
+    grads = [support.random_like(params, seed) for seed in range(3)]
+    hidden = [g | {"a": {"w": jnp.where(state.mask["a"]["w"], g["a"]["w"], 0.0)}} for g in grads]
+    trail = loops.train(tx, params, grads, opt_state=state)
+    plain = loops.train(optimizer, params, hidden)
+    for (p, s), (expected, inner) in zip(trail, plain, strict=True):
+        support.assert_close((p, s.inner), (expected, inner), rtol=1e-6, atol=1e-7)
+    # Of a momentum of 1 everywhere, the momentum of dead entries is dropped in the next step.
+    ones, zeros = jax.tree.map(jnp.ones_like, state.inner), jax.tree.map(jnp.zeros_like, params)
+    _, after = tx.update(zeros, state._replace(inner=ones), params)
+    sums = sorted(round(float(x.sum()), 3) for x in jax.tree.leaves(after.inner) if x.ndim)
+    assert sums == [3.6, 5.4, 10.8]  # .9 of 4 entries, of the 6 live ones of 12, and of 12
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "named"),
+    [
+        (optax.flatten(optax.sgd(0.1, momentum=0.9)), r"\(32,\) in a TraceState"),
+        (optax.adafactor(0.1, min_dim_size_to_factor=2), r"\(4,\) in a FactoredState"),
+        (optax.sm3(0.1), r"in a ScaleBySM3State"),
+        (optperm.low_rank(optax.scale_by_adam(), 2), "in a LowRankState"),
+        (optperm.apollo(rank=2), r"\(2, 6\) in a ScaleByAdamState"),
+    ],
+)
+def test_a_state_that_cannot_be_restarted_is_refused(optimizer, named):
+    """A mask says nothing about arrays of another form than params."""
+    params = {"a": jnp.ones((4, 6)), "b": jnp.ones((2, 4))}
+    tx = optperm.rigl(optimizer, 0.5, end=200, key=KEY)
+    with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave optax.flatten"):
+        tx.init(params)
+
+
+def test_a_low_rank_state_of_dense_leaves_alone_is_accepted():
+    """Nothing has to be restarted there."""
+    low = optperm.low_rank(optax.scale_by_adam(), 2)
+    inner = optax.partition(
+        {"low": low, "full": optax.adam(0.1)}, {"dense": "low", "sparse": "full"}
+    )
+    params = {"dense": jnp.ones((4, 6)), "sparse": jnp.ones((2, 4))}
+    include = {"dense": False, "sparse": True}
+    tx = optperm.rigl(inner, 0.5, end=200, key=KEY, include=include)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert bool(jnp.all(updates["dense"] != 0))
+
+
 def test_pruned_params_are_zero_where_the_mask_is_off():
     """Before the first step too, when the optimizer has not yet set the dead weights to zero."""
     tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3, key=KEY), support.normal((6, 5))

@@ -5,6 +5,8 @@ import math
 import pathlib
 import sys
 
+import equinox as eqx
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import optax
 import optax.contrib
 import pytest
 import support
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,7 +70,7 @@ def carried(state, change, decays):
     structure = jax.tree.structure({"w": 0})
     (before,) = moments.split_moments(state, structure)
     after = moments.carry_moments(state, change, before, decays=decays)
-    return moments.join_moments(state, structure, [after])
+    return moments.join_moments(state, [after])
 
 
 @pytest.mark.parametrize("kind", ["svd", "power"])
@@ -195,7 +198,7 @@ def test_transposed_and_stacked_and_merged_leaves():
         "heads": g["heads"],
         "merged": g["heads"].reshape(3, 6, 10),
     }
-    numbers = dict.fromkeys(tree, Numbers(-2, -1)) | {"heads": Numbers(0, (1, 2))}
+    numbers = dict.fromkeys(tree, Numbers(-2, -1)) | {"heads": Numbers(np.int64(0), (1, 2))}
     make = functools.partial(
         optperm.low_rank, optax.scale_by_adam(), 2, projection="svd", dimension_numbers=numbers
     )
@@ -435,6 +438,87 @@ def test_arguments_that_cannot_work_are_refused():
     init(optax.sgd(0.1))()
 
 
+SHARING_ADAMS_STATE = {
+    "adamax": optax.scale_by_adamax(),
+    "adopt": optax.contrib.scale_by_adopt(),
+    "clipped adamax": optax.chain(optax.clip_by_global_norm(0.1), optax.scale_by_adamax()),
+    "yogi": optax.scale_by_yogi(),
+    "radam": optax.scale_by_radam(),
+    "clipped adam": optax.chain(optax.clip(0.1), optax.scale_by_adam(mu_dtype=jnp.bfloat16)),
+    "signs": optax.chain(optax.scale_by_sign(), optax.scale_by_adam()),
+    "with params": optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio()),
+}
+
+
+@pytest.mark.parametrize("name", SHARING_ADAMS_STATE)
+def test_moments_that_are_not_adams_are_refused_where_the_state_is_adams(name):
+    """By one step of a few numbers, also where `init` is traced or mapped."""
+    params = {"w": jnp.zeros((6, 9)), "b": jnp.zeros(3), "c": jnp.zeros([])}
+    inner = SHARING_ADAMS_STATE[name]
+    init = optperm.low_rank(inner, 2).init
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
+    for call, given in (
+        (init, params),
+        (jax.jit(init), params),
+        (functools.partial(jax.eval_shape, init), params),
+        (jax.vmap(init), stack),
+    ):
+        if name.endswith(("adamax", "adopt")):
+            with pytest.raises(
+                ValueError, match=r"ScaleByAdamState that is not Adam's.*carry=False"
+            ):
+                call(given)
+        else:
+            call(given)
+    optperm.low_rank(inner, 2, carry=False).init(params)
+
+
+def make_trees():
+    arrays = {"kernel": jnp.zeros((6, 9)), "bias": jnp.zeros(9)}
+    linear = eqx.nn.Linear(6, 9, key=jax.random.key(0))
+    return {
+        "list": list(arrays.values()),
+        "equinox": eqx.filter(linear, eqx.is_inexact_array),
+        "frozen": flax.core.freeze(arrays),
+        "nnx": nnx.state(nnx.Linear(6, 9, rngs=nnx.Rngs(0)), nnx.Param),
+        "array": arrays["kernel"],
+    }
+
+
+UNKNOWN = {
+    "amsgrad": (optax.scale_by_amsgrad(), "a ScaleByAmsgradState"),
+    "belief": (optax.scale_by_belief(), "a ScaleByBeliefState"),
+    "sm3": (optax.scale_by_sm3(), "a ScaleBySM3State"),
+    "flat amsgrad": (optax.flatten(optax.scale_by_amsgrad()), "a ScaleByAmsgradState"),
+    "flat adam": (optax.flatten(optax.scale_by_adam()), "a ScaleByAdamState whose mu is not like"),
+    "lbfgs": (optax.scale_by_lbfgs(), "a ScaleByLBFGSState"),
+}
+
+
+@pytest.mark.parametrize("tree", ["list", "equinox", "frozen", "nnx", "array"])
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_state_that_cannot_be_carried_over_is_refused_in_any_container(name, tree):
+    inner, message = UNKNOWN[name]
+    params = make_trees()[tree]
+    with pytest.raises(ValueError, match=f"inner keeps {message}.* pass carry=False"):
+        jax.eval_shape(optperm.low_rank(inner, 2).init, params)
+    jax.eval_shape(optperm.low_rank(inner, 2, carry=False).init, params)
+    jax.eval_shape(optperm.low_rank(optax.scale_by_lion(), 2).init, params)
+
+
+def test_labels_and_masks_inside_may_be_prefixes():
+    """A leaf that a part of `inner` does not see is `MaskedNode` there, alone or with its branch."""
+    grads = {"a": grads_of({"w": (6, 9)}, steps=4), "b": grads_of({"w": (9, 6), "c": (3,)}, 1, 4)}
+    labels = {"a": "x", "b": "y"}
+    whole = {"a": {"w": "x"}, "b": {"w": "y", "c": "y"}}
+    parts = {"x": optax.scale_by_adam(), "y": optax.scale_by_lion()}
+    low = functools.partial(optperm.low_rank, rank=2, update_every=2)
+    found, _ = run(low(optax.partition(parts, labels)), grads)
+    support.assert_close(found, run(low(optax.partition(parts, whole)), grads)[0])
+    masked, _ = run(low(optax.masked(optax.scale_by_adam(), {"a": True, "b": False})), grads)
+    support.assert_close(masked["a"], found["a"])
+
+
 GPT2 = {"embed": (50257 + 1024, 768), "qkv": (12, 768, 2304), "out": (12, 768, 768)}
 GPT2 |= {"up": (12, 768, 3072), "down": (12, 3072, 768)}
 LLAMA = {"embed": (32000, 4096), "head": (32000, 4096)}
@@ -463,6 +547,46 @@ def test_report_and_words_of_state():
         np.testing.assert_allclose(report.words_per_param, held / size, rtol=1e-3)
         assert abs(held / size - words) <= 0.005 + 0.02 * words
         assert "full rank" in str(report)
+
+
+def test_the_report_counts_the_whole_optimizer():
+    """Leaves of another optimizer, arrays of no leaf, and sums of gradients too."""
+    params = {
+        "embed": jnp.zeros((64, 16)),
+        "kernel": jnp.zeros((16, 64)),
+        "stack": jnp.zeros((2, 8, 8)),
+    }
+    low = optax.chain(optperm.low_rank(optax.scale_by_adam(), 1 / 4), optax.scale(-1e-3))
+    labels = {"embed": "full", "kernel": "low", "stack": "full"}
+    parted = optax.partition({"low": low, "full": optax.adam(1e-3)}, labels)
+    for tx, words, full_words in (
+        (parted, (2, 0.5625, 2), (2, 2, 2)),
+        (optax.chain(low, optax.trace(0.9)), (1.5625, 1.5625, 3), (3, 3, 3)),
+        (optax.MultiSteps(low, 2), (1.5625, 1.5625, 3), (3, 3, 3)),
+        (
+            optperm.low_rank(optax.flatten(optax.scale_by_adam()), 1 / 4, carry=False),
+            None,
+            (2, 2, 2),
+        ),
+    ):
+        report = optperm.low_rank_report(tx, params)
+        assert [leaf.name for leaf in report.leaves] == ["['embed']", "['kernel']", "['stack']"]
+        sizes = [math.prod(leaf.shape) for leaf in report.leaves]
+        state = jax.eval_shape(tx.init, params)
+        held = sum(math.prod(x.shape) for x in jax.tree.leaves(state))
+        assert report.words_per_param == held / sum(sizes)
+        # Without counts and other single numbers
+        single = sum(math.prod(x.shape) for x in jax.tree.leaves(state) if not x.ndim)
+        np.testing.assert_allclose(sum(leaf.words for leaf in report.leaves), held - single)
+        found = [
+            (leaf.words / n, leaf.full_words / n)
+            for leaf, n in zip(report.leaves, sizes, strict=True)
+        ]
+        np.testing.assert_allclose([full for _, full in found], full_words)
+        if words is not None:
+            np.testing.assert_allclose([each for each, _ in found], words)
+    lines = str(optperm.low_rank_report(parted, params)).splitlines()
+    assert ["not seen" in line for line in lines[1:4]] == [True, False, True]
 
 
 @pytest.mark.parametrize("projection", ["random", "svd"])
