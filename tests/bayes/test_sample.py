@@ -169,6 +169,24 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     assert np.all(np.ptp(draws, axis=1) > 0)
 
 
+@pytest.mark.chains
+def test_equal_examples_are_sampled_with_injected_noise_alone():
+    """Ten successes of ten: no batch has noise, and nothing is warned of. By quadrature."""
+    samples = optperm.sample(
+        lambda t, k: jnp.mean(jax.nn.softplus(t) - k * t), jnp.ones(10), jnp.zeros(()),
+        jax.random.key(0), log_prior=lambda t: -(t**2) / 2, batch_size=10, num_draws=300,
+        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
+    )  # fmt: skip
+    grid = np.linspace(-4, 9, 5000)
+    weights = np.exp(-10 * np.log1p(np.exp(-grid)) - grid**2 / 2)
+    weights /= weights.sum()
+    mean = weights @ grid
+    deviation = np.sqrt(weights @ (grid - mean) ** 2)
+    draws = np.asarray(samples.params, np.float64)
+    assert draws.std() == pytest.approx(deviation, rel=0.1)
+    assert draws.mean() == pytest.approx(mean, abs=0.2 * deviation)
+
+
 @pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")
 @pytest.mark.chains
 def test_both_modes_are_found_and_said():
