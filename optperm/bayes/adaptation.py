@@ -348,7 +348,8 @@ def hand_over(
         # lambda_max of the old kernel, less by how much the new one is shortened
         stability=jnp.where(kernel.is_ready, effective * kernel.excess / excess, 0.0),
         excess=excess,
-        drift=_mean(ratio, weights).astype(jnp.float32),
+        # Without noise there is nothing that could have fallen
+        drift=jnp.where(is_first, 1.0, _mean(ratio, weights)).astype(jnp.float32),
         correlation=seen.correlation,
         estimates=seen.estimates,
         is_ready=_any_positive(curvature),
@@ -363,7 +364,7 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
 
     An entry without noise may have curvature, as of a prior on a parameter that no example sees. Entries
     of a network that fits its data have hardly any noise: their h are 1e30, so the typical length is the
-    geometric mean.
+    geometric mean. Where a window has found no noise at all, as of equal examples, the length is 1.
     """
     # sqrt(h_i) |w_i|, in the units of the params: in a basis of C^(-1/2) all h_i without limits are s
     is_full = not isinstance(kernel.basis, tuple)
@@ -372,7 +373,9 @@ def probing_steps(kernel: NoiseKernel, h: Any) -> Any:
     logs = jax.tree.map(lambda x: jnp.log(jnp.where(x > 0, x, 1.0)), lengths)
     count = sum(jnp.sum(leaf > 0) for leaf in jax.tree.leaves(h))
     total = inner(logs, optax.tree.ones_like(h))
-    typical = jnp.where(count > 0, jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype)), 0.0)
+    without = jnp.where(kernel.estimates > 0, 1.0, 0.0).astype(total.dtype)
+    mean = jnp.exp(total / jnp.maximum(count, 1).astype(total.dtype))
+    typical = jnp.where(count > 0, mean, without)
     positive = [jnp.min(x, initial=jnp.inf, where=x > 0) for x in jax.tree.leaves(lengths)]
     shortest = jnp.where(count > 0, functools.reduce(jnp.minimum, positive), 1.0)
 

@@ -43,7 +43,8 @@ class ConstantSgdState(NamedTuple):
     Attributes:
       count: Steps taken.
       steps: Steps that sampled.
-      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients.
+      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients, in
+        steps that sampled.
       left_out: Steps in which entries with a gradient that is not finite did not move.
       freeze_after: The first step that learns nothing.
       key: The raw random key of the injected noise.
@@ -264,7 +265,8 @@ def constant_sgd(
         return cast_like(moves, params), state._replace(
             count=optax.safe_increment(count),
             steps=state.steps + is_moving.astype(jnp.int32),
-            uneven=uneven,
+            # In the burn-in a gradient next to an optimum has rounding alone
+            uneven=jnp.where(is_moving, uneven, state.uneven),
             left_out=state.left_out + (is_moving & ~all_finite(g)).astype(jnp.int32),
             scale=scale,
             limit=c * rate,

@@ -101,7 +101,7 @@ def judge_state(state: ConstantSgdState | MandtSgdState) -> list[str]:
         if np.any(np.asarray(state.count) < np.asarray(state.freeze_after)):
             return found
         found += _judge_kernel(state.kernel)
-        # The last window has about half of all estimates
+        # The last window has about half of all estimates in steps that sampled
         estimates = 2 * np.asarray(state.kernel.estimates)
     else:
         estimates = np.asarray(state.estimates)
@@ -221,8 +221,9 @@ def langevin_biases(values: np.ndarray, state: SgldState | SghmcState) -> Langev
 def describe_r_hat(value: float) -> str:
     """Return the warning of a split R-hat that is too large."""
     return (
-        f"The largest split R-hat is {value:.3g}: the chains have not mixed, or are in several modes. "
-        "Draw longer ones, and look at their means."
+        f"The largest split R-hat is {value:.3g}: the chains have too few draws to tell, have not mixed, "
+        "or are in several modes (a parameter and its mirror image). Draw longer ones, and look at "
+        "their means."
     )
 
 

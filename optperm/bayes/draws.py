@@ -131,6 +131,10 @@ def swag_mean(opt_state: Any) -> optax.Params:
 
 
 def _check_collected(state: SwagState) -> None:
+    if jnp.ndim(state.num_models):
+        raise ValueError(
+            "The state of swag has an axis of models: call this under jax.vmap, as it was trained."
+        )
     if can_be_seen(state.num_models) and not state.num_models:
         raise ValueError(
             "swag has collected no params yet: its update does at steps start, start + every, ..."

@@ -59,7 +59,8 @@ def sample(
     Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
     either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
     optimum. After the warm-up, twice the standard deviation of its first draws displaces each chain, and
-    as many steps are discarded: so R-hat judges chains that began too far apart, not too near.
+    as many steps are discarded: so R-hat judges chains that began too far apart, not too near. The first
+    draws are a tenth of `num_draws`, rounded up. Up to 10 draws there is no displacement.
 
     Args:
       loss_fn: `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the examples of a
@@ -68,8 +69,9 @@ def sample(
       params: A point near the posterior, a tree.
       key: A random key, typed or the raw data of one.
       log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None if
-        `loss_fn` includes the prior.
-      batch_size: S.
+        `loss_fn` includes the prior. It must be smooth and finite everywhere: sample :math:`u = \log m`
+        in place of an :math:`m > 0`, with :math:`\log p(m) + u`, where :math:`e^u` is the Jacobian.
+      batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
       sampler: `sampler(N, S)` returns the transformation that samples: `optperm.constant_sgd`,
         `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
         `lambda n, s: optperm.sgld(1e-5, n)`.
@@ -79,8 +81,9 @@ def sample(
       warmup: Steps before the draws; None for the steps in which the sampler learns, or 1,000.
       starts: Params with a leading axis of chains, or a function from a key to params, where the chains
         begin without a search and a displacement.
-      on_draws: Called ten times, with the number of draws so far and a tree of the new ones as NumPy
-        arrays `(chain, draw, ...)`: to show progress, or to write them to disk.
+      on_draws: Called after each tenth of the draws (rounded up, so at most ten times), with the number
+        of draws so far and a tree of the new ones as NumPy arrays `(chain, draw, ...)`: to show
+        progress, or to write them to disk.
 
     Returns:
       `Samples`, whose `params` have leaves `(chain, draw, ...)`, for `optperm.posterior_report` and
@@ -138,11 +141,21 @@ def sample(
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
     jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
-    def step(params: Any, opt_state: Any, key: jax.Array) -> tuple[Any, Any]:
+    def step(params: Any, carry: Any, key: jax.Array) -> tuple[Any, Any]:
+        opt_state, until_draws, unseen = carry
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        e = evaluate(loss, params, jax.tree.map(lambda leaf: leaf[rows], data))
+        other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
+        batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
+        e = evaluate(loss, params, batch, example=example)
         updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        return apply_updates(params, updates, opt_state), opt_state
+        # No sampler sees where a density is zero if the gradient is finite there
+        is_unseen = (until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
+        carry = (
+            opt_state,
+            jnp.maximum(until_draws - 1, 0),
+            unseen + is_unseen.astype(jnp.int32),
+        )
+        return apply_updates(params, updates, opt_state), carry
 
     keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
     begun = (
@@ -153,14 +166,22 @@ def sample(
     part = -(-num_draws // _PARTS)
     run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-    def draw(params: Any, opt_state: Any, first_step: Any, warmup: int = 0) -> Samples:
+    def draw(
+        params: Any, opt_state: Any, first_step: Any, warmup: int = 0
+    ) -> tuple[Samples, np.ndarray]:
         counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
-        return run(params, opt_state, keys[1], **counts)
+        carry = (opt_state, *(jnp.full(num_chains, n, jnp.int32) for n in (warmup, 0)))
+        drawn = run(params, carry, keys[1], **counts)
+        opt_state, _, unseen = drawn.last_opt_state
+        return drawn._replace(last_opt_state=opt_state), np.asarray(unseen)
+
+    def draw_on(drawn: Samples) -> tuple[Samples, np.ndarray]:
+        return draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
 
     opt_state = jit_current(jax.vmap(tx.init))(begun)
     if warmup is None:
         warmup = steps_to_learn(opt_state) or _WARMUP
-    drawn = draw(begun, opt_state, 0, warmup)
+    drawn, unseen = draw(begun, opt_state, 0, warmup)
     if starts is None:
         # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
         z = normal_like(jax.random.key_data(keys[2]), begun)
@@ -170,21 +191,28 @@ def sample(
             drawn.params,
             z,
         )
-        drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
-        drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+        drawn, _ = draw(begun, drawn.last_opt_state, drawn.next_step)
+        drawn, unseen = draw_on(drawn)
     parts = []
-    for index in range(_PARTS):
+    for index in range(-(-num_draws // part)):
         if index:
-            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+            drawn, more = draw_on(drawn)
+            unseen = unseen + more
         here = min(part, num_draws - index * part)
-        if here <= 0:
-            break
         parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
         if on_draws is not None:
             on_draws(index * part + here, parts[-1])
     draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
     samples = drawn._replace(params=draws, starts=begun)
     warn_of_draws(samples)
+    if np.any(unseen):
+        share = np.mean(unseen) / (len(parts) * part * thinning)
+        warnings.warn(
+            f"In {share:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds "
+            "is, and the gradient was not: the draws ignore it. Transform the parameter (m = exp(u)), "
+            "and add the log of the Jacobian (u) to log_prior.",
+            stacklevel=2,
+        )
     return samples
 
 

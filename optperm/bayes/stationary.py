@@ -6,6 +6,7 @@ JMLR 18(134), arXiv 1704.04289, 2017.
 The equations are solved in float64: float32 keeps few digits of the small difference of I - HA from I.
 """
 
+import contextlib
 from typing import Any
 
 import jax
@@ -62,6 +63,10 @@ def stationary_covariance(
       >>> limit = optperm.stationary_covariance(h, hessian, noise / 10, continuous=True)
       >>> bool(jnp.allclose(limit, posterior))
       True
+
+    Notes:
+      It has derivatives in forward mode (`jax.jacfwd`), but none in reverse mode: it loops until the sum
+      has converged.
 
     Raises:
       TypeError: If an argument is not an array of numbers.
@@ -121,7 +126,8 @@ def gaussian_kl(
 
     Returns:
       The divergence in nats, scalar, in float64 if an argument is and that is enabled, else in float32.
-      Traced, where Python cannot see the matrices, it is NaN if one is not positive definite.
+      It is computed in float64, but traced, where Python cannot see the matrices, in the dtype of the
+      result; there it is NaN if a matrix is not positive definite.
 
     Example:
       >>> import jax.numpy as jnp, optperm
@@ -138,29 +144,31 @@ def gaussian_kl(
     _check_symmetric("other_covariance", other_covariance, (d, d))
     _check_array("mean", mean, (d,))
     _check_array("other_mean", other_mean, (d,))
-    dtype = accumulation_dtype((mean, covariance, other_mean, other_covariance))
     arguments = (mean, covariance, other_mean, other_covariance)
-    m, sigma, other_m, other_sigma = (jnp.asarray(each, dtype) for each in arguments)
-    factor, other_factor = jnp.linalg.cholesky(sigma), jnp.linalg.cholesky(other_sigma)
-    for name, each in (("covariance", factor), ("other_covariance", other_factor)):
-        if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
-            raise ValueError(
-                f"{name} must be positive definite, as a sample covariance of few samples is not."
-            )
+    dtype = accumulation_dtype(arguments)
+    # Traced arguments have a dtype already, and derivatives of it
+    is_seen = not any(isinstance(each, jax.core.Tracer) for each in arguments)
+    with jax.enable_x64(True) if is_seen else contextlib.nullcontext():
+        wide = jnp.float64 if is_seen else dtype
+        m, sigma, other_m, other_sigma = (jnp.asarray(each, wide) for each in arguments)
+        factor, other_factor = jnp.linalg.cholesky(sigma), jnp.linalg.cholesky(other_sigma)
+        for name, each in (("covariance", factor), ("other_covariance", other_factor)):
+            if not isinstance(each, jax.core.Tracer) and not np.all(np.isfinite(each)):
+                raise ValueError(
+                    f"{name} must be positive definite, as a sample covariance of few samples is not, nor "
+                    "one that float32 has rounded with a condition number above 1e7: pass float64."
+                )
 
-    def whiten(x: jax.Array) -> jax.Array:
-        return jax.scipy.linalg.solve_triangular(other_factor, x, lower=True)
-
-    # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
-    # small divergence is not lost in a difference of large numbers
-    ratio = whiten(factor)
-    diagonal = jnp.diag(ratio)
-    excess = (diagonal - 1.0) * (diagonal + 1.0)
-    off_diagonal = jnp.tril(ratio, -1)
-    shift = whiten(other_m - m)
-    return 0.5 * (
-        jnp.sum(excess - jnp.log1p(excess)) + jnp.sum(off_diagonal**2) + jnp.sum(shift**2)
-    )
+        # tr K K^T - D - log det K K^T with K = L'^-1 L, entry by entry: no term is negative, so that a
+        # small divergence is not lost in a difference of large numbers
+        right = jnp.concatenate([factor, (other_m - m)[:, None]], axis=1)
+        whitened = jax.scipy.linalg.solve_triangular(other_factor, right, lower=True)
+        ratio, shift = whitened[:, :-1], whitened[:, -1]
+        diagonal = jnp.diag(ratio)
+        excess = (diagonal - 1.0) * (diagonal + 1.0)
+        off_diagonal = jnp.tril(ratio, -1)
+        total = jnp.sum(excess - jnp.log1p(excess)) + jnp.sum(off_diagonal**2) + jnp.sum(shift**2)
+        return jax.lax.convert_element_type(0.5 * total, dtype)
 
 
 def _cayley(drift: jax.Array, diffusion: jax.Array) -> tuple[jax.Array, jax.Array]:

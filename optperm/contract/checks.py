@@ -244,7 +244,10 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def check_transformation(name: str, value: object) -> None:
     """Raise a TypeError unless `value` is an `optax.GradientTransformation`."""
     if not isinstance(value, optax.GradientTransformation):
-        raise TypeError(f"{name} must be an optax.GradientTransformation, got {value!r}.")
+        wanted = f"{name} must be an optax.GradientTransformation"
+        if isinstance(value, optax.MultiSteps):
+            raise TypeError(f"{wanted}, which MultiSteps(...).gradient_transformation() returns.")
+        raise TypeError(f"{wanted}, got {value!r}.")
 
 
 def check_axis_name(name: str, value: object) -> None:

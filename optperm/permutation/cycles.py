@@ -19,7 +19,7 @@ from jax.interpreters import mlir
 from optperm.contract.mapped_axes import mark_varying, varying_axes
 from optperm.contract.shardings import shard_like
 from optperm.permutation import cycles_numpy, tpu_calls
-from optperm.permutation.exact_floats import narrow, widen
+from optperm.permutation.exact_floats import move_bits, narrow, widen
 from optperm.permutation.library import (
     PERMUTE_TARGET,
     REORDER_TARGET,
@@ -239,4 +239,5 @@ def _reorder_by_target(
     operands = mark_varying(operands, varying_axes(operands))
     call = functools.partial(call_target, _REORDER, REORDER_TARGET.format(keys.dtype), ())
     new_ranks, sources = batch_calls(_REORDER, call)(*operands)
-    return jnp.take_along_axis(weights, sources[0], axis=0), new_ranks[0]
+    new_weights = move_bits(lambda bits: jnp.take_along_axis(bits, sources[0], axis=0), weights)
+    return new_weights, new_ranks[0]

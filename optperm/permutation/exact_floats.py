@@ -1,8 +1,10 @@
-"""Conversions between floating dtypes that keep subnormal numbers.
+"""Conversions and gathers of floating numbers that keep every bit.
 
-A plain conversion may take them for zero: XLA's threads on the CPU do, and so do some accelerators.
+A plain conversion may take subnormal numbers for zero: XLA's threads on the CPU do, and so do some
+accelerators. Where a gather crosses devices, XLA adds zeros from all but one: -0.0 becomes 0.0.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 _LEAST = 2.0**-149  # the least positive float32
+
+
+def move_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return `move(x)` for a function that only moves entries, applied to the bits of real numbers."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return move(x)
+    integers = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, integers)), x.dtype)
 
 
 def widen(x: jax.Array, dtype: Any) -> jax.Array:

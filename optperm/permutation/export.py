@@ -17,6 +17,7 @@ from optperm.contract.states import (
     mask_like,
     without_variables,
 )
+from optperm.permutation.exact_floats import move_bits
 from optperm.permutation.laperm import LapermState, synchronize_params
 from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.permutation.weight_vectors import (
@@ -204,8 +205,12 @@ def _flat_indices(leaf: jax.Array) -> jax.Array:
 
 def _permute(leaf: jax.Array, indices: jax.Array) -> jax.Array:
     """Return the entries of a leaf at indices into the flattened leaf, sharded like the leaf."""
-    whole, places = unshard((leaf, indices))
-    return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), leaf)
+
+    def permute(bits: jax.Array) -> jax.Array:
+        whole, places = unshard((bits, indices))
+        return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), bits)
+
+    return move_bits(permute, leaf)
 
 
 def _is_permutation(indices: jax.Array) -> bool:

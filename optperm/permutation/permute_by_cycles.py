@@ -222,8 +222,11 @@ def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
 
 
 def _centralize(m: jax.Array, key: jax.Array) -> jax.Array:
-    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, z standard normal."""
+    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, on a scale of its own."""
     wide = m.astype(accumulation_dtype(m))
+    # Times a power of two, so that squares neither underflow nor overflow. Only the order of m counts.
+    largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)
+    wide = jnp.ldexp(wide, -jnp.frexp(largest)[1])
     mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
     z = jax.random.normal(key, std.shape, wide.dtype)
     return (wide - mean - 0.5 * z * std).astype(m.dtype)
@@ -231,6 +234,6 @@ def _centralize(m: jax.Array, key: jax.Array) -> jax.Array:
 
 def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
     """Return P = max(P_min, floor(ratio * n)), at most n."""
-    return jnp.clip(
-        jnp.floor(ratio * n).astype(jnp.int32), jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n
-    )
+    # In float32 the product with a ratio of 1 is not n where n is above 2^24
+    size = jnp.where(ratio < 1, jnp.floor(ratio * n).astype(jnp.int32), n)
+    return jnp.clip(size, jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n)

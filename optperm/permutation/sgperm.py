@@ -135,8 +135,9 @@ def sgperm(
 
       Only the sign and the order of the recommendation matter. So the learning rate has an effect only
       as a schedule, and where its product with a gradient is too small for the dtype of the params: for
-      float16 take 1.0. An entry whose gradient is not finite sits out the step and keeps its
-      recommendation.
+      float16 take 1.0. The recommendation has the dtype of the params. In bfloat16 a momentum of .999 or
+      more rounds to 1, and old gradients are never forgotten: take .99, or params in float32. An entry
+      whose gradient is not finite sits out the step and keeps its recommendation.
 
       It must be the last of its chain. Gradients may be changed before it (clipped, averaged over
       replicas), but a transformation after it, such as weight decay, would break the permutation;

@@ -56,6 +56,65 @@ def test_starts_draws_and_progress():
         run(starts=jnp.ones(3))
 
 
+@pytest.mark.parametrize("is_bounded", [True, pytest.param(False, marks=pytest.mark.chains)])
+def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
+    """Its gradient is zero on both sides, so that draws go through it; a smooth prior is not warned of.
+
+    Steps of the warm-up do not count: here they begin outside.
+    """
+    wall = (lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)) if is_bounded else (lambda m: -(m**2) / 2)
+    samples = optperm.sample(
+        loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
+        starts=jnp.array([2.9, 3.1]), warmup=50, **QUICK,
+    )  # fmt: skip
+    says = [str(w.message) for w in recwarn if "log prior was infinite" in str(w.message)]
+    assert len(says) == int(is_bounded)
+    if is_bounded:
+        share = float(says[0].split("%")[0].split()[-1]) / 100
+        assert share == pytest.approx(float((samples.params <= 3.0).mean()), abs=0.1)
+        assert "m = exp(u)" in says[0]
+
+
+@pytest.mark.chains
+def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
+    """From -1 the wall at 0 lies on the way to 3."""
+    optperm.sample(
+        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, starts=jnp.array([-1.0, 2.0]),
+        log_prior=lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf), warmup=200, **QUICK,
+    )  # fmt: skip
+    assert not [w for w in recwarn if "log prior was infinite" in str(w.message)]
+
+
+@pytest.mark.chains
+def test_batches_of_one_example_are_sampled_with_another_example():
+    """`sample` draws the example that "single_example" compares with each batch."""
+    samples = optperm.sample(
+        loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=1, starts=jnp.array([2.9, 3.1]),
+        sampler=functools.partial(
+            optperm.constant_sgd, estimator="single_example", burn_in=0, freeze_after=500
+        ),
+        **QUICK,
+    )  # fmt: skip
+    kernel = optperm.adapted_kernel(samples.last_opt_state)
+    assert np.all(np.asarray(kernel.is_ready))
+    # C = 1, and W^T C W = 1
+    np.testing.assert_allclose(np.square(np.asarray(kernel.basis).ravel()), 1, rtol=0.3)
+
+
+@pytest.mark.parametrize(("num_draws", "calls"), [(1, 1), (10, 10), (11, 6), (25, 9), (30, 10)])
+@pytest.mark.chains
+def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls):
+    """After each tenth, rounded up."""
+    told, tenth = [], -(-num_draws // 10)
+    optperm.sample(
+        loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, warmup=0, num_chains=2,
+        starts=jnp.array([2.9, 3.1]), num_draws=num_draws, thinning=1,
+        on_draws=lambda n, _: told.append(n),
+    )  # fmt: skip
+    assert told == [*range(tenth, num_draws, tenth), num_draws]
+    assert len(told) == calls
+
+
 @pytest.mark.chains
 def test_chains_begin_on_either_side_and_are_searched_for_an_optimum():
     """In pairs, so that of two modes both are found; a prior by itself takes part."""
@@ -108,6 +167,24 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     draws = np.asarray(samples.params)
     assert np.abs(draws - np.mean(x, axis=0)).max() < 5 / np.sqrt(N)
     assert np.all(np.ptp(draws, axis=1) > 0)
+
+
+@pytest.mark.chains
+def test_equal_examples_are_sampled_with_injected_noise_alone():
+    """Ten successes of ten: no batch has noise, and nothing is warned of. By quadrature."""
+    samples = optperm.sample(
+        lambda t, k: jnp.mean(jax.nn.softplus(t) - k * t), jnp.ones(10), jnp.zeros(()),
+        jax.random.key(0), log_prior=lambda t: -(t**2) / 2, batch_size=10, num_draws=300,
+        sampler=functools.partial(optperm.constant_sgd, burn_in=500),
+    )  # fmt: skip
+    grid = np.linspace(-4, 9, 5000)
+    weights = np.exp(-10 * np.log1p(np.exp(-grid)) - grid**2 / 2)
+    weights /= weights.sum()
+    mean = weights @ grid
+    deviation = np.sqrt(weights @ (grid - mean) ** 2)
+    draws = np.asarray(samples.params, np.float64)
+    assert draws.std() == pytest.approx(deviation, rel=0.1)
+    assert draws.mean() == pytest.approx(mean, abs=0.2 * deviation)
 
 
 @pytest.mark.filterwarnings("ignore:The largest split R-hat", "ignore:The least effective")

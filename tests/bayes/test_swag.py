@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import optperm
@@ -81,3 +82,14 @@ def test_draws_for_params_of_16_bits_are_not_rounded():
     draws = optperm.sample_params(state, w, jax.random.key(0), num_draws=10)
     assert draws.dtype == jnp.float32
     np.testing.assert_allclose(draws.std(), 2**-8, rtol=0.03)
+
+
+def test_state_of_models_side_by_side_is_read_under_vmap():
+    """As `jax.vmap` trained it; read as one model, the error says so."""
+    tx, w = optperm.swag(1, rank=2), jnp.arange(6.0).reshape(3, 2)
+    state = jax.vmap(tx.init)(w)
+    for read in (optperm.swag_mean, lambda s: optperm.sample_params(s, w, jax.random.key(0))):
+        with pytest.raises(ValueError, match=r"axis of models: call this under jax\.vmap"):
+            read(state)
+    _, state = jax.vmap(tx.update)(w, state, w)
+    np.testing.assert_array_equal(jax.vmap(optperm.swag_mean)(state), w)

@@ -278,14 +278,14 @@ def test_batches_of_another_size_and_other_gradients_are_said_to_be_so():
 
 @pytest.mark.chains
 def test_a_summed_loss_is_counted():
-    """Its gradient is S times the mean of the examples', in each estimate."""
+    """Its gradient is S times the mean of the examples', in each estimate of a step that samples."""
     x = jax.random.normal(jax.random.key(0), (S, D)) + 2.0
     tx, w = optperm.constant_sgd(N, S, burn_in=4, freeze_after=8), jnp.ones(D)
-    for reduce, uneven in ((jnp.mean, 0), (jnp.sum, 2)):
+    for reduce, uneven in ((jnp.mean, 0), (jnp.sum, 4)):
         e = optperm.evaluate(lambda w, x, r=reduce: r((x @ w) ** 2), w, x)
         step = jax.jit(lambda state, e=e: tx.update(e.grad, state, w, **e.extra_args)[1])
         state = tx.init(w)
-        for _ in range(4):
+        for _ in range(8):
             state = step(state)
         found = find_state(state, optperm.ConstantSgdState, method="constant_sgd")
         assert int(found.uneven) == uneven

@@ -95,6 +95,11 @@ REFUSED = [
         *(TypeError, "it must be an optax.GradientTransformation"),
         [optax.sgd],
     ),
+    (
+        lambda value: checks.check_transformation("it", value),
+        *(TypeError, r"which MultiSteps\(\.\.\.\)\.gradient_transformation\(\) returns"),
+        [optax.MultiSteps(optax.sgd(0.1), 2)],
+    ),
     (lambda value: checks.check_key("it", value), TypeError, "random key", [jax.random.split(KEY)]),
     (
         lambda value: checks.check_real_floating("it", value, advice="Mask it."),

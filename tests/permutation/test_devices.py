@@ -179,6 +179,30 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
+@pytest.mark.parametrize("spec", [P("x", None), P("x", "y")], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method, spec):
+    """Where weights cross devices XLA may add them to zeros: -0.0 becomes 0.0, a subnormal number 0.0.
+
+    Training, the exact weights at params, the export and what is rebuilt from it have one device's bits.
+    """
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    alone, g = (support.normal((16, 8), seed) for seed in range(2))
+    alone = alone.at[::3].multiply(0.0).at[1::3].set(1e-42 * np.arange(-3, 5, dtype=np.float32))
+    assert np.signbit(alone[::3]).any()
+    w = jax.device_put(alone, NamedSharding(mesh, spec))
+    tx = METHODS[method](-1)
+    step = jax.jit(loops.make_step(tx))
+    (expected, state_alone), (trained, opt_state) = (step(p, tx.init(p), g) for p in (alone, w))
+    assert not np.array_equal(expected, alone)
+    support.assert_same_bits(trained, expected)
+    at_start = optperm.permuted_params(state_alone, alone)  # which LaPerm synchronizes first
+    support.assert_same_bits(optperm.permuted_params(opt_state, w), at_start)
+    exported = optperm.export_permutation(w, opt_state)
+    for initial in (alone, w):
+        support.assert_same_bits(optperm.apply_permutation(initial, exported), expected)
+
+
 @pytest.mark.parametrize(
     ("kernel", "spec", "axis_type"),
     support.every_night(

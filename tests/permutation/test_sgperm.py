@@ -12,6 +12,7 @@ import support
 
 import optperm
 from optperm.permutation import library
+from optperm.permutation.permute_by_cycles import _compute_partition_size
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
@@ -299,6 +300,25 @@ def test_centralized_recommendation_sorts_the_weights_by_it():
     support.assert_same_bits(w[0], params[0])
     assert not np.array_equal(w[1:], params[1:])
     assert np.isfinite(state.share_moved)
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+def test_recommendations_of_any_scale_permute_alike(centralize):
+    """A power of two is exact: the order stays, and so do the bits of the weights."""
+    tx, w = optperm.permute_by_cycles(0.4, 0.7, centralize=centralize), support.normal((40, 4), 0)
+    m, update = support.normal((40, 4), 1), jax.jit(tx.update)
+    _, expected = update(m, tx.init(w), w)
+    assert float(expected.share_moved) > 0.5
+    for exponent in (-110, -70, -1, 70, 120):
+        _, scaled = update(jnp.ldexp(m, exponent), tx.init(w), w)
+        support.assert_same_bits(scaled.weights, expected.weights)
+
+
+def test_partition_ratio_of_one_takes_whole_weight_vectors_of_any_length():
+    """Of more than 2^24 entries too, whose number float32 rounds."""
+    for n in (7, 2**24 + 1, 2**25 + 1):
+        assert int(_compute_partition_size(jnp.float32(1), n, 10)) == n
+    assert int(_compute_partition_size(jnp.float32(0.5), 101, 10)) == 50
 
 
 def test_training_on_real_numbers_finds_the_teacher():
