@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 
+import processes
 import pytest
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "in_other_libraries.md"
@@ -44,7 +45,7 @@ def test_a_program_prints_what_its_comments_say(library):
     if importlib.util.find_spec(library) is None and not is_required:
         pytest.skip(f"{library} is not installed")
     program = [sys.executable, "-c", PROGRAMS[library]]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env = os.environ | {"XLA_FLAGS": processes.xla_flags()}
     ended = subprocess.run(program, capture_output=True, text=True, check=False, env=env)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == says(PROGRAMS[library])
