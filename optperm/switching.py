@@ -24,7 +24,7 @@ class SwitchAfterState(NamedTuple):
 
     Attributes:
       count: Steps taken.
-      switched: Whether the second optimizer took the last step.
+      switched: Whether the second optimizer took the last step, or will take the first.
       first: State of the first optimizer; constant after the switch.
       then: State of the second optimizer.
     """
@@ -38,7 +38,7 @@ class SwitchAfterState(NamedTuple):
         """Return where the optimizer that took the last step placed params."""
         return [
             (targets, jax.tree.map(functools.partial(_combine_flags, is_active), is_placed))
-            for phase, is_active in self._phases()
+            for phase, is_active in self.phases()
             for state in placing_states(phase)
             for targets, is_placed in state.placements()
         ]
@@ -49,12 +49,13 @@ class SwitchAfterState(NamedTuple):
             jax.tree.map(
                 lambda m, is_active=is_active: jnp.logical_or(m, jnp.logical_not(is_active)), mask
             )
-            for phase, is_active in self._phases()
+            for phase, is_active in self.phases()
             for mask in holding_masks(phase)
         ]
 
-    def _phases(self) -> tuple[tuple[Any, jax.Array], ...]:
-        return (self.first, jnp.logical_not(self.switched)), (self.then, self.switched)
+    def phases(self) -> list[tuple[Any, jax.Array]]:
+        """Return each optimizer's state, and whether it took the last step, or will take the first."""
+        return [(self.first, jnp.logical_not(self.switched)), (self.then, self.switched)]
 
     def replace_targets(self, other: "SwitchAfterState") -> "SwitchAfterState":
         """Return this state with the targets of another state.
@@ -124,7 +125,7 @@ def switch_after(
     def init(params: optax.Params) -> SwitchAfterState:
         return SwitchAfterState(
             count=jnp.zeros([], jnp.int32),
-            switched=jnp.zeros([], jnp.bool_),
+            switched=jnp.asarray(num_steps) <= 0,
             first=before.init(params),
             then=after.init(params),
         )

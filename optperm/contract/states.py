@@ -1,10 +1,12 @@
 """Find and replace the state of a method inside any composition of Optax states."""
 
 import dataclasses
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optperm.contract import checks
@@ -13,24 +15,87 @@ from optperm.contract.shardings import row_sharding
 State = TypeVar("State")
 
 
+@runtime_checkable
+class PhasedState(Protocol):
+    """A state of a wrapper whose parts take turns: some of them did not take the last step."""
+
+    def phases(self) -> list[tuple[Any, Any]]:
+        """Return each part, and a flag: whether it took the last step, or will take the first."""
+        ...
+
+
 def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
     """Return all states of a type inside any nesting of chain, masked, partition, MultiSteps and so on.
 
-    The search does not look inside a state that it has found. States that `flax.nnx` keeps as variables
-    are returned as plain arrays.
+    The search does not look inside a state that it has found, and it looks into every phase. States that
+    `flax.nnx` keeps as variables are returned as plain arrays.
     """
+    return [without_variables(state) for state in _find_nodes(opt_state, state_type, _always)]
+
+
+def find_running_states(
+    opt_state: Any, state_type: type[State] | tuple[type[State], ...]
+) -> list[State]:
+    """Return the states that `find_states` finds, without those of a phase that is not running.
+
+    Raises:
+      ValueError: If a phase with such a state is not known, as it is traced by `jax.jit` or differs
+        between replicas.
+    """
+    return [without_variables(state) for state in _find_nodes(opt_state, state_type, _is_running)]
+
+
+def _find_nodes(
+    opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]
+) -> Iterator[Any]:
+    """Yield the nodes of a type, inside of phases only where the phase's flag allows it."""
 
     def is_wanted(node: Any) -> bool:
         return isinstance(node, state_type)
 
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_wanted) if is_wanted(node)]
-    return [without_variables(state) for state in found]
+    def is_end(node: Any) -> bool:
+        return is_wanted(node) or isinstance(node, PhasedState)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if is_wanted(node):
+            yield node
+        elif isinstance(node, PhasedState):
+            for part, flag in node.phases():
+                within = list(_find_nodes(part, state_type, may_look))
+                # A flag is read only where it matters, as it may be traced.
+                if within and may_look(flag):
+                    yield from within
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _is_running(flag: Any) -> bool:
+    """Return the flag of a phase, one for all replicas."""
+    if isinstance(flag, jax.core.Tracer):
+        raise ValueError(
+            "Which phase of optperm.switch_after is running is not known within jax.jit or jax.vmap: "
+            "call this outside of them, or pass the state of the phase."
+        )
+    # An array of several processes has values on this process as well.
+    values = {bool(each) for each in local_values(flag).ravel()}
+    if len(values) > 1:
+        raise ValueError("The states are in different phases of optperm.switch_after: pass one.")
+    return values.pop()
+
+
+def local_values(array: Any) -> np.ndarray[Any, Any]:
+    """Return the entries of an array that this process holds, flat if they are not all."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    return np.concatenate([np.ravel(shard.data) for shard in array.addressable_shards])
 
 
 def find_state(
     opt_state: Any, state_type: type[State] | tuple[type[State], ...], *, method: str
 ) -> State:
-    """Return the only state of a type inside any nesting of Optax states.
+    """Return the only state of a type inside any nesting of Optax states, in a phase that is running.
 
     Args:
       opt_state: The state of an optimizer, however composed.
@@ -41,22 +106,28 @@ def find_state(
       The state.
 
     Raises:
-      ValueError: If there is no such state, or more than one.
+      ValueError: If there is no such state, or more than one, or it is in a phase that is not running.
     """
-    found = find_states(opt_state, state_type)
-    if len(found) != 1:
-        types = state_type if isinstance(state_type, tuple) else (state_type,)
-        name = " or ".join(each.__name__ for each in types)
+    return without_variables(_find_node(opt_state, state_type, method))
+
+
+def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
+    found = list(_find_nodes(opt_state, state_type, _is_running))
+    if len(found) == 1:
+        return found[0]
+    types = state_type if isinstance(state_type, tuple) else (state_type,)
+    wanted = f"a {' or '.join(each.__name__ for each in types)} (the state of optperm.{method})"
+    if found:
         advice = f"{len(found)}: pass the part that belongs to one of them"
-        if not found:
-            advice = "none: pass the state of an optimizer that is built with it"
-        wanted = f"a {name} (the state of optperm.{method})"
-        raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")
-    return found[0]
+    elif find_states(opt_state, state_type):
+        advice = "it only in a phase of optperm.switch_after that is not running"
+    else:
+        advice = "none: pass the state of an optimizer that is built with it"
+    raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")
 
 
 def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:
-    """Return the optimizer state with its only state of a type replaced.
+    """Return the optimizer state with its only state of a type in a running phase replaced.
 
     Args:
       opt_state: The state of an optimizer, however composed.
@@ -69,25 +140,25 @@ def replace_state(opt_state: Any, state_type: type[State], new: State, *, method
       An optimizer state of the structure, shapes and dtypes of `opt_state`.
 
     Raises:
-      ValueError: If there is no such state, or more than one, or the new one is of another form.
+      ValueError: If there is no such state, or more than one, or it is in a phase that is not running,
+        or the new one is of another form.
     """
-    old = find_state(opt_state, state_type, method=method)
+    place = _find_node(opt_state, state_type, method)
+    old = without_variables(place)
     checks.check_same_tree(f"the new {state_type.__name__}", new, old, source="the optimizer state")
     # The arrays of a state are strongly typed.
     new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
 
-    def write(place: Any, value: Any) -> Any:
-        return place.replace(value) if _is_variable(place) else value
+    def write(variable: Any, value: Any) -> Any:
+        return variable.replace(value) if _is_variable(variable) else value
 
-    def is_wanted(node: Any) -> bool:
-        return isinstance(node, state_type)
-
+    # The same type may stand in another phase: the state is found again by its identity.
     return jax.tree.map(
         lambda node: (
-            jax.tree.map(write, node, new, is_leaf=_is_variable) if is_wanted(node) else node
+            jax.tree.map(write, node, new, is_leaf=_is_variable) if node is place else node
         ),
         opt_state,
-        is_leaf=is_wanted,
+        is_leaf=lambda node: node is place,
     )
 
 
