@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
@@ -31,7 +32,7 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
     """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
 
     A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
-    out. The order depends on these arguments alone.
+    out. The order depends on these arguments alone, and on no flag of JAX.
 
     Args:
       seed: The seed of `fit`, in [0, 2**32).
@@ -44,11 +45,13 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
       >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
       [0, 1, 2, 3]
     """
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    key = jax.random.fold_in(key, epoch)
-    if replace:
-        return jax.random.randint(key, (num_examples,), 0, num_examples)
-    return jax.random.permutation(key, num_examples)
+    # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
+    with jax.threefry_partitionable(True):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        key = jax.random.fold_in(key, epoch)
+        if replace:
+            return jax.random.randint(key, (num_examples,), 0, num_examples, jnp.int32)
+        return jax.random.permutation(key, jnp.arange(num_examples, dtype=jnp.int32))
 
 
 def is_arrays(name: str, data: Any) -> bool:
