@@ -60,6 +60,7 @@ def is_arrays(name: str, data: Any) -> bool:
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
+        checks.check_arrays(name, data)
         return checks.count_examples(name, data) > 0
     is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
     # A dict of lists is iterable too: its batches would be its keys.
@@ -198,6 +199,11 @@ class ArrayFeed:
             done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
         return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 
+    def example(self, epoch: int) -> Any:
+        """Return a batch, placed on the devices."""
+        first = jax.tree.map(lambda leaf: leaf[: self._batch_size], self._data)
+        return self._layout.put_batch(first, local=False)
+
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """Place all examples, including the last ones, which fill no batch of an epoch."""
         size = _GRADIENT_CHUNK * self._layout.parts
@@ -217,6 +223,7 @@ class StreamFeed:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout = source, layout
         self._iterator: Any = None
+        self._last: Any = None  # the batch of the last step
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
     def facts(self) -> dict[str, Any]:
@@ -253,7 +260,10 @@ class StreamFeed:
                     batch = pull("train_data", self._iterator, is_alone)
                     if is_over := batch is END:
                         break
-                    batch = self._layout.put_batch(batch, local=True)
+                    if not offset + len(rows):
+                        checks.check_arrays("A batch of train_data", batch)
+                    self._layout.check_shares("A batch of train_data", batch)
+                    self._last = batch = self._layout.put_batch(batch, local=True)
                     carry, row = steps[1](carry, (), batch)
                 except Exception as error:  # of the loader or of the loss function
                     if not rows:
@@ -272,6 +282,10 @@ class StreamFeed:
         names = dict.fromkeys(name for row in host for name in row)
         columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)
+
+    def example(self, epoch: int) -> Any:
+        """Return the last batch, placed on the devices; None if a resumed run has taken none."""
+        return self._last
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """Place all batches of an epoch, read again from the source."""

@@ -288,7 +288,7 @@ def test_evaluation_shares_each_batch():
 
 
 def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
-    """Its mean is over its examples all the same; replicas cannot share it, which JAX refuses."""
+    """Its mean is over its examples all the same; replicas cannot share it, which is refused."""
     data = dense_data()
     parts = [{k: v[low:high] for k, v in data.items()} for low, high in ((0, 16), (16, 23))]
     state = training.TrainState.create(
@@ -300,5 +300,5 @@ def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     close(*results)
     tx = optperm.agn(optax.sgd(0.1), 2, axis_name="replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
-    with pytest.raises(ValueError, match="4 does not evenly divide 7"):
+    with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
         training.fit(state, dense_loss, parts, epochs=2, devices=4)
