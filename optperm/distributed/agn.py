@@ -7,14 +7,14 @@ arXiv 1710.02368.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName, cond
 from optperm.contract.transformation import transformation
 from optperm.distributed.commits import RULES, Center, Commit, Replicas, check_weight
@@ -24,10 +24,11 @@ from optperm.distributed.local_steps import (
     check_can_be_pulled,
     check_period,
     ends_period,
-    follow_center,
+    finish,
+    is_commit_only,
     make_center_step,
+    make_local_step,
     replace_center,
-    zero_bad_entries,
 )
 from optperm.distributed.pairs import check_can_be_paired, step_in_pairs
 from optperm.placement import Placement, placing_states
@@ -127,7 +128,9 @@ def agn(
 
       - `commit=`: False makes the local step alone, True a commit after it. A Python bool is known while
         tracing: then a local step compiles to the optimizer and one addition. A traced bool must be the
-        same on all replicas. None counts the steps on the device.
+        same on all replicas. None counts the steps on the device. `"only"` makes a commit without a
+        local step, of what the steps since the last commit have contributed: the gradient is ignored,
+        and without any step since the last commit nothing changes.
       - `weight=`: :math:`w_i \ge 0` of this replica. The mean is :math:`\sum w_i n_i / \sum w_i`; in the
         sum and in turn each :math:`n_i` is multiplied by :math:`w_i`.
 
@@ -218,30 +221,32 @@ def agn(
         state: AgnState,
         params: optax.Params,
         *,
-        commit: bool | jax.Array | None = None,
+        commit: bool | Literal["only"] | jax.Array | None = None,
         weight: float | jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AgnState]:
+        has_step = not is_commit_only(commit)
+        grads = grads if has_step else None
         replicas.check_are_local(grads, params, "agn")
         check_weight(weight)
         is_commit = ends_period(commit, state, communication_period, axis_name, "agn")
-        steps = optax.safe_increment(state.since_commit)
+        steps = optax.safe_increment(state.since_commit) if has_step else state.since_commit
 
         # theta <- theta + u(g; s)
-        g, extras = zero_bad_entries(grads, extra_args, state.local_state)
-        local_state = follow_center(state.local_state, state.center_state, state.pulled, axis_name)
-        u, local_state = inner.update(g, local_state, params, **extras)
-        u, local_state = cast_like(u, params), cast_like(local_state, state.local_state)
+        local_step = make_local_step(inner, grads, state, params, extra_args, axis_name)
+        u, local_state = local_step(state.local_state)
 
         # a <- a + g, of the raw gradient: a commit sees an entry that is not finite
-        add = functools.partial(jax.tree.map, lambda a, g: a + g.astype(a.dtype))
+        def add(a: optax.Updates) -> optax.Updates:
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), a, grads) if has_step else a
 
         # n = a / T, c <- c + u(n; s_c). The commit adds a + g itself: as an input of the conditional,
         # the sum would be stored once more in every step.
         old = (state.center, state.center_state), jnp.array(True)
 
         def make_commit() -> tuple[Center, jax.Array]:
-            n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator, grads))
+            number = jnp.maximum(steps, 1)
+            n = jax.tree.map(lambda a: a / number.astype(a.dtype), add(state.accumulator))
             step = make_center_step(outer, extra_args, params, None if is_paired else axis_name)
             combine = rule or functools.partial(step_in_pairs, count=state.count)
             (c, s_c), took_part = combine(old[0], n, step, replicas, weight)
@@ -258,17 +263,18 @@ def agn(
 
         # theta <- c, a <- 0
         updates = jax.tree.map(lambda c, u, p: jnp.where(is_commit, c - p, u), center, u, params)
-        return updates, AgnState(
-            count=optax.safe_increment(state.count),
+        new_state = AgnState(
+            count=optax.safe_increment(state.count) if has_step else state.count,
             since_commit=jnp.where(is_commit, 0, steps),
             commits=jnp.where(is_commit, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
             center_state=center_state,
             center=center,
-            accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator, grads)),
+            accumulator=jax.tree.map(lambda a: jnp.where(is_commit, 0, a), add(accumulator)),
             pulled=jnp.asarray(is_commit),
             skipped=jnp.where(took_part, state.skipped, optax.safe_increment(state.skipped)),
         )
+        return finish(updates, new_state, state, has_step, axis_name)
 
     return transformation(
         init, update, method="agn", like=lambda state: state.center, axis_name=axis_name

@@ -37,11 +37,14 @@ class Replicas:
     axis_name: AxisName | None
     shard_axes: AxisName
 
-    def check_are_local(self, grads: optax.Updates, params: optax.Params, method: str) -> None:
+    def check_are_local(
+        self, grads: optax.Updates | None, params: optax.Params, method: str
+    ) -> None:
         """Raise where `jax.shard_map` has summed the gradients over the replicas, by their types."""
         if self.axis_name is None:
             return
         tracked = varying_axes(jax.lax.axis_index(self.axis_name)) & set(axis_names(self.axis_name))
+        grads = params if grads is None else grads
         pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
         if tracked - varying_axes(grads) or any(tracked - varying_axes(*pair) for pair in pairs):
             cast = f"jax.lax.pcast(params, {self.axis_name!r}, to='varying')"

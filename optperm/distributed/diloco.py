@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype, cast_like
+from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.mapped_axes import AxisName
 from optperm.contract.shardings import shard_like
 from optperm.contract.transformation import transformation
@@ -29,10 +29,11 @@ from optperm.distributed.local_steps import (
     check_can_be_pulled,
     check_period,
     ends_period,
-    follow_center,
+    finish,
+    is_commit_only,
     make_center_step,
+    make_local_step,
     replace_center,
-    zero_bad_entries,
 )
 from optperm.distributed.pairs import check_can_be_paired
 from optperm.distributed.plans import Due, Every, Exchange, resolve_due
@@ -185,9 +186,9 @@ def diloco(
       finite count as zero. The pull puts such params back on the center, for any `mixing`, but only
       by `optperm.apply_updates`: NaN plus an update is NaN.
 
-      With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True
-      exchanges all fragments at once, without a delay, and replaces what is in flight. With more than
-      one fragment the outer optimizer gets no extra arguments: a loss is a function of all params.
+      With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True and
+      `"only"` exchange all fragments at once, without a delay, and replace what is in flight. With more
+      than one fragment the outer optimizer gets no extra arguments: a loss is a function of all params.
 
       With `commit="pairs"` `optperm.center_params` is the replica's own, and `value_fn` and the like
       belong to its own batch. An outer momentum without `nesterov` must be below the learning rate, or
@@ -262,21 +263,19 @@ def diloco(
         state: DilocoState,
         params: optax.Params,
         *,
-        commit: bool | jax.Array | Exchange | None = None,
+        commit: bool | Literal["only"] | jax.Array | Exchange | None = None,
         weight: float | jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, DilocoState]:
+        has_step = not is_commit_only(commit)
+        grads = grads if has_step else None
         replicas.check_are_local(grads, params, "diloco")
         check_weight(weight)
         _check_same_plan(state, plan)
         due = _find_due(commit, state, sync_every, axis_name)
 
         # theta <- theta + u(g; s)
-        def step(at: Any) -> tuple[Any, Any]:
-            g, extras = zero_bad_entries(grads, extra_args, at)
-            at = follow_center(at, state.center_state, state.pulled.all(), axis_name)
-            moves, after = local_optimizer.update(g, at, params, **extras)
-            return cast_like(moves, params), cast_like(after, state.local_state)
+        step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
 
         # Within a conditional an exchange computes the local step again: as an input of the conditional,
         # the moves would be stored and copied in every step.
@@ -306,8 +305,8 @@ def diloco(
         updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
         is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
         placed = [a & (b if is_mixed else True) for a, b in zip(arrived, bad, strict=True)]
-        return updates, DilocoState(
-            count=optax.safe_increment(state.count),
+        new_state = DilocoState(
+            count=optax.safe_increment(state.count) if has_step else state.count,
             since_commit=jnp.where(is_whole, 0, optax.safe_increment(state.since_commit)),
             commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
             local_state=local_state,
@@ -315,6 +314,7 @@ def diloco(
             pulled=fragments.tabulate_flags(placed),
             skipped=state.skipped + sum(each.astype(jnp.int32) for each in missed),
         )
+        return finish(updates, new_state, state, has_step, axis_name)
 
     return transformation(
         init,

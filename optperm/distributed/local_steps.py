@@ -24,6 +24,7 @@ from optperm.contract.mapped_axes import (
     cond,
     largest,
     mean_of_function,
+    psum,
     shared,
     varying_axes,
     varying_like,
@@ -49,11 +50,19 @@ def check_period(name: str, value: object) -> None:
         checks.check_count(name, value)
 
 
+def is_commit_only(commit: object) -> bool:
+    """Return whether `update` makes a commit without a local step."""
+    return isinstance(commit, str) and commit == "only"
+
+
 def resolve_flag(
-    commit: object, axis_name: AxisName | None, method: str, allowed: str = "True, False or None"
+    commit: object,
+    axis_name: AxisName | None,
+    method: str,
+    allowed: str = 'True, False, "only" or None',
 ) -> bool | jax.Array:
     """Return an explicit flag: a bool known while tracing, or a traced one for all replicas."""
-    if isinstance(commit, bool | np.bool_):
+    if isinstance(commit, bool | np.bool_) or is_commit_only(commit):
         return bool(commit)
     if not isinstance(commit, jax.Array) or commit.ndim or commit.dtype != jnp.bool_:
         raise TypeError(f"commit of {method} must be {allowed}, or a traced bool, got {commit!r}.")
@@ -81,6 +90,42 @@ def ends_period(
         return since_commit + 1 >= period(commits)
     since_commit, number = largest((state.since_commit, jnp.asarray(period)), axis_name)
     return since_commit + 1 >= number
+
+
+def make_local_step(
+    optimizer: optax.GradientTransformationExtraArgs,
+    grads: optax.Updates | None,
+    state: Any,
+    params: optax.Params,
+    extra_args: dict[str, Any],
+    axis_name: AxisName | None,
+) -> Callable[[Any], tuple[optax.Updates, Any]]:
+    """Make the function s -> u(g; s), s, which follows a pull; without a gradient, u is zero."""
+
+    def step(local_state: Any) -> tuple[optax.Updates, Any]:
+        if grads is None:
+            return optax.tree.zeros_like(params), local_state
+        g, extras = zero_bad_entries(grads, extra_args, local_state)
+        at = follow_center(local_state, state.center_state, state.pulled.all(), axis_name)
+        u, after = optimizer.update(g, at, params, **extras)
+        return cast_like(u, params), cast_like(after, local_state)
+
+    return step
+
+
+def finish(
+    updates: optax.Updates, new_state: Any, state: Any, has_step: bool, axis_name: AxisName | None
+) -> tuple[optax.Updates, Any]:
+    """Return updates and state, or no change if neither this step nor one since the commit was made."""
+    if has_step:
+        return updates, new_state
+    has_steps = varying_like((state.since_commit > 0).astype(jnp.int32), updates, axis_name)
+    if axis_name is not None:
+        # One decision for all replicas.
+        has_steps = psum(has_steps, axis_name)
+    still = optax.tree.zeros_like(updates), state
+    updates, new_state = optax.tree.where(has_steps > 0, (updates, new_state), still)
+    return updates, new_state
 
 
 def make_center_step(

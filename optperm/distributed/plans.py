@@ -97,7 +97,9 @@ def resolve_due(
     if commit is None:
         return plan.due(largest(count, axis_name) + 1)
     if not isinstance(commit, Exchange):
-        flag = resolve_flag(commit, axis_name, "diloco", "plan.at(step), True, False or None")
+        flag = resolve_flag(
+            commit, axis_name, "diloco", 'plan.at(step), True, False, "only" or None'
+        )
         return [(flag, flag)] * plan.fragments
     is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
     # Without a delay a fragment that is sent is received in the same step.

@@ -149,7 +149,9 @@ def test_a_flag_may_be_traced_and_others_are_refused():
             explicit = tx.update(START, opt_state, START, commit=flag)
             support.assert_close(step(flag), explicit, atol=1e-6)
         for wrong in (1, "yes", jnp.zeros(2, bool), jnp.int32(1)):
-            with pytest.raises(TypeError, match=r"commit of .* must be True, False or None"):
+            with pytest.raises(
+                TypeError, match=r"commit of .* must be True, False, .only. or None"
+            ):
                 tx.update(START, opt_state, START, commit=wrong)
 
 
@@ -433,3 +435,82 @@ def test_replicas_laid_out_by_shard_map_of_vmap(method, where):
     text = steps[False].lower(params, opt_state, grads[0]).compile().as_text()
     assert "conditional" not in text
     assert not replicas.collectives(text)
+
+
+COMMITTED_ALONE = {
+    "agn mean": functools.partial(optperm.agn, communication_period=100),
+    "agn sequential": functools.partial(optperm.agn, communication_period=100, commit="sequential"),
+    "agn pairs": functools.partial(optperm.agn, communication_period=100, commit="pairs"),
+    "diloco": functools.partial(optperm.diloco, sync_every=100),
+    "diloco pairs": functools.partial(optperm.diloco, sync_every=100, commit="pairs"),
+    "delayed": functools.partial(optperm.diloco, sync_every=optperm.Every(4, 2, 2), mixing=0.25),
+    "compressed": functools.partial(
+        optperm.diloco, sync_every=100, compress=optperm.compress_top_k(0.5, bits=4)
+    ),
+}
+EVERYWHERE = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    support.every_night(
+        itertools.product(COMMITTED_ALONE, EVERYWHERE),
+        {("agn mean", "shard_map"), ("diloco", "pmap"), ("delayed", "vmap")},
+    ),
+)
+def test_a_commit_alone_equals_a_commit_with_the_last_step(method, how):
+    """Local steps, then `commit="only"`: the params and the center of `commit=True` in the last step."""
+    tx = COMMITTED_ALONE[method](optax.adam(0.1), axis_name=replicas.AXIS)
+    grads = grads_of(5)
+    wanted = run_flagged(tx, grads, [None] * 4 + [True], how)[-1]
+    nan = jax.tree.map(lambda g: np.full_like(g, np.nan), grads[0])
+    trail = run_flagged(tx, [*grads, nan, nan], [None] * 4 + [False, "only", "only"], how)
+    # Pairs are drawn from the number of the step, which is the next one.
+    if "pairs" not in method:
+        support.assert_close(trail[5], wanted, atol=1e-6)
+    params, state = trail[5]
+    assert state.since_commit.tolist() == [0] * 4
+    assert state.count.tolist() == [5] * 4
+    support.assert_same_bits(state.local_state, trail[4][1].local_state)
+    if method != "delayed":  # whose mixing keeps a part of the local params
+        support.assert_same_bits(params, optperm.center_params(state, final=True))
+    # A second one has nothing to bring in: the outer momentum makes no step without a gradient.
+    support.assert_same_bits(trail[6], trail[5])
+
+
+@pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
+def test_a_commit_alone_in_an_unnamed_vmap_over_seeds(factory):
+    """Each training decides by its own steps: the first has made one, the second none."""
+    tx = factory(optax.sgd(0.1, momentum=0.9), axis_name=replicas.AXIS)
+    step = flagged_step(tx, False)
+    params, opt_state = (replicas.stack([tree] * 4) for tree in (START, tx.init(START)))
+    moved = jax.vmap(step, axis_name=replicas.AXIS)(params, opt_state, grads_of(1)[0])
+    both = replicas.stack([moved, (params, opt_state)])
+    zeros = jax.tree.map(jnp.zeros_like, both[0])
+    run = jax.vmap(jax.vmap(flagged_step(tx, "only"), axis_name=replicas.AXIS))
+    found = jax.jit(run)(*both, zeros)
+    assert found[1].commits.tolist() == [[1] * 4, [0] * 4]
+    support.assert_same_bits(replicas.take(found, 1), (params, opt_state))
+    support.assert_same_bits(found[0], found[1].center)
+
+
+def test_a_commit_alone_ends_a_loop_whose_schedules_have_advanced():
+    """The center's schedules are at the last step made, as with `commit=True` in it."""
+    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), 100)
+    grads = [jax.tree.map(lambda p: np.ones_like(p)[None], START)] * 4
+    wanted = run_flagged(tx, grads[:3], [False, False, True])[-1][0]
+    found = run_flagged(tx, grads, [False, False, False, "only"])[-1][0]
+    support.assert_close(found, wanted, atol=1e-6)
+
+
+def test_a_commit_alone_of_a_method_that_places_params():
+    start = {"w": support.random_params()["kernel"]}
+    for tx in (optperm.agn(optperm.sgperm(0.1), 100),):
+        params, opt_state = start, tx.init(start)
+        for flag in (False, False, "only", False):
+            grads = jax.tree.map(jnp.sin, params)
+            updates, opt_state = tx.update(grads, opt_state, params, commit=flag)
+            params = optperm.apply_updates(params, updates, opt_state)
+            support.assert_permutes(params, start)
+            if flag == "only":
+                support.assert_same_bits(params, optperm.center_params(opt_state))

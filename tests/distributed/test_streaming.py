@@ -331,7 +331,7 @@ def test_plans_say_what_is_wrong():
     for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ())):
         with pytest.raises(ValueError, match="is no step of the plan"):
             tx.update(params, opt_state, params, commit=wrong)
-    with pytest.raises(TypeError, match=r"must be plan\.at\(step\), True, False or None"):
+    with pytest.raises(TypeError, match=r"must be plan\.at\(step\), True, False, .only. or None"):
         tx.update(params, opt_state, params, commit=3)
     for plan, message in (
         (4, "could not be pulled"),
