@@ -21,7 +21,8 @@ from optperm.contract.extras import import_optional
 
 _DROPPED = ".dropped"
 _LONGEST = 300  # characters of an error of Orbax, which may quote its whole configuration
-_ADVICE = "was not written by this version of optperm; resume=STEP takes another"
+TAKE_ANOTHER = "resume=STEP takes another"
+_ADVICE = f"was not written by this version of optperm; {TAKE_ANOTHER}"
 
 
 class CheckpointError(RuntimeError):

@@ -28,8 +28,18 @@ _FAR = 2**30  # more steps since a commit than any period has
 
 def steps_since_commit(opt_state: Any) -> int:
     """Return the largest number of steps that the center of a running phase lacks; 0 without one."""
-    found = find_running_states(opt_state, LOCAL_STATES)
+    found = _running_centers(opt_state)
     return max((int(local_values(state.since_commit).max()) for state in found), default=0)
+
+
+def _running_centers(opt_state: Any) -> list[Any]:
+    """Return the states with a center in the phases that are running."""
+    return list[Any](find_running_states(opt_state, LOCAL_STATES))
+
+
+def _are_apart(carry: TrainState, layout: Layout) -> bool:
+    """Return True if each replica trains its own params; a mapped method may also keep them equal."""
+    return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
 
 
 def commit(carry: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
@@ -93,22 +103,24 @@ def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
 
     Params without a center are the mean over replicas, as at the switch to a method that commits.
     """
-    found = find_running_states(carry.opt_state, LOCAL_STATES)
+    found = _running_centers(carry.opt_state)
     if not (found or layout.own):
         return carry
     with layout.context():
-        return _center(carry, tuple(state.center for state in found), layout)
+        centers = tuple(state.center for state in found)
+        return _center(carry, centers, layout, _are_apart(carry, layout))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _center(carry: TrainState, centers: tuple[Any, ...], layout: Layout) -> TrainState:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _center(
+    carry: TrainState, centers: tuple[Any, ...], layout: Layout, are_apart: bool
+) -> TrainState:
     """Return the first replica's state with the centers' params and the mean of what has none."""
     first, params = carry, carry.params
     if layout.own:
         first, centers = jax.tree.map(lambda leaf: leaf[0], (carry, centers))
-        params = jax.tree.map(_average, carry.params)
-        model_state = jax.tree.map(_average, carry.model_state)
-        first = first.replace(model_state=model_state)
+        params = jax.tree.map(_average, carry.params) if are_apart else first.params
+        first = first.replace(model_state=jax.tree.map(_average, carry.model_state))
     for center in centers:
         params = fill_masked(center, params)
     # A center may have more digits than the params.
@@ -134,7 +146,7 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
         says = f"The params that fit returns lack (parts of) the last {steps} steps"
         advice = "a wrapper keeps the last commit from agn or diloco; put it around their inner one"
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
-    if layout.own and not find_running_states(carry.opt_state, LOCAL_STATES):
+    if _are_apart(carry, layout) and not _running_centers(carry.opt_state):
         says = "The phase of switch_after in which training ended has no commits"
         advice = "fit returns the mean of the params of its replicas, which train apart"
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
@@ -142,7 +154,7 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
 
 def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: int) -> None:
     """Warn before the first of a number of steps if they end before the first commit."""
-    found = find_running_states(carry.opt_state, LOCAL_STATES)
+    found = _running_centers(carry.opt_state)
     if not found or any(local_values(state.commits).max() for state in found):
         return
     done = steps_since_commit(carry.opt_state)
@@ -157,11 +169,13 @@ def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: in
         zero = optax.tree.sub(state.params, state.params)
 
         def loss_fn(params: Any, _: Any) -> jax.Array:
-            return sum(jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params))
+            total: Any = sum(jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params))
+            return jnp.asarray(total)
 
         e = evaluate(loss_fn, state.params, jnp.zeros(1))
         after = state.tx.update(zero, at, state.params, **known_extra_args(state.tx, e.extra_args))
-        return state, [x.since_commit for x in find_states(after[1], LOCAL_STATES)]
+        states = list[Any](find_states(after[1], LOCAL_STATES))
+        return state, [each.since_commit for each in states]
 
     ends = jax.jit(lambda *given: layout.map_replicas(count, 0)(*given)[1])
     lasts = [jnp.int32(min(n, _FAR)) for n in (done + steps - 1, _FAR)]
