@@ -139,8 +139,9 @@ def _make_dataset(name: str, source: str, arrays: dict[str, np.ndarray]) -> Data
         is_vector = y.dtype.kind in "iu" and y.shape == x.shape[:1] and y.size
         if not is_vector or y.min() < 0 or y.max() >= _MAX_CLASSES:
             wanted = f"labels from 0 to {_MAX_CLASSES - 1}, one for each example of x_{part}"
-            labels = f"labels from {y.min()} to {y.max()}" if y.dtype.kind in "biuf" and y.size else "none"
-            came = f"{y.dtype}{list(y.shape)} with {labels} for {len(x)} examples"
+            has_range = y.dtype.kind in "iuf" and y.size
+            labels = f" with labels from {y.min()} to {y.max()}" if has_range else ""
+            came = f"{y.dtype}{list(y.shape)}{labels} for {len(x)} examples"
             raise CliError(f"{source}: y_{part} must hold {wanted}, got {came}.")
     if len(known := np.unique(y_train)) == 1:
         raise CliError(
