@@ -12,6 +12,7 @@ import numpy as np
 
 from optperm.bayes.calibration import check_rows
 from optperm.bayes.sampling import Samples, check_draws
+from optperm.contract.current import jit_current
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.shardings import can_be_seen, take
 from optperm.contract.states import without_variables
@@ -114,7 +115,8 @@ def posterior_predictive(
       The mean of class probabilities is the posterior predictive; the mean of logits is not. One draw
       is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
       returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
-      PSIS-LOO.
+      PSIS-LOO. Each call traces `predict_fn`, so that values that it reads from outside, such as a
+      temperature, are the current ones. A program is compiled only if it differs from earlier programs.
 
     Raises:
       TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or
@@ -132,7 +134,7 @@ def posterior_predictive(
             )
         params = jax.tree.map(lambda leaf: leaf[None], params)
     check_draws(params)
-    draws = _predict(predict_fn, params, inputs)
+    draws = jit_current(functools.partial(_predict, predict_fn))(params, inputs)
     dtype = accumulation_dtype(draws)
     mean, deviation = (
         function(draws.astype(dtype), axis=(0, 1)) for function in (jnp.mean, jnp.std)
@@ -140,7 +142,6 @@ def posterior_predictive(
     return Predictions(draws, mean, deviation)
 
 
-@functools.partial(jax.jit, static_argnames="predict_fn")
 def _predict(predict_fn: Callable[[Any, Any], jax.Array], params: Any, inputs: Any) -> jax.Array:
     num_chains, num_draws = jax.tree.leaves(params)[0].shape[:2]
 

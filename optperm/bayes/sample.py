@@ -15,7 +15,7 @@ import optax
 from optperm.bayes.constant_sgd import constant_sgd
 from optperm.bayes.normal_noise import normal_like
 from optperm.bayes.report import warn_of_draws
-from optperm.bayes.sampling import Samples, run_chains, steps_to_learn
+from optperm.bayes.sampling import Samples, make_runner, steps_to_learn
 from optperm.contract import checks
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import is_key
@@ -148,11 +148,11 @@ def sample(
         else _cast_starts(starts, params, keys[0], num_chains)
     )
     part = -(-num_draws // _PARTS)
-    counts: dict[str, Any] = {"num_chains": num_chains, "num_draws": part, "thinning": thinning}
+    run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
     def draw(params: Any, opt_state: Any, first_step: Any, warmup: int = 0) -> Samples:
-        more = counts | {"warmup": warmup, "first_step": first_step}
-        return run_chains(step, params, opt_state, keys[1], stacked=True, **more)
+        counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
+        return run(params, opt_state, keys[1], **counts)
 
     opt_state = jax.jit(jax.vmap(tx.init))(begun)
     if warmup is None:

@@ -16,6 +16,7 @@ from optperm.bayes.masters import wide_params
 from optperm.bayes.normal_noise import fold
 from optperm.bayes.report import NOISY, SAMPLERS, warn_of_draws
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.shardings import can_be_seen
@@ -101,8 +102,9 @@ def draw_samples(
       True
 
     Notes:
-      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once; a second call with the
-      same function compiles nothing. Draws of 16-bit params are the sampler's copy in float32
+      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces
+      `step`, so that values that it reads from outside are the current ones, and compiles a program only
+      if it differs from earlier programs. Draws of 16-bit params are the sampler's copy in float32
       (`optperm.MasterState`), without the variance of rounding. `optperm.sample` owns the loop.
 
     Raises:
@@ -123,10 +125,8 @@ def draw_samples(
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
     if warmup is None:
         warmup = steps_to_learn(opt_state)
-    samples = run_chains(
-        step, params, opt_state, key, num_chains=num_chains, num_draws=num_draws, stacked=stacked,
-        thinning=thinning, warmup=warmup, first_step=first_step,
-    )  # fmt: skip
+    run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
+    samples = run(params, opt_state, key, thinning=thinning, warmup=warmup, first_step=first_step)
     warn_of_draws(samples)
     return samples
 
@@ -141,48 +141,46 @@ def steps_to_learn(opt_state: Any) -> int:
     return max(0, *left) if left else 0
 
 
-def run_chains(
-    step: StepFn,
-    params: optax.Params,
-    opt_state: Any,
-    key: jax.Array,
-    *,
-    num_chains: int,
-    num_draws: int,
-    stacked: bool,
-    **counts: int | jax.Array,
-) -> Samples:
-    """Return the samples of arguments that have been checked, without warnings."""
-    leaves, form = jax.tree.flatten(opt_state)
-    # Counts that agree in all chains stay one number: vmap makes a select, which runs both branches in
-    # every step, of a conditional on a count of each chain
-    is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
-    if stacked:
-        pairs = zip(leaves, is_shared, strict=True)
-        opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
-    numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
-    return _run_chains(
-        step, params, opt_state, key, num_chains, num_draws, stacked, is_shared, **numbers
-    )
+def make_runner(
+    step: StepFn, *, num_chains: int, num_draws: int, stacked: bool
+) -> Callable[..., Samples]:
+    """Return `run(params, opt_state, key, **counts)`, for checked arguments and without warnings.
+
+    A runner traces the step once, and takes all calls to one program.
+    """
+    programs: dict[tuple[bool, ...], Callable[..., Samples]] = {}
+
+    def run(
+        params: optax.Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array
+    ) -> Samples:
+        leaves, form = jax.tree.flatten(opt_state)
+        # Counts that agree in all chains stay one number: vmap makes a select, which runs both branches
+        # in every step, of a conditional on a count of each chain
+        is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
+        if stacked:
+            pairs = zip(leaves, is_shared, strict=True)
+            opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
+        if is_shared not in programs:
+            static = num_chains, num_draws, stacked, is_shared
+            programs[is_shared] = jit_current(functools.partial(_run_chains, step, *static))
+        numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
+        return programs[is_shared](params, opt_state, key, numbers)
+
+    return run
 
 
-@functools.partial(
-    jax.jit, static_argnames=("step", "num_chains", "num_draws", "stacked", "is_shared")
-)
 def _run_chains(
     step: StepFn,
-    params: optax.Params,
-    opt_state: Any,
-    key: jax.Array,
     num_chains: int,
     num_draws: int,
     stacked: bool,
     is_shared: tuple[bool, ...],
-    *,
-    thinning: jax.Array,
-    warmup: jax.Array,
-    first_step: jax.Array,
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    counts: dict[str, jax.Array],
 ) -> Samples:
+    thinning, warmup, first_step = (counts[k] for k in ("thinning", "warmup", "first_step"))
     chains = jnp.arange(num_chains, dtype=jnp.int32)
     chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
     axes = jax.tree.unflatten(

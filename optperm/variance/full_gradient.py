@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,13 @@ import optax
 from jax.tree_util import Partial
 
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.dtypes import accumulation_dtype, as_arrays, cast_like
 from optperm.contract.extras import import_optional
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import AxisName, mark_varying, varying_axes
 from optperm.contract.shardings import shard_like, take
 from optperm.evaluation import LossFn, checked_loss, map_examples
-
-_T = TypeVar("_T")
-# Compiled programs by the types of their arguments and their text, the oldest first.
-_PROGRAMS: dict[Any, Callable[..., Any]] = {}
-_MOST_PROGRAMS = 64
 
 
 class _Sums(NamedTuple):
@@ -127,7 +123,14 @@ def full_gradient(
         raise TypeError(f"batches must be an iterable of batches, got {got}.")
 
     bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
-    sum_batch = _compile_fresh(functools.partial(_sum_batch, has_aux=has_aux))
+    # The arrays that are bound to the loss are arguments of the program, its function is not.
+    arrays, structure = jax.tree.flatten(bound)
+
+    @jit_current
+    def sum_batch(params: optax.Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
+        bound = jax.tree.unflatten(structure, arrays)
+        return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
+
     total: tuple[_Sums, _Sums] | None = None
     pairs = _pair_with_weights(_show_progress(batches) if progress else batches, weights)
     for batch, of_batch in pairs:
@@ -137,7 +140,7 @@ def full_gradient(
                 wanted = "the mean of what each example loses by itself (without BatchNorm)"
                 raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
         # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
-        sums = sum_batch(params, batch, of_batch, bound)
+        sums = sum_batch(params, batch, of_batch, arrays)
         sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
         if total is None:
             total = sums, optax.tree.zeros_like(sums)
@@ -152,43 +155,6 @@ def full_gradient(
         wanted = "finite and not negative, and not all zero"
         raise ValueError(f"weights must be {wanted}, got the sum {float(weight)}.")
     return grad
-
-
-def _compile_fresh(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Compile a function for the following calls, without programs that hold old values of a closure.
-
-    `jax.jit` finds a program by the function alone, and would not see that a global or an attribute
-    that the loss reads has changed. Here each returned function traces the loss once for each type of
-    its arguments, and a program is reused only where its text is the same.
-    """
-    fresh = jax.jit(function)
-    found: dict[Any, Callable[..., _T]] = {}
-
-    def call(*args: Any) -> _T:
-        leaves, structure = jax.tree.flatten(args)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return fresh(*args)
-        form = structure, tuple(map(_describe, leaves))
-        if form not in found:
-            # A program that captures traced values belongs to the trace around it.
-            consts = jax.make_jaxpr(fresh)(*args).consts
-            if any(isinstance(const, jax.core.Tracer) for const in consts):
-                return fresh(*args)
-            lowered = fresh.lower(*args)
-            program = form, lowered.as_text()
-            if program not in _PROGRAMS:
-                while len(_PROGRAMS) >= _MOST_PROGRAMS:
-                    del _PROGRAMS[next(iter(_PROGRAMS))]
-                _PROGRAMS[program] = lowered.compile()
-            found[form] = _PROGRAMS[program]
-        return found[form](*args)
-
-    return call
-
-
-def _describe(leaf: Any) -> Any:
-    """Return the properties of an argument, besides its values, that a program depends on."""
-    return jax.typeof(leaf), getattr(leaf, "sharding", None), getattr(leaf, "committed", None)
 
 
 def _sum_batch(
@@ -259,13 +225,16 @@ def _measure_gap(
 
     The gap is 0 also for traced values, and where random keys would give the two losses other draws.
     """
-    leaves = jax.tree.leaves((loss_fn, params, batch, weights))
+    arrays, structure = jax.tree.flatten(loss_fn)
+    leaves = jax.tree.leaves((arrays, params, batch, weights))
     if any(isinstance(leaf, jax.core.Tracer) or is_key(leaf) for leaf in leaves):
         return 0.0
 
+    @jit_current
     def compare(
-        params: optax.Params, batch: Any, weights: jax.Array, loss_fn: Partial
+        params: optax.Params, batch: Any, weights: jax.Array, arrays: list[Any]
     ) -> tuple[jax.Array, jax.Array]:
+        loss_fn = jax.tree.unflatten(structure, arrays)
         examples = _replace_padding(batch, jnp.asarray(weights, float) > 0.0)
         together = checked_loss(loss_fn, params, examples, has_aux=has_aux)[0]
         losses = _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
@@ -274,7 +243,7 @@ def _measure_gap(
         rounding = float(jnp.finfo(losses.dtype).eps) ** 0.5
         return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
 
-    error, rounding = _compile_fresh(compare)(params, batch, weights, loss_fn)
+    error, rounding = compare(params, batch, weights, arrays)
     return float(error) if error > rounding else 0.0
 
 

@@ -4,6 +4,7 @@ O. Sebbouh, N. Gazagnadou, S. Jelassi, F. Bach and R. M. Gower, "Towards closing
 theory and practice of SVRG", NeurIPS 2019.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.evaluation import LossFn, checked_loss, evaluate
 from optperm.variance.svrg import svrg
 
@@ -80,6 +82,9 @@ def svrg_learning_rate(
       this function found, and 4 times in one of the ten cases, with raw features
       (`benchmarks/convex.py`).
 
+      Each call traces the loss, so that values that `loss_fn` reads from outside are the current
+      ones.
+
     Raises:
       TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, a number
         is not an integer, or it is called under `jax.jit`.
@@ -110,9 +115,8 @@ def svrg_learning_rate(
     _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[:batch_size], data))
     key = jax.random.key(seed)
     # L and L_max
-    curvature, largest = jax.jit(_measure_curvatures, static_argnums=(0, 4))(
-        loss_fn, params, data, key, min(chunk_size, n)
-    )
+    measure = functools.partial(_measure_curvatures, loss_fn, min(chunk_size, n))
+    curvature, largest = jit_current(measure)(params, data, key)
     if curvature < 0:
         message = (
             f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
@@ -123,7 +127,7 @@ def svrg_learning_rate(
     rate, factor = 1 / smoothness, 2.0
     if not num_passes:
         return rate
-    here = float(jax.jit(loss_fn)(params, data))
+    here = float(jit_current(loss_fn)(params, data))
     if not math.isfinite(here):
         raise ValueError(f"The loss at these params must be finite, got {here}.")
     trial = _make_trial(loss_fn, params, data, batch_size, num_passes, key)
@@ -178,12 +182,12 @@ def _make_trial(
     n = jax.tree.leaves(data)[0].shape[0]
     steps = n // batch_size
 
-    def full_grad_fn(w: optax.Params) -> optax.Updates:
-        return jax.grad(loss_fn)(w, data)
-
-    @jax.jit
-    def run(rate: jax.Array) -> jax.Array:
+    @jit_current
+    def run(rate: jax.Array, params: Any, data: Any, key: jax.Array) -> jax.Array:
         tx = optax.chain(svrg(refresh_every=2 * steps), optax.sgd(rate))
+
+        def full_grad_fn(w: optax.Params) -> optax.Updates:
+            return jax.grad(loss_fn)(w, data)
 
         def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
             w, state = carry
@@ -200,14 +204,14 @@ def _make_trial(
         return loss_fn(w, data)
 
     def trial(rate: float) -> float:
-        loss = float(run(rate))
+        loss = float(run(rate, params, data, key))
         return float("inf") if math.isnan(loss) else loss
 
     return trial
 
 
 def _measure_curvatures(
-    loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any, key: jax.Array, chunk: int
+    loss_fn: Callable[[Any, Any], jax.Array], chunk: int, params: Any, data: Any, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the largest curvature of the mean loss, with its sign, and of single examples."""
 

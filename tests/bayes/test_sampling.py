@@ -11,6 +11,7 @@ import replicas
 import support
 
 import optperm
+from optperm.contract import current
 
 KEY = jax.random.key(3)
 
@@ -97,9 +98,10 @@ def test_chains_differ_and_do_not_depend_on_their_number():
     support.assert_same_bits(raw, three)
 
 
-def test_a_step_is_compiled_once():
+def test_a_step_is_compiled_once(monkeypatch):
     """The warmup, the draws and a later run share one compilation; inside jit the draws are the same."""
-    traces = []
+    traces, programs = [], {}
+    monkeypatch.setattr(current, "_PROGRAMS", programs)
 
     def step(params, opt_state, key):
         traces.append(None)
@@ -109,9 +111,9 @@ def test_a_step_is_compiled_once():
         return optperm.draw_samples(step, *start(), key, num_chains=2, num_draws=3, **options)
 
     first = run(KEY, warmup=2, thinning=2)
-    number = len(traces)
+    assert (len(traces), len(programs)) == (1, 1)
     run(KEY, warmup=7, thinning=1, first_step=100)
-    assert len(traces) == number
+    assert (len(traces), len(programs)) == (2, 1)
     support.assert_same_bits(jax.jit(lambda key: run(key, warmup=2, thinning=2))(KEY), first)
 
 

@@ -13,9 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
+from optperm.contract import current
 
 N, SIZE = 10, 4
-full_gradient_module = importlib.import_module("optperm.variance.full_gradient")
 
 
 def loss_fn(params, batch):
@@ -144,7 +144,7 @@ def test_batch_shape_that_came_before_is_not_compiled_again(monkeypatch):
         traces.append(batch["y"].shape)
         return loss_fn(params, batch)
 
-    monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
+    monkeypatch.setattr(current, "_PROGRAMS", programs)
     params, data = support.random_params(), make_data()
     first = optperm.full_gradient(counted, params, ragged(data))
     assert sorted(set(traces)) == [(2, 5), (4, 5)]
@@ -357,7 +357,7 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
     batches, weights = jax.device_put(padded(data, size=16), NamedSharding(mesh, P("data")))
     for given in (weights, None):
         programs = {}
-        monkeypatch.setattr(full_gradient_module, "_PROGRAMS", programs)
+        monkeypatch.setattr(current, "_PROGRAMS", programs)
         got = optperm.full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
         assert len(programs) == 1 + (given is not None)

@@ -1,0 +1,88 @@
+"""Compile functions of users with the present values of all that they read."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+_T = TypeVar("_T")
+# Compiled programs by all that they depend on, the least recently used first.
+_PROGRAMS: dict[Any, Callable[..., Any]] = {}
+_MOST_PROGRAMS, _MOST_ENTRIES = 64, 2**18
+# Words of a text that is incomplete: it does not hold the function of the host that is called, the rule
+# in Python of a partition, or the values of a constant with too many entries.
+_INCOMPLETE = "callback", "is_host_transfer", "CustomSPMDPartitioning", "__elided__"
+
+
+def jit_current(
+    function: Callable[..., _T], *, donate_argnums: tuple[int, ...] = (), out_shardings: Any = None
+) -> Callable[..., _T]:
+    """Compile a function as `jax.jit` does, without programs that hold old values of what it reads.
+
+    `jax.jit` finds a program by the function alone, and does not see that a global, an attribute or a
+    captured value has changed. The function that this returns traces again, once for each type of its
+    arguments: make it in each call of a public function. A program is compiled only if no earlier
+    program has the same text. A program is always compiled if it calls functions of the host, or holds
+    captured arrays of more than 2**18 entries.
+
+    Args:
+      function: A function of trees of arrays, given by position. It may be unhashable.
+      donate_argnums: As in `jax.jit`.
+      out_shardings: As in `jax.jit`, on the devices of the arguments.
+
+    Returns:
+      The compiled function. Pass arrays that are large, or that change, as arguments: captured arrays
+      are constants of the program.
+    """
+
+    def call_function(*args: Any) -> _T:  # a new object, which no cache of JAX knows
+        return function(*args)
+
+    options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
+    fresh = jax.jit(call_function, donate_argnums=donate_argnums, **options)
+    found: dict[Any, Callable[..., _T]] = {}
+
+    def call(*args: Any) -> _T:
+        leaves, structure = jax.tree.flatten(args)
+        is_traced = any([isinstance(leaf, jax.core.Tracer) for leaf in leaves])
+        if is_traced or jax.config.jax_disable_jit:
+            return fresh(*args)
+        form = structure, tuple([_describe(leaf) for leaf in leaves])
+        if form not in found:
+            # A program that captures traced values belongs to the trace around it.
+            consts = jax.make_jaxpr(fresh)(*args).consts
+            is_inner = any(isinstance(const, jax.core.Tracer) for const in consts)
+            found[form] = fresh if is_inner else _find_or_compile(fresh, form, args)
+        return found[form](*args)
+
+    return call
+
+
+def _describe(leaf: Any) -> Any:
+    """Return the properties of an argument, besides its values, that a program depends on."""
+    if isinstance(leaf, jax.Array):
+        return leaf.aval, leaf.sharding, leaf.committed
+    return jax.typeof(leaf)
+
+
+def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return the program of a jitted function for arguments of this form."""
+    traced = fresh.trace(*args)
+    lowered = traced.lower()
+    text = lowered.compiler_ir().operation.get_asm(large_elements_limit=_MOST_ENTRIES)
+    # The form holds the devices of committed arguments. A text does not hold the devices of a mesh that
+    # only the function knows.
+    is_placed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(args))
+    is_whole = is_placed or "mhlo.num_partitions = 1 " in text
+    if not is_whole or any(word in text for word in _INCOMPLETE):
+        compiled: Callable[..., Any] = lowered.compile()
+        return compiled
+    # A text does not hold the containers and weak types of the results either.
+    results = jax.tree.structure(lowered.out_info), tuple(traced.jaxpr.out_avals)
+    place = jax.config.jax_default_device
+    key = form, results, place, hashlib.sha256(text.encode()).digest()
+    _PROGRAMS[key] = _PROGRAMS.pop(key) if key in _PROGRAMS else lowered.compile()
+    if len(_PROGRAMS) > _MOST_PROGRAMS:
+        del _PROGRAMS[next(iter(_PROGRAMS))]
+    return _PROGRAMS[key]
