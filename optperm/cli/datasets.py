@@ -125,6 +125,7 @@ def _read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
     except (*_NO_NPZ, zipfile.BadZipFile, zlib.error) as error:
         # NumPy takes a file that it does not know for a pickle, and advises to allow it.
         why = "no arrays" if "allow_pickle" in str(error) else str(error)
+        why = "one array, of an .npy file" if "context manager" in why else why
         says = f"cannot be read as an .npz file with arrays {', '.join(KEYS)} ({why})"
         raise CliError(f"{path} {says}.") from error
 
@@ -138,7 +139,9 @@ def _make_dataset(name: str, source: str, arrays: dict[str, np.ndarray]) -> Data
         is_vector = y.dtype.kind in "iu" and y.shape == x.shape[:1] and y.size
         if not is_vector or y.min() < 0 or y.max() >= _MAX_CLASSES:
             wanted = f"labels from 0 to {_MAX_CLASSES - 1}, one for each example of x_{part}"
-            came = f"{y.dtype}{list(y.shape)} {y[:1]} for {len(x)} examples"
+            has_range = y.dtype.kind in "iuf" and y.size
+            labels = f" with labels from {y.min()} to {y.max()}" if has_range else ""
+            came = f"{y.dtype}{list(y.shape)}{labels} for {len(x)} examples"
             raise CliError(f"{source}: y_{part} must hold {wanted}, got {came}.")
     if len(known := np.unique(y_train)) == 1:
         raise CliError(

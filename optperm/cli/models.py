@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -84,16 +85,22 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
     try:
         kind = getattr(importlib.import_module(module), name)
         known = {"num_classes": spec.num_classes, "hidden": spec.hidden}
-        model: nn.Module = kind(**{k: v for k, v in known.items() if k in kind.__annotations__})
+        fields = inspect.signature(kind).parameters  # with the fields of its base classes
+        model: nn.Module = kind(**{k: v for k, v in known.items() if k in fields})
         example = jax.ShapeDtypeStruct((1, *spec.input_shape), jnp.float32)
         outputs, variables = jax.eval_shape(model.init_with_output, jax.random.key(0), example)
     except Exception as error:  # the user's module may raise anything
         says = f"--model {spec.model} is neither mlp nor cnn, nor a module:Class that can be built"
         raise UsageError(f"{says} ({type(error).__name__}: {error}).") from error
+    says = "the command trains params alone, optperm.training.fit all others"
     if variables.keys() != {"params"}:
         others = ", ".join(variables.keys() - {"params"}) or "no params"
-        says = "the command trains params alone, optperm.training.fit all others"
         raise UsageError(f"--model {spec.model} has {others}: {says}.")
+    try:  # `init` gives a module the key of params where it asks for another one, as dropout does
+        jax.eval_shape(model.apply, variables, example)
+    except Exception as error:
+        came = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--model {spec.model} needs more than params ({came}): {says}.") from error
     if outputs.shape != (1, spec.num_classes):
         says = f"must map a batch to (batch, {spec.num_classes}) logits"
         raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} of one example.")

@@ -17,7 +17,7 @@ _LINES = 10
 # The entries of the summary that the table of a run shows.
 _SHOWN = (
     *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
-    *("seconds", "gradient_evaluations", "share_moved", "phase", "steps_since_commit", "devices"),
+    *("seconds", "gradient_evaluations", "share_moved", "phase", "devices"),
 )
 
 

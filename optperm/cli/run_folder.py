@@ -32,9 +32,9 @@ import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import Run
-from optperm.contract.states import find_states
+from optperm.contract.states import find_running_states
 from optperm.permutation.export import PERMUTED_STATES
-from optperm.training.checkpoints import describe_differences
+from optperm.training.checkpoints import TAKE_ANOTHER, describe_differences
 from optperm.training.processes import digest
 
 METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
@@ -48,16 +48,28 @@ def _create(out: str | None, name: str) -> pathlib.Path:
     """Make the folder of a run: `out`, new or empty, or `runs/<name>`, with -2 if that exists."""
     name = name.replace(":", ".")  # in the name of the user's module
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    free = (path for path in map(pathlib.Path("runs").joinpath, names) if not path.exists())
-    folder = next(free) if out is None else pathlib.Path(out)
     try:
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if out is None:
+            folder = next(filter(_make_folder, map(pathlib.Path("runs").joinpath, names)))
+        elif not _make_folder(folder := pathlib.Path(out)) and not _is_empty(folder):
             raise UsageError(f"--out {out} exists and is not an empty folder: name another one.")
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS_FILE).touch()
     except OSError as error:
         raise CliError(f"cannot write to {error.filename}: {error.strerror}.") from error
     return folder
+
+
+def _make_folder(path: pathlib.Path) -> bool:
+    """Make a folder; return False if it exists, perhaps by a run that began at the same moment."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _is_empty(path: pathlib.Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.Path, int]:
@@ -71,6 +83,13 @@ def prepare(run: Run, name: str, identity: Mapping[str, Any]) -> tuple[pathlib.P
         part = pathlib.Path(CHECKPOINTS, str(step))
         shutil.copytree(run.resume / part, folder / part)
     return folder, step
+
+
+def give_up(resumed: pathlib.Path, folder: pathlib.Path, error: CliError) -> CliError:
+    """Remove the folder of a run that could not begin; return the error about the resumed folder."""
+    shutil.rmtree(folder)
+    says = str(error).replace(str(folder.absolute()), str(resumed))
+    return CliError(says.replace(TAKE_ANOTHER, "delete it to resume from the one before"))
 
 
 def append_metrics(folder: pathlib.Path, record: Mapping[str, Any]) -> None:
@@ -124,7 +143,7 @@ def write_network(
 ) -> None:
     """Write the trained params, or their permutation if the method permutes them."""
     name, leaves = _PARAMS_FILE, trained
-    if find_states(opt_state, PERMUTED_STATES):
+    if find_running_states(opt_state, PERMUTED_STATES):
         # A program of integers, whose machine code need not be optimized. Traced, it checks nothing.
         export = jax.jit(
             optperm.export_permutation, compiler_options={"xla_backend_optimization_level": 0}

@@ -19,8 +19,7 @@ from optperm.cli import datasets, models, report, run_folder
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.flags import Run
 from optperm.cli.methods import Hyperparameter, Method
-from optperm.contract.states import find_states
-from optperm.distributed.center import LOCAL_STATES
+from optperm.contract.states import find_running_states
 from optperm.permutation.export import PERMUTED_STATES
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
 from optperm.training.history import find_divergence
@@ -141,10 +140,8 @@ class Training:
 
     def _get_params(self, state: Any) -> optax.Params:
         """Return the params of a state to test and keep, in the memory of this process."""
-        params = state.params
-        if find_states(state.opt_state, LOCAL_STATES):
-            params = optperm.center_params(state.opt_state)
-        if find_states(state.opt_state, PERMUTED_STATES):
+        params = state.params  # the center if the method has one
+        if find_running_states(state.opt_state, PERMUTED_STATES):
             params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
         return jax.device_get(params)
 
@@ -217,7 +214,13 @@ def train(method: Method, hyperparameters: Mapping[str, Hyperparameter], run: Ru
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The loss stopped")  # an error below says so
-        result = training.run(run.epochs, on_record=on_record, **options)
+        try:
+            result = training.run(run.epochs, on_record=on_record, **options)
+        except CliError as error:
+            if run.resume is not None and getattr(error.__cause__, "result", run) is None:
+                # The checkpoint could not be read, so the new folder has nothing of its own.
+                raise run_folder.give_up(run.resume, folder, error) from error
+            raise
     summary = _summary(training, result, run)
     params, steps, opt_state = training.params, result.history.steps, result.state.opt_state  # type: ignore[union-attr]
     run_folder.write_network(folder, training.spec, training.initial, params, opt_state)
@@ -249,7 +252,6 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
 
 def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
     last, moved = training.records[-1], result.history.steps.get("share_moved")
-    local: Any = find_states(result.state.opt_state, LOCAL_STATES)
     names = ("train_accuracy", "train_loss", "valid_accuracy", "phase")
     flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices")
     packages = ("optperm", "jax", "flax", "optax", "numpy")
@@ -265,8 +267,6 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
         "epochs_done": result.epoch,
         "steps": result.step,
         "gradient_evaluations": training.gradient_evaluations(result.step),
-        # These steps are not in the center, so they are not in the trained network.
-        "steps_since_commit": int(local[0].since_commit) if local else None,
         "params": sum(leaf.size for leaf in jax.tree.leaves(training.params)),
         "data": training.data.source,
         "train_examples": len(training.data.x_train),

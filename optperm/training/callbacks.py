@@ -81,7 +81,9 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
+        checks.check_count("patience", self.patience)
         checks.check_choice("mode", self.mode, get_args(Mode))
+        checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf, may_be_schedule=False)
 
     def __call__(self, event: Event) -> bool:
         """Return True to stop; raise a ValueError if rows lack the column."""

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 from optperm.contract.extras import import_optional
 
 _DROPPED = ".dropped"
-_ADVICE = "was not written by this version of optperm; resume=STEP takes another"
+_LONGEST = 300  # characters of an error of Orbax, which may quote its whole configuration
+TAKE_ANOTHER = "resume=STEP takes another"
+_ADVICE = f"was not written by this version of optperm; {TAKE_ANOTHER}"
 
 
 class CheckpointError(RuntimeError):
@@ -42,9 +45,13 @@ class Checkpoints:
             raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
         self._last_kept = math.inf
         with _errors(f"cannot write checkpoints to {where}"):
-            path = import_optional("etils.epath", **what).Path(where)
+            path = import_optional("etils.epath", **what).Path(where).expanduser()
             self.folder = path if "://" in str(where) else path.absolute()
             self.folder.mkdir(parents=True, exist_ok=True)
+            # A folder that exists may be of another user, or on a file system that is read only.
+            trial = self.folder / f".trial-{jax.process_index()}-{os.getpid()}"
+            trial.write_text("")
+            trial.unlink()
             # Orbax renames a checkpoint before it deletes it, so that the rest is whole at any moment.
             options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
             self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -128,4 +135,6 @@ def _errors(says: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # each file system has its own, and each kind of damage
-        raise CheckpointError(f"{says} ({type(error).__name__}: {error}).") from error
+        why = str(error).strip().partition("\n")[0]
+        why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ..."
+        raise CheckpointError(f"{says} ({type(error).__name__}: {why}).") from error

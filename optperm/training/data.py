@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optperm.contract import checks
@@ -31,7 +32,7 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
     """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
 
     A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
-    out. The order depends on these arguments alone.
+    out. The order depends on these arguments alone, and on no flag of JAX.
 
     Args:
       seed: The seed of `fit`, in [0, 2**32).
@@ -44,11 +45,13 @@ def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) ->
       >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
       [0, 1, 2, 3]
     """
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-    key = jax.random.fold_in(key, epoch)
-    if replace:
-        return jax.random.randint(key, (num_examples,), 0, num_examples)
-    return jax.random.permutation(key, num_examples)
+    # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
+    with jax.threefry_partitionable(True):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        key = jax.random.fold_in(key, epoch)
+        if replace:
+            return jax.random.randint(key, (num_examples,), 0, num_examples, jnp.int32)
+        return jax.random.permutation(key, jnp.arange(num_examples, dtype=jnp.int32))
 
 
 def is_arrays(name: str, data: Any) -> bool:
@@ -57,6 +60,7 @@ def is_arrays(name: str, data: Any) -> bool:
     if isinstance(data, kinds | Mapping | tuple) and all(
         isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
     ):
+        checks.check_arrays(name, data)
         return checks.count_examples(name, data) > 0
     is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
     # A dict of lists is iterable too: its batches would be its keys.
@@ -195,6 +199,11 @@ class ArrayFeed:
             done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
         return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 
+    def example(self, epoch: int) -> Any:
+        """Return a batch, placed on the devices."""
+        first = jax.tree.map(lambda leaf: leaf[: self._batch_size], self._data)
+        return self._layout.put_batch(first, local=False)
+
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """Place all examples, including the last ones, which fill no batch of an epoch."""
         size = _GRADIENT_CHUNK * self._layout.parts
@@ -214,6 +223,7 @@ class StreamFeed:
             raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
         self._source, self._layout = source, layout
         self._iterator: Any = None
+        self._last: Any = None  # the batch of the last step
         self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
 
     def facts(self) -> dict[str, Any]:
@@ -250,7 +260,10 @@ class StreamFeed:
                     batch = pull("train_data", self._iterator, is_alone)
                     if is_over := batch is END:
                         break
-                    batch = self._layout.put_batch(batch, local=True)
+                    if not offset + len(rows):
+                        checks.check_arrays("A batch of train_data", batch)
+                    self._layout.check_shares("A batch of train_data", batch)
+                    self._last = batch = self._layout.put_batch(batch, local=True)
                     carry, row = steps[1](carry, (), batch)
                 except Exception as error:  # of the loader or of the loss function
                     if not rows:
@@ -269,6 +282,10 @@ class StreamFeed:
         names = dict.fromkeys(name for row in host for name in row)
         columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)
+
+    def example(self, epoch: int) -> Any:
+        """Return the last batch, placed on the devices; None if a resumed run has taken none."""
+        return self._last
 
     def all_batches(self, epoch: int) -> Iterator[Any]:
         """Place all batches of an epoch, read again from the source."""

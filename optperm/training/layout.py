@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from optperm.contract import checks
 from optperm.contract.mapped_axes import axis_names, mark_varying, varying_axes
 from optperm.contract.states import find_states
 from optperm.distributed.center import LOCAL_STATES
@@ -88,6 +89,16 @@ class Layout:
             return batch
         several, put = jax.process_count() if local else 1, functools.partial(self.put, local=local)
         return jax.tree.map(lambda leaf: put(leaf, *self._spec(np.shape(leaf), several)), batch)
+
+    def check_shares(self, name: str, batch: Any) -> None:
+        """Raise a ValueError unless mapped replicas divide a process's batch equally."""
+        if not self.mapped:
+            return
+        size = checks.count_examples(name, batch, has_scalars=True) * jax.process_count()
+        if size % self.parts:
+            advice = "leave the rest of an epoch out, or fill it up with examples of weight 0"
+            says = f"{name} has {size} examples, of which {self.parts} replicas need equally many"
+            raise ValueError(f"{says}: {advice}.")
 
     def constrain(self, batch: Any) -> Any:
         """Divide a batch among the devices within a compiled step, where they divide it equally."""

@@ -172,10 +172,11 @@ def fit(
     run = Run(types.SimpleNamespace(**given))
     most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
     total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    run.warn_if_too_short(total)
     with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
         ended = run.train(*most, interrupt)
     result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
-    run.warn_if_diverged()
+    run.warn_of_result(result)
     if interrupt.number and on_signal == "raise":
         if jax.process_index() == 0:
             where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"
@@ -196,6 +197,8 @@ def _check(given: dict[str, Any]) -> None:
     for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
         checks.check_count(name, value)
     checks.check_seed("seed", given["seed"])
+    if not isinstance(given["resume"], bool):
+        checks.check_count("resume, unless True or False,", given["resume"], minimum=0)
     checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
     if given["epochs"] is None and given["steps"] is None:
         raise ValueError("Pass epochs or steps: how long to train.")

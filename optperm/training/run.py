@@ -16,7 +16,7 @@ from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
 from optperm.contract.states import find_states
 from optperm.permutation.standstill import warn_if_past_end, warn_if_still
-from optperm.training import callbacks, processes
+from optperm.training import callbacks, commits, processes
 from optperm.training import steps as programs
 from optperm.training.callbacks import EarlyStopping, Event
 from optperm.training.checkpoints import CheckpointError, Checkpoints
@@ -134,9 +134,7 @@ class Run:
         is_dealt = layout.own and run["replicas"] != layout.parts
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
-            trees["best"] = programs.unwrap_keys(
-                whole := programs.merge_replicas(self.carry, layout)
-            )
+            trees["best"] = programs.unwrap_keys(whole := commits.merge_replicas(self.carry, layout))
         held, rows = checkpoints.read_arrays(chosen, trees)
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}
@@ -152,11 +150,12 @@ class Run:
         self._since, stop, code = time.perf_counter(), False, 0
         error: BaseException | None = None
         if self.monitored:
-            evaluated = self.evaluate.columns(self._merge()) if self.evaluate else ()
+            state = commits.merge_replicas(self.carry, self.layout)
+            evaluated = self.evaluate.columns(state) if self.evaluate else ()
             callbacks.check_columns(self.monitored, evaluated, None)
         goes_on = self.at.epoch <= epochs and self.at.step < steps
-        if goes_on and self.at.offset and self._row is not None and not self._evaluates:
-            self.history.epoch_rows.pop()  # the row of a part: the epoch gets one when it is over
+        if goes_on and self._has_row_of_part:
+            self.history.epoch_rows.pop()  # the epoch gets one when it is over
         if self.at.step and self._row is None and (not self.at.offset or self._evaluates):
             self._add_row()  # the earlier run failed between a step and its row
             stop = self._call_row(is_end=not self.at.offset)
@@ -259,14 +258,21 @@ class Run:
                 warn_without(state.snapshot, advice, stacklevel=6)  # where fit is called
         if not self.is_past_end:
             self.is_past_end = warn_if_past_end(self.carry.opt_state, stacklevel=6)
-        if self.keep_best is None:
-            return
-        (name, mode), row = self.keep_best, self.history.last
-        callbacks.check_columns([name], row, row)
-        value = row[name] * (1.0 if mode == "min" else -1.0)
-        if value < self.best.get("value", math.inf):
-            state = programs.copy_arrays(self._merge())
-            self.best = {"value": value, "step": at.step, "state": state}
+        if self.keep_best is not None:
+            callbacks.check_columns([self.keep_best[0]], self.history.last, self.history.last)
+        if not self._has_row_of_part:
+            self.best = self._choose_best()
+
+    def _choose_best(self) -> dict[str, Any]:
+        """Return the best row with its state: the best of before, or the last row."""
+        if self.keep_best is None or self._row is None:
+            return self.best
+        name, mode = self.keep_best
+        value = self._row[name] * (1.0 if mode == "min" else -1.0)
+        if not value < self.best.get("value", math.inf):
+            return self.best
+        state = programs.copy_arrays(self._merge())
+        return {"value": value, "step": self.at.step, "state": state}
 
     def _call_row(self, is_end: bool) -> bool:
         """Call the functions of `on_epoch_end`; within an epoch only those that read every row."""
@@ -288,6 +294,11 @@ class Run:
         row = self.history.last
         return row if row.get("step") == self.at.step else None
 
+    @property
+    def _has_row_of_part(self) -> bool:
+        """True if the last row is of a part of an epoch, which `steps` ended: resuming drops it."""
+        return self._row is not None and bool(self.at.offset) and not self._evaluates
+
     def _event(self, metrics: Callable[[], Mapping[str, float]], is_row: bool = False) -> Event:
         where = self._epoch, self.at.step, self.history, is_row
         trained = lambda: self._bring_home(programs.copy_arrays(self._merge()))  # noqa: E731
@@ -299,7 +310,11 @@ class Run:
         return self.evaluate(self._merge(), self._epoch)
 
     def _merge(self) -> TrainState:
-        return programs.merge_replicas(self.carry, self.layout)
+        """Return what has been trained so far: the state after a commit, made on a copy."""
+        carry, at = self.carry, self._epoch
+        if commits.steps_since_commit(carry.opt_state):
+            carry = commits.commit(carry, self.feed.example(at), self.model, self.layout)
+        return commits.merge_replicas(carry, self.layout)
 
     def _bring_home(self, state: TrainState) -> Any:
         return self.model.unwrap(self.layout.bring_home(state))
@@ -316,15 +331,53 @@ class Run:
         rows = np.array(list(self.history.steps.values()), np.float32)
         checkpoints.write(self.at.step, trees, rows, run)
 
-    def warn_if_diverged(self) -> None:
-        """Warn if the loss is not finite at the end, with the first step of which it is not."""
+    def warn_if_too_short(self, total: float) -> None:
+        """Warn before training if it ends before the first commit."""
+        if math.isfinite(total) and total > self.at.step:
+            commits.warn_if_too_short(self.carry, total - self.at.step, self.layout, 4)
+
+    def warn_of_result(self, result: FitResult) -> None:
+        """Warn if steps are missing from the params, or the loss is not finite at the end."""
+        commits.warn_of_lost_steps(self.carry, self.merged, self.layout, 4)
+        if self.keep_best is not None and result.best_step is None and self.history.epoch_rows:
+            says = f"{self.keep_best[0]} was never finite, so keep_best has kept no best_state."
+            warnings.warn(says, RuntimeWarning, stacklevel=3)
         if (row := find_divergence(self.history)) is not None:
             says = f"The loss stopped being finite at step {row} of {self.at.step}."
             warnings.warn(says, RuntimeWarning, stacklevel=3)  # where fit is called
 
     def result(self, ended: Ended, error: BaseException | None = None) -> FitResult:
-        """Update the `flax.nnx` model, write the last checkpoint, and return the result."""
-        state = self.layout.bring_home(self._merge())
+        """Write the last checkpoint, update the `flax.nnx` model, and return the result."""
+        failure: CheckpointError | None = None
+        try:
+            if self.checkpoints is not None:
+                self._save(self.checkpoints)  # first, as a machine may be about to end
+        except CheckpointError as raised:
+            failure = raised
+        result = self._result(ended, error)
+        try:
+            if self.checkpoints is not None and failure is None:
+                self.checkpoints.close()
+        except CheckpointError as raised:
+            failure = raised
+        if failure is not None:
+            failure.result = result
+            if error is None:
+                raise failure
+            error.add_note(f"What had been trained could not be saved: {failure}")
+        if isinstance(error, CheckpointError):
+            error.result = result
+        return result
+
+    def _result(self, ended: Ended, error: BaseException | None) -> FitResult:
+        try:
+            self.merged = self._merge()
+        except Exception:
+            if error is None:
+                raise
+            self.merged = commits.merge_replicas(self.carry, self.layout)
+        best = self._choose_best() if self._has_row_of_part else self.best
+        state = self.layout.bring_home(self.merged)
         source, optimizer = self.source
         if self.model.graphdef is not None:
             own = programs.copy_arrays(state)
@@ -332,7 +385,7 @@ class Run:
             nnx.update(optimizer.opt_state, nnx.state(own.opt_state))
             optimizer.step.set_value(own.step)
         is_linen, at = self.model.graphdef is None, self.at
-        result = FitResult(
+        return FitResult(
             state if is_linen else None,
             None if is_linen else source,
             optimizer,
@@ -340,18 +393,6 @@ class Run:
             ended,
             at.epoch - 1,
             at.step,
-            self._bring_home(self.best["state"]) if self.best else None,
-            self.best.get("step"),
+            self._bring_home(best["state"]) if best else None,
+            best.get("step"),
         )
-        if self.checkpoints is not None:
-            try:
-                self._save(self.checkpoints)
-                self.checkpoints.close()
-            except CheckpointError as failure:
-                failure.result = result
-                if error is None:
-                    raise
-                error.add_note(f"What had been trained could not be saved: {failure}")
-        if isinstance(error, CheckpointError):
-            error.result = result
-        return result

@@ -19,7 +19,6 @@ from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import mark_varying
 from optperm.contract.states import find_states
-from optperm.distributed.center import LOCAL_STATES, center_params
 from optperm.evaluation import evaluate
 from optperm.permutation.permute_by_cycles import PermuteByCyclesState
 from optperm.training import data as datas
@@ -95,26 +94,6 @@ def place_state(state: TrainState, layout: Layout) -> TrainState:
             return state.replace(opt_state=state.tx.init(state.params)), ()
 
         return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
-
-
-def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
-    """Return the carry, or one state for the carries of all replicas."""
-    with layout.context():
-        return _center(carry, layout) if layout.own else carry
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _center(carry: TrainState, layout: Layout) -> TrainState:
-    """Return the first replica's state with the center's params and the mean model state."""
-    first = jax.tree.map(lambda leaf: leaf[0], carry)
-
-    def mean(one: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jnp.mean(leaf, axis=0) if jnp.issubdtype(leaf.dtype, jnp.inexact) else one
-
-    first = first.replace(model_state=jax.tree.map(mean, first.model_state, carry.model_state))
-    if find_states(first.opt_state, LOCAL_STATES):
-        first = first.replace(params=center_params(first.opt_state))
-    return jax.lax.with_sharding_constraint(first, layout.sharding())
 
 
 def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:

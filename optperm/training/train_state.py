@@ -56,7 +56,8 @@ class Model:
             out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
         names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
         if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
-            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+            kind = "one array" if isinstance(out, jax.Array) else type(out).__name__
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind
             raise TypeError(f"loss_fn must return ({', '.join(names)}), got {came}.")
         got = dict(zip(names, out if len(names) > 1 else (out,), strict=True))
         if self.graphdef is None:

@@ -139,8 +139,11 @@ def test_a_damaged_checkpoint_is_refused(train, data, files, tmp_path, capsys):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert resume(folder, out=tmp_path / "damaged", data=data) == 1
     err = capsys.readouterr().err
-    assert "36 is damaged" in err
+    # What is named is there, and what is advised is possible: a folder of nothing is not left.
+    assert f"{folder}/checkpoints/36 is damaged" in err
+    assert "delete it to resume from the one before" in err
     assert err.count("\n") == 1
+    assert not (tmp_path / "damaged").exists()
     shutil.rmtree(folder / "checkpoints/36")  # then the one before serves
     out = tmp_path / "run"
     assert resume(folder, out=out, data=data) == 0

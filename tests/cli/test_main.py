@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import shlex
 import signal
 import subprocess
@@ -124,6 +125,20 @@ class Normed(nn.Module):
     def __call__(self, x):
         return nn.Dense(3)(nn.BatchNorm(use_running_average=True)(x))
 
+class Base(nn.Module):
+    num_classes: int
+    hidden: int
+
+class Derived(Base):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(self.num_classes)(nn.tanh(nn.Dense(self.hidden)(x)))
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=False)(x))
+
 class Narrow(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -149,6 +164,7 @@ def test_a_network_of_ones_own_is_trained_and_rebuilt(
     flags[flags.index("--out") + 1] = str(tmp_path / "other")
     for name, says in [
         ("own_networks:Normed", "has batch_stats: the command trains params alone"),
+        ("own_networks:Dropping", "needs more than params (InvalidRngError: Dropout_0 needs PRNG"),
         ("own_networks:Narrow", "must map a batch to (batch, 3) logits, got [1, 2]"),
         ("own_networks:Nothing", "AttributeError: module 'own_networks' has no attribute"),
         ("no_such_module:Net", "ModuleNotFoundError: No module named 'no_such_module'"),
@@ -156,6 +172,11 @@ def test_a_network_of_ones_own_is_trained_and_rebuilt(
     ]:
         assert main(["train", "adam", *flags, "--model", name]) == 2
         assert says in error_line()
+    # Fields of a base class are filled as well.
+    derived = ["--model", "own_networks:Derived", "--hidden", "11", "--epochs", "1", "--quiet"]
+    assert main(["train", "adam", *flags, *derived]) == 0
+    assert files(tmp_path / "other").summary["params"] == 6 * 11 + 11 + 11 * 3 + 3
+    flags[flags.index("--out") + 1] = str(tmp_path / "permuted")
     # Biases that are all zero cannot be permuted, which is said.
     flags += ["--model", "own_networks:Net", "--epochs", "1"]
     assert main(["train", "sgperm", *flags]) == 0
@@ -309,6 +330,22 @@ def test_results_are_never_overwritten(flags, data, tmp_path, monkeypatch, error
     assert main(["train", "sgd", *flags, "--out", str(first)]) == 2
     assert "exists and is not an empty folder" in error_line()
     assert before == {path: path.read_bytes() for path in first.iterdir()}
+
+
+def test_default_folders_of_runs_that_begin_together_differ(tmp_path, monkeypatch):
+    """Another run takes the first free name just before this one makes its folder."""
+    monkeypatch.chdir(tmp_path)
+    make, taken = pathlib.Path.mkdir, []
+
+    def mkdir(path, *args, **options):
+        if not taken:
+            taken.append(path)
+            make(path, *args, **options)
+        make(path, *args, **options)
+
+    monkeypatch.setattr(pathlib.Path, "mkdir", mkdir)
+    folder = run_folder._create(None, "sgd")
+    assert (taken, folder) == ([pathlib.Path("runs/sgd")], pathlib.Path("runs/sgd-2"))
 
 
 def test_a_run_that_diverges_fails_and_says_where(flags, files, tmp_path, capsys):

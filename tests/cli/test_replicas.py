@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-import support
 
 from optperm.cli import models, run_folder
 from optperm.cli.main import main
@@ -30,7 +29,7 @@ def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags,
     on_four, alone = files(folder), files(train(*flags, batch_size=20))
     assert len(on_four.losses) == 9  # of 64 examples 60 are dealt out, 20 a step
     assert_same_run(on_four, alone, rtol=1e-4)
-    for key in ("steps", "phase", "gradient_evaluations", "steps_since_commit"):
+    for key in ("steps", "phase", "gradient_evaluations"):
         assert on_four.summary[key] == alone.summary[key]
     shape = {"devices": 4, "batch_size": 5}
     assert on_four.summary.items() >= shape.items()
@@ -40,32 +39,36 @@ def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags,
 
 
 @pytest.mark.programs
-def test_what_is_saved_and_tested_is_the_center(train, files, capsys):
+@pytest.mark.filterwarnings("default:The run ends after:UserWarning")
+def test_what_is_saved_and_tested_is_the_center_with_all_steps(train, files, capsys):
+    """Three steps an epoch: each epoch is tested as a run that ended there."""
     out = train("agn", "--communication-period", "7", devices=4)
-    assert files(out).summary["steps_since_commit"] == 2
-    shown = capsys.readouterr().out.splitlines()
-    assert "steps since commit 2" in [" ".join(line.split()) for line in shown]
-    # The second epoch ends one step before the commit: nothing but the initial params so far.
     tested = [line["test_accuracy"] for line in files(out).metrics]
-    assert tested[0] == tested[1] == tested[2] != tested[3]
-    never = train("agn", "--communication-period", "10", devices=4)
-    untrained = models.initial_params(run_folder.rebuild(never)[0])
-    support.assert_same_bits(files(never).trained, untrained)
+    assert files(out).summary["test_accuracy"] == tested[-1]
+    one = train("agn", "--communication-period", "7", "--epochs", "1", devices=4)
+    said = capsys.readouterr().err
+    assert said.count("The run ends after 3 steps, before the first commit of agn or diloco") == 1
+    assert files(one).summary["test_accuracy"] == tested[1]
     # The replicas part between commits, each on its own batches.
-    alone = files(train("agn", "--communication-period", "10", batch_size=20)).losses
-    np.testing.assert_allclose(files(never).losses[0], alone[0], rtol=1e-5)
-    assert np.all(np.abs(files(never).losses[2:] / alone[2:] - 1) > 1e-4)
+    untrained = models.initial_params(run_folder.rebuild(one)[0])
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), files(one).trained, untrained)
+    assert min(jax.tree.leaves(moved)) > 1e-4
+    never, alone = (
+        files(train("agn", "--communication-period", "10", devices=n, batch_size=20 // n)).losses
+        for n in (4, 1)
+    )
+    np.testing.assert_allclose(never[0], alone[0], rtol=1e-5)
+    assert np.all(np.abs(never[2:] / alone[2:] - 1) > 1e-4)
 
 
 def test_a_center_of_one_device_is_what_is_trained(train, files):
-    """Eight of twelve steps an epoch are committed after the first, in periods of eight."""
+    """In periods of eight; the four steps at the end of an epoch are committed for its test."""
     once, further = (
         files(train("agn", "--communication-period", "8", "--epochs", epochs))
         for epochs in ("1", "3")
     )
-    assert once.summary["steps_since_commit"] == 4
     assert once.metrics[1]["test_accuracy"] == further.metrics[1]["test_accuracy"]
-    assert further.summary["steps_since_commit"] == 36 % 8
+    assert once.summary["test_accuracy"] == once.metrics[1]["test_accuracy"]
 
 
 def test_more_devices_than_there_are_is_refused(data, tmp_path, capsys):

@@ -98,6 +98,17 @@ class Recorder(nn.Module):
         return x @ w + jnp.sum(before) + jax.random.normal(self.make_rng("dropout"))
 
 
+def test_orders_follow_from_no_flag_of_jax():
+    expected = [np.asarray(training.shuffled(3, 2, 101, replace)) for replace in (False, True)]
+    flags = [jax.enable_x64(True), jax.threefry_partitionable(False)]
+    for flag in [*flags, jax.default_prng_impl("rbg")]:
+        with flag:
+            orders = [training.shuffled(3, 2, 101, replace) for replace in (False, True)]
+        for order, wanted in zip(orders, expected, strict=True):
+            assert order.dtype == jnp.int32
+            np.testing.assert_array_equal(order, wanted)
+
+
 def test_orders_follow_from_their_seed_and_epoch():
     """None of them is what the plain key of the seed gives; draws are with replacement."""
     keys = [jax.random.fold_in(jax.random.key(0), epoch) for epoch in (1, 2)]
@@ -385,6 +396,16 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "devices": 9}, ValueError, "devices must be at most 8, got 9"),
         ({"epochs": 1, "train_data": 3}, TypeError, "an iterable of batches, .* got int"),
         ({"epochs": 1, "train_data": "x"}, TypeError, "got str"),
+        (
+            {"epochs": 1, "train_data": {"x": np.array(["a"])}},
+            TypeError,
+            r"train_data\['x'\] must be an array of numbers",
+        ),
+        (
+            {"epochs": 1, "train_data": [{"x": np.array(["a"])}]},
+            TypeError,
+            r"A batch of train_data\['x'\] must be an array of numbers",
+        ),
         ({"epochs": 1, "train_data": {"x": [1]}}, TypeError, "got dict"),
         ({"epochs": 1, "train_data": []}, ValueError, "gives no batch in epoch 1"),
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
@@ -401,6 +422,11 @@ def test_bad_arguments_are_named():
         ({"epochs": 1, "on_epoch_end": lambda _: 3}, TypeError, "must return True to stop"),
         ({"epochs": 1, "checkpoint_every": 3}, ValueError, "goes with checkpoints"),
         ({"epochs": 1, "resume": True}, ValueError, "goes with checkpoints"),
+        (
+            {"epochs": 1, "resume": "yes", "checkpoints": "a"},
+            TypeError,
+            "resume, unless True or False, must be an integer, got 'yes'",
+        ),
         ({"epochs": 1, "checkpoints": "a[1]"}, ValueError, r"without \*, \?, \[ and \], got a"),
         ({"epochs": 1, "checkpoints": 3}, training.CheckpointError, "cannot write .* to 3"),
         ({"epochs": 1, "optimizer": 3}, ValueError, "a TrainState has its own"),
@@ -611,3 +637,9 @@ def test_a_loss_that_is_not_finite_at_the_end_is_warned_of_with_its_first_step()
     state = state.replace(tx=optax.apply_if_finite(optax.sgd(0.1), 9))
     state = state.replace(opt_state=state.tx.init(state.params))
     training.fit(state, loss_fn, batches[::-1], epochs=1)  # warnings are errors here
+
+
+def test_keep_best_of_a_metric_that_is_never_finite_is_warned_of():
+    options = {"eval_fn": lambda params, batch: {"loss": jnp.nan * jnp.sum(params["w"])}}
+    with pytest.warns(RuntimeWarning, match="eval_loss was never finite, so keep_best has kept no"):
+        fitting.linear_fit(epochs=1, eval_data=data(), keep_best="eval_loss", **options)

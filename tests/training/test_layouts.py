@@ -1,6 +1,7 @@
 """Where a run lies: sharded states, replicas, and each method beside a loop by hand."""
 
 import contextlib
+import functools
 import re
 
 import fitting
@@ -177,28 +178,27 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
 
 
 def by_hand(name, size, start):
-    """The params after two epochs of a jitted `shard_map` step that a user would write."""
+    """The params after two epochs of a jitted `shard_map` step, and a commit, that a user would write."""
     mapped = name in ("agn", "diloco", "constant_sgd")
     tx = method(name, "replica" if mapped else None)
     is_local = name in ("agn", "diloco")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]), ("replica",))
 
-    def step(params, opt_state, batch):
+    def step(params, opt_state, batch, **options):
         averaged = None if is_local else "replica"
         if is_local:
             params, opt_state = jax.tree.map(lambda leaf: leaf[0], (params, opt_state))
         e = optperm.evaluate(dense_loss, params, batch, axis_name=averaged)
         update = optax.with_extra_args_support(tx).update
-        updates, opt_state = update(e.grad, opt_state, params, **e.extra_args)
+        updates, opt_state = update(e.grad, opt_state, params, **e.extra_args, **options)
         params = optperm.apply_updates(params, updates, opt_state)
         if is_local:
             params, opt_state = jax.tree.map(lambda leaf: leaf[None], (params, opt_state))
         return params, opt_state
 
     spec = P("replica") if is_local else P()
-    jitted = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec, P("replica")), out_specs=(spec, spec))
-    )
+    specs = {"in_specs": (spec, spec, P("replica")), "out_specs": (spec, spec)}
+    jitted = jax.jit(jax.shard_map(step, mesh=mesh, **specs))
     params, opt_state = start, tx.init(start)
     if is_local:
         copies = (params, opt_state)
@@ -213,7 +213,9 @@ def by_hand(name, size, start):
             batch = {key: leaf[hand] for key, leaf in dense_data().items()}
             params, opt_state = jitted(params, opt_state, batch)
     if is_local:
-        return jax.tree.map(lambda leaf: leaf[0], optperm.center_params(opt_state))
+        finish = functools.partial(step, commit="only")
+        opt_state = jax.shard_map(finish, mesh=mesh, **specs)(params, opt_state, batch)[1]
+        return jax.tree.map(lambda leaf: leaf[0], optperm.center_params(opt_state, final=True))
     return params
 
 
@@ -288,7 +290,7 @@ def test_evaluation_shares_each_batch():
 
 
 def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
-    """Its mean is over its examples all the same; replicas cannot share it, which JAX refuses."""
+    """Its mean is over its examples all the same; replicas cannot share it, which is refused."""
     data = dense_data()
     parts = [{k: v[low:high] for k, v in data.items()} for low, high in ((0, 16), (16, 23))]
     state = training.TrainState.create(
@@ -300,5 +302,5 @@ def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
     close(*results)
     tx = optperm.agn(optax.sgd(0.1), 2, axis_name="replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
-    with pytest.raises(ValueError, match="4 does not evenly divide 7"):
+    with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
         training.fit(state, dense_loss, parts, epochs=2, devices=4)

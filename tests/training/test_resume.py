@@ -349,6 +349,53 @@ def test_a_stopped_run_stops_at_once_when_it_is_resumed(tmp_path):
         assert (result.ended, result.epoch) == ("stopped", 4)
 
 
+@pytest.mark.parametrize("arguments", [{"patience": 0}, {"patience": -1}, {"min_delta": -1.0}])
+def test_early_stopping_with_numbers_out_of_range_is_refused(arguments):
+    with pytest.raises(ValueError, match="must be at least"):
+        training.EarlyStopping("loss", **{"patience": 3, **arguments})
+    for value in ("3", float("nan"), True):
+        with pytest.raises(TypeError, match="patience must be an integer"):
+            training.EarlyStopping("loss", patience=value)
+    with pytest.raises(ValueError, match="min_delta must be"):
+        training.EarlyStopping("loss", patience=3, min_delta=float("nan"))
+
+
+def test_the_best_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path):
+    """Cut by `steps`: the row of the part is dropped, and so is the state it chose (after 6 and 7)."""
+    tx = optax.sgd(0.5)
+
+    def eval_fn(params, batch):  # best within an epoch
+        return {"loss": jnp.abs(jnp.sum(params["w"]) - 9.0)}
+
+    batches = [{"x": np.full((1, 1), value, np.float32)} for value in (1, 3, 5, 2, 4)]
+    state = training.TrainState.create(apply_fn=None, params={"w": jnp.zeros(1)}, tx=tx)
+
+    def loss_fn(params, batch):
+        return -jnp.sum(params["w"]) * jnp.mean(batch["x"])
+
+    run = functools.partial(training.fit, state, loss_fn, batches, eval_fn=eval_fn)
+    run = functools.partial(run, eval_data=batches[:1], keep_best="eval_loss")
+    whole = run(epochs=3)
+    assert (whole.best_step, float(whole.best_state.params["w"][0])) == (5, 7.5)
+    for cut in (3, 6, 7, 9):
+        folder = tmp_path / str(cut)
+        part = run(steps=cut, checkpoints=folder)
+        assert part.best_step == {3: 3, 6: 6, 7: 7, 9: 5}[cut]
+        again = run(steps=cut, checkpoints=folder, resume=True)
+        assert (again.best_step, again.best_state.params) == (part.best_step, part.best_state.params)
+        resumed = run(epochs=3, checkpoints=folder, resume=True)
+        assert resumed.best_step == 5
+        support.assert_same_bits(resumed.best_state.params, whole.best_state.params)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training():
+    """One that exists: nobody makes files in /proc."""
+    seen = []
+    with pytest.raises(training.CheckpointError, match="cannot write checkpoints to /proc/self"):
+        linear_fit(epochs=1, checkpoints="/proc/self", every={1: seen.append})
+    assert seen == []
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path):
     where = {"checkpoints": tmp_path, "checkpoint_every": 5}
     fitting.fit("linen", "adam", epochs=2, checkpoint_keep=1, **where)
