@@ -1,10 +1,8 @@
-"""The layout of the package: imports, the length of an update, the share of defence, and `dir`."""
+"""The layout of the package: imports, one maker of transformations, and `dir`."""
 
 import ast
 import pathlib
 import types
-
-import count_lines
 
 import optperm
 
@@ -13,7 +11,7 @@ METHODS = ("permutation", "subspace", "variance", "bayes", "sparsity", "distribu
 # A floor imports from those below it alone; a method package from no other one.
 FLOORS = (
     {"contract"},
-    {"evaluation", "placement", "switching", "with_loss"},
+    {"evaluation", "exact", "switching", "with_loss"},
     set(METHODS),
     {"training"},
     {"cli"},
@@ -23,41 +21,6 @@ FILES = [
     PACKAGE / "with_loss.py",
     *(p for m in METHODS for p in (PACKAGE / m).glob("*.py")),
 ]
-# Code lines of an `update`, and together with the functions beside it in the function that makes both.
-LONGEST_UPDATE = 45
-LONGEST_WITH_SIBLINGS = 60
-# The share of the package's code lines that only refuse or warn, as `count_lines.py` counts them.
-MOST_DEFENCE = 0.08
-
-
-def functions_in(node):
-    """The functions directly in the body of a module, a class or a function, by name."""
-    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-
-
-def test_an_update_can_be_read_beside_the_paper():
-    """Its algorithm alone: what every transformation promises is in contract/transformation.py."""
-    for path in FILES:
-        source = path.read_text(encoding="utf-8")
-        code = count_lines.code_lines(source)
-        for outer in ast.walk(ast.parse(source)):
-            if not isinstance(outer, ast.Module | ast.ClassDef | ast.FunctionDef):
-                continue
-            lengths = {
-                name: len(code & set(range(f.lineno, f.end_lineno + 1)))
-                for name, f in functions_in(outer).items()
-            }
-            for name in lengths.keys() & {"update", "update_fn"}:
-                assert lengths[name] <= LONGEST_UPDATE, f"{path}: {name} of {lengths}"
-                if isinstance(outer, ast.FunctionDef):
-                    beside = sum(lengths.values()) - lengths.get("init", lengths.get("init_fn", 0))
-                    assert beside <= LONGEST_WITH_SIBLINGS, f"{path}:{outer.lineno} {lengths}"
-
-
-def test_defence_is_a_small_share_of_the_code():
-    counts = count_lines.count_folder(PACKAGE)
-    shares = {package: lines.defence / lines.code for package, lines in counts.items()}
-    assert shares["all"] <= MOST_DEFENCE, shares
 
 
 def floor_of(module):
@@ -84,7 +47,7 @@ def test_imports_point_downwards():
             other, other_room = floor_of(module)
             if not module.startswith("optperm.") or other_room == room or other is None:
                 continue
-            same_ground = floor == other == 1  # switching imports placement
+            same_ground = floor == other == 1  # switching imports exact
             assert other < floor or same_ground, f"{own} imports {module}"
 
 

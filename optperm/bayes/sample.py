@@ -141,22 +141,7 @@ def sample(
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
     jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
-    def step(params: Any, carry: Any, key: jax.Array) -> tuple[Any, Any]:
-        opt_state, until_draws, unseen = carry
-        rows = jax.random.randint(key, (batch_size,), 0, num_data)
-        other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
-        batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
-        e = evaluate(loss, params, batch, example=example)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        # No sampler sees where a density is zero if the gradient is finite there
-        is_unseen = (until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
-        carry = (
-            opt_state,
-            jnp.maximum(until_draws - 1, 0),
-            unseen + is_unseen.astype(jnp.int32),
-        )
-        return apply_updates(params, updates, opt_state), carry
-
+    step = _make_step(tx, loss, data, batch_size)
     keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
     begun = (
         _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
@@ -205,15 +190,48 @@ def sample(
     draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
     samples = drawn._replace(params=draws, starts=begun)
     warn_of_draws(samples)
-    if np.any(unseen):
-        share = np.mean(unseen) / (len(parts) * part * thinning)
-        warnings.warn(
-            f"In {share:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds "
-            "is, and the gradient was not: the draws ignore it. Transform the parameter (m = exp(u)), "
-            "and add the log of the Jacobian (u) to log_prior.",
-            stacklevel=2,
-        )
+    _warn_of_bounds(unseen, num_steps=len(parts) * part * thinning)
     return samples
+
+
+def _make_step(
+    tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Any], data: Any, batch_size: int
+) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
+    """Return the step of a chain, which draws its batch.
+
+    It carries the state of the sampler, the steps until draws count, and the number of steps since then
+    in which the density was zero and the gradient finite.
+    """
+    num_data = checks.count_examples("data", data)
+
+    def step(params: Any, carry: Any, key: jax.Array) -> tuple[Any, Any]:
+        opt_state, until_draws, unseen = carry
+        rows = jax.random.randint(key, (batch_size,), 0, num_data)
+        other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
+        batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
+        e = evaluate(loss, params, batch, example=example)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+        # No sampler sees where a density is zero if the gradient is finite there
+        is_unseen = (until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
+        carry = (
+            opt_state,
+            jnp.maximum(until_draws - 1, 0),
+            unseen + is_unseen.astype(jnp.int32),
+        )
+        return apply_updates(params, updates, opt_state), carry
+
+    return step
+
+
+def _warn_of_bounds(unseen: np.ndarray, num_steps: int) -> None:
+    """Warn of steps in which the density was zero, and its gradient did not say so."""
+    if np.any(unseen):
+        warnings.warn(
+            f"In {np.mean(unseen) / num_steps:.2%} of the steps the loss or the log prior was infinite, "
+            "as a prior with bounds is, and the gradient was not: the draws ignore it. Transform the "
+            "parameter (m = exp(u)), and add the log of the Jacobian (u) to log_prior.",
+            stacklevel=3,
+        )
 
 
 def _add_prior(

@@ -288,11 +288,16 @@ def diloco(
         fragments = Fragments(params, plan.fragments, fragment_of)
         move = make_center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
 
-        def theta() -> optax.Params:
-            return apply_updates(params, *(known or step(state.local_state)))
-
-        count = state.count if is_paired else None
-        exchanger = Exchanger(fragments, move, plan.delay, compress, replicas, weight, theta, count)
+        exchanger = Exchanger(
+            fragments,
+            move,
+            plan.delay,
+            compress,
+            replicas,
+            weight,
+            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
+            pair_count=state.count if is_paired else None,
+        )
         exchanged, outcomes = exchanger.exchange(state, due)
         # The barrier orders the local step after the exchange: so XLA updates the local state in place,
         # when the exchange has read it.

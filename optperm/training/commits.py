@@ -93,7 +93,9 @@ def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> Trai
     # The gradient is not used; it only has to be one of this replica's params.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
-    new = state.replace(opt_state=state.tx.update(grads, state.opt_state, state.params, **extras)[1])
+    new = state.replace(
+        opt_state=state.tx.update(grads, state.opt_state, state.params, **extras)[1]
+    )
     before, after = unwrap_keys(state), unwrap_keys(new)
     return mark_varying(wrap_keys(cast_like(after, before), state), layout.apart)
 
