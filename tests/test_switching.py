@@ -1,6 +1,7 @@
 """`switch_after`: the two optimizers run by hand, one after the other."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -246,3 +247,83 @@ def test_in_multi_steps_it_counts_whole_steps():
     wanted, _ = by_hand(sgd(), optperm.sgperm(0.4), track=False, switch=2)
     support.assert_same_bits(trail[1::2], wanted[:4])
     support.assert_same_bits(trail[6], trail[5])
+
+
+def functions_of_states():
+    """The public functions with an argument `opt_state`, by name."""
+    functions = {name: getattr(optperm, name) for name in dir(optperm)}
+    return {
+        name
+        for name, each in functions.items()
+        if inspect.isfunction(each) and "opt_state" in inspect.signature(each).parameters
+    }
+
+
+def collected():
+    """SWAG with one model in its state."""
+    tx = optperm.swag(1)
+
+    def init(p):
+        return tx.init(p)._replace(num_models=jnp.int32(1))
+
+    return optax.GradientTransformation(init, tx.update)
+
+
+HELD = optax.chain(sgd(), optperm.mask_elements())
+FLAT = jnp.linspace(-1.0, 1.0, 12)
+SAMPLES = optperm.Samples(FLAT.reshape(4, 3), FLAT[:4], (), jnp.int32(3), jnp.int32(1))
+# For each function a method of which it reads the state, and a call.
+READ = {
+    "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.adapted_kernel(s)),
+    "center_params": (optperm.diloco(sgd()), lambda s, p: optperm.center_params(s)),
+    "export_permutation": (optperm.sgperm(), lambda s, p: optperm.export_permutation(p, s)),
+    "freeze": (HELD, lambda s, p: optperm.freeze(s, 0.5, scores=p)),
+    "permuted_params": (optperm.laperm(sgd(), 2), optperm.permuted_params),
+    "posterior_report": (
+        optperm.constant_sgd(9, 3),
+        lambda s, p: optperm.posterior_report(SAMPLES, s),
+    ),
+    "prune": (HELD, lambda s, p: optperm.prune(p, s, 0.5)),
+    "reset_masks": (HELD, lambda s, p: optperm.reset_masks(s)),
+    "sample_params": (
+        optperm.ivon(0.1, 9),
+        lambda s, p: optperm.sample_params(s, p, jax.random.key(0)),
+    ),
+    "set_basis": (optperm.project(1, sgd()), lambda s, p: optperm.set_basis(s, one_row_of(p))),
+    "swag_mean": (collected(), lambda s, p: optperm.swag_mean(s)),
+    "take_snapshot": (optperm.svrg(refresh_every=3), lambda s, p: optperm.take_snapshot(s, p, p)),
+    "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.trajectory(s)),
+}
+# Both go by phases: `apply_updates` by the exact entries, and a step by its own state.
+OTHERS = {"apply_updates", "draw_samples"}
+
+
+def one_row_of(p):
+    """One direction, of the length of a basis vector."""
+    return jax.tree.map(lambda leaf: leaf[None], optax.tree.scale(1 / optax.tree.norm(p), p))
+
+
+def test_every_function_of_a_state_is_tested_in_phases():
+    """A new public function with an argument `opt_state` has to be in this table."""
+    assert functions_of_states() == READ.keys() | OTHERS
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.filterwarnings("ignore:The first .* were taken while the warm-up still learned")
+@pytest.mark.parametrize("name", READ)
+def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
+    """And of two states that of the phase that runs is found."""
+    tx, call = READ[name]
+    p = start()
+    over = optperm.switch_after(2, tx, sgd()).init(p)._replace(switched=jnp.array(True))
+    yet_to_come = optperm.switch_after(2, sgd(), tx).init(p)
+    for opt_state in (over, yet_to_come, (optax.EmptyState(), yet_to_come)):
+        with pytest.raises(
+            ValueError, match=r"in a phase of optperm\.switch_after that is not running"
+        ):
+            call(opt_state, p)
+    both = optperm.switch_after(2, tx, tx).init(p)
+    call(both, p)
+    if name != "posterior_report":
+        with pytest.raises(ValueError, match=r"not known within jax\.jit"):
+            jax.jit(lambda s: jax.tree.leaves(call(s, p)))(both)

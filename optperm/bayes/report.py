@@ -13,7 +13,7 @@ from optperm.bayes.constant_sgd import ConstantSgdState
 from optperm.bayes.convergence import convergence, split_r_hats
 from optperm.bayes.langevin import SghmcState, SgldState
 from optperm.bayes.mandt_sgd import MandtSgdState
-from optperm.contract.states import find_states
+from optperm.contract.states import check_runs, find_running_states
 
 if TYPE_CHECKING:
     from optperm.bayes.sampling import Samples
@@ -143,7 +143,8 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
     sound = values[..., is_moving & np.all(np.isfinite(values), axis=(0, 1))]
     is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
     r_hat, bulk, tail, mcse = convergence(sound) if is_enough else (float("nan"),) * 4
-    states: list[Any] = find_states(opt_state, SAMPLERS)
+    check_runs(opt_state, SAMPLERS, method="The sampler")
+    states: list[Any] = find_running_states(opt_state, SAMPLERS)
     found = diagnostics.judge_chains(samples, values, states)
     # Chains that diverge, or of so few draws, are not judged by their mixing
     if values.shape[1] < _FEWEST:
@@ -156,11 +157,11 @@ def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
                 f"The least effective sample size is {min(bulk, tail):.3g}, below the {_LEAST_ESS} that "
                 "means and quantiles need: draw more."
             )
-    langevin: list[Any] = find_states(opt_state, (SgldState, SghmcState))
+    langevin: list[Any] = find_running_states(opt_state, (SgldState, SghmcState))
     biases = diagnostics.LangevinBiases(None, None, [], [])
     if len(langevin) == 1 and diagnostics.is_finite(samples.params):
         biases = diagnostics.langevin_biases(values, langevin[0])
-    kernels = [state.kernel for state in find_states(opt_state, ConstantSgdState)]
+    kernels = [state.kernel for state in find_running_states(opt_state, ConstantSgdState)]
     one = kernels[0] if len(kernels) == 1 else None
     return PosteriorReport(
         r_hat,
@@ -190,7 +191,7 @@ def warn_of_draws(samples: Samples) -> None:
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(samples)):
         return
-    states: list[Any] = find_states(samples.last_opt_state, SAMPLERS)
+    states: list[Any] = find_running_states(samples.last_opt_state, SAMPLERS)
     if states:
         values = diagnostics.entries_of(samples.params)
         found = diagnostics.judge_chains(samples, values, states)
@@ -209,7 +210,7 @@ def warn_of_samplers(opt_state: Any) -> None:
     Raises:
       ValueError: If steps were not taken because they would diverge.
     """
-    states: list[Any] = find_states(opt_state, (ConstantSgdState, MandtSgdState))
+    states: list[Any] = find_running_states(opt_state, (ConstantSgdState, MandtSgdState))
     for state in states:
         for text in diagnostics.judge_state(state):
             warnings.warn(text, stacklevel=2)

@@ -17,10 +17,10 @@ from optperm.contract.dtypes import cast_like, wide_zeros
 from optperm.contract.keys import key_data
 from optperm.contract.mapped_axes import AxisName, when
 from optperm.contract.transformation import transformation
-from optperm.switching import SwitchAfterState
+from optperm.exact import Exact, exact_entries
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int32, PyTree
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 _LONGEST, _LEAST_OPEN = 2**31 - 1, 1000
 # With many examples' gradients per estimate, an eighth of the estimates is enough.
@@ -94,6 +94,31 @@ def warmup(
     return Warmup(burn_in, freeze_after, every)
 
 
+class BurnInState(NamedTuple):
+    """State of a sampler whose burn-in another optimizer takes over.
+
+    Attributes:
+      count: Steps taken.
+      switched: Whether the sampler took the last step.
+      first: State of the optimizer of the burn-in; constant after it.
+      then: State of the sampler, which learns from all gradients.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    switched: Bool[Array, ""]
+    first: Any
+    then: Any
+
+    def phases(self) -> list[tuple[Any, Any]]:
+        """Return the states of the optimizer of the burn-in and of the sampler, which always learns."""
+        return [(self.first, jnp.logical_not(self.switched)), (self.then, True)]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the optimizer during the burn-in."""
+        is_first = jnp.logical_not(self.switched)
+        return [each.only_if(is_first) for each in exact_entries(self.first)]
+
+
 def after_burn_in(
     burn_in: int | jax.Array,
     burn_in_optimizer: optax.GradientTransformation,
@@ -112,13 +137,13 @@ def after_burn_in(
     before = optax.with_extra_args_support(burn_in_optimizer)
     after = optax.with_extra_args_support(optax.chain(*steps))
 
-    def init(params: optax.Params) -> SwitchAfterState:
+    def init(params: optax.Params) -> BurnInState:
         zero = jnp.zeros([], jnp.int32)
-        return SwitchAfterState(zero, zero > 0, before.init(params), after.init(params))
+        return BurnInState(zero, zero > 0, before.init(params), after.init(params))
 
     def update(
-        g: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Updates, SwitchAfterState]:
+        g: optax.Updates, state: BurnInState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, BurnInState]:
         is_over = state.switched | (state.count >= jnp.asarray(burn_in, jnp.int32))
         # One sampler for both phases, not one in each branch: half the program, and its state in place
         moves, then = after.update(g, state.then, params, **extra_args)

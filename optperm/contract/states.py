@@ -45,6 +45,12 @@ def find_running_states(
     return [without_variables(state) for state in _find_nodes(opt_state, state_type, _is_running)]
 
 
+def check_runs(opt_state: Any, state_type: Any, *, method: str) -> None:
+    """Raise if all states of a type are in phases that are not running."""
+    if find_states(opt_state, state_type) and not find_running_states(opt_state, state_type):
+        raise ValueError(f"{method} is in a phase of optperm.switch_after that is not running.")
+
+
 def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the nodes of a type, inside of phases only where the phase's flag allows it."""
 
