@@ -271,7 +271,7 @@ def collected():
 
 HELD = optax.chain(sgd(), optperm.mask_elements())
 FLAT = jnp.linspace(-1.0, 1.0, 12)
-SAMPLES = optperm.Samples(FLAT.reshape(4, 3), FLAT[:4], (), jnp.int32(3), jnp.int32(1))
+SAMPLES = optperm.Samples(FLAT.reshape(2, 6), FLAT[:2], (), jnp.int32(6), jnp.int32(1))
 # For each function a method of which it reads the state, and a call.
 READ = {
     "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.adapted_kernel(s)),
