@@ -309,7 +309,7 @@ def test_every_function_of_a_state_is_tested_in_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore:The first .* were taken while the warm-up still learned")
+@pytest.mark.filterwarnings("ignore:The (first|largest) ")
 @pytest.mark.parametrize("name", READ)
 def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """And of two states that of the phase that runs is found."""
