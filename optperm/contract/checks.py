@@ -257,6 +257,15 @@ def check_axis_name(name: str, value: object) -> None:
         raise TypeError(f"{name} must be the name of a mapped axis, or a tuple, got {value!r}.")
 
 
+def is_bound(axis_name: str | tuple[str, ...]) -> bool:
+    """Return whether every named axis is mapped where this is traced."""
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True
+
+
 def check_axis_is_bound(
     axis_name: str | tuple[str, ...] | None, *, name: str = "axis_name"
 ) -> None:

@@ -129,7 +129,12 @@ def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
 
 def psum(tree: Tree, axis_name: AxisName) -> Tree:
     """Sum over mapped axes. JAX 0.12 cannot batch its psum in a conditional on an explicit mesh."""
-    return _combine(tree, axis_names(axis_name), lambda x: jnp.sum(x, axis=0), jax.lax.psum, 0)
+
+    def sum_rows(x: Any) -> Any:
+        # Sums of integers would be wider.
+        return jnp.sum(x, axis=0, dtype=x.dtype)
+
+    return _combine(tree, axis_names(axis_name), sum_rows, jax.lax.psum, 0)
 
 
 def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:

@@ -158,6 +158,9 @@ def agn(
       True
 
     Notes:
+      All replicas begin with the same params. If `init` is called where the axis is mapped, as by
+      `optperm.switch_after` at the switch, and the params differ, the center is their mean.
+
       Local steps send nothing. `"mean"` and `"sum"` are one all-reduce of float32 (float64 if a param
       is); `"sequential"` is an all-gather, or an all-reduce of rows if a replica is sharded; `"pairs"`
       permutes centers and contributions. The collective is in a conditional of the compiled program,
@@ -211,7 +214,8 @@ def agn(
     advance = advance_schedules if is_same else (lambda state, *_: state)
 
     def init(params: optax.Params) -> AgnState:
-        local_state, center_state = inner.init(params), outer.init(params)
+        center = replicas.make_center(params)
+        local_state, center_state = inner.init(params), outer.init(center)
         check_can_be_pulled(local_state, center_state, "agn")
         check_chooses_no_zeros(center_state)
         if is_same:
@@ -225,7 +229,7 @@ def agn(
             commits=jnp.zeros([], jnp.int32),
             local_state=local_state,
             center_state=center_state,
-            center=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            center=center,
             accumulator=jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params),
             pulled=jnp.zeros([], jnp.bool_),
             skipped=jnp.zeros([], jnp.int32),

@@ -75,6 +75,43 @@ class Replicas:
         gradient = optax.tree.cast_like(n, center)
         return gradient, self.are_finite(gradient)
 
+    def make_center(self, params: optax.Params) -> optax.Params:
+        """Return one center for all replicas: their params where they agree, else the mean.
+
+        Replicas whose params are not finite have no part in the mean. Where the axis is not mapped, as
+        in `init` outside of the mapping, the params are one replica's, and the center of all.
+        """
+        name = self.axis_name
+        if name is None or not checks.is_bound(name):
+            return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+        local = mark_varying(params, varying_axes(jax.lax.axis_index(name)))
+        # The params of the first replica, by their bits: a sum of floats would lose the sign of -0.0.
+        bits = jax.tree.map(_as_bits, local)
+        is_first = jax.lax.axis_index(name) == 0
+        of_first = psum(jax.tree.map(lambda b: jnp.where(is_first, b, 0), bits), name)
+        others = jax.tree.map(lambda b, f: jnp.any(b != f).astype(jnp.int32), bits, of_first)
+        # Every part is divided before the sum, which cannot overflow.
+        w = self.are_finite(local) / jnp.asarray(jax.lax.axis_size(name), accumulation_dtype(local))
+        wide = jax.tree.map(lambda p: p.astype(accumulation_dtype(p)), local)
+        total, weight, differ = psum((scale(wide, w), w, others), name)
+
+        def choose(p: jax.Array, first: jax.Array, mean: jax.Array, differs: jax.Array) -> Any:
+            first = jax.lax.bitcast_convert_type(first.astype(_bits_dtype(p)), p.dtype)
+            one = jnp.where((differs > 0) & (weight > 0), mean.astype(p.dtype), first)
+            # The center of pairs varies from the first commit on.
+            return mark_varying(one, varying_axes(p))
+
+        return jax.tree.map(choose, params, of_first, divide(total, weight), differ)
+
+
+def _bits_dtype(array: jax.Array) -> Any:
+    return jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+
+
+def _as_bits(array: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(array, _bits_dtype(array))
+    return bits if array.dtype.itemsize >= 4 else bits.astype(jnp.uint32)
+
 
 def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return a replica's weight, zero if it is left out, and whether its contribution is valid.

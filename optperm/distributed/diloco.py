@@ -180,8 +180,9 @@ def diloco(
       0.42
 
     Notes:
-      Local gradients, `commit=` and `weight=` of `update`, extra arguments, wrappers (around `inner`,
-      not around `diloco`) and exact params by `optperm.apply_updates` are as in `optperm.agn`. Only a
+      Local gradients, `commit=` and `weight=` of `update`, extra arguments, replicas that begin apart,
+      wrappers (around `inner`, not around `diloco`) and exact params by `optperm.apply_updates` are as
+      in `optperm.agn`. Only a
       replica whose params are not finite is left out of an exchange: entries of a gradient that are not
       finite count as zero. The pull puts such params back on the center, for any `mixing`, but only
       by `optperm.apply_updates`: NaN plus an update is NaN.
@@ -241,7 +242,7 @@ def diloco(
             raise ValueError(
                 f"The inner optimizer places params, which diloco only allows with {allowed}."
             )
-        center = optax.tree.cast(jax.tree.map(jnp.copy, params), center_dtype)
+        center = optax.tree.cast(replicas.make_center(params), center_dtype)
         parts = [fragments.take_rows(center, p) for p in range(plan.fragments)]
         center_state = tuple(map(center_optimizer.init, parts))
         check_can_be_pulled(local_state, center_state, "diloco")

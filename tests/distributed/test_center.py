@@ -1,7 +1,10 @@
 """The center out of a state, exact params of stacked replicas, and replicas that weigh differently."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 import optax
 import pytest
@@ -178,3 +181,77 @@ def test_weights_of_float64_params_have_their_precision(factory):
 
         found = jax.vmap(center, axis_name=AXIS)(theta, weights)
         np.testing.assert_allclose(found, [np.average(theta, weights=weights)] * 3, rtol=1e-15)
+
+
+BEGUN = {
+    "agn": lambda **o: optperm.agn(optax.sgd(0.1, 0.9), 2, **o),
+    "agn pairs": lambda **o: optperm.agn(optax.sgd(0.1), 2, commit="pairs", **o),
+    "diloco": lambda **o: optperm.diloco(optax.sgd(0.1), None, 2, **o),
+    "diloco pairs": lambda **o: optperm.diloco(optax.sgd(0.1), None, 2, commit="pairs", **o),
+    "fragments": lambda **o: optperm.diloco(
+        optax.sgd(0.1), None, optperm.Every(2, 2), center_dtype="float32", **o
+    ),
+}
+MAPPED = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
+
+
+def tricky(dtype):
+    """Numbers whose bits a sum loses, or that a sum of four overflows."""
+    return np.array([-0.0, 0.0, 1e-40, 1 / 3, 6e4, -6e4], np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    support.every_night(
+        itertools.product(BEGUN, MAPPED),
+        {("agn", "shard_map"), ("diloco pairs", "pmap"), ("fragments", "vmap")},
+    ),
+)
+def test_replicas_that_are_alike_begin_from_a_center_of_their_bits(method, how):
+    """An init where the axis is mapped keeps the params; they are not averaged."""
+    params = {name: tricky(dtype) for name, dtype in support.DTYPES.items() if name != "float64"}
+    tx = BEGUN[method](axis_name=AXIS)
+    start = replicas.stack([params] * SIZE)
+    state = replicas.MAPPINGS[how](tx.init, SIZE)(start)
+    plain = replicas.stack([tx.init(params)] * SIZE)
+    support.assert_same_bits(jax.device_get(state), plain)
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    support.every_night(
+        itertools.product(BEGUN, MAPPED),
+        {("agn", "shard_map"), ("diloco", "vmap"), ("agn pairs", "pmap")},
+    ),
+)
+def test_replicas_that_are_apart_begin_from_the_mean(method, how):
+    """One replica is not finite, and is left out; a mean of numbers near the largest is finite."""
+    tx = BEGUN[method](axis_name=AXIS)
+    start = {
+        "w": np.float32([[3e38, 1.0], [3e38, 2.0], [np.nan, 7.0], [3e38, 6.0]]),
+        "same": np.full((SIZE, 2), -0.0, np.float32),
+    }
+    state = replicas.MAPPINGS[how](tx.init, SIZE)(start)
+    center = jax.device_get(state.center)
+    np.testing.assert_allclose(center["w"], [[3e38, 3.0]] * SIZE, rtol=1e-6)
+    support.assert_same_bits(center["same"], start["same"])
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    support.every_night(
+        itertools.product([m for m in BEGUN if "pairs" not in m], MAPPED),
+        {("agn", "vmap"), ("diloco", "shard_map"), ("fragments", "pmap")},
+    ),
+)
+def test_after_a_switch_the_replicas_have_one_center(method, how):
+    """SGD takes the replicas apart; from the switch on each commit ends with the same bits on all."""
+    tx = optperm.switch_after(3, optax.sgd(0.1), BEGUN[method](axis_name=AXIS))
+    batches = [np.float32(np.random.default_rng(i).normal(size=(SIZE, 3))) for i in range(9)]
+    evaluate = loops.gradient(lambda p, t: jnp.sum((p - t) ** 2))
+    trail = loops.train(tx, np.zeros(3, np.float32), batches, evaluate=evaluate, how=how, size=SIZE)
+    assert not (trail[2][0] == trail[2][0][:1]).all()
+    for _, state in trail[3:]:
+        center = np.asarray(state.then.center)
+        np.testing.assert_array_equal(center, center[:1].repeat(SIZE, axis=0))
+    assert trail[-1][1].then.count.tolist() == [6] * SIZE
