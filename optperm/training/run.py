@@ -14,6 +14,7 @@ from flax import nnx
 
 from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.states import find_states
 from optperm.permutation.standstill import warn_if_past_end, warn_if_still
 from optperm.training import callbacks, commits, processes
@@ -78,6 +79,7 @@ class Run:
     show: Any = None
     is_still = False
     is_past_end = False
+    commit: Callable[..., Any] | None = None
 
     def __init__(self, given: Any) -> None:
         """Prepare a run; `given` has the arguments of `fit`."""
@@ -206,7 +208,8 @@ class Run:
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
+            begin = jit_current(change, out_shardings=there)
+            opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
         # Copied, as the new state may share memory with the params, and both are donated.
@@ -311,10 +314,12 @@ class Run:
 
     def _merge(self) -> TrainState:
         """Return what has been trained so far: the state after a commit, made on a copy."""
-        carry, at = self.carry, self._epoch
+        carry, layout = self.carry, self.layout
         if commits.steps_since_commit(carry.opt_state):
-            carry = commits.commit(carry, self.feed.example(at), self.model, self.layout)
-        return commits.merge_replicas(carry, self.layout)
+            if self.commit is None:
+                self.commit = commits.compile_commit(self.model, layout, carry)
+            carry = commits.commit(self.commit, carry, self.feed.example(), layout)
+        return commits.merge_replicas(carry, layout)
 
     def _bring_home(self, state: TrainState) -> Any:
         return self.model.unwrap(self.layout.bring_home(state))
