@@ -100,7 +100,9 @@ def _build_module(spec: NetworkSpec) -> nn.Module:
         jax.eval_shape(model.apply, variables, example)
     except Exception as error:
         came = f"{type(error).__name__}: {error}"
-        raise UsageError(f"--model {spec.model} needs more than params ({came}): {says}.") from error
+        raise UsageError(
+            f"--model {spec.model} needs more than params ({came}): {says}."
+        ) from error
     if outputs.shape != (1, spec.num_classes):
         says = f"must map a batch to (batch, {spec.num_classes}) logits"
         raise UsageError(f"--model {spec.model} {says}, got {list(outputs.shape)} of one example.")

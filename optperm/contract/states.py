@@ -45,9 +45,7 @@ def find_running_states(
     return [without_variables(state) for state in _find_nodes(opt_state, state_type, _is_running)]
 
 
-def _find_nodes(
-    opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]
-) -> Iterator[Any]:
+def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield the nodes of a type, inside of phases only where the phase's flag allows it."""
 
     def is_wanted(node: Any) -> bool:

@@ -41,9 +41,7 @@ def _are_apart(carry: TrainState, layout: Layout) -> bool:
     return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
 
 
-def commit(
-    call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout
-) -> TrainState:
+def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
     """Return a copy of the carry after a commit without a local step; `call` is of `compile_commit`.
 
     Only the states of the methods that commit change: a commit is no step of the other optimizers. The
@@ -86,7 +84,9 @@ def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> Trai
     # The gradient is not used; it only has to be one of this replica's params.
     grads = optax.tree.sub(state.params, state.params)
     extras = known_extra_args(state.tx, extras)
-    new = state.replace(opt_state=state.tx.update(grads, state.opt_state, state.params, **extras)[1])
+    new = state.replace(
+        opt_state=state.tx.update(grads, state.opt_state, state.params, **extras)[1]
+    )
     before, after = unwrap_keys(state), unwrap_keys(new)
     return mark_varying(wrap_keys(cast_like(after, before), state), layout.apart)
 

@@ -136,7 +136,9 @@ class Run:
         is_dealt = layout.own and run["replicas"] != layout.parts
         trees = {"state": layout.shape_stacked(arrays, run["replicas"]) if is_dealt else arrays}
         if run["best"]:
-            trees["best"] = programs.unwrap_keys(whole := commits.merge_replicas(self.carry, layout))
+            trees["best"] = programs.unwrap_keys(
+                whole := commits.merge_replicas(self.carry, layout)
+            )
         held, rows = checkpoints.read_arrays(chosen, trees)
         if run["best"]:
             self.best = {**run["best"], "state": programs.wrap_keys(held["best"], whole)}

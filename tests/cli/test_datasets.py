@@ -75,7 +75,10 @@ def test_unusable_npz_arrays_are_refused(tmp_path):
         ({"y_train": np.zeros(20)}, "y_train must hold labels .*float64"),
         ({"y_train": np.zeros((20, 1), int)}, "y_train must hold labels"),
         ({"y_train": np.full(20, -1)}, "got int64.20. with labels from -1 to -1"),
-        ({"y_train": np.arange(20) * 1000}, "labels from 0 to 9999, .* with labels from 0 to 19000"),
+        (
+            {"y_train": np.arange(20) * 1000},
+            "labels from 0 to 9999, .* with labels from 0 to 19000",
+        ),
         ({"y_test": np.full(5, 10**9)}, "got int64.5. with labels from 1000000000 to 1000000000"),
         (
             {"y_train": np.full(20, 2)},

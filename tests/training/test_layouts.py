@@ -178,7 +178,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
 
 
 def by_hand(name, size, start):
-    """The params after two epochs of a jitted `shard_map` step, and a commit, that a user would write."""
+    """The params after two epochs of a jitted `shard_map` step and a commit, as a user writes them."""
     mapped = name in ("agn", "diloco", "constant_sgd")
     tx = method(name, "replica" if mapped else None)
     is_local = name in ("agn", "diloco")

@@ -382,7 +382,10 @@ def test_the_best_state_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_pa
         part = run(steps=cut, checkpoints=folder)
         assert part.best_step == {3: 3, 6: 6, 7: 7, 9: 5}[cut]
         again = run(steps=cut, checkpoints=folder, resume=True)
-        assert (again.best_step, again.best_state.params) == (part.best_step, part.best_state.params)
+        assert (again.best_step, again.best_state.params) == (
+            part.best_step,
+            part.best_state.params,
+        )
         resumed = run(epochs=3, checkpoints=folder, resume=True)
         assert resumed.best_step == 5
         support.assert_same_bits(resumed.best_state.params, whole.best_state.params)
