@@ -145,14 +145,19 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
 
 
-def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: int) -> None:
-    """Warn before the first of a number of steps if they end before the first commit."""
+def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
+    """Return True if a number of further steps ends before the first commit, found without a step.
+
+    A plan of exchanges does not look at the steps since a commit, and is never found.
+    """
     found = _running_centers(carry.opt_state)
     if not found or any(local_values(state.commits).max() for state in found):
-        return
+        return False
     done = steps_since_commit(carry.opt_state)
 
     def count(state: TrainState, last: jax.Array, _: Any) -> tuple[Any, Any]:
+        """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
+
         def begin(node: Any) -> Any:
             if not isinstance(node, LOCAL_STATES):
                 return node
@@ -176,9 +181,5 @@ def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: in
         with layout.context():
             at_end, far = ([int(x) for x in jax.device_get(ends(carry, n, ()))] for n in lasts)
     except Exception:  # this loss is not the user's, so a method may refuse it
-        return
-    # A plan of exchanges does not look at the steps since a commit, and has no commit at either.
-    if any(a and not b for a, b in zip(at_end, far, strict=True)):
-        says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
-        advice = "replicas train apart until its end. Lower communication_period or sync_every"
-        warnings.warn(f"{says}: {advice}.", stacklevel=where)
+        return False
+    return any(late and not early for late, early in zip(at_end, far, strict=True))

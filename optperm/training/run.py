@@ -340,8 +340,11 @@ class Run:
 
     def warn_if_too_short(self, total: float) -> None:
         """Warn before training if it ends before the first commit."""
-        if math.isfinite(total) and total > self.at.step:
-            commits.warn_if_too_short(self.carry, total - self.at.step, self.layout, 4)
+        steps = total - self.at.step
+        if 0 < steps < math.inf and commits.ends_before_commit(self.carry, steps, self.layout):
+            says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
+            advice = "replicas train apart until its end. Lower communication_period or sync_every"
+            warnings.warn(f"{says}: {advice}.", stacklevel=3)
 
     def warn_of_result(self, result: FitResult) -> None:
         """Warn if steps are missing from the params, or the loss is not finite at the end."""
