@@ -16,11 +16,7 @@ _INCOMPLETE = "callback", "is_host_transfer", "CustomSPMDPartitioning", "__elide
 
 
 def jit_current(
-    function: Callable[..., _T],
-    *,
-    donate_argnums: tuple[int, ...] = (),
-    out_shardings: Any = None,
-    changing: tuple[int, ...] | None = None,
+    function: Callable[..., _T], *, donate_argnums: tuple[int, ...] = (), out_shardings: Any = None
 ) -> Callable[..., _T]:
     """Compile a function as `jax.jit` does, without programs that hold old values of what it reads.
 
@@ -34,8 +30,6 @@ def jit_current(
       function: A function of trees of arrays, given by position. It may be unhashable.
       donate_argnums: As in `jax.jit`.
       out_shardings: As in `jax.jit`, on the devices of the arguments.
-      changing: The positions of the arguments whose types may change from call to call, so that the
-        others are looked at in the first call alone; None for all.
 
     Returns:
       The compiled function. Pass arrays that are large, or that change, as arguments: captured arrays
@@ -50,9 +44,7 @@ def jit_current(
     found: dict[Any, Callable[..., _T]] = {}
 
     def call(*args: Any) -> _T:
-        leaves, structure = jax.tree.flatten(
-            args if changing is None else [args[index] for index in changing]
-        )
+        leaves, structure = jax.tree.flatten(args)
         is_traced = any([isinstance(leaf, jax.core.Tracer) for leaf in leaves])
         if is_traced or jax.config.jax_disable_jit:
             return fresh(*args)
@@ -61,8 +53,7 @@ def jit_current(
             # A program that captures traced values belongs to the trace around it.
             consts = jax.make_jaxpr(fresh)(*args).consts
             is_inner = any(isinstance(const, jax.core.Tracer) for const in consts)
-            whole = jax.tree.structure(args), tuple(map(_describe, jax.tree.leaves(args)))
-            found[form] = fresh if is_inner else _find_or_compile(fresh, whole, args)
+            found[form] = fresh if is_inner else _find_or_compile(fresh, form, args)
         return found[form](*args)
 
     return call

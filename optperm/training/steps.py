@@ -135,7 +135,6 @@ def compile_on_replicas(
         layout.map_replicas(function, axis),
         donate_argnums=(0,) if donate else (),
         out_shardings=None if placed is None else (placed, None),
-        changing=(2,),
     )
 
 
