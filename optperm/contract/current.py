@@ -1,6 +1,7 @@
 """Compile functions of users with the present values of all that they read."""
 
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ _MOST_PROGRAMS, _MOST_ENTRIES = 64, 2**18
 # Words of a text that is incomplete: it does not hold the function of the host that is called, the rule
 # in Python of a partition, or the values of a constant with too many entries.
 _INCOMPLETE = "callback", "is_host_transfer", "CustomSPMDPartitioning", "__elided__"
+_read_types = operator.attrgetter("aval", "sharding", "committed")
 
 
 def jit_current(
@@ -42,28 +44,36 @@ def jit_current(
     options: dict[str, Any] = {} if out_shardings is None else {"out_shardings": out_shardings}
     fresh = jax.jit(call_function, donate_argnums=donate_argnums, **options)
     found: dict[Any, Callable[..., _T]] = {}
+    latest: tuple[Any, Callable[..., _T]] = None, fresh
 
     def call(*args: Any) -> _T:
+        nonlocal latest
         leaves, structure = jax.tree.flatten(args)
-        is_traced = any([isinstance(leaf, jax.core.Tracer) for leaf in leaves])
+        # Each kind of leaf is looked at once, since a loop may call this in each step.
+        is_traced = any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
         if is_traced or jax.config.jax_disable_jit:
             return fresh(*args)
         form = structure, tuple([_describe(leaf) for leaf in leaves])
-        if form not in found:
+        # In a loop the types are those of the last call, the same objects, which compare fast.
+        program = latest[1] if form == latest[0] else found.get(form)
+        if program is None:
             # A program that captures traced values belongs to the trace around it.
             consts = jax.make_jaxpr(fresh)(*args).consts
             is_inner = any(isinstance(const, jax.core.Tracer) for const in consts)
-            found[form] = fresh if is_inner else _find_or_compile(fresh, form, args)
-        return found[form](*args)
+            program = fresh if is_inner else _find_or_compile(fresh, form, args)
+            found[form] = program
+        latest = form, program
+        return program(*args)
 
     return call
 
 
 def _describe(leaf: Any) -> Any:
     """Return the properties of an argument, besides its values, that a program depends on."""
-    if isinstance(leaf, jax.Array):
-        return leaf.aval, leaf.sharding, leaf.committed
-    return jax.typeof(leaf)
+    try:
+        return _read_types(leaf)
+    except AttributeError:  # no array of JAX
+        return jax.typeof(leaf)
 
 
 def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
