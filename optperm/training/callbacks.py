@@ -19,8 +19,8 @@ Mode = Literal["min", "max"]
 class Event:
     """A moment between two steps, as a callback sees it.
 
-    `state` is a copy of what has been trained so far. The `flax.nnx` model that was passed to `fit`
-    changes only when training ends.
+    `state` is a copy of what has been trained so far, as `fit` would return it. The `flax.nnx` model
+    that was passed to `fit` changes only when training ends.
 
     Attributes:
       epoch: The epoch of the last step, from 1.
@@ -45,7 +45,10 @@ class Event:
 
     @functools.cached_property
     def state(self) -> Any:
-        """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`."""
+        """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`.
+
+        With `optperm.agn` and `optperm.diloco` all processes have to read it, as it takes a commit.
+        """
         return self._trained()
 
     def evaluate(self) -> dict[str, float]:

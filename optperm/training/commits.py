@@ -1,6 +1,5 @@
 """The params of a run with replicas that train apart: those after a commit on a copy of the carry."""
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from optperm.contract.transformation import known_extra_args
 from optperm.distributed.center import LOCAL_STATES
 from optperm.evaluation import evaluate
 from optperm.training.layout import Layout
-from optperm.training.steps import find_or_make, unwrap_keys, wrap_keys
+from optperm.training.steps import compile_on_replicas, unwrap_keys, wrap_keys
 from optperm.training.train_state import Model, TrainState
 
 # Calls after which `optax.MultiSteps` has passed one on, if it does at all.
@@ -42,16 +41,14 @@ def _are_apart(carry: TrainState, layout: Layout) -> bool:
     return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
 
 
-def commit(carry: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
-    """Return a copy of the carry after a commit without a local step, if steps are missing from it.
+def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
+    """Return a copy of the carry after a commit without a local step; `call` is of `compile_commit`.
 
     Only the states of the methods that commit change: a commit is no step of the other optimizers. The
     methods get the extra arguments of some batch; None if there is no batch.
     """
-    if not steps_since_commit(carry.opt_state):
-        return carry
+    now = carry
     with layout.context():
-        call, now = _compile(carry, batch, model, layout), carry
         for _ in range(_MOST_CALLS if find_states(carry.opt_state, optax.MultiStepsState) else 1):
             now = call(now, (), batch)[0]
             if not steps_since_commit(now.opt_state):
@@ -67,19 +64,13 @@ def commit(carry: TrainState, batch: Any, model: Model, layout: Layout) -> Train
     return carry.replace(opt_state=chosen)
 
 
-def _compile(carry: TrainState, batch: Any, model: Model, layout: Layout) -> Callable[..., Any]:
-    leaves, structure = jax.tree.flatten(carry)
-    bare = dataclasses.replace(model, loss_fn=None)
-    shardings = None if layout.mesh is None else tuple(leaf.sharding for leaf in leaves)
+def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[..., Any]:
+    """Compile the commit of carries with the placement of this one, for `commit`."""
 
-    def make(loss: Callable[[], Any]) -> Any:
-        def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
-            return _commit(carry, batch, dataclasses.replace(bare, loss_fn=loss()), layout), ()
+    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
+        return _commit(carry, batch, model, layout), ()
 
-        out = None if shardings is None else (jax.tree.unflatten(structure, shardings), ())
-        return jax.jit(layout.map_replicas(one, 0), out_shardings=out)
-
-    return find_or_make(model.loss_fn, ("commit", bare, layout, structure, shardings), make)
+    return compile_on_replicas(one, layout, carry, 0, donate=False)
 
 
 def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
@@ -154,14 +145,19 @@ def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, wh
         warnings.warn(f"{says}: {advice}.", stacklevel=where)
 
 
-def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: int) -> None:
-    """Warn before the first of a number of steps if they end before the first commit."""
+def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
+    """Return True if a number of further steps ends before the first commit, found without a step.
+
+    A plan of exchanges does not look at the steps since a commit, and is never found.
+    """
     found = _running_centers(carry.opt_state)
     if not found or any(local_values(state.commits).max() for state in found):
-        return
+        return False
     done = steps_since_commit(carry.opt_state)
 
     def count(state: TrainState, last: jax.Array, _: Any) -> tuple[Any, Any]:
+        """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
+
         def begin(node: Any) -> Any:
             if not isinstance(node, LOCAL_STATES):
                 return node
@@ -185,9 +181,5 @@ def warn_if_too_short(carry: TrainState, steps: float, layout: Layout, where: in
         with layout.context():
             at_end, far = ([int(x) for x in jax.device_get(ends(carry, n, ()))] for n in lasts)
     except Exception:  # this loss is not the user's, so a method may refuse it
-        return
-    # A plan of exchanges does not look at the steps since a commit, and has no commit at either.
-    if any(a and not b for a, b in zip(at_end, far, strict=True)):
-        says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
-        advice = "replicas train apart until its end. Lower communication_period or sync_every"
-        warnings.warn(f"{says}: {advice}.", stacklevel=where)
+        return False
+    return any(late and not early for late, early in zip(at_end, far, strict=True))

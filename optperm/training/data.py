@@ -199,7 +199,7 @@ class ArrayFeed:
             done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
         return Fed(carry, columns, last - first, last == self.steps_per_epoch)
 
-    def example(self, epoch: int) -> Any:
+    def example(self) -> Any:
         """Return a batch, placed on the devices."""
         first = jax.tree.map(lambda leaf: leaf[: self._batch_size], self._data)
         return self._layout.put_batch(first, local=False)
@@ -283,7 +283,7 @@ class StreamFeed:
         columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
         return Fed(carry, columns, len(rows), is_over, failure)
 
-    def example(self, epoch: int) -> Any:
+    def example(self) -> Any:
         """Return the last batch, placed on the devices; None if a resumed run has taken none."""
         return self._last
 

@@ -74,7 +74,9 @@ def fit(
         `loss_fn(model, batch)`, which may change the model's state.
       train_data: A tree of arrays that agree in their leading axis, an iterable of batches (a list, a
         data loader; each process passes its part), or a function that takes the number of the epoch,
-        from 1, and returns an iterable. See Notes.
+        from 1, and returns an iterable. A batch must be new arrays: a buffer that a loader fills again
+        may change while it is still read. Mapped replicas need batches that they divide equally. See
+        Notes.
       optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
       epochs: The epoch after which to end, counted from the start of the first run.
       steps: The step after which to end, counted likewise. With both, training ends at the first.
@@ -86,12 +88,14 @@ def fit(
         `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It returns a dict. A value
         is a scalar, the mean over the batch, or a pair of scalars, a sum and a count; with masked or
         weighted examples, return the sum of the weighted values and the sum of the weights.
-      eval_data: The data to evaluate on, as `train_data`. All devices share each batch.
+      eval_data: The data to evaluate on, as `train_data`. All devices share each batch. The params are
+        those that `fit` would return if training ended then.
       eval_batch_size: For arrays, the number of examples per batch; by default `batch_size`.
       eval_every: Evaluate after every so many steps as well, and add a row to `history.epochs`, which
         `EarlyStopping` and `metrics_writer` see. Use it for a stream without an end.
       keep_best: The column of `history.epochs` that chooses the result's `best_state`: a name such as
-        `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`.
+        `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best state
+        has the params that were evaluated.
       mesh: A `jax.sharding.Mesh`, whose first axis (or the axis that the method names) shards batches,
         or the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if any.
       devices: Short for a mesh of this number of devices per process, with the axis `"replica"`. With
@@ -107,7 +111,8 @@ def fit(
       checkpoints: The folder of the checkpoints, which are named by their steps. Any file system that
         `etils.epath` knows will do, such as `gs://`.
       checkpoint_every: The number of steps between checkpoints. A last checkpoint is written whenever
-        training ends, even by an error of a callback, of the data or of `loss_fn`.
+        training ends, even by an error of a callback, of the data or of `loss_fn`, except by a
+        `KeyboardInterrupt`.
       checkpoint_keep: The number of newest checkpoints to keep; None keeps all.
       resume: If True, resume from the newest checkpoint, if there is one; a number resumes from the
         checkpoint of that step. Later checkpoints are overwritten. See Notes.
@@ -146,6 +151,12 @@ def fit(
       runs by `jax.shard_map` over that axis instead, and each device takes its part of a batch. With
       `optperm.agn` and `optperm.diloco` each replica has its own params.
 
+      With these two, the params that `fit` returns, evaluates and passes to callbacks are the center
+      after a commit of the steps since the last one. The commit is made on a copy: training and
+      checkpoints do not change by it. In a phase of `optperm.switch_after` that does not commit, the
+      params are the mean over replicas, and a warning says so. The optimizer state that is returned
+      belongs to these params; to train as if nothing had happened, resume from a checkpoint.
+
       Arrays are shuffled in each epoch by `seed` (`optperm.training.shuffled`), or drawn with
       replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`); examples at the end that fill
       no batch are left out. A batch of an iterable is requested only for its step. To `resume` within an
@@ -154,10 +165,11 @@ def fit(
 
       On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
       number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
-      the method's hyperparameters are the same as in the earlier run.
+      the method's hyperparameters are the same as in the earlier run: a number that the optimizer state
+      holds (`optax.inject_hyperparams`) is the earlier run's, and any other number is that of this run.
 
-      Compiled code is kept per function object, as in `jax.jit`: a value that `loss_fn` captured has no
-      effect if it changes later.
+      Functions are traced in each call of `fit`, with the values that they read then; a value that
+      changes during the call has no effect. A program that an earlier call has compiled is used again.
 
     Raises:
       TypeError: If an argument has the wrong type, or a function returns something else than it must.

@@ -14,6 +14,7 @@ from flax import nnx
 
 from optperm.bayes.report import SAMPLERS, warn_of_samplers
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.states import find_states
 from optperm.permutation.standstill import warn_if_past_end, warn_if_still
 from optperm.training import callbacks, commits, processes
@@ -44,9 +45,9 @@ class FitResult:
     """The result of `fit`.
 
     Attributes:
-      state: The trained `TrainState`; None for a `flax.nnx` model. With replicas that train by
-        themselves (`optperm.agn`, `optperm.diloco`), its params are the center, and its model
-        state is the mean over replicas.
+      state: The trained `TrainState`; None for a `flax.nnx` model. With `optperm.agn` and
+        `optperm.diloco`, its params are the center after a commit of the last steps, and its optimizer
+        state is the first replica's after that commit. The model state is the mean over replicas.
       model: The trained `flax.nnx` model, the object that was passed; None for a `TrainState`.
       optimizer: The optimizer of the model; None for a `TrainState`.
       history: The `History` of the run.
@@ -54,7 +55,7 @@ class FitResult:
       epoch: Whole epochs done since the start of the first run.
       step: Steps done since the start of the first run.
       best_state: With `keep_best`, the `TrainState` or the `flax.nnx` model of the best row of the
-        history; None without it, or if the metric was never finite.
+        history, with the params that were evaluated; None without it, or if the metric was never finite.
       best_step: The number of steps done at the best row.
       signal: The number of the signal that interrupted training; 0 for none.
     """
@@ -78,6 +79,7 @@ class Run:
     show: Any = None
     is_still = False
     is_past_end = False
+    commit: Callable[..., Any] | None = None
 
     def __init__(self, given: Any) -> None:
         """Prepare a run; `given` has the arguments of `fit`."""
@@ -208,7 +210,8 @@ class Run:
             batches = self.feed.all_batches(self.at.epoch)
             grad = full_gradient(bound, carry.params, batches, has_aux=True)
             there = layout.mesh and jax.tree.map(lambda leaf: leaf.sharding, carry.opt_state)
-            opt_state = jax.jit(change, out_shardings=there)(carry.opt_state, carry.params, grad)
+            begin = jit_current(change, out_shardings=there)
+            opt_state = begin(carry.opt_state, carry.params, grad)
         says = "The optimizer state that epoch_start returned"
         checks.check_same_tree(says, opt_state, carry.opt_state, source="the one before")
         # Copied, as the new state may share memory with the params, and both are donated.
@@ -313,10 +316,12 @@ class Run:
 
     def _merge(self) -> TrainState:
         """Return what has been trained so far: the state after a commit, made on a copy."""
-        carry, at = self.carry, self._epoch
+        carry, layout = self.carry, self.layout
         if commits.steps_since_commit(carry.opt_state):
-            carry = commits.commit(carry, self.feed.example(at), self.model, self.layout)
-        return commits.merge_replicas(carry, self.layout)
+            if self.commit is None:
+                self.commit = commits.compile_commit(self.model, layout, carry)
+            carry = commits.commit(self.commit, carry, self.feed.example(), layout)
+        return commits.merge_replicas(carry, layout)
 
     def _bring_home(self, state: TrainState) -> Any:
         return self.model.unwrap(self.layout.bring_home(state))
@@ -335,8 +340,11 @@ class Run:
 
     def warn_if_too_short(self, total: float) -> None:
         """Warn before training if it ends before the first commit."""
-        if math.isfinite(total) and total > self.at.step:
-            commits.warn_if_too_short(self.carry, total - self.at.step, self.layout, 4)
+        steps = total - self.at.step
+        if 0 < steps < math.inf and commits.ends_before_commit(self.carry, steps, self.layout):
+            says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
+            advice = "replicas train apart until its end. Lower communication_period or sync_every"
+            warnings.warn(f"{says}: {advice}.", stacklevel=3)
 
     def warn_of_result(self, result: FitResult) -> None:
         """Warn if steps are missing from the params, or the loss is not finite at the end."""

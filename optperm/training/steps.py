@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from flax import nnx
 from jax.tree_util import Partial
 
 from optperm.contract import checks
+from optperm.contract.current import jit_current
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.mapped_axes import mark_varying
@@ -29,8 +29,6 @@ Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
 _RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
-# Compiled programs by the function that they were made from, while somebody else holds the function.
-_MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
 def wrap_model(
@@ -96,58 +94,48 @@ def place_state(state: TrainState, layout: Layout) -> TrainState:
         return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
 
 
-def find_or_make(function: Callable[..., Any], key: Hashable, make: Callable[..., Any]) -> Any:
-    """Return what `make` makes of a function, made once while somebody else holds that function."""
-    # `make` gets a weak reference, and its result must not hold the function: then compiled programs
-    # are released with the function and the arrays of its closure.
-    try:
-        known, weakly = _MADE.setdefault(function, {}), weakref.ref(function)
-    except TypeError:  # an object without weak references
-        return make(lambda: function)
-    if key not in known:
-        known[key] = make(weakly)
-    return known[key]
-
-
 def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
-    """Return the compiled steps for carries with the placement of this one; later calls reuse them.
+    """Return the compiled steps for carries with the placement of this one.
 
     `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
     that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics.
     """
-    leaves, structure = jax.tree.flatten(carry)
-    bare = dataclasses.replace(model, loss_fn=None)
-    shardings = None if layout.mesh is None else tuple(leaf.sharding for leaf in leaves)
 
-    def make(loss: Callable[[], Any]) -> tuple[Any, Any]:
-        def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
-            return _step(carry, batch, dataclasses.replace(bare, loss_fn=loss()), layout)
+    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        return _step(carry, batch, model, layout)
 
-        def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
-            (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
-            step = jax.jit(one, inline=True)  # traced once, used twice
+    def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
+        (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
+        step = jax.jit(one, inline=True)  # traced once, used twice
 
-            def batch(t: jax.Array) -> Any:
-                return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
+        def batch(t: jax.Array) -> Any:
+            return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
 
-            forms = jax.eval_shape(step, carry, (), batch(first))[1]
-            columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
+        forms = jax.eval_shape(step, carry, (), batch(first))[1]
+        columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
 
-            def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
-                carry, row = step(now[0], (), batch(t))
-                return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
+        def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+            carry, row = step(now[0], (), batch(t))
+            return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
 
-            # The bounds are arguments, so one program takes the steps however they are grouped into
-            # calls: an interrupted run ends with the same bits as an uninterrupted one.
-            start = carry, mark_varying(columns, layout.apart)
-            return jax.lax.fori_loop(first, last, body, start)
+        # The bounds are arguments, so one program takes the steps however they are grouped into calls:
+        # an interrupted run ends with the same bits as an uninterrupted one.
+        start = carry, mark_varying(columns, layout.apart)
+        return jax.lax.fori_loop(first, last, body, start)
 
-        out = None if shardings is None else (jax.tree.unflatten(structure, shardings), None)
-        mapped = layout.map_replicas(many, 1), layout.map_replicas(one, 0)
-        first, second = (jax.jit(f, donate_argnums=0, out_shardings=out) for f in mapped)
-        return first, second
+    return compile_on_replicas(many, layout, carry, 1), compile_on_replicas(one, layout, carry, 0)
 
-    return find_or_make(model.loss_fn, (bare, layout, structure, shardings, rows), make)
+
+def compile_on_replicas(
+    function: Callable[..., Any], layout: Layout, carry: TrainState, axis: int, donate: bool = True
+) -> Callable[..., Any]:
+    """Compile `function(carry, shared, part)` on the replicas; the new carry is placed as this one."""
+    placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return jit_current(
+        layout.map_replicas(function, axis),
+        donate_argnums=(0,) if donate else (),
+        out_shardings=None if placed is None else (placed, None),
+    )
 
 
 def _step(
@@ -189,6 +177,13 @@ class Evaluator:
     model: Model = dataclasses.field(default_factory=Model)
     layout: Layout = dataclasses.field(default_factory=Layout)
 
+    @functools.cached_property
+    def _compute(self) -> Callable[..., Any]:
+        def compute(state: TrainState, batch: Any) -> dict[str, Any]:
+            return self.model.compute_metrics(state, batch, self.eval_fn)
+
+        return jit_current(compute)
+
     def columns(self, state: TrainState) -> list[str] | None:
         """Return the columns of the history that this adds; None for a stream, which is not read."""
         if not datas.is_arrays("eval_data", self.data):
@@ -200,16 +195,11 @@ class Evaluator:
 
     def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
         """Return the means."""
-        rows, model = list[Any](), dataclasses.replace(self.model, loss_fn=None)
-
-        def make(function: Callable[[], Any]) -> Any:
-            return jax.jit(lambda state, batch: model.compute_metrics(state, batch, function()))
-
-        call = find_or_make(self.eval_fn, ("evaluated", model), make)
+        rows = list[Any]()
         with self.layout.context():
             source = "eval_data", self.data, epoch, self.batch_size, self.layout
             for batch in datas.read_all(*source):
-                rows.append(call(state, batch))
+                rows.append(self._compute(state, batch))
                 # The next batches are loaded while a few are computed.
                 jax.block_until_ready(rows[: -datas.AHEAD][-1:])
         host = jax.device_get(rows)

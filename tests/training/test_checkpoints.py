@@ -14,6 +14,7 @@ import fitting
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import support
@@ -22,7 +23,6 @@ from processes import xla_flags
 
 import optperm
 from optperm import training
-from optperm.training import steps as compiled_steps
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -173,6 +173,34 @@ def test_epoch_start_takes_the_change_itself():
     assert np.any(never.state.params["w"] != change.state.params["w"])
 
 
+def test_a_later_run_sees_the_present_values_that_its_functions_read():
+    """Of the loss, of the evaluation and of the change before an epoch, which are the same objects."""
+    scale = {"value": 1.0}
+
+    def loss_fn(params, batch):
+        return scale["value"] * linear_loss(params, batch)
+
+    def eval_fn(params, batch):
+        return {"loss": loss_fn(params, batch)}
+
+    def change(opt_state, params, full_gradient):
+        return jax.tree.map(lambda leaf: leaf + scale["value"].astype(leaf.dtype), opt_state)
+
+    tx, found = optax.sgd(0.1, momentum=0.9), []
+    for value in (1.0, 2.0, 1.0):
+        scale["value"] = np.float32(value)
+        options = {"epoch_start": change, "eval_fn": eval_fn, "eval_data": data(), "epochs": 1}
+        found.append(linear_fit(loss_fn, tx=tx, **options))
+    first, other, again = (each.history for each in found)
+    np.testing.assert_allclose(other.steps["loss"][0], 2 * first.steps["loss"][0], rtol=1e-6)
+    support.assert_same_bits(first.steps, again.steps)
+    assert first.epochs["eval_loss"] == again.epochs["eval_loss"] != other.epochs["eval_loss"]
+    params = found[1].state.params
+    np.testing.assert_allclose(other.epochs["eval_loss"], eval_fn(params, data())["loss"] * 2)
+    moments = [optax.tree.get(each.state.opt_state, "trace")["w"] for each in found]
+    assert np.any(moments[0] != moments[1])
+
+
 def test_loss_functions_are_compiled_once_and_then_let_go():
     traced = []
 
@@ -196,7 +224,6 @@ def test_loss_functions_are_compiled_once_and_then_let_go():
     assert len(traced) == 3 * traced.count(1.0)
     assert [ref() for ref in alive] == [None] * 3
     assert results[0].step == 3
-    assert all(loss is not None for loss in compiled_steps._MADE)
 
 
 def test_settings_of_jax_are_seen():

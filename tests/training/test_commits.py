@@ -66,7 +66,7 @@ def by_hand(tx, steps, size=2):
         batch = {key: leaf[hand.reshape(size, -1)] for key, leaf in data().items()}
         carry = mapped(*carry, batch)
     finish = functools.partial(step, commit="only")
-    return jax.vmap(finish, axis_name="replica")(*carry, batch)[0]["w"][0]
+    return jax.jit(jax.vmap(finish, axis_name="replica"))(*carry, batch)[0]["w"][0]
 
 
 @pytest.mark.filterwarnings("ignore:The run ends after:UserWarning")

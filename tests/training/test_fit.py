@@ -253,14 +253,17 @@ def test_a_basis_is_spread_over_devices():
 
 
 def test_replicas_of_local_steps_part_and_meet():
-    """What comes out is the center, and the mean of the batch statistics."""
+    """What comes out is the center after a commit, and the mean of the batch statistics."""
     with fitting.runs() as made:
         result = fitting.fit("linen", "agn", steps=5, devices=4)
     carry = made[0].carry
     kernels = np.asarray(carry.params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
-    center = optperm.center_params(carry.opt_state)["Dense_0"]["kernel"]
-    support.assert_same_bits(result.state.params["Dense_0"]["kernel"], center[2])
+    assert carry.opt_state.since_commit.tolist() == [2] * 4  # the commit was made on a copy
+    before = optperm.center_params(carry.opt_state)["Dense_0"]["kernel"][2]
+    center = optperm.center_params(result.state.opt_state, final=True)
+    support.assert_same_bits(result.state.params, center)
+    assert np.any(before != center["Dense_0"]["kernel"])
     each = np.asarray(carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
     mean = result.state.model_state["batch_stats"]["BatchNorm_0"]["mean"]
     assert np.ptp(each, axis=0).max() > 0

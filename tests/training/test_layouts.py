@@ -143,7 +143,7 @@ def test_a_step_gathers_no_whole_parameter_that_the_model_does_not(name):
         one = steps.compile_steps(steps.Model(dense_loss), where, carry, rows=1)[1]
         model = jax.jit(jax.value_and_grad(dense_loss), out_shardings=(None, wanted))
         texts = [
-            one.lower(carry, (), batch).compile().as_text(),
+            jax.jit(one).lower(carry, (), batch).compile().as_text(),
             model.lower(carry.params, batch).compile().as_text(),
         ]
     pattern = r"= (\S+) (?:all-gather|all-to-all|collective-permute)(?:-start)?\("
@@ -178,7 +178,7 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
 
 
 def by_hand(name, size, start):
-    """The params after two epochs of a jitted `shard_map` step, and a commit, that a user would write."""
+    """The params after two epochs of a jitted `shard_map` step and a commit, as a user writes them."""
     mapped = name in ("agn", "diloco", "constant_sgd")
     tx = method(name, "replica" if mapped else None)
     is_local = name in ("agn", "diloco")
@@ -214,7 +214,8 @@ def by_hand(name, size, start):
             params, opt_state = jitted(params, opt_state, batch)
     if is_local:
         finish = functools.partial(step, commit="only")
-        opt_state = jax.shard_map(finish, mesh=mesh, **specs)(params, opt_state, batch)[1]
+        finished = jax.jit(jax.shard_map(finish, mesh=mesh, **specs))
+        opt_state = finished(params, opt_state, batch)[1]
         return jax.tree.map(lambda leaf: leaf[0], optperm.center_params(opt_state, final=True))
     return params
 
