@@ -141,7 +141,11 @@ def rigl(
         codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
         kept = keep_highest(codes, groups.leaves, counts)
         inner = inside.init(params)
-        _check_can_restart(inner, mask, params)
+        if (unlike := _find_unlike_params(inner, mask, params)) is not None:
+            raise ValueError(
+                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, which "
+                "is not like params: leave optax.flatten, factored moments, low_rank and apollo out."
+            )
         return SparseState(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
@@ -262,9 +266,10 @@ def _match_masks(
     form, else None: scalars, counts and keys hold none.
     """
     structure: Any = jax.tree.structure(params)
-    masks, found = structure.flatten_up_to(mask), []
-    for leaf, index, owner in match_params(inner, params):
-        own = None if index is None else masks[index]
+    masks = structure.flatten_up_to(mask)
+    found: list[tuple[Any, jax.Array | None, str | None]] = []
+    for leaf, place, owner in match_params(inner, params):
+        own = None if place is None else masks[place]
         if is_masked(own):
             found.append((leaf, None, None))
         elif own is not None and jnp.shape(leaf) == own.shape:
@@ -275,12 +280,9 @@ def _match_masks(
     return found
 
 
-def _check_can_restart(inner: Any, mask: Any, params: optax.Params) -> None:
-    """Raise a ValueError that names the first state whose entries cannot be restarted."""
+def _find_unlike_params(inner: Any, mask: Any, params: optax.Params) -> str | None:
+    """Return the shape and the state of the first array that may hold numbers of masked entries."""
     for leaf, _, owner in _match_masks(inner, mask, params):
         if owner is not None:
-            raise ValueError(
-                f"rigl restarts the optimizer's state of each weight that grows, but optimizer keeps an "
-                f"array of shape {jnp.shape(leaf)} in a {owner}, which is not like params: leave "
-                "optax.flatten, factored moments, low_rank and apollo out."
-            )
+            return f"an array of shape {jnp.shape(leaf)} in a {owner}"
+    return None
