@@ -19,7 +19,13 @@ from optperm.contract.shardings import shard_like
 from optperm.contract.states import is_masked, mask_like, match_params
 from optperm.contract.transformation import transformation
 from optperm.sparsity.selection import keep_highest, order_codes
-from optperm.sparsity.shares import Include, flag_leaves, group_leaves, nearest_count
+from optperm.sparsity.shares import (
+    Include,
+    check_excluded,
+    flag_leaves,
+    group_leaves,
+    nearest_count,
+)
 from optperm.sparsity.sparse_state import SparseState, make_masks, mask_updates, zero_dead
 
 Grow = Literal["gradient", "random"]
@@ -132,7 +138,9 @@ def rigl(
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(key, (2,), jnp.uint32)
-        mask = make_masks(flag_leaves(include, params, share=sparsity), params)
+        flags = flag_leaves(include, params, share=sparsity)
+        check_excluded("sparsity", sparsity, flags)
+        mask = make_masks(flags, params)
         leaves, treedef = jax.tree.flatten(mask)
         flags = jax.tree.map(lambda _: True, mask)
         groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
@@ -143,8 +151,8 @@ def rigl(
         inner = inside.init(params)
         if (unlike := _find_unlike_params(inner, mask, params)) is not None:
             raise ValueError(
-                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, which "
-                "is not like params: leave optax.flatten, factored moments, low_rank and apollo out."
+                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, "
+                "which is not like params: leave optax.flatten, factored moments, low_rank and apollo out."
             )
         return SparseState(
             count=jnp.zeros([], jnp.int32),

@@ -96,21 +96,22 @@ def group_leaves(
     )
     for share in shares:
         check_share(name, share)
-    # A share of a whole branch is a share of its included leaves.
-    if not is_single and (place := _find_excluded(sparsity, flags)) is not None:
-        raise ValueError(f"{name}{place} is not 0, but that leaf is not included: pass include=.")
+    check_excluded(name, sparsity, flags)
     zeros = [nearest_count(shares[index], sizes[index]) for index in indices]
     return Groups([[index] for index in indices], zeros)
 
 
-def _find_excluded(shares: Any, flags: Any) -> str | None:
-    """Return the path of the first leaf that has a share of its own and is not included."""
+def check_excluded(name: str, shares: Any, flags: Any) -> None:
+    """Raise a ValueError if a tree of shares has a share for a leaf that is not included.
+
+    A share of a whole branch is a share of its included leaves.
+    """
     given = dict(jax.tree_util.tree_leaves_with_path(without_variables(shares), is_leaf=_is_number))
     for path, flag in jax.tree_util.tree_leaves_with_path(flags):
-        share = given.get(path, 0)
+        share = given.get(path, 0) if path else 0
         if not flag and checks.is_concrete_number(share) and share != 0:
-            return jax.tree_util.keystr(path)
-    return None
+            place = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{place} is {share}, but that leaf is not included: pass include=.")
 
 
 def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
