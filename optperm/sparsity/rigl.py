@@ -152,7 +152,7 @@ def rigl(
         if (unlike := _find_unlike_params(inner, mask, params)) is not None:
             raise ValueError(
                 f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, "
-                "which is not like params: leave optax.flatten, factored moments, low_rank and apollo out."
+                "which is not like params: leave out optax.flatten, factored moments and low rank."
             )
         return SparseState(
             count=jnp.zeros([], jnp.int32),
