@@ -238,13 +238,13 @@ class Match(NamedTuple):
 
     Attributes:
       leaf: The array.
-      index: The number of the parameter among the leaves of the params; None for an array that is in no
+      place: The number of the parameter among the leaves of the params; None for an array that is in no
         tree like params, such as a count.
       owner: The name of the state that the array is in.
     """
 
     leaf: Any
-    index: int | None
+    place: int | None
     owner: str
 
 
@@ -255,16 +255,18 @@ def match_params(state: Any, params: Any) -> list[Match]:
     with `optax.MaskedNode` for some of them. Neither paths nor shapes count, as two params may share the
     end of a path or a shape.
     """
+    # Both trees hold numbers in place of arrays, so that nothing reads the arrays.
     leaves, structure = jax.tree.flatten(state)
-    # Of numbers in place of arrays, so that nothing reads the arrays.
-    numbered, places = jax.tree.unflatten(structure, range(len(leaves))), number_leaves(params)
+    wanted: Any = jax.tree.structure(params)
+    places = wanted.unflatten(range(wanted.num_leaves))
     found: list[Match] = []
 
     def visit(node: Any, owner: str) -> None:
         seen = mask_like(places, node)
-        if jax.tree.structure(seen) == jax.tree.structure(node):
+        own: Any = jax.tree.structure(node)
+        if own == jax.tree.structure(seen):
             pairs = zip(jax.tree.leaves(node), jax.tree.leaves(seen), strict=True)
-            found.extend(Match(leaves[at], index, owner) for at, index in pairs)
+            found.extend(Match(leaves[at], place, owner) for at, place in pairs)
         elif isinstance(node, int):
             found.append(Match(leaves[node], None, owner))
         else:
@@ -272,11 +274,5 @@ def match_params(state: Any, params: Any) -> list[Match]:
             for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
                 visit(child, owner)
 
-    visit(numbered, "state")
+    visit(jax.tree.unflatten(structure, range(len(leaves))), "state")
     return found
-
-
-def number_leaves(tree: Any) -> Any:
-    """Return the tree with the number of each leaf in its place."""
-    structure: Any = jax.tree.structure(tree)
-    return structure.unflatten(range(structure.num_leaves))

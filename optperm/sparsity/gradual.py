@@ -29,6 +29,7 @@ from optperm.sparsity.shares import (
     Groups,
     Include,
     Scope,
+    check_excluded,
     flag_leaves,
     group_leaves,
     nearest_count,
@@ -148,6 +149,7 @@ def prune_gradually(
 
     def init(params: optax.Params) -> SparseState:
         flags = flag_leaves(include, params, share=sparsity)
+        check_excluded("sparsity", sparsity, flags)
         check_fits(structure, params, flags)
         mask = make_masks(flags, params)
         _group(mask, sparsity, scope, structure)  # refuses shares that do not fit

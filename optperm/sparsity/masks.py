@@ -183,8 +183,8 @@ def prune(
       criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
         the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
-      scores: A tree like params; None for the magnitude of the params. Only for `"magnitude"`.
-      key: A key of `jax.random`, only for `"random"`. All replicas need the same.
+      scores: A tree like params; None for the magnitude of the params. Criterion `"random"` ignores it.
+      key: A key of `jax.random` for `"random"`. All replicas need the same. `"magnitude"` ignores it.
       include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
         or a function from params to such a tree. None for all leaves of rank 2 and more.
       structure: `optperm.NOfM`, `optperm.Blocks` or `optperm.Units`. None for single entries.
@@ -214,17 +214,16 @@ def prune(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range or not 0 for a leaf that is not included, `criterion` or
-        `scope` is unknown, `key` is missing, `key` or `scores` is given and not used, a tree does not
-        match the masks, a structure does not fit a leaf, `include` is None and no leaf has rank 2 or
-        more, or there is not exactly one state with masks.
+      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `key` is missing, a tree does not match the masks, a structure does not fit a
+        leaf, `include` is None and no leaf has rank 2 or more, or there is not exactly one state with
+        masks.
 
     References:
       Han et al., `Learning both Weights and Connections for Efficient Neural Networks
       <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
     """
     checks.check_choice("criterion", criterion, get_args(PruneCriterion))
-    _check_used(criterion, scores, key)
     state = _find_masked_state(opt_state)
     plain = without_variables(params)
     weights = select_masked("params", plain, state.mask)
@@ -272,12 +271,13 @@ def freeze(
       opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
         partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is not changed.
       fraction: p, in [0, 1], or a tree of fractions, as in `optperm.prune`.
-      scores: g, a tree like params, from `optperm.full_gradient` for instance.
+      scores: g, a tree like params, from `optperm.full_gradient` for instance. Criterion `"random"`
+        ignores it.
       criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
         `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
         the same key a larger fraction contains a smaller one.
       scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.prune`.
-      key: A key of `jax.random`, only for `"random"`. All replicas need the same.
+      key: A key of `jax.random` for `"random"`. All replicas need the same. Other criteria ignore it.
       include: The leaves to freeze: a tree of booleans like params, a prefix of such a tree, or a
         function to such a tree from the masks, which have the structure and shapes of the params. None
         for all leaves of rank 2 and more.
@@ -297,17 +297,15 @@ def freeze(
 
     Raises:
       TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
-      ValueError: If `fraction` is out of range or not 0 for a leaf that is not included, `criterion` or
-        `scope` is unknown, `scores` or `key` is missing, or given and not used, a tree does not match the
-        masks, or there is not exactly one state of `mask_elements`, or of a preconditioner where the
-        criterion needs one.
+      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `scores` or `key` is missing, a tree does not match the masks, or there is
+        not exactly one state of `mask_elements`, or of a preconditioner where the criterion needs one.
 
     References:
       Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
       <https://arxiv.org/abs/1704.04289>`_, 2017, for H
     """
     checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
-    _check_used(criterion, scores, key)
     state = find_state(opt_state, MaskElementsState, method="mask_elements")
     flags = flag_leaves(include, state.mask)
     if criterion == "random":
@@ -357,13 +355,6 @@ def reset_masks(opt_state: Any) -> Any:
     state = _find_masked_state(opt_state)
     new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
     return replace_state(opt_state, type(state), new, method="mask_elements")
-
-
-def _check_used(criterion: str, scores: Any, key: Any) -> None:
-    """Raise a ValueError if scores or a key are given that the criterion would ignore."""
-    name, value = ("scores", scores) if criterion == "random" else ("key", key)
-    if value is not None:
-        raise ValueError(f"criterion {criterion!r} uses no {name}: leave {name} out.")
 
 
 def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:

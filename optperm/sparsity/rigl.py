@@ -19,7 +19,13 @@ from optperm.contract.shardings import shard_like
 from optperm.contract.states import is_masked, mask_like, match_params
 from optperm.contract.transformation import transformation
 from optperm.sparsity.selection import keep_highest, order_codes
-from optperm.sparsity.shares import Include, flag_leaves, group_leaves, nearest_count
+from optperm.sparsity.shares import (
+    Include,
+    check_excluded,
+    flag_leaves,
+    group_leaves,
+    nearest_count,
+)
 from optperm.sparsity.sparse_state import (
     SparseState,
     check_places_nothing,
@@ -138,7 +144,9 @@ def rigl(
 
     def init(params: optax.Params) -> SparseState:
         raw = jax.random.bits(key, (2,), jnp.uint32)
-        mask = make_masks(flag_leaves(include, params, share=sparsity), params)
+        flags = flag_leaves(include, params, share=sparsity)
+        check_excluded("sparsity", sparsity, flags)
+        mask = make_masks(flags, params)
         leaves, treedef = jax.tree.flatten(mask)
         flags = jax.tree.map(lambda _: True, mask)
         groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
@@ -148,7 +156,11 @@ def rigl(
         kept = keep_highest(codes, groups.leaves, counts)
         inner = inside.init(params)
         check_places_nothing(inner)
-        _check_can_restart(inner, mask, params)
+        if (unlike := _find_unlike_params(inner, mask, params)) is not None:
+            raise ValueError(
+                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, "
+                "which is not like params: leave out optax.flatten, factored moments and low rank."
+            )
         return SparseState(
             count=jnp.zeros([], jnp.int32),
             mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
@@ -269,9 +281,10 @@ def _match_masks(
     form, else None: scalars, counts and keys hold none.
     """
     structure: Any = jax.tree.structure(params)
-    masks, found = structure.flatten_up_to(mask), []
-    for leaf, index, owner in match_params(inner, params):
-        own = None if index is None else masks[index]
+    masks = structure.flatten_up_to(mask)
+    found: list[tuple[Any, jax.Array | None, str | None]] = []
+    for leaf, place, owner in match_params(inner, params):
+        own = None if place is None else masks[place]
         if is_masked(own):
             found.append((leaf, None, None))
         elif own is not None and jnp.shape(leaf) == own.shape:
@@ -282,12 +295,9 @@ def _match_masks(
     return found
 
 
-def _check_can_restart(inner: Any, mask: Any, params: optax.Params) -> None:
-    """Raise a ValueError that names the first state whose entries cannot be restarted."""
+def _find_unlike_params(inner: Any, mask: Any, params: optax.Params) -> str | None:
+    """Return the shape and the state of the first array that may hold numbers of masked entries."""
     for leaf, _, owner in _match_masks(inner, mask, params):
         if owner is not None:
-            raise ValueError(
-                f"rigl restarts the optimizer's state of each weight that grows, but optimizer keeps an "
-                f"array of shape {jnp.shape(leaf)} in a {owner}, which is not like params: leave "
-                "optax.flatten, factored moments, low_rank and apollo out."
-            )
+            return f"an array of shape {jnp.shape(leaf)} in a {owner}"
+    return None

@@ -96,26 +96,22 @@ def group_leaves(
     )
     for share in shares:
         check_share(name, share)
-    _check_excluded(name, sparsity, flags)
+    check_excluded(name, sparsity, flags)
     zeros = [nearest_count(shares[index], sizes[index]) for index in indices]
     return Groups([[index] for index in indices], zeros)
 
 
-def _check_excluded(name: str, sparsity: Any, flags: Any) -> None:
+def check_excluded(name: str, shares: Any, flags: Any) -> None:
     """Raise a ValueError if a tree of shares has a share for a leaf that is not included.
 
     A share of a whole branch is a share of its included leaves.
     """
-    given = dict(
-        jax.tree_util.tree_leaves_with_path(without_variables(sparsity), is_leaf=_is_number)
-    )
+    given = dict(jax.tree_util.tree_leaves_with_path(without_variables(shares), is_leaf=_is_number))
     for path, flag in jax.tree_util.tree_leaves_with_path(flags):
         share = given.get(path, 0) if path else 0
         if not flag and checks.is_concrete_number(share) and share != 0:
             place = f"{name}{jax.tree_util.keystr(path)}"
-            raise ValueError(
-                f"{place} is {share}, but this leaf is not included: pass include= or 0."
-            )
+            raise ValueError(f"{place} is {share}, but that leaf is not included: pass include=.")
 
 
 def nearest_count(share: float | jax.Array, size: int | jax.Array) -> int | jax.Array:
@@ -178,8 +174,8 @@ def erk_sparsity(
       {'in': 18714, 'mid': 6906, 'out': 1000}
 
     Notes:
-      A leaf of several layers, (L, n, m), as scanned models have, is one leaf of three axes, with another
-      density than L leaves of shape (n, m).
+      A leaf of several layers, (L, n, m), as scanned models have, is one leaf of three axes, with
+      another density than L leaves of shape (n, m).
 
     Raises:
       TypeError: If `sparsity` is not a number, or a leaf is not an array.

@@ -122,7 +122,9 @@ def apollo(
       With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
       columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
       all-reduce of R. 1e-8 is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about
-      1e-8 hardly move. Numbers that are not finite are passed on to `inner`, whose moments keep them: put
+      1e-8 hardly move.
+
+      Numbers that are not finite are passed on to `inner`, whose moments keep them: put
       `optax.apply_if_finite` outside.
 
     Raises:

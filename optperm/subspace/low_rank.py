@@ -49,7 +49,6 @@ from optperm.subspace.moments import (
     Decays,
     carry_moments,
     check_moments,
-    check_squares,
     join_moments,
     split_moments,
 )
@@ -276,8 +275,7 @@ def low_rank(
         low = map_plans(make_low_rank_leaf, params, plans)
         inner_state = inner.init(low)
         if carry:
-            check_moments(inner_state, plans, low)
-            check_squares(optimizer, inner_state, low)
+            check_moments(optimizer, inner_state, plans, low)
         record_leaves(params, plans)
         return LowRankState(
             jnp.zeros([], jnp.int32),

@@ -150,9 +150,9 @@ def _count_words(state: Any, params: optax.Params) -> list[float]:
     """
     sizes = [math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)]
     words, rest = [0.0] * len(sizes), 0
-    for leaf, index, _ in match_params(state, params):
-        if leaf.ndim and index is not None:
-            words[index] += leaf.size
+    for leaf, place, _ in match_params(state, params):
+        if leaf.ndim and place is not None:
+            words[place] += leaf.size
         elif leaf.ndim:
             rest += leaf.size
     return [own + rest * size / max(sum(sizes), 1) for own, size in zip(words, sizes, strict=True)]

@@ -156,34 +156,58 @@ def carry_moments(
     return list(map(carry, _find_known_states(inner_state), moments))
 
 
-def check_moments(inner_state: Any, matrices: Sequence[Matrix | None], low: Any) -> None:
+def check_moments(
+    inner: optax.GradientTransformation,
+    inner_state: Any,
+    matrices: Sequence[Matrix | None],
+    low: Any,
+) -> None:
     """Raise a ValueError that names the first state whose moments cannot be carried over."""
+    unknown = _find_unlike_params(inner_state, low)
+    unknown = unknown or _find_unknown_state(inner_state, matrices, low)
+    if unknown or (unknown := _find_other_squares(inner, inner_state, low)):
+        raise ValueError(
+            f"inner keeps a {unknown}, which cannot be carried over: pass carry=False."
+        )
+
+
+def _find_unlike_params(inner_state: Any, low: Any) -> str | None:
+    """Return the first known state with moments that are not like low-rank leaves."""
     lows = jax.tree.leaves(low)
     for state in _find_known_states(inner_state):
         for name in _KNOWN[type(state)][0]:
-            for moment, index, _ in match_params(getattr(state, name), low):
-                if index is None or moment.shape != lows[index].shape:
-                    _refuse(f"{type(state).__name__} whose {name} is not like params")
-    # Any other array may hold numbers of basis vectors, unless it belongs to a leaf at full rank.
+            for moment, place, _ in match_params(getattr(state, name), low):
+                if place is None or moment.shape != lows[place].shape:
+                    return f"{type(state).__name__} whose {name} is not like params"
+    return None
+
+
+def _find_unknown_state(
+    inner_state: Any, matrices: Sequence[Matrix | None], low: Any
+) -> str | None:
+    """Return the first other state with an array that may hold numbers of basis vectors.
+
+    An array of a leaf at full rank holds none, and neither do single numbers and integers.
+    """
+    lows = jax.tree.leaves(low)
     others = jax.tree.map(
         lambda node: None if _is_known(node) else node, inner_state, is_leaf=_is_known
     )
     shapes = {leaf.shape for leaf, m in zip(lows, matrices, strict=True) if m is not None}
     # One number for each basis vector, as in a factored second moment
     shapes |= {(*m.batch_shape, m.rank) for m in matrices if m is not None}
-    for leaf, index, owner in match_params(others, low):
-        is_full = index is not None and matrices[index] is None
+    for leaf, place, owner in match_params(others, low):
+        is_full = place is not None and matrices[place] is None
         is_array = leaf.size > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
         if shapes and not is_full and (is_array or leaf.shape in shapes):
-            _refuse(owner)
+            return owner
+    return None
 
 
-def _refuse(what: str) -> None:
-    raise ValueError(f"inner keeps a {what}, which cannot be carried over: pass carry=False.")
-
-
-def check_squares(inner: optax.GradientTransformation, inner_state: Any, low: Any) -> None:
-    """Raise a ValueError if a state of Adam holds no mean of gradients, or no mean of their squares.
+def _find_other_squares(
+    inner: optax.GradientTransformation, inner_state: Any, low: Any
+) -> str | None:
+    """Return the first state of Adam that holds no mean of gradients, or no mean of their squares.
 
     Optax gives the type of Adam's state to Adamax and ADOPT too. After one step from zero Adam's second
     moment is proportional to the square of its first moment, Adamax's to the moment itself, and ADOPT's
@@ -206,13 +230,14 @@ def check_squares(inner: optax.GradientTransformation, inner_state: Any, low: An
         return list(map(_has_squares, find_adams(state)))
 
     if not find_adams(inner_state):
-        return
+        return None
     # Another thread has no trace and no mesh, so that numbers are concrete under any mapping.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         step = pool.submit(take_step)
     # There is no result if `inner` needs params or more, or has traced numbers.
     if step.exception() is None and not all(step.result()):
-        _refuse("ScaleByAdamState that is not Adam's (as Adamax's)")
+        return "ScaleByAdamState that is not Adam's (as Adamax's)"
+    return None
 
 
 def _has_squares(adam: optax.ScaleByAdamState) -> bool:

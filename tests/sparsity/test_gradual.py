@@ -12,6 +12,7 @@ import optax
 import pytest
 import replicas
 import support
+from flax import nnx
 
 import optperm
 from optperm.contract.states import find_state
@@ -239,6 +240,18 @@ NESTINGS = {
     ),
     "agn inside": lambda wrap: wrap(optperm.agn(adamw(), 2)),
 }
+
+
+def test_keep_top_takes_and_returns_a_state_of_flax():
+    """Its gradient is a state too, which `nnx.merge` and the optimizer take."""
+    graph, params = nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Param)
+    top = optperm.keep_top(params, 0.5)
+    assert jax.tree.structure(top) == jax.tree.structure(params)
+    plain = optperm.keep_top(nnx.to_pure_dict(params), 0.5)
+    support.assert_same_bits(nnx.to_pure_dict(top), plain)
+    assert int((nnx.merge(graph, top).kernel[...] == 0).sum()) == 16
+    grads = jax.grad(lambda p: jnp.sum(optperm.keep_top(p, 0.5)["kernel"].get_value()))(params)
+    assert (grads["kernel"].get_value() == 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -255,6 +256,49 @@ def strange():
     """Numbers that careless arithmetic changes."""
     numbers = [-0.0, 0.0, 1e-45, -1e-40, math.inf, -math.inf, math.nan, 1.0, 3e38, -0.3]
     return jnp.array(np.float32(numbers * 2))
+
+
+SHARED = {"w": jnp.ones((4, 4)), "deep": {"v": jnp.ones((4, 4)), "b": jnp.ones(4)}}
+REFUSES_SHARES = {
+    "prune": lambda share: optperm.prune(SHARED, optperm.mask_elements().init(SHARED), share)[0],
+    "freeze": lambda share: optperm.freeze(
+        optperm.mask_elements().init(SHARED), share, scores=SHARED
+    ),
+    "keep_top": lambda share: optperm.keep_top(SHARED, share),
+    "prune_gradually": lambda share: optperm.prune_gradually(optax.sgd(0.1), share, 1.0).init(
+        SHARED
+    ),
+    "rigl": lambda share: optperm.rigl(optax.sgd(0.1), share, end=200, key=jax.random.key(0)).init(
+        SHARED
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSES_SHARES)
+def test_a_share_of_a_leaf_that_is_not_included_is_refused(name):
+    """A share of a branch is a share of its included leaves, and 0 of another one is right."""
+    call = REFUSES_SHARES[name]
+    for share in ({"w": 0.5, "deep": 0.5}, {"w": 0.5, "deep": {"v": 0.25, "b": 0.0}}):
+        call(share)
+    with pytest.raises(
+        ValueError, match=r"\['deep'\]\['b'\] is 0.5, but that leaf is not inc.*include="
+    ):
+        call({"w": 0.5, "deep": {"v": 0.25, "b": 0.5}})
+
+
+@pytest.mark.parametrize("name", ["prune", "keep_top", "erk_sparsity"])
+def test_a_whole_equinox_model_is_refused_with_the_filter(name):
+    model = eqx.nn.MLP(4, 4, 8, 1, key=jax.random.key(0))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    state = optperm.mask_elements().init(params)
+    call = {
+        "prune": lambda model: optperm.prune(model, state, 0.5)[0],
+        "keep_top": lambda model: optperm.keep_top(model, 0.5),
+        "erk_sparsity": lambda model: optperm.erk_sparsity(model, 0.5),
+    }[name]
+    with pytest.raises(TypeError, match=r"params.activation must be an array.*eqx.filter\(model"):
+        call(model)
+    assert jax.tree.structure(call(params)) == jax.tree.structure(params)
 
 
 def test_frozen_weights_keep_their_bits():

@@ -199,7 +199,7 @@ def test_a_state_that_cannot_be_restarted_is_refused(optimizer, named):
     """A mask says nothing about arrays of another form than params."""
     params = {"a": jnp.ones((4, 6)), "b": jnp.ones((2, 4))}
     tx = optperm.rigl(optimizer, 0.5, end=200, key=KEY)
-    with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave optax.flatten"):
+    with pytest.raises(ValueError, match=f"an array of shape .*{named}, .*leave out optax.flatten"):
         tx.init(params)
 
 
