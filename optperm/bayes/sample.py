@@ -31,8 +31,8 @@ _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _WARMUP = 1000
 _UNSEEN = (
     "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
-    "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and add "
-    "the log of the Jacobian (u) to log_prior."
+    "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
+    "add the log of the Jacobian (u) to log_prior."
 )
 
 Sampler = Callable[[int, int], optax.GradientTransformation]
