@@ -80,7 +80,9 @@ def calibration(
       (0.0, [0, 4], [0.0, 0.75])
 
     Notes:
-      If two classes are equally probable, the first is the prediction.
+      If two classes are equally probable, the first is the prediction. The edges b / B are rounded to
+      the dtype of the probabilities. In float32, sums over some million examples in a bin are inexact:
+      with more than 2^24 right predictions in a bin its accuracy is too small. Then enable float64.
 
     Raises:
       TypeError: If the probabilities are not floating, or the labels or `num_bins` not integers.
@@ -149,6 +151,8 @@ def classification_scores(
 
     Notes:
       The NLL is infinite if a label has probability zero. The Brier score of an example is at most 2.
+      For some million examples in float32, the accuracy and the calibration error are inexact: see
+      `optperm.calibration`.
       `optperm.calibration` returns the bins of the calibration error.
 
     Raises:

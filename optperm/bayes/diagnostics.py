@@ -65,7 +65,7 @@ def judge_chains(samples: Samples, values: np.ndarray, states: list[Any]) -> lis
             f"In {left_out} steps some gradients were not finite, and their entries did not move: the "
             "draws of these entries do not follow the posterior."
         )
-    unmoved = values.std(axis=1).max(axis=0) == 0 if values.shape[1] > 1 else np.zeros(0)
+    unmoved = find_unmoved(values) if values.shape[1] > 1 else np.zeros(0)
     if np.any(unmoved) and _COLD not in found and states:
         found.append(
             f"{int(unmoved.sum())} of {unmoved.size} entries have not moved in any chain: see that "
@@ -221,9 +221,9 @@ def langevin_biases(values: np.ndarray, state: SgldState | SghmcState) -> Langev
 def describe_r_hat(value: float) -> str:
     """Return the warning of a split R-hat that is too large."""
     return (
-        f"The largest split R-hat is {value:.3g}: the chains have too few draws to tell, have not mixed, "
-        "or are in several modes (a parameter and its mirror image). Draw longer ones, and look at "
-        "their means."
+        f"The largest split R-hat is {value:.3g}: the chains have too few draws to tell, have not "
+        "mixed, or are in several modes (a parameter and its mirror image). Draw longer ones, and look "
+        "at their means."
     )
 
 
@@ -248,6 +248,11 @@ def entries_of(draws: Any) -> np.ndarray:
     stride = -(-sum(int(np.prod(leaf.shape[2:])) for leaf in leaves) // _MOST_ENTRIES)
     parts = [np.asarray(leaf).reshape(*leaf.shape[:2], -1)[..., ::stride] for leaf in leaves]
     return np.concatenate([part.astype(np.float64) for part in parts], axis=-1)
+
+
+def find_unmoved(values: np.ndarray) -> np.ndarray:
+    """Return which entries are the same in all draws of each chain; (entry,)."""
+    return np.all(values == values[:, :1], axis=(0, 1))
 
 
 def is_finite(tree: Any) -> bool:

@@ -78,6 +78,7 @@ def sample_params(
     if num_draws is not None:
         checks.check_static_count("num_draws", num_draws)
     state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")
+    _check_one_model(state)
     for accumulating in find_states(opt_state, optax.MultiStepsState):
         if find_states(accumulating, IvonState):
             raise ValueError(
@@ -126,15 +127,19 @@ def swag_mean(opt_state: Any) -> optax.Params:
       ValueError: If there is no such state, or more than one, or nothing was collected yet.
     """
     state = find_state(opt_state, SwagState, method="swag")
+    _check_one_model(state)
     _check_collected(state)
     return _mean_if_collected(state)
 
 
-def _check_collected(state: SwagState) -> None:
-    if jnp.ndim(state.num_models):
+def _check_one_model(state: IvonState | SwagState) -> None:
+    if jnp.ndim(state.count):
         raise ValueError(
-            "The state of swag has an axis of models: call this under jax.vmap, as it was trained."
+            "opt_state has an axis of models: call this under jax.vmap, as it was trained."
         )
+
+
+def _check_collected(state: SwagState) -> None:
     if can_be_seen(state.num_models) and not state.num_models:
         raise ValueError(
             "swag has collected no params yet: its update does at steps start, start + every, ..."

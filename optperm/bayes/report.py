@@ -139,7 +139,7 @@ def posterior_report(samples: Any, opt_state: Any = None) -> PosteriorReport:
 
 def _report(samples: Samples, opt_state: Any) -> PosteriorReport:
     values = diagnostics.entries_of(samples.params)
-    is_moving = values.std(axis=1).max(axis=0) > 0
+    is_moving = ~diagnostics.find_unmoved(values)
     sound = values[..., is_moving & np.all(np.isfinite(values), axis=(0, 1))]
     is_enough = sound.shape[1] >= _FEWEST and sound.shape[2] > 0
     r_hat, bulk, tail, mcse = convergence(sound) if is_enough else (float("nan"),) * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,11 @@ _PARTS = 10
 # Up to this many params, L-BFGS on all examples takes the starts to an optimum.
 _MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
 _WARMUP = 1000
+_UNSEEN = (
+    "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
+    "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
+    "add the log of the Jacobian (u) to log_prior."
+)
 
 Sampler = Callable[[int, int], optax.GradientTransformation]
 
@@ -141,7 +146,7 @@ def sample(
     loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
     jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
 
-    step = _make_step(tx, loss, data, batch_size)
+    step = _make_step(loss, tx, data, num_data, batch_size)
     keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
     begun = (
         _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
@@ -151,22 +156,15 @@ def sample(
     part = -(-num_draws // _PARTS)
     run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
 
-    def draw(
-        params: Any, opt_state: Any, first_step: Any, warmup: int = 0
-    ) -> tuple[Samples, np.ndarray]:
+    def draw(params: Any, watched: Any, first_step: Any, warmup: int = 0) -> Samples:
         counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
-        carry = (opt_state, *(jnp.full(num_chains, n, jnp.int32) for n in (warmup, 0)))
-        drawn = run(params, carry, keys[1], **counts)
-        opt_state, _, unseen = drawn.last_opt_state
-        return drawn._replace(last_opt_state=opt_state), np.asarray(unseen)
-
-    def draw_on(drawn: Samples) -> tuple[Samples, np.ndarray]:
-        return draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+        return run(params, watched, keys[1], **counts)
 
     opt_state = jit_current(jax.vmap(tx.init))(begun)
     if warmup is None:
         warmup = steps_to_learn(opt_state) or _WARMUP
-    drawn, unseen = draw(begun, opt_state, 0, warmup)
+    none = jnp.zeros(num_chains, jnp.int32)
+    drawn = draw(begun, _Watched(opt_state, none + warmup, none), 0, warmup)
     if starts is None:
         # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
         z = normal_like(jax.random.key_data(keys[2]), begun)
@@ -176,62 +174,66 @@ def sample(
             drawn.params,
             z,
         )
-        drawn, _ = draw(begun, drawn.last_opt_state, drawn.next_step)
-        drawn, unseen = draw_on(drawn)
+        drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
+        watched = drawn.last_opt_state._replace(unseen=none)
+        drawn = draw(drawn.last_params, watched, drawn.next_step)
     parts = []
     for index in range(-(-num_draws // part)):
         if index:
-            drawn, more = draw_on(drawn)
-            unseen = unseen + more
+            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
         here = min(part, num_draws - index * part)
         parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
         if on_draws is not None:
             on_draws(index * part + here, parts[-1])
     draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
-    samples = drawn._replace(params=draws, starts=begun)
+    opt_state, _, unseen = drawn.last_opt_state
+    samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
     warn_of_draws(samples)
-    _warn_of_bounds(unseen, num_steps=len(parts) * part * thinning)
+    if np.any(unseen):
+        warnings.warn(
+            _UNSEEN.format(np.mean(unseen) / (len(parts) * part * thinning)), stacklevel=2
+        )
     return samples
 
 
-def _make_step(
-    tx: optax.GradientTransformationExtraArgs, loss: Callable[..., Any], data: Any, batch_size: int
-) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
-    """Return the step of a chain, which draws its batch.
+class _Watched(NamedTuple):
+    """An optimizer state, and what is watched during its steps.
 
-    It carries the state of the sampler, the steps until draws count, and the number of steps since then
-    in which the density was zero and the gradient finite.
+    Attributes:
+      opt_state: The state.
+      until_draws: Steps of the warm-up that are left.
+      unseen: Steps after the warm-up at which the loss was not finite, but its gradient was.
     """
-    num_data = checks.count_examples("data", data)
 
-    def step(params: Any, carry: Any, key: jax.Array) -> tuple[Any, Any]:
-        opt_state, until_draws, unseen = carry
+    opt_state: Any
+    until_draws: jax.Array
+    unseen: jax.Array
+
+
+def _make_step(
+    loss: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformationExtraArgs,
+    data: Any,
+    num_data: int,
+    batch_size: int,
+) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
+    """Return a step on a batch of the data, for `make_runner`."""
+
+    def step(params: Any, watched: Any, key: jax.Array) -> tuple[Any, Any]:
         rows = jax.random.randint(key, (batch_size,), 0, num_data)
         other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
         batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
         e = evaluate(loss, params, batch, example=example)
-        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
-        # No sampler sees where a density is zero if the gradient is finite there
-        is_unseen = (until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
-        carry = (
+        updates, opt_state = tx.update(e.grad, watched.opt_state, params, **e.extra_args)
+        # A sampler sees a wall only in the gradient
+        is_unseen = (watched.until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
+        return apply_updates(params, updates, opt_state), _Watched(
             opt_state,
-            jnp.maximum(until_draws - 1, 0),
-            unseen + is_unseen.astype(jnp.int32),
+            jnp.maximum(watched.until_draws - 1, 0),
+            watched.unseen + is_unseen.astype(jnp.int32),
         )
-        return apply_updates(params, updates, opt_state), carry
 
     return step
-
-
-def _warn_of_bounds(unseen: np.ndarray, num_steps: int) -> None:
-    """Warn of steps in which the density was zero, and its gradient did not say so."""
-    if np.any(unseen):
-        warnings.warn(
-            f"In {np.mean(unseen) / num_steps:.2%} of the steps the loss or the log prior was infinite, "
-            "as a prior with bounds is, and the gradient was not: the draws ignore it. Transform the "
-            "parameter (m = exp(u)), and add the log of the Jacobian (u) to log_prior.",
-            stacklevel=3,
-        )
 
 
 def _add_prior(

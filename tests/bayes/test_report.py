@@ -91,7 +91,7 @@ def test_figures_and_limits(capsys):
     drifting = (
         np.random.default_rng(0).normal(size=(1, 200, 1)) + np.linspace(0, 5, 200)[None, :, None]
     )
-    assert "have not mixed" in report_of(samples_of(drifting))[0]
+    assert "too few draws to tell, have not mixed" in report_of(samples_of(drifting))[0]
     wild = np.exp(np.linspace(0, 30, 100))[None, :, None] * np.ones((2, 1, 1))
     assert report_of(samples_of(wild))[0].startswith("The chains diverge")
     assert "R-hat" not in report_of(samples_of(wild))[0]
@@ -204,6 +204,16 @@ def test_infinite_draws_of_any_optimizer_are_named():
         optperm.draw_samples(
             step, jnp.ones(1), (), jax.random.key(0), num_chains=2, num_draws=9, thinning=50
         )
+
+
+def test_infinite_draws_of_a_sampler_are_named_without_warnings_of_numpy():
+    draws = autoregressive(0.3, (4, 100, 3))
+    draws[0, 50:, 1] = np.inf
+    draws[1, 60:, 2] = np.nan
+    text, report = report_of(samples_of(draws, kernel_state()))
+    assert text.startswith("The chains diverge")
+    assert "invalid value" not in text
+    assert report.unmoved == 0
 
 
 def test_params_of_16_bits_that_are_too_coarse_are_named():

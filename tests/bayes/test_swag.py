@@ -1,5 +1,7 @@
 """SWAG's mean and covariance against NumPy, and the law of its draws."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -88,8 +90,10 @@ def test_state_of_models_side_by_side_is_read_under_vmap():
     """As `jax.vmap` trained it; read as one model, the error says so."""
     tx, w = optperm.swag(1, rank=2), jnp.arange(6.0).reshape(3, 2)
     state = jax.vmap(tx.init)(w)
-    for read in (optperm.swag_mean, lambda s: optperm.sample_params(s, w, jax.random.key(0))):
+    ivon = jax.vmap(optperm.ivon(0.1, ess=10.0).init)(w)
+    draw = functools.partial(optperm.sample_params, params=w, key=jax.random.key(0))
+    for read, one in ((optperm.swag_mean, state), (draw, state), (draw, ivon)):
         with pytest.raises(ValueError, match=r"axis of models: call this under jax\.vmap"):
-            read(state)
+            read(one)
     _, state = jax.vmap(tx.update)(w, state, w)
     np.testing.assert_array_equal(jax.vmap(optperm.swag_mean)(state), w)
