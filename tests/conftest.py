@@ -10,15 +10,19 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Has to stand before JAX starts its CPU backend. Most of the time goes into compiling small programs,
-# which takes a third less where machine code is not optimized and one thread makes it. Flags that are set
-# stay, such as --xla_cpu_max_isa=AVX2.
-_FLAGS = [
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-    *os.environ.get("XLA_FLAGS", "").split(),
-    "--xla_force_host_platform_device_count=8",
-]
-os.environ["XLA_FLAGS"] = " ".join({each.partition("=")[0]: each for each in _FLAGS}.values())
+# which takes a third less where machine code is not optimized and one thread makes it. Flags that are
+# set stay, such as --xla_cpu_max_isa=AVX2.
+os.environ["XLA_FLAGS"] = " ".join(
+    {
+        each.partition("=")[0]: each
+        for each in [
+            "--xla_backend_optimization_level=0",
+            "--xla_cpu_parallel_codegen_split_count=1",
+            *os.environ.get("XLA_FLAGS", "").split(),
+            "--xla_force_host_platform_device_count=8",
+        ]
+    }.values()
+)
 
 import shutil
 import signal
