@@ -152,9 +152,7 @@ def after_burn_in(
             return cast_like(before.update(g, known[1], params, **extra_args), known)
 
         moves, first_state = when(jnp.logical_not(is_over), first, (moves, state.first))
-        return moves, BurnInState(
-            optax.safe_increment(state.count), is_over, first_state, then
-        )
+        return moves, BurnInState(optax.safe_increment(state.count), is_over, first_state, then)
 
     outer = transformation(init, update, method=method, is_wrapper=True)
     return with_masters(outer, method=method)
