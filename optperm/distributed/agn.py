@@ -250,7 +250,7 @@ def agn(
         check_weight(weight)
         is_commit = ends_period(commit, state, communication_period, axis_name, "agn")
         # Without steps `finish` changes nothing.
-        steps = jnp.maximum(optax.safe_increment(state.since_commit) - (not has_step), 1)
+        steps = jnp.maximum(optax.safe_increment(state.since_commit) - int(not has_step), 1)
 
         # theta <- theta + u(g; s)
         local_step = make_local_step(inner, grads, state, params, extra_args, axis_name)

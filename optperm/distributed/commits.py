@@ -91,7 +91,8 @@ class Replicas:
         of_first = psum(jax.tree.map(lambda b: jnp.where(is_first, b, 0), bits), name)
         others = jax.tree.map(lambda b, f: jnp.any(b != f).astype(jnp.int32), bits, of_first)
         # Every part is divided before the sum, which cannot overflow.
-        w = self.are_finite(local) / jnp.asarray(jax.lax.axis_size(name), accumulation_dtype(local))
+        is_finite = self.are_finite(local).astype(accumulation_dtype(local))
+        w = is_finite / jax.lax.axis_size(name)
         wide = jax.tree.map(lambda p: p.astype(accumulation_dtype(p)), local)
         total, weight, differ = psum((scale(wide, w), w, others), name)
 

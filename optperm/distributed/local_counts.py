@@ -88,7 +88,7 @@ def count_local_steps(
       steps: The local steps since the last commit, with this one.
       has_step: Whether this update makes a local step before the commit.
     """
-    old, last = state.center_state, jnp.maximum(state.count - (not has_step), 0)
+    old, last = state.center_state, jnp.maximum(state.count - int(not has_step), 0)
 
     def update(n: Any, at: Any, params: Any, **extra_args: Any) -> Any:
         at = advance_schedules(at, old, steps - 1, params)

@@ -255,3 +255,22 @@ def test_after_a_switch_the_replicas_have_one_center(method, how):
         center = np.asarray(state.then.center)
         np.testing.assert_array_equal(center, center[:1].repeat(SIZE, axis=0))
     assert trail[-1][1].then.count.tolist() == [6] * SIZE
+
+
+@pytest.mark.parametrize("method", BEGUN)
+def test_a_run_under_strict_promotion(method):
+    """From an init on the mapped axis to a commit alone, with weights: no types or ranks are mixed."""
+    tx = BEGUN[method](axis_name=AXIS)
+
+    def train(params, weight):
+        state = tx.init(params)
+        for flag in (False, True, False, "only"):
+            updates, state = tx.update(params, state, params, commit=flag, weight=weight)
+            params = optperm.apply_updates(params, updates, state)
+        return params, state
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        weights = jnp.arange(1.0, 1.0 + SIZE)
+        params, state = jax.vmap(train, axis_name=AXIS)(jnp.ones((SIZE, 3)), weights)
+    assert state.since_commit.tolist() == [0] * SIZE
+    np.testing.assert_allclose(params, state.center, rtol=1e-6)
