@@ -252,7 +252,7 @@ def _check_wrappers(opt_state: Any) -> None:
         if any(map(exact_entries, find_states(opt_state, state_type))):
             raise ValueError(
                 f"{name} may not wrap a method that places weights, holds them or keeps zeros: its own "
-                "params would not. Put it around the optimizer of that method instead, if there is one."
+                "params would not. A method that takes it as its optimizer may stand around it instead."
             )
 
 
