@@ -512,7 +512,7 @@ def test_labels_and_masks_inside_may_be_prefixes():
     labels = {"a": "x", "b": "y"}
     whole = {"a": {"w": "x"}, "b": {"w": "y", "c": "y"}}
     parts = {"x": optax.scale_by_adam(), "y": optax.scale_by_lion()}
-    low = functools.partial(optperm.low_rank, rank=2, update_every=2)
+    low = functools.partial(optperm.low_rank, rank=2, update_every=2, residual=None)
     found, _ = run(low(optax.partition(parts, labels)), grads)
     support.assert_close(found, run(low(optax.partition(parts, whole)), grads)[0])
     masked, _ = run(low(optax.masked(optax.scale_by_adam(), {"a": True, "b": False})), grads)
