@@ -161,6 +161,8 @@ def agn(
       All replicas begin with the same params. If `init` is called where the axis is mapped, as by
       `optperm.switch_after` at the switch, and the params differ, the center is their mean.
 
+      The center takes the entries that `optimizer` holds or keeps at zero, where all replicas do so.
+
       Local steps send nothing. `"mean"` and `"sum"` are one all-reduce of float32 (float64 if a param
       is); `"sequential"` is an all-gather, or an all-reduce of rows if a replica is sharded; `"pairs"`
       permutes centers and contributions. The collective is in a conditional of the compiled program,
@@ -192,7 +194,7 @@ def agn(
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
         gradients arrive there summed over it, the trees passed to `update` do not match, or a state of
         `optimizer` has one count for its moments and perhaps for a schedule (`optax.contrib.prodigy`,
-        `dadapt_adamw`, `momo`, or a state that is not known): pass a `center_optimizer`. If a pull would
+        `dadapt_adamw`, `momo`, or a state that is not known) or chooses zeros (`optperm.rigl`): pass a `center_optimizer`. If a pull would
         not move the points to which the local optimizer leads params (`optax.contrib.schedule_free`,
         `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
 
