@@ -192,11 +192,11 @@ def agn(
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, the trees passed to `update` do not match, or a state of
-        `optimizer` has one count for its moments and perhaps for a schedule (`optax.contrib.prodigy`,
-        `dadapt_adamw`, `momo`, or a state that is not known) or chooses zeros (`optperm.rigl`): pass a `center_optimizer`. If a pull would
-        not move the points to which the local optimizer leads params (`optax.contrib.schedule_free`,
-        `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
+        gradients arrive there summed over it, or the trees passed to `update` do not match. Without a
+        `center_optimizer`: if a state of `optimizer` has one count for its moments and perhaps for a
+        schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or a state that is not known), or
+        chooses zeros (`optperm.rigl`). If a pull would not move the points to which the local optimizer
+        leads params (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017

@@ -181,10 +181,11 @@ def diloco(
 
     Notes:
       Local gradients, `commit=` and `weight=` of `update`, extra arguments, replicas that begin apart,
-      wrappers (around `inner`, not around `diloco`), zeros and held entries of the center and exact
+      wrappers (around `inner`, not around `diloco`), zeros and held entries of the center, and exact
       params by `optperm.apply_updates` are as in `optperm.agn`. Only a replica whose params are not
-      finite is left out of an exchange: entries of a gradient that are not finite count as zero. The pull puts such params back on the center, for any `mixing`, but only
-      by `optperm.apply_updates`: NaN plus an update is NaN.
+      finite is left out of an exchange: entries of a gradient that are not finite count as zero. The
+      pull puts such params back on the center, for any `mixing`, but only by `optperm.apply_updates`:
+      NaN plus an update is NaN.
 
       With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True and
       `"only"` exchange all fragments at once, without a delay, and replace what is in flight. With more
