@@ -75,7 +75,8 @@ class Predictions(NamedTuple):
         Raises:
           ValueError: As `entropy`.
         """
-        return self.entropy() - jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
+        within = jnp.mean(_entropy(self.draws.astype(self.mean.dtype)), axis=(0, 1))
+        return jnp.maximum(self.entropy() - within, 0)  # rounding may leave less than nothing
 
 
 def _entropy(probabilities: jax.Array) -> jax.Array:

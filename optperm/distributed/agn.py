@@ -196,7 +196,7 @@ def agn(
         `center_optimizer`: if a state of `optimizer` has one count for its moments and perhaps for a
         schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or a state that is not known), or
         chooses zeros (`optperm.rigl`). If a pull would not move the points to which the local optimizer
-        leads params (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `optperm.katyusha`).
+        leads params (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`).
 
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
