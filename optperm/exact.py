@@ -116,6 +116,25 @@ class PlacingState(ExactState, Protocol):
 
 
 @runtime_checkable
+class CommittingState(Protocol):
+    """A state of a method that commits without a step where `update` gets `commit="only"`."""
+
+    def steps_since_commit(self) -> jax.Array:
+        """Return the number of steps that the center lacks."""
+        ...
+
+
+def only_commits(new: Any, old: Any) -> Any:
+    """Return an old state with the new states of methods that commit; others made a step of nothing."""
+    return jax.tree.map(
+        lambda before, after: after if isinstance(before, CommittingState) else before,
+        old,
+        new,
+        is_leaf=lambda node: isinstance(node, CommittingState),
+    )
+
+
+@runtime_checkable
 class LastState(Protocol):
     """A state of a method whose own steps must be taken as they are."""
 

@@ -11,8 +11,16 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import cast_like
 from optperm.contract.mapped_axes import cond
+from optperm.contract.states import find_states
 from optperm.contract.transformation import transformation
-from optperm.exact import Exact, exact_entries, placing_states, replace_targets
+from optperm.exact import (
+    CommittingState,
+    Exact,
+    exact_entries,
+    only_commits,
+    placing_states,
+    replace_targets,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Int32
@@ -121,12 +129,19 @@ def switch_after(
     def update(
         grads: optax.Updates, state: SwitchAfterState, params: optax.Params, **extra_args: Any
     ) -> tuple[optax.Updates, SwitchAfterState]:
-        is_switched = state.switched | (state.count >= jnp.asarray(num_steps, jnp.int32))
+        # A commit without a step is one of the phase that took the last step.
+        commit = extra_args.get("commit")
+        has_step = not (isinstance(commit, str) and commit == "only")
+        is_due = state.count >= jnp.asarray(num_steps, jnp.int32)
+        is_switched = state.switched | (is_due & has_step)
 
         def step(
             tx: optax.GradientTransformationExtraArgs, tx_state: Any
         ) -> tuple[optax.Updates, Any]:
+            if not has_step and not find_states(tx_state, CommittingState):
+                return optax.tree.zeros_like(params), tx_state
             moves, new_state = tx.update(grads, tx_state, params, **extra_args)
+            new_state = new_state if has_step else only_commits(new_state, tx_state)
             return cast_like(moves, params), cast_like(new_state, tx_state)
 
         def start(then_state: Any, params: optax.Params) -> Any:
@@ -138,7 +153,7 @@ def switch_after(
 
         # u_t = first(g_t) for t < T; a tracked second optimizer only learns from the gradients
         def in_first() -> tuple[optax.Updates, Any, Any]:
-            then_state = step(after, state.then)[1] if track else state.then
+            then_state = step(after, state.then)[1] if track and has_step else state.then
             moves, first_state = step(before, state.first)
             return moves, first_state, then_state
 
@@ -154,7 +169,7 @@ def switch_after(
         # The first branch is traced first, so its error names trees that do not match.
         moves, first_state, then_state = cond(jnp.logical_not(is_switched), in_first, in_then)
         return moves, SwitchAfterState(
-            count=optax.safe_increment(state.count),
+            count=optax.safe_increment(state.count) if has_step else state.count,
             switched=is_switched,
             first=first_state,
             then=then_state,

@@ -490,7 +490,8 @@ REFUSED = {
     ],
     "laperm.init": [
         value_error("optimizer places params", optimizer=optperm.sgperm()),
-        value_error("or holds some", optimizer=optax.chain(sgd(), optperm.mask_elements())),
+        value_error("holds some", optimizer=optax.chain(sgd(), optperm.mask_elements())),
+        value_error("keeps zeros", optimizer=optperm.prune_gradually(sgd(), 0.5, 1.0)),
         value_error(r"output_axes \(3,\) .*kernel", output_axes=3, params=KERNEL),
     ],
     "pca_basis": [

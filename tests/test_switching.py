@@ -309,7 +309,7 @@ def test_every_function_of_a_state_is_tested_in_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore:The (first|largest) ")
+@pytest.mark.filterwarnings("ignore:The (first|largest|least) ")
 @pytest.mark.parametrize("name", READ)
 def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """And of two states that of the phase that runs is found."""
@@ -318,9 +318,7 @@ def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     over = optperm.switch_after(2, tx, sgd()).init(p)._replace(switched=jnp.array(True))
     yet_to_come = optperm.switch_after(2, sgd(), tx).init(p)
     for opt_state in (over, yet_to_come, (optax.EmptyState(), yet_to_come)):
-        with pytest.raises(
-            ValueError, match=r"in a phase of optperm\.switch_after that is not running"
-        ):
+        with pytest.raises(ValueError, match=r"in a phase \(of .*\) that is not running"):
             call(opt_state, p)
     both = optperm.switch_after(2, tx, tx).init(p)
     call(both, p)

@@ -74,13 +74,19 @@ class AgnState(NamedTuple):
         where = jax.tree.map(lambda _: self.pulled, self.center)
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
+    def steps_since_commit(self) -> jax.Array:
+        """Return the number of steps that the center lacks."""
+        return self.since_commit
+
     def replace_targets(self, other: Any) -> AgnState:
         """Return this state with the center of another, and with the targets of its optimizers.
 
         Args:
           other: A state of the same form.
         """
-        return replace_center(self, other)
+        # What was accumulated belongs to the center of before.
+        accumulator = optax.tree.zeros_like(self.accumulator)
+        return replace_center(self, other)._replace(accumulator=accumulator)
 
 
 def agn(

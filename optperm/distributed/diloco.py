@@ -93,13 +93,21 @@ class DilocoState(NamedTuple):
         where = jax.tree.unflatten(structure, flags)
         return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
 
+    def steps_since_commit(self) -> jax.Array:
+        """Return the number of steps that the center lacks."""
+        return self.since_commit
+
     def replace_targets(self, other: Any) -> DilocoState:
         """Return this state with the center of another, and with the targets of its optimizers.
 
         Args:
           other: A state of the same form.
         """
-        return replace_center(self, other)
+        # What is in flight, or was not sent, belongs to the center of before.
+        return replace_center(self, other)._replace(
+            weights=jnp.full_like(self.weights, NOTHING),
+            residual=optax.tree.zeros_like(self.residual),
+        )
 
 
 def diloco(

@@ -270,6 +270,7 @@ def _common_extras(
 def replace_center(state: Any, other: Any) -> Any:
     """Return a state with the center of another state, and with the targets of its optimizers."""
     return state._replace(
+        since_commit=jnp.zeros_like(state.since_commit),
         center=other.center,
         local_state=replace_targets(state.local_state, other.local_state),
         center_state=replace_targets(state.center_state, other.center_state),

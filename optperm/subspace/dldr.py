@@ -53,12 +53,9 @@ class DldrState(NamedTuple):
     is_restarted: Bool[Array, ""]
 
     def phases(self) -> list[tuple[Any, jax.Array | bool]]:
-        """Return the state of the optimizer of the first phase, until it is over, and of the second.
-
-        A basis set by hand begins the second phase, so its state may be looked into from the start.
-        """
-        is_first = [~subspace.is_set for subspace in _find_subspaces(self.second)]
-        return [(self.optimizer_state, is_first[0]), (self.second, True)]
+        """Return the state of the optimizer of the first phase, until it is over, and of the second."""
+        (subspace,) = _find_subspaces(self.second)
+        return [(self.optimizer_state, ~subspace.is_set), (self.second, subspace.is_set)]
 
     def exact(self) -> list[Exact]:
         """Return the exact entries of the phase, and the start of the second one."""

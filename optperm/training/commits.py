@@ -16,6 +16,7 @@ from optperm.contract.states import fill_masked, find_running_states, find_state
 from optperm.contract.transformation import known_extra_args
 from optperm.distributed.center import LOCAL_STATES
 from optperm.evaluation import evaluate
+from optperm.exact import only_commits
 from optperm.training.layout import Layout
 from optperm.training.steps import compile_on_replicas, unwrap_keys, wrap_keys
 from optperm.training.train_state import Model, TrainState
@@ -54,14 +55,7 @@ def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layo
             if not steps_since_commit(now.opt_state):
                 break
 
-    def is_local(node: Any) -> bool:
-        return isinstance(node, LOCAL_STATES)
-
-    def choose(old: Any, new: Any) -> Any:
-        return new if is_local(old) else old
-
-    chosen = jax.tree.map(choose, carry.opt_state, now.opt_state, is_leaf=is_local)
-    return carry.replace(opt_state=chosen)
+    return carry.replace(opt_state=only_commits(now.opt_state, carry.opt_state))
 
 
 def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[..., Any]:
