@@ -325,3 +325,41 @@ def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     if name != "posterior_report":
         with pytest.raises(ValueError, match=r"not known within jax\.jit"):
             jax.jit(lambda s: jax.tree.leaves(call(s, p)))(both)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
+    """At the very step of a switch, and as no step of the phases; SGD has nothing to commit."""
+    tx = optperm.switch_after(3, optperm.agn(sgd(0.1), 9), optperm.agn(sgd(0.1), 9))
+    p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
+    for _ in range(3):
+        u, opt_state = tx.update(jnp.float32(1.0), opt_state, p)
+        p = optperm.apply_updates(p, u, opt_state)
+    steps = 0
+    for _ in range(2):  # the second one changes nothing
+        u, opt_state = tx.update(jnp.float32(jnp.nan), opt_state, p, commit="only")
+        p, steps = optperm.apply_updates(p, u, opt_state), int(opt_state.count)
+        support.assert_same_bits(p, optperm.center_params(opt_state, final=True))
+    assert steps == 3
+    np.testing.assert_allclose(p, 0.9, rtol=1e-6)  # AGN's step of the mean gradient
+    before = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1))).init(p)
+    u, after = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1))).update(
+        jnp.float32(jnp.nan), before, p, commit="only"
+    )
+    assert u == 0
+    support.assert_same_bits(after, before)
+
+
+@pytest.mark.usefixtures("lenient")
+@pytest.mark.parametrize("plan", [4, optperm.Every(4, delay=2)])
+def test_a_tracked_center_begins_at_the_switch(plan):
+    """Nothing that it got in the first phase, sent or in flight, reaches the new center."""
+    then = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan)
+    tx = optperm.switch_after(5, optax.sgd(0.5), then, track=True)
+    p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
+    for t in range(10):
+        u, opt_state = tx.update(jnp.float32(1.0), opt_state, p)
+        after = optperm.apply_updates(p, u, opt_state)
+        # A step, or a pull to a center of at most two steps ago.
+        np.testing.assert_array_less(np.abs(after - p), 0.51 if t < 5 else 0.31)
+        p = after

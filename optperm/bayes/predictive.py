@@ -117,7 +117,9 @@ def posterior_predictive(
       is evaluated at a time, and the predictions of all draws are held in memory. If `predict_fn`
       returns the log likelihood of each example, ArviZ takes `draws` as its group `log_likelihood`, for
       PSIS-LOO. Each call traces `predict_fn`, so that values that it reads from outside, such as a
-      temperature, are the current ones. A program is compiled only if it differs from earlier programs.
+      temperature, are the current ones, but for functions that `predict_fn` gives to `jax.lax.scan`,
+      `jax.lax.cond` or `jax.checkpoint`, whose traces JAX keeps. A program is compiled only if it
+      differs from earlier programs.
 
     Raises:
       TypeError: If `predict_fn` is no function or does not return one array of real floating dtype, or

@@ -14,14 +14,14 @@ import optax
 
 from optperm.bayes.constant_sgd import constant_sgd
 from optperm.bayes.normal_noise import normal_like
-from optperm.bayes.report import warn_of_draws
+from optperm.bayes.report import SAMPLERS, warn_of_draws
 from optperm.bayes.sampling import Samples, make_runner, steps_to_learn
 from optperm.contract import checks
 from optperm.contract.current import jit_current
 from optperm.contract.dtypes import all_finite, cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.shardings import explicit_sharding
-from optperm.contract.states import without_variables
+from optperm.contract.states import check_runs, without_variables
 from optperm.evaluation import evaluate
 from optperm.exact import apply_updates
 
@@ -161,6 +161,7 @@ def sample(
         return run(params, watched, keys[1], **counts)
 
     opt_state = jit_current(jax.vmap(tx.init))(begun)
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
     if warmup is None:
         warmup = steps_to_learn(opt_state) or _WARMUP
     none = jnp.zeros(num_chains, jnp.int32)

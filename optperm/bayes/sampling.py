@@ -20,7 +20,7 @@ from optperm.contract.current import jit_current
 from optperm.contract.dtypes import cast_like
 from optperm.contract.keys import is_key
 from optperm.contract.shardings import can_be_seen
-from optperm.contract.states import find_states, without_variables
+from optperm.contract.states import check_runs, find_states, without_variables
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int32, PyTree, Shaped
@@ -102,14 +102,16 @@ def draw_samples(
       True
 
     Notes:
-      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces
-      `step`, so that values that it reads from outside are the current ones, and compiles a program only
-      if it differs from earlier programs. Draws of 16-bit params are the sampler's copy in float32
+      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces `step`,
+      so that values that it reads from outside are the current ones (functions that it gives to
+      `jax.lax.scan` and the like keep what they read), and compiles a program only if it differs from
+      earlier programs. Draws of 16-bit params are the sampler's copy in float32
       (`optperm.MasterState`), without the variance of rounding. `optperm.sample` owns the loop.
 
     Raises:
       TypeError: If an argument is of the wrong type.
-      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if leaves have an axis of
+      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if a sampler is in a phase
+        of `optperm.switch_after` that is not running; if leaves have an axis of
         chains without `stacked`, or none of `num_chains` with it; if `step` changes the form of its
         arguments.
     """
@@ -123,6 +125,7 @@ def draw_samples(
     samplers: list[Any] = find_states(opt_state, SAMPLERS)
     if not stacked and any(jnp.ndim(state.count) for state in samplers):
         raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
+    check_runs(opt_state, SAMPLERS, method="The sampler")
     if warmup is None:
         warmup = steps_to_learn(opt_state)
     run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)

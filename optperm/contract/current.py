@@ -23,10 +23,11 @@ def jit_current(
     """Compile a function as `jax.jit` does, without programs that hold old values of what it reads.
 
     `jax.jit` finds a program by the function alone, and does not see that a global, an attribute or a
-    captured value has changed. The function that this returns traces again, once for each type of its
-    arguments: make it in each call of a public function. A program is compiled only if no earlier
-    program has the same text. A program is always compiled if it calls functions of the host, or holds
-    captured arrays of more than 2**18 entries.
+    captured value has changed. (JAX also keeps the traces of functions that are given to `jax.lax.scan`,
+    `jax.lax.cond` or `jax.checkpoint`, as long as they live: these keep what they read.) The function
+    that this returns traces again, once for each type of its arguments: make it in each call of a public
+    function. A program is compiled only if no earlier program has the same text. A program is always
+    compiled if it calls functions of the host, or holds captured arrays of more than 2**18 entries.
 
     Args:
       function: A function of trees of arrays, given by position. It may be unhashable.

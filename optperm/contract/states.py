@@ -13,6 +13,7 @@ from optperm.contract import checks
 from optperm.contract.shardings import row_sharding
 
 State = TypeVar("State")
+_PHASED = "of optperm.switch_after, for example"
 
 
 @runtime_checkable
@@ -48,9 +49,7 @@ def find_running_states(
 def check_runs(opt_state: Any, state_type: Any, *, method: str) -> None:
     """Raise if all states of a type are in phases that are not running."""
     if find_states(opt_state, state_type) and not find_running_states(opt_state, state_type):
-        raise ValueError(
-            f"{method} is in a phase (of optperm.switch_after or dldr) that is not running."
-        )
+        raise ValueError(f"{method} is in a phase ({_PHASED}) that is not running.")
 
 
 def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
@@ -81,15 +80,13 @@ def _is_running(flag: Any) -> bool:
     """Return the flag of a phase, one for all replicas."""
     if isinstance(flag, jax.core.Tracer):
         raise ValueError(
-            "Which phase (of optperm.switch_after or dldr) is running is not known within jax.jit or jax.vmap: "
-            "call this outside of them, or pass the state of the phase."
+            f"Which phase ({_PHASED}) is running is not known within jax.jit or jax.vmap: call this "
+            "outside of them, or pass the state of the phase."
         )
     # An array of several processes has values on this process as well.
     values = {bool(each) for each in local_values(flag).ravel()}
     if len(values) > 1:
-        raise ValueError(
-            "The states are in different phases (of optperm.switch_after or dldr): pass one."
-        )
+        raise ValueError(f"The states are in different phases ({_PHASED}): pass one.")
     return values.pop()
 
 
@@ -128,7 +125,7 @@ def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
     if found:
         advice = f"{len(found)}: pass the part that belongs to one of them"
     elif find_states(opt_state, state_type):
-        advice = "it only in a phase (of optperm.switch_after or dldr) that is not running"
+        advice = f"it only in a phase ({_PHASED}) that is not running"
     else:
         advice = "none: pass the state of an optimizer that is built with it"
     raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")

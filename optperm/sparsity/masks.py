@@ -204,7 +204,8 @@ def prune(
       [0.0, 1.0]
 
     Notes:
-      It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan`, with a traced fraction and key. A Python
+      It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan` (but not on a state of
+      `optperm.switch_after`, whose phase is not known there), with a traced fraction and key. A Python
       or NumPy fraction is the decimal number that it is printed as; a JAX array, traced or not, is
       rounded to a multiple of :math:`2^{-24}`. A traced fraction that is out of range counts as the
       nearest limit, and NaN as 0.

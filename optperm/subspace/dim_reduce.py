@@ -57,8 +57,8 @@ class DimReduceState(NamedTuple):
         """Return a warning for a transformation that changes the updates after this method."""
         return (
             "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
-            "entries that it holds, spoil the curvature. Pass it as the optimizer: "
-            "optperm.dim_reduce(optax.chain(optax.sgd(0.1), optperm.mask_elements()), ...)."
+            "entries that it holds, spoil the curvature. Pass it as the optimizer, with a basis that is "
+            "zero at held entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
         )
 
 
@@ -140,6 +140,10 @@ def dim_reduce(
       the loss hides the decrease. The search knows no curvature condition: where the curvatures in the
       subspace differ by 1e4 or more it takes several times as many steps as BFGS in SciPy. A residual
       :math:`g - P^\top g_k` of the size of its own rounding counts as zero.
+
+      Entries that `optperm.mask_elements` holds, inside or in front of this method, must be zero in the
+      basis, as they are in one of a trajectory under the same mask. With another basis the search
+      stalls: it tries steps that are not taken.
 
       `line_search="mindspore"` is the search of MindSpore, which may stall forever (from a curvature of
       2.2 on, with its two trials):

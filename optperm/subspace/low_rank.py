@@ -152,7 +152,8 @@ def low_rank(
         treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
         each new basis vector has a nonnegative product with the last one. Adamax and ADOPT, which share
         Adam's state with other moments, need False: `init` takes one step of `inner` on a few numbers to
-        find them. If `inner` cannot take this step, such a state counts as Adam's.
+        find them. If `inner` cannot take this step, or makes all entries of one size
+        (signs) before, such a state counts as Adam's.
       scale: A factor on the steps of projected leaves.
       side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
         or the "larger" side, for a smaller state and a poorer subspace.

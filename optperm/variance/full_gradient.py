@@ -90,10 +90,12 @@ def full_gradient(
       `jax.grad` does.
 
       Each call traces the loss once for each batch shape, so that values that `loss_fn` reads from
-      outside (a global, an attribute, batch statistics) are the current ones. A program is compiled
-      only where it differs from earlier programs, and in each call if the loss calls functions of the
-      host or captures an array of more than 2**18 entries. Bind arrays that are large, or change from
-      call to call, by `jax.tree_util.Partial`: as arguments of the program they need no new compilation.
+      outside (a global, an attribute, batch statistics) are the current ones; but JAX itself keeps what
+      a function read that it gets in `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`. A program is
+      compiled only where it differs from earlier programs, and in each call if the loss calls functions
+      of the host or captures an array of more than 2**18 entries. Bind arrays that are large, or change
+      from call to call, by `jax.tree_util.Partial`: as arguments of the program they need no new
+      compilation.
 
       Random numbers of a loss, such as dropout masks, are drawn once: the result is the gradient of
       that draw, unbiased over draws, and not the mean over masks. For a mean over several masks pass

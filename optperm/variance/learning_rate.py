@@ -82,8 +82,9 @@ def svrg_learning_rate(
       this function found, and 4 times in one of the ten cases, with raw features
       (`benchmarks/convex.py`).
 
-      Each call traces the loss, so that values that `loss_fn` reads from outside are the current
-      ones.
+      Each call traces the loss, so that values that `loss_fn` reads from outside are the current ones,
+      but for functions that it gives to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`, whose
+      traces JAX keeps.
 
     Raises:
       TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, a number

@@ -324,3 +324,22 @@ def test_gradient_that_is_not_finite_skips_a_step_in_either_phase(name):
         if name != "dim_reduce":
             support.assert_same_bits(state_after.second, opt_state.second)
         assert state_after.count == taken + 1
+
+
+def test_a_mask_of_the_second_phase_cannot_be_set_in_the_first():
+    """Its zeros would not hold; with a mask in both phases that of the first is set."""
+    masked = optax.chain(FIRST, optperm.mask_elements())
+    later = optperm.dldr(FIRST, optperm.dim_reduce(masked, n_components=2), **OPTIONS)
+    with pytest.raises(ValueError, match=r"in a phase \(.*\) that is not running"):
+        optperm.prune(valley.start(), later.init(valley.start()), 0.5, include=lambda *_: True)
+    both = optperm.dldr(masked, optperm.dim_reduce(masked, n_components=2), **OPTIONS)
+    params, opt_state = optperm.prune(
+        valley.start(), both.init(valley.start()), 0.5, include=lambda *_: True
+    )
+    first = opt_state.optimizer_state[1].mask
+    assert sum(int(jnp.sum(~mask)) for mask in jax.tree.leaves(first)) > 0
+    assert all(jax.tree.leaves(jax.tree.map(jnp.all, opt_state.second.inner_state[1].mask)))
+    support.assert_same_bits(
+        jax.tree.map(lambda p, m: p[~m], params, first),
+        jax.tree.map(lambda p, m: jnp.zeros_like(p[~m]), params, first),
+    )
