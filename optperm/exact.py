@@ -15,6 +15,7 @@ import optax
 from optperm.contract import checks
 from optperm.contract.dtypes import accumulation_dtype
 from optperm.contract.states import (
+    PhasedState,
     fill_masked,
     find_states,
     is_masked,
@@ -339,8 +340,15 @@ def _changing(state: Any, *, may_hold: bool) -> list[Any]:
         return [part for each in state for part in _changing(each, may_hold=may_hold)]
     if isinstance(state, WatchingState) and not state.changes_updates():
         return []
-    holds = isinstance(state, ExactState) and not _is_placing(state)
-    return [] if holds and may_hold else [state]
+    return [] if may_hold and _only_holds(state) else [state]
+
+
+def _only_holds(state: Any) -> bool:
+    """Return whether a state is of a transformation that holds entries and does nothing else."""
+    if not isinstance(state, ExactState) or isinstance(state, PhasedState):
+        return False
+    entries = state.exact()
+    return bool(entries) and all(each.values is None for each in entries)
 
 
 def _select_updated(params: Any, updates: Any) -> Any:

@@ -62,6 +62,11 @@ AFTER = {
     "inside": (optax.masked(optax.chain(optperm.sgperm(), DECAY), {"kernel": True}),),
     "laperm": (optperm.laperm(optax.sgd(0.1), 1), DECAY),
     "prox": (optperm.sgperm(), optperm.proximal(0.1, l1=0.1)),
+    "named chain": (
+        optax.named_chain(("z", optax.clip(1.0)), ("perm", optperm.sgperm()), ("decay", DECAY)),
+    ),
+    "masked": (optperm.sgperm(), optax.masked(DECAY, {"kernel": True})),
+    "switch": (optperm.sgperm(), optperm.switch_after(9, optax.sgd(0.1), optax.sgd(0.1))),
 }
 KERNEL = {"kernel": jnp.float32([[0.3, -0.1], [0.2, 0.4], [-0.6, 0.5]])}
 
