@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 _T = TypeVar("_T")
+_CONFIG: Any = jax.config  # whose attributes not every release has types for
 # Compiled programs by all that they depend on, the least recently used first.
 _PROGRAMS: dict[Any, Callable[..., Any]] = {}
 _MOST_PROGRAMS, _MOST_ENTRIES = 64, 2**18
@@ -52,7 +53,7 @@ def jit_current(
         leaves, structure = jax.tree.flatten(args)
         # Each kind of leaf is looked at once, since a loop may call this in each step.
         is_traced = any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves)))
-        if is_traced or jax.config.jax_disable_jit:
+        if is_traced or _CONFIG.jax_disable_jit:
             return fresh(*args)
         form = structure, tuple([_describe(leaf) for leaf in leaves])
         # In a loop the types are those of the last call, the same objects, which compare fast.
@@ -91,7 +92,7 @@ def _find_or_compile(fresh: Any, form: Any, args: tuple[Any, ...]) -> Callable[.
         return compiled
     # A text does not hold the containers and weak types of the results either.
     results = jax.tree.structure(lowered.out_info), tuple(traced.jaxpr.out_avals)
-    place = jax.config.jax_default_device
+    place = _CONFIG.jax_default_device
     key = form, results, place, hashlib.sha256(text.encode()).digest()
     program = _PROGRAMS.pop(key, None)
     _PROGRAMS[key] = program = lowered.compile() if program is None else program
