@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 
-from optperm.contract.states import fill_masked, find_state
+from optperm.contract.states import fill_masked, find_state, local_values
 from optperm.distributed.agn import AgnState
 from optperm.distributed.diloco import DilocoState
 
@@ -52,15 +50,8 @@ def center_params(
         step was not a commit of all params.
     """
     state: Any = find_state(opt_state, LOCAL_STATES, method="agn or optperm.diloco")
-    if final and (steps := _largest_here(state.since_commit)):
+    if final and (steps := int(local_values(state.since_commit).max())):
         raise ValueError(
             f"The center lacks (parts of) the last {steps} steps: end with commit=True."
         )
     return state.center if params is None else fill_masked(state.center, params)
-
-
-def _largest_here(count: Any) -> int:
-    """Return the largest count of the replicas of this process; all replicas count the same steps."""
-    shards = getattr(count, "addressable_shards", None)
-    parts = [count] if shards is None else [shard.data for shard in shards]
-    return max((int(np.max(jax.device_get(part))) for part in parts), default=0)

@@ -93,8 +93,7 @@ def count_local_steps(
     def update(n: Any, at: Any, params: Any, **extra_args: Any) -> Any:
         at = advance_schedules(at, old, steps - 1, params)
         with schedules_at(last):
-            moves, after = optimizer.update(n, at, params, **extra_args)
-        return moves, advance_schedules(after, old, steps, params)
+            return optimizer.update(n, at, params, **extra_args)
 
     return optimizer._replace(update=update)
 
