@@ -28,7 +28,7 @@ AXIS, REPLICAS, SIDE = "replica", 4, 1024
 ADAMW = optax.with_extra_args_support(optax.adamw(1e-3))
 AGN = functools.partial(optperm.agn, ADAMW, 10, axis_name=AXIS)
 DILOCO = functools.partial(optperm.diloco, ADAMW, sync_every=10, axis_name=AXIS)
-TOP_K = optperm.compress_top_k(1 / 32, bits=2)
+TOP_K = optperm.distributed.compress_top_k(1 / 32, bits=2)
 
 
 class Case(NamedTuple):
@@ -48,10 +48,10 @@ CASES = {
     '`diloco(commit="pairs")`, counted': Case(DILOCO(commit="pairs")),
     '`agn(commit="sequential")`, `commit=True`': Case(AGN(commit="sequential"), True, 1),
     "`compress_quantized(4)`, `commit=True`": Case(
-        DILOCO(compress=optperm.compress_quantized(4)), True, 1
+        DILOCO(compress=optperm.distributed.compress_quantized(4)), True, 1
     ),
     "`compress_quantized(1)`, `commit=True`": Case(
-        DILOCO(compress=optperm.compress_quantized(1)), True, 1
+        DILOCO(compress=optperm.distributed.compress_quantized(1)), True, 1
     ),
     "`compress_top_k(1 / 32, bits=2)`, `commit=True`": Case(DILOCO(compress=TOP_K), True, 1),
 }

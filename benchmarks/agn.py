@@ -243,11 +243,11 @@ def print_traffic() -> None:
     print(f"Traffic of each device: {count} float32 params in 4 leaves, period {PERIOD}")
     peers = {"synchronous": SGD} | methods(SGD, PERIOD)
     exchanges: dict[str, dict[str, Any]] = {
-        "4 fragments": {"sync_every": optperm.Every(PERIOD, fragments=4)},
-        "4 bits": {"sync_every": PERIOD, "compress": optperm.compress_quantized(4)},
+        "4 fragments": {"sync_every": optperm.distributed.Every(PERIOD, fragments=4)},
+        "4 bits": {"sync_every": PERIOD, "compress": optperm.distributed.compress_quantized(4)},
         "top 3 %, 2 bits": {
             "sync_every": PERIOD,
-            "compress": optperm.compress_top_k(1 / 32, bits=2),
+            "compress": optperm.distributed.compress_top_k(1 / 32, bits=2),
         },
     }
     for peer, options in exchanges.items():

@@ -221,7 +221,7 @@ def divergence(
     step: Any, opt_state: Any, optimum: np.ndarray, covariance: np.ndarray, *, seed: int
 ) -> float:
     """Of the Gaussian with the moments of 128 chains from the posterior."""
-    samples = optperm.draw_samples(
+    samples = optperm.bayes.draw_samples(
         step,
         jnp.asarray(optimum, jnp.float32),
         opt_state,
@@ -234,7 +234,7 @@ def divergence(
     flat = np.asarray(samples.params, np.float64).reshape(-1, len(optimum))
     if not np.all(np.isfinite(flat)):
         return float("inf")
-    return float(optperm.gaussian_kl(flat.mean(axis=0), np.cov(flat.T), optimum, covariance))
+    return float(optperm.bayes.gaussian_kl(flat.mean(axis=0), np.cov(flat.T), optimum, covariance))
 
 
 def compare_posteriors() -> None:

@@ -1,13 +1,13 @@
 """A convex problem of the size of MNIST: stochastic and full-batch methods, by passes and by seconds.
 
 The problem is softmax regression with an L2 penalty, in float64. The methods are SVRG, before SGD and
-before Nesterov's momentum, and loopless Katyusha, with the rate that `optperm.svrg_learning_rate` finds
-on `--rate-examples` of the examples, `optax.lbfgs`, and scikit-learn's `saga` and `lbfgs`. The script
-prints the passes over all examples (gradients of single examples over their number) and the processor
-seconds until the loss is within 1e-3, 1e-6 and 1e-9 of the lowest loss that was found. The seconds
-include the search for the rate, but neither compilation of the steps nor the evaluations of the loss for
-this table. scikit-learn's runs start again with 1, 2, 4, ... iterations, so their figures are powers of
-two.
+before Nesterov's momentum, and loopless Katyusha, with the rate that
+`optperm.variance.svrg_learning_rate` finds on `--rate-examples` of the examples, `optax.lbfgs`, and
+scikit-learn's `saga` and `lbfgs`. The script prints the passes over all examples (gradients of
+single examples over their number) and the processor seconds until the loss is within 1e-3, 1e-6 and
+1e-9 of the lowest loss that was found. The seconds include the search for the rate, but neither
+compilation of the steps nor the evaluations of the loss for this table. scikit-learn's runs start
+again with 1, 2, 4, ... iterations, so their figures are powers of two.
 
 The part `rates` prints, on five problems, the loss of SVRG and of Katyusha at multiples of the rate.
 
@@ -165,7 +165,9 @@ def compare(problem: Problem, l2: float, arguments: argparse.Namespace) -> None:
     for batch_size in arguments.batch_sizes:
         start = time.process_time()
         sample = jax.tree.map(lambda leaf: leaf[: arguments.rate_examples], problem.data)
-        rate = optperm.svrg_learning_rate(problem.loss_fn, problem.init(0), sample, batch_size)
+        rate = optperm.variance.svrg_learning_rate(
+            problem.loss_fn, problem.init(0), sample, batch_size
+        )
         spent = time.process_time() - start
         run = problem, arguments.svrg_passes, batch_size, rate, spent
         for name, make in make_optimizers(n, batch_size, l2).items():
@@ -207,7 +209,7 @@ def compare_rates(
     for name, problem, l2 in five_problems(pictures):
         n = len(problem.data["y"])
         for batch_size in batch_sizes:
-            rate = optperm.svrg_learning_rate(
+            rate = optperm.variance.svrg_learning_rate(
                 problem.loss_fn, problem.init(0), problem.data, batch_size
             )
             optimizers = make_optimizers(n, batch_size, l2)

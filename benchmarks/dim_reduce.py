@@ -49,7 +49,7 @@ def update(repetitions: int, n: int = 2_000_000, k: int = 32) -> None:
     basis = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (n, k)))[0].T
     grads, params = jax.random.normal(jax.random.key(1), (n,)), jnp.ones(n)
     tx = optperm.dim_reduce(n_components=k)
-    state = optperm.set_basis(tx.init(params), basis)
+    state = optperm.subspace.set_basis(tx.init(params), basis)
 
     def accepting(params: jax.Array) -> jax.Array:
         del params
@@ -137,12 +137,12 @@ def pca(m: int = 60, n: int = 2_000_000, k: int = 40) -> None:
     """Compares it with the same by hand, in turns, and with scikit-learn's."""
     snapshots = trajectory(m, n)
     before, _ = memory()
-    basis = jax.block_until_ready(optperm.pca_basis(snapshots, k))
+    basis = jax.block_until_ready(optperm.subspace.pca_basis(snapshots, k))
     _, highest = memory()
     size, plain = snapshots.nbytes / 1e6, np.asarray(snapshots)
     times: dict[str, list[float]] = {"ours": [], "by hand": []}
     for _ in range(5):
-        times["ours"].append(milliseconds(lambda: optperm.pca_basis(snapshots, k)))
+        times["ours"].append(milliseconds(lambda: optperm.subspace.pca_basis(snapshots, k)))
         times["by hand"].append(milliseconds(lambda: by_hand(plain, k)))
     peer = PCA(k, random_state=0)
     peer_time = milliseconds(lambda: peer.fit(plain))

@@ -137,7 +137,7 @@ def trained(
         return images.loss_fn(straight_through(params, passed) if passed else params, batch)
 
     params, state = images.train(tx, params, tx.init(params), batches, data, loss)
-    return optperm.permuted_params(state, params) if name == "LaPerm" else params
+    return optperm.permutation.permuted_params(state, params) if name == "LaPerm" else params
 
 
 def run(
@@ -191,7 +191,7 @@ def compare_bytes(options: argparse.Namespace, train: Any) -> None:
     batches = images.batches(len(train[0]), BATCH, len(train[0]) // BATCH, 0)
     tx = sgperm(0.3, len(batches))
     _, state = jax.jit(lambda p: images.train(tx, p, tx.init(p), batches, train))(start)
-    exported = jax.tree.leaves(optperm.export_permutation(start, state))
+    exported = jax.tree.leaves(optperm.permutation.export_permutation(start, state))
     count = sum(leaf.size for leaf in start.values())
     vectors = [leaf.shape for leaf in start.values()]
     sizes = [(math.prod(s[:-1]), s[-1]) if len(s) > 1 else (s[0], 1) for s in vectors]

@@ -97,7 +97,7 @@ def cancer(features: int) -> Problem:
 
     def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
         losses = jax.nn.softplus(-batch["y"] * (batch["x"] @ w))
-        return jnp.mean(losses) + optperm.normal_prior(w, 1.0, n)
+        return jnp.mean(losses) + optperm.bayes.normal_prior(w, 1.0, n)
 
     return Problem(f"cancer{features + 1}", data, loss_fn, features + 1, n)
 
@@ -111,7 +111,7 @@ def diabetes() -> Problem:
 
     def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
         residuals = batch["x"] @ w - batch["y"]
-        return 0.5 * jnp.mean(residuals**2) + optperm.normal_prior(w, 1.0, n)
+        return 0.5 * jnp.mean(residuals**2) + optperm.bayes.normal_prior(w, 1.0, n)
 
     return Problem("diabetes", data, loss_fn, 10, n)
 
@@ -142,7 +142,7 @@ def digits() -> Problem:
     def loss_fn(w: jax.Array, batch: Any) -> jax.Array:
         logits = batch["x"] @ w.reshape(65, 10)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-        return jnp.mean(losses) + optperm.normal_prior(w, 1.0, n)
+        return jnp.mean(losses) + optperm.bayes.normal_prior(w, 1.0, n)
 
     return Problem("digits", data, loss_fn, 650, n)
 
@@ -427,7 +427,7 @@ def compared(draws: np.ndarray, name: str, seconds: float, says: str = "") -> Fo
         with jax.enable_x64(True):
             try:
                 moments = flat.mean(axis=0), np.cov(flat.T), known.mean, known.covariance
-                divergence = float(optperm.gaussian_kl(*moments))
+                divergence = float(optperm.bayes.gaussian_kl(*moments))
             except ValueError:
                 divergence = float("inf")
     three = float(ratio.min()), float(np.median(ratio)), float(ratio.max())
@@ -449,7 +449,7 @@ def samples_of(
     *,
     start: Any = None,
     chains: int = CHAINS,
-) -> optperm.Samples:
+) -> optperm.bayes.Samples:
     """Every tenth iterate from a fifth of the steps on; from zero, or from a start."""
     n = problem.num_data
 
@@ -465,7 +465,7 @@ def samples_of(
 
     first = jnp.zeros(problem.size) if start is None else jnp.float32(start)
     warmup = steps * START // STEPS
-    return optperm.draw_samples(
+    return optperm.bayes.draw_samples(
         step,
         first,
         tx.init(first),
@@ -659,7 +659,7 @@ def by_defaults(
                 for part in ("params", "last_params", "last_opt_state", "starts")
             }
         )
-        report = optperm.posterior_report(mine)
+        report = optperm.bayes.posterior_report(mine)
         found = compared(np.asarray(mine.params), problem.name, seconds / seeds)
         verdicts.append(Verdict(found, report.ess_bulk, report.warnings))
     return verdicts, seconds
@@ -743,8 +743,8 @@ def nuts_row(name: str) -> None:
     """Prints and keeps what NUTS comes to on a problem."""
     problem = PROBLEMS[name]()
     draws, seconds = nuts(problem, 0)
-    chains = optperm.Samples(draws, draws[:, -1], (), jnp.int32(1), jnp.int32(1))
-    report = optperm.posterior_report(chains)
+    chains = optperm.bayes.Samples(draws, draws[:, -1], (), jnp.int32(1), jnp.int32(1))
+    report = optperm.bayes.posterior_report(chains)
     verdict = Verdict(compared(draws, name, seconds), report.ess_bulk, ())
     cells = _cells([verdict], seconds) | {"seconds": f"{seconds:.0f}"}
     print(f"{name:12} NUTS  {cells}", flush=True)
@@ -865,7 +865,7 @@ def logits(params: Any, x: jax.Array) -> jax.Array:
 def mlp_loss(params: Any, batch: Any) -> jax.Array:
     """With the prior N(0, 1)."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits(params, batch["x"]), batch["y"])
-    return jnp.mean(losses) + optperm.normal_prior(params, 1.0, TRAINED)
+    return jnp.mean(losses) + optperm.bayes.normal_prior(params, 1.0, TRAINED)
 
 
 @functools.cache
@@ -901,7 +901,7 @@ def mlp_draws(method: Method, value: float, steps: int, seeds: int) -> Any:
 
     start, half = initial_networks(number, 0), steps // 2
     draws = MLP_DRAWS if method.keeps in ("draws", "mean") else 1
-    samples = optperm.draw_samples(
+    samples = optperm.bayes.draw_samples(
         step,
         start,
         jax.vmap(tx.init)(start),
@@ -933,16 +933,16 @@ def scores(draws: Any, examples: Any) -> Scores:
     """Of the mean of the draws' probabilities."""
 
     def of_seed(draws: Any) -> tuple[Any, Any, Any]:
-        probabilities = optperm.posterior_predictive(
+        probabilities = optperm.bayes.posterior_predictive(
             lambda params, x: jax.nn.softmax(logits(params, x)),
-            optperm.Samples(
+            optperm.bayes.Samples(
                 jax.tree.map(lambda leaf: leaf[None], draws), (), (), jnp.int32(0), jnp.int32(1)
             ),
             examples["x"],
         ).mean
         log = jnp.log(jnp.maximum(probabilities, 1e-30))
         nll = optax.softmax_cross_entropy_with_integer_labels(log, examples["y"]).mean()
-        found = optperm.calibration(probabilities, examples["y"])
+        found = optperm.bayes.calibration(probabilities, examples["y"])
         wrong = jnp.argmax(probabilities, axis=1) != examples["y"]
         return nll, found.expected_calibration_error, jnp.mean(wrong)
 

@@ -25,8 +25,9 @@ import optax
 import results
 
 import optperm
-from optperm.permutation import cycles, library
-from optperm.permutation.weight_vectors import sort_ranks
+from optperm.permutation import _cycles as cycles
+from optperm.permutation import _library as library
+from optperm.permutation._weight_vectors import sort_ranks
 
 # (weight vectors, entries in each)
 SHAPES = ((1000, 1000), (512, 4608), (1, 1_000_000))

@@ -93,7 +93,7 @@ ROWS: dict[str, Callable[..., Any]] = {
 # Whole units of the hidden layers, for `--export`.
 UNITS = {
     "units": lambda share, run: gradual(
-        same_share(share, run) | {"w2": 0.0}, run, structure=optperm.Units()
+        same_share(share, run) | {"w2": 0.0}, run, structure=optperm.sparsity.Units()
     )
 }
 
@@ -109,13 +109,13 @@ def trained(
     if name == "SNIP, global":
         grads = jax.grad(images.loss_fn)(params, (data[0][:SNIP_EXAMPLES], data[1][:SNIP_EXAMPLES]))
         scores = jax.tree.map(lambda w, g: jnp.abs(w * g), params, grads)
-        params, state = optperm.prune(params, state, share, scope="global", scores=scores)
-    elif isinstance(state, optperm.SparseState):
-        params, state = optperm.prune(params, state, 0.0)
+        params, state = optperm.sparsity.prune(params, state, share, scope="global", scores=scores)
+    elif isinstance(state, optperm.sparsity.SparseState):
+        params, state = optperm.sparsity.prune(params, state, 0.0)
     if name == "one-shot magnitude, global":
         first, batches = batches[: steps // 2], batches[steps // 2 :]
         params, state = images.train(tx, params, state, first, data)
-        params, state = optperm.prune(params, state, share, scope="global")
+        params, state = optperm.sparsity.prune(params, state, share, scope="global")
     return images.train(tx, params, state, batches, data)[0]
 
 
@@ -198,11 +198,13 @@ def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) 
         params = train("gradual magnitude, ERK", share)
         show(f"{share:.0%} zeros, dense product", jitted, params, jnp)
         for kind in ("bcsr", "bcoo"):
-            show(f"{share:.0%} zeros, {kind}", sparse, optperm.to_sparse(params, kind), jnp)
-        by_scipy = optperm.to_sparse(params, "scipy")
+            show(
+                f"{share:.0%} zeros, {kind}", sparse, optperm.sparsity.to_sparse(params, kind), jnp
+            )
+        by_scipy = optperm.sparsity.to_sparse(params, "scipy")
         by_scipy = {k: np.asarray(v) if k.startswith("b") else v for k, v in by_scipy.items()}
         show(f"{share:.0%} zeros, scipy", lambda p, x: apply_sparse(p, x, np), by_scipy, np)
-        small = optperm.remove_units(params, GROUPS, zero_at_zero=True)
+        small = optperm.sparsity.remove_units(params, GROUPS, zero_at_zero=True)
         shapes = [small[f"w{i}"].shape for i in range(3)]
         show(
             f"{share:.0%} zeros, unused units removed {shapes[0][1]}-{shapes[1][1]}",
@@ -218,7 +220,7 @@ def export_table(options: argparse.Namespace, steps: int, data: Any, test: Any) 
             constant = jnp.where(is_dead, jax.nn.relu(params[f"b{index}"]), 0.0)
             params[f"b{index + 1}"] += constant @ params[f"w{index + 1}"]
             params[f"b{index}"] = jnp.where(is_dead, 0.0, params[f"b{index}"])
-        small = optperm.remove_units(params, GROUPS, zero_at_zero=True)
+        small = optperm.sparsity.remove_units(params, GROUPS, zero_at_zero=True)
         shapes = [small[f"w{i}"].shape for i in range(3)]
         show(f"{units:.0%} of units pruned {shapes[0][1]}-{shapes[1][1]}", jitted, small, jnp)
 

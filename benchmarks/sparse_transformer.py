@@ -39,8 +39,8 @@ def are_kernels(params: Any) -> Any:
     )
 
 
-TWO_OF_FOUR: dict[str, Any] = {"include": are_kernels, "structure": optperm.NOfM(2, 4)}
-THREE_OF_FOUR = TWO_OF_FOUR | {"structure": optperm.NOfM(3, 4)}
+TWO_OF_FOUR: dict[str, Any] = {"include": are_kernels, "structure": optperm.sparsity.NOfM(2, 4)}
+THREE_OF_FOUR = TWO_OF_FOUR | {"structure": optperm.sparsity.NOfM(3, 4)}
 Tx = optax.GradientTransformation
 
 
@@ -60,7 +60,7 @@ def gradual(optimizer: Tx, steps: Any) -> Tx:
 
 def straight_through(params: Any) -> Any:
     """Return params in 2:4, with gradients for all entries."""
-    return optperm.keep_top(params, None, **TWO_OF_FOUR)
+    return optperm.sparsity.keep_top(params, None, **TWO_OF_FOUR)
 
 
 class Method(NamedTuple):
@@ -129,7 +129,7 @@ def train(method: Method, rate: float, seed: int, steps: int, data: np.ndarray) 
     for part in range(TWELFTHS + 1):
         if part in method.prunings:
             fraction, options = method.prunings[part]
-            params, opt_state = optperm.prune(params, opt_state, fraction, **options)
+            params, opt_state = optperm.sparsity.prune(params, opt_state, fraction, **options)
         if part < TWELFTHS:
             chosen = batches[part * steps // TWELFTHS : (part + 1) * steps // TWELFTHS]
             numbers = jnp.float32(rate), jnp.float32(steps)

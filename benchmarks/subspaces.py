@@ -48,7 +48,7 @@ def swa(steps: int, rate: Any) -> optax.GradientTransformation:
 
 def mean_of_snapshots(_: Any, state: Any) -> Any:
     """Return their mean."""
-    snapshots, count = optperm.trajectory(state)
+    snapshots, count = optperm.subspace.trajectory(state)
     return jax.tree.map(lambda rows: jnp.sum(rows, axis=0) / count, snapshots)
 
 
@@ -115,7 +115,7 @@ def trials_of(state: Any) -> jax.Array:
     """How often the last step evaluated the loss."""
 
     def is_search(node: Any) -> bool:
-        return isinstance(node, optperm.DimReduceState)
+        return isinstance(node, optperm.subspace.DimReduceState)
 
     found = jax.tree.leaves(state, is_leaf=is_search)
     return sum((node.num_trials for node in found if is_search(node)), start=jnp.int32(0))

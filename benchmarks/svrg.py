@@ -150,9 +150,9 @@ def _stepper(
         return optax.apply_updates(params, updates), opt_state
 
     carry = jax.tree.map(jnp.array, params), tx.init(params)
-    if any(isinstance(part, optperm.SvrgState) for part in carry[1]):
+    if any(isinstance(part, optperm.variance.SvrgState) for part in carry[1]):
         grad = jax.grad(loss_fn)(params, batch)
-        carry = carry[0], optperm.take_snapshot(carry[1], params, grad)
+        carry = carry[0], optperm.variance.take_snapshot(carry[1], params, grad)
 
     def run() -> object:
         nonlocal carry
@@ -352,7 +352,7 @@ def _variance_along(
     print(f"  {name}: loss, then the ratio in the middle and at the end of the epoch")
     for epoch in range(1, epochs + 1):
         grad = jax.grad(loss_fn)(params, everything)
-        opt_state = optperm.take_snapshot(opt_state, params, grad)
+        opt_state = optperm.variance.take_snapshot(opt_state, params, grad)
         order, ratios = shuffled(), []
         for half in np.split(order, [steps // 2]):
             params, opt_state = run(params, opt_state, half)

@@ -105,7 +105,7 @@ def train(
 
 def loss_with_prior(params: Any, batch: Any, precision: float, size: int) -> jax.Array:
     """Return the mean loss of a batch with its share of the prior."""
-    return images.loss_fn(params, batch) + optperm.normal_prior(params, precision, size)
+    return images.loss_fn(params, batch) + optperm.bayes.normal_prior(params, precision, size)
 
 
 @functools.partial(jax.jit, static_argnames="make")
@@ -117,7 +117,7 @@ def train_at_draws(
 
     def step(carry: Any, at: Any) -> Any:
         (params, state), (chosen, key) = carry, at
-        draw = optperm.sample_params(state, params, key)
+        draw = optperm.bayes.sample_params(state, params, key)
         grads = jax.grad(images.loss_fn)(draw, (data[0][chosen], data[1][chosen]))
         updates, state = tx.update(grads, state, params, draw=draw)
         return (optax.apply_updates(params, updates), state), None
@@ -188,15 +188,15 @@ def sgd(number: float, setting: Setting) -> Ways:
 def swag(number: float, setting: Setting) -> Ways:
     """Train with SGD, and collect."""
     params, state = train(make_swag, number, *setting.start())
-    draws = optperm.sample_params(state, params, jax.random.key(setting.seed), DRAWS)
-    return {"SWA": stack(optperm.swag_mean(state)), f"SWAG, {DRAWS} draws": draws}
+    draws = optperm.bayes.sample_params(state, params, jax.random.key(setting.seed), DRAWS)
+    return {"SWA": stack(optperm.bayes.swag_mean(state)), f"SWAG, {DRAWS} draws": draws}
 
 
 def ivon(number: tuple[float, ...], setting: Setting) -> Ways:
     """Train with IVON, and predict at the mean and by draws."""
     keys = jax.random.split(jax.random.key(setting.seed))
     params, state = train_at_draws(make_ivon, number, *setting.start(), keys[0])
-    draws = optperm.sample_params(state, params, keys[1], DRAWS)
+    draws = optperm.bayes.sample_params(state, params, keys[1], DRAWS)
     one = jax.tree.map(lambda leaf: leaf[:1], draws)
     return {"IVON, at the mean": stack(params), "IVON, 1 draw": one, f"IVON, {DRAWS} draws": draws}
 
@@ -207,7 +207,7 @@ def constant_sgd(number: tuple[float, float], setting: Setting) -> Ways:
     params, indices, data = setting.start()
     indices = jax.random.randint(jax.random.key(setting.seed), indices.shape, 0, size)
     _, state = train(make_constant_sgd, (number, setting.rate), params, indices, data, 1.0)
-    return {f"Constant SGD, {DRAWS} draws": optperm.trajectory(state)[0]}
+    return {f"Constant SGD, {DRAWS} draws": optperm.subspace.trajectory(state)[0]}
 
 
 def last_layer(number: float, setting: Setting) -> Ways:
@@ -221,7 +221,7 @@ def last_layer(number: float, setting: Setting) -> Ways:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # eight draws are too few for figures, not for a mean
-        samples = optperm.sample(
+        samples = optperm.bayes.sample(
             functools.partial(loss_with_prior, precision=1.0, size=len(x)),
             (inputs, y),
             last,
@@ -259,9 +259,11 @@ def predict_probabilities(params: Any, x: jax.Array) -> jax.Array:
     return jax.nn.softmax(images.predict(params, x))
 
 
-def predict(models: Any, x: jax.Array) -> optperm.Predictions:
+def predict(models: Any, x: jax.Array) -> optperm.bayes.Predictions:
     """Return the class probabilities of all models, and their mean."""
-    return optperm.posterior_predictive(predict_probabilities, optperm.Ensemble(models), x)
+    return optperm.bayes.posterior_predictive(
+        predict_probabilities, optperm.bayes.Ensemble(models), x
+    )
 
 
 def negative_nll(ways: Ways, held: images.Data) -> float:
@@ -269,18 +271,20 @@ def negative_nll(ways: Ways, held: images.Data) -> float:
     found = predict([*ways.values()][-1], held[0]).mean
     if not jnp.isfinite(found).all():
         return float("nan")
-    return -float(optperm.classification_scores(found, held[1]).nll)
+    return -float(optperm.bayes.classification_scores(found, held[1]).nll)
 
 
 def judge(models: Any, test: images.Data, rotated: Any, others: Any) -> dict[str, float]:
     """Return all figures of a row."""
     inside = predict(models, test[0])
-    scores = optperm.classification_scores(inside.mean, test[1])
-    far = optperm.classification_scores(predict(models, rotated).mean, test[1])
+    scores = optperm.bayes.classification_scores(inside.mean, test[1])
+    far = optperm.bayes.classification_scores(predict(models, rotated).mean, test[1])
     row = {"accuracy": scores.accuracy, "NLL": scores.nll, "ECE": scores.calibration_error}
     row |= {"Brier": scores.brier, "NLL, rotated": far.nll, "ECE, rotated": far.calibration_error}
     for name, other in others.items():
-        row[f"AUROC, {name}"] = optperm.auroc(inside.entropy(), predict(models, other).entropy())
+        row[f"AUROC, {name}"] = optperm.bayes.auroc(
+            inside.entropy(), predict(models, other).entropy()
+        )
     return {name: float(value) for name, value in row.items()}
 
 
@@ -377,7 +381,7 @@ def compare_draws(arguments: argparse.Namespace) -> None:
 
     @jax.jit
     def sample(key: jax.Array) -> Any:
-        return optperm.sample_params(state, params, key)
+        return optperm.bayes.sample_params(state, params, key)
 
     threefry, rbg = jax.random.key(0), jax.random.key(0, impl="rbg")
     for name, draw, key in (
@@ -410,7 +414,7 @@ def _stepper(method: str, part: str, shape: tuple[int, ...]) -> Callable[[], Any
         if method == "IVON":
             key, of_draw = jax.random.split(key)
             is_given = part != "the whole step"
-            draw = given if is_given else optperm.sample_params(state, params, of_draw)
+            draw = given if is_given else optperm.bayes.sample_params(state, params, of_draw)
             extra = {"draw": draw}
         grads = given if part == "the update alone" else jax.grad(images.loss_fn)(draw, batch)
         updates, state = tx.update(grads, state, params, **extra)

@@ -1,6 +1,5 @@
 """How Sphinx builds the site."""
 
-import importlib
 import inspect
 import pathlib
 import sys
@@ -13,6 +12,7 @@ sys.path.append(str(pathlib.Path(__file__).parent))
 sys.path.append(str(pathlib.Path(__file__).parent / "_ext"))
 
 import make_inventory
+import names
 
 _DOCS = pathlib.Path(__file__).parent
 make_inventory.write()
@@ -71,35 +71,30 @@ toc_object_entries_show_parents = "hide"
 
 
 def write_reference(_: Any) -> None:
-    """Writes a page for each room of the package, of the public names that are defined in it."""
-    public = [getattr(optperm, name) for name in dir(optperm)]
-    functions_first = sorted(filter(callable, public), key=inspect.isclass)
-    rooms: dict[str, list[Any]] = {}
-    for value in functions_first:
-        parts = value.__module__.split(".")
-        rooms.setdefault(parts[1] if len(parts) > 2 else "steps", []).append(value)
-    for room, values in rooms.items():
-        title, intro = "One step, and several optimizers.", _STEPS
-        if room != "steps":
-            package = inspect.getdoc(importlib.import_module(f"optperm.{room}")) or ""
-            title, _, intro = package.partition("\n\n")
+    """Writes a page for each room of the package but `training`, of its public names."""
+    for module in [optperm, *names.rooms()]:
+        if module.__name__ == "optperm.training":
+            continue
+        public = names.public_names(module)
+        title, _, intro = (inspect.getdoc(module) or "").partition("\n\n")
+        if module is optperm:
+            title, intro = "One step, and several optimizers.", _STEPS
+            public = {
+                name: value for name, value in public.items() if value.__module__ == "optperm"
+            }
         heading = title.removesuffix(".")
+        functions_first = sorted(public, key=lambda name: inspect.isclass(public[name]))
+        whole = {name: names.whole_public_name(name, module) for name in functions_first}
         entries = (
-            f".. auto{'class' if inspect.isclass(value) else 'function'}:: {value.__name__}"
-            for value in values
+            f".. auto{'class' if inspect.isclass(public[name]) else 'function'}:: {whole[name]}"
+            for name in functions_first
         )
         summary = ".. autosummary::\n   :nosignatures:\n\n" + "\n".join(
-            f"   {value.__name__}" for value in values
+            f"   ~{each}" for each in whole.values()
         )
-        lines = [
-            heading,
-            "=" * len(heading),
-            intro,
-            ".. currentmodule:: optperm",
-            summary,
-            *entries,
-        ]
+        lines = [heading, "=" * len(heading), intro, summary, *entries]
         text = "\n\n".join(lines).replace("\n\n=", "\n=", 1) + "\n"
+        room = "steps" if module is optperm else module.__name__.rpartition(".")[2]
         page = _DOCS / "reference" / f"{room}.rst"
         if not page.exists() or page.read_text() != text:
             page.write_text(text)

@@ -29,7 +29,7 @@ class Method(NamedTuple):
       best: The one with the lowest loss, after 400 steps from 200 common ones.
     """
 
-    make: Callable[..., tuple[Any, optperm.Every | None]]
+    make: Callable[..., tuple[Any, optperm.distributed.Every | None]]
     grid: list[tuple[Any, ...]]
     best: tuple[Any, ...]
 
@@ -48,7 +48,10 @@ def muon(rate: float, steps: int) -> optax.GradientTransformation:
 
 def methods(steps: int) -> dict[str, Method]:
     """Those that are compared, each with what it needs for so many steps."""
-    whole, parts = optperm.Every(PERIOD), optperm.Every(PERIOD, fragments=4, delay=1)
+    whole, parts = (
+        optperm.distributed.Every(PERIOD),
+        optperm.distributed.Every(PERIOD, fragments=4, delay=1),
+    )
 
     def plain(rate: float, make: Callable[..., Any] = adamw) -> Any:
         return make(rate, steps), None
@@ -61,14 +64,17 @@ def methods(steps: int) -> dict[str, Method]:
     def diloco(
         rate: float,
         outer: str,
-        plan: optperm.Every = whole,
+        plan: optperm.distributed.Every = whole,
         make: Callable[..., Any] = adamw,
         **options: Any,
     ) -> Any:
         tx = optperm.diloco(make(rate, steps), OUTER[outer](), plan, axis_name=AXIS, **options)
         return tx, plan
 
-    few, four = optperm.compress_top_k(1 / 16, bits=2), optperm.compress_quantized(4)
+    few, four = (
+        optperm.distributed.compress_top_k(1 / 16, bits=2),
+        optperm.distributed.compress_quantized(4),
+    )
     rates, muon_rates = ([(rate,) for rate in each] for each in (RATES, MUON_RATES))
     centers, outer = (
         list(itertools.product(RATES, (1e-2, 3e-2))),

@@ -39,6 +39,9 @@ def run(name: str, tx: Any, plan: Any, params: Any, batches: Any, mesh: Mesh) ->
         program, size = programs[commit]
         carry = jax.block_until_ready(program(*carry, ids))
         sent.append(size)
-    trained, whole = optperm.center_params(carry[1]) if plan else carry[0], NamedSharding(mesh, P())
+    trained, whole = (
+        optperm.distributed.center_params(carry[1]) if plan else carry[0],
+        NamedSharding(mesh, P()),
+    )
     first = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf[0], tree), out_shardings=whole)
     return jax.device_get(first(trained)), sent

@@ -37,7 +37,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return 0.5 * jnp.mean(residuals**2) + 0.5 * batch["ridge"] * jnp.sum(params["w"] ** 2)
 
 
-def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.Samples:
+def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.bayes.Samples:
     """Draws from all chains, one after every pass over the data."""
     n = len(data["y"])
 
@@ -50,7 +50,7 @@ def sample(tx: Any, mode: np.ndarray, data: Any, num_draws: int) -> optperm.Samp
 
     params = {"w": jnp.asarray(mode, jnp.float32)}
     key, counts = jax.random.key(0), {"num_chains": CHAINS, "num_draws": num_draws}
-    return optperm.draw_samples(
+    return optperm.bayes.draw_samples(
         step, params, tx.init(params), key, thinning=n // BATCH, warmup=2 * ESTIMATION, **counts
     )
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
     samplers = {name: optperm.mandt_sgd(n, BATCH, preconditioner=name, **known) for name in steps}
     samplers["injected"] = optperm.constant_sgd(n, BATCH, burn_in=ESTIMATION)
     divergence = functools.partial(
-        optperm.gaussian_kl, other_mean=mode, other_covariance=covariance
+        optperm.bayes.gaussian_kl, other_mean=mode, other_covariance=covariance
     )
 
     data = {"x": jnp.float32(x), "y": jnp.float32(y), "ridge": 1 / n}
@@ -85,14 +85,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
         flat = draws[name] = np.asarray(samples.params["w"]).reshape(-1, d)
         computed = covariance
         if name in steps:
-            computed = optperm.stationary_covariance(steps[name], hessian, noise)
+            computed = optperm.bayes.stationary_covariance(steps[name], hessian, noise)
         found[name] = (
             float(divergence(flat.mean(axis=0), np.cov(flat.T))),
             float(divergence(mode, computed)),
         )
         print(f"{name:8s} divergence {found[name][0]:.4f}, computed {found[name][1]:.4f}", end="")
         if arviz is not None:
-            table = arviz.convert_to_dataset(optperm.samples_as_dict(samples.params))
+            table = arviz.convert_to_dataset(optperm.bayes.samples_as_dict(samples.params))
             r_hat, size = arviz.rhat(table)["w"].max(), arviz.ess(table)["w"].min()
             print(
                 f", largest R-hat {float(r_hat):.4f}, smallest bulk ESS {float(size):.0f}", end=""

@@ -83,7 +83,7 @@ def train(method: str, epochs: int, **checkpoint: Any) -> FitResult:
         batch_size=32,
         eval_fn=test,
         eval_data=test_data,
-        epoch_start=optperm.take_snapshot if method == "svrg" else None,
+        epoch_start=optperm.variance.take_snapshot if method == "svrg" else None,
         on_epoch_end=EarlyStopping("eval_loss", patience=2, min_delta=0.02),
         **checkpoint,
     )

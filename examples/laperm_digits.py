@@ -73,14 +73,14 @@ def train(sync_every: int, epochs: int) -> Trained:
     )
     # Training may have ended between two synchronizations.
     current, opt_state = nnx.state(model, nnx.Param), nnx.as_pure(optimizer.opt_state)
-    params = optperm.permuted_params(opt_state, current)
+    params = optperm.permutation.permuted_params(opt_state, current)
     nnx.update(model, params)
     return Trained(
         accuracies=result.history.epochs["eval_accuracy"],
         accuracy=float(test(model, test_data)["accuracy"]),
         initial=initial,
         params=params,
-        permutation=optperm.export_permutation(initial, opt_state, current),
+        permutation=optperm.permutation.export_permutation(initial, opt_state, current),
     )
 
 

@@ -63,11 +63,15 @@ def sweep(sets: list, p: np.ndarray, steps: list, hidden: int, *, legacy: bool) 
         first, then = (jax.random.randint(k, (n, BATCH + 1), 0, len(x)) for k, n in keys)
         (params, state), _ = jax.lax.scan(lambda c, i: (step(*c, i), None), (params, state), first)
         of_each = {"scope": "leaf", "include": True, "key": order}
-        by = {"scores": optperm.full_gradient(loss_fn, params, sets[:1]), **of_each}
+        by = {"scores": optperm.variance.full_gradient(loss_fn, params, sets[:1]), **of_each}
 
         def masked(p: jax.Array) -> tuple:
-            found = [optperm.prune(params, state, p, criterion=c, **of_each) for c in PRUNE]
-            found += [(params, optperm.freeze(state, p, criterion=c, **by)) for c in FREEZE]
+            found = [
+                optperm.sparsity.prune(params, state, p, criterion=c, **of_each) for c in PRUNE
+            ]
+            found += [
+                (params, optperm.sparsity.freeze(state, p, criterion=c, **by)) for c in FREEZE
+            ]
             return jax.tree.map(lambda *x: jnp.stack(x), *((own, mask) for own, (_, mask) in found))
 
         nets, masks = jax.vmap(masked, out_axes=1)(fractions)

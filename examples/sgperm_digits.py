@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     result = fit(state, loss_fn, train_data, steps=options.steps, batch_size=32, every={1: watch})
 
-    permutation = optperm.export_permutation(initial, result.state.opt_state)
-    rebuilt = optperm.apply_permutation(draw_weights(), permutation)
+    permutation = optperm.permutation.export_permutation(initial, result.state.opt_state)
+    rebuilt = optperm.permutation.apply_permutation(draw_weights(), permutation)
     pairs = zip(jax.tree.leaves(rebuilt), jax.tree.leaves(result.state.params), strict=True)
     same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
     step, reached, at_home = curves[-1]

@@ -76,8 +76,8 @@ def train(
     distances = [distance(w)]
     for epoch in range(epochs):
         if with_snapshots and epoch % UPDATE_FREQ == 0:
-            full_grad = optperm.full_gradient(loss_fn, w, batches())
-            opt_state = optperm.take_snapshot(opt_state, w, full_grad)
+            full_grad = optperm.variance.full_gradient(loss_fn, w, batches())
+            opt_state = optperm.variance.take_snapshot(opt_state, w, full_grad)
         order = rng.permutation(n)[: n - n % batch_size].reshape(-1, batch_size)
         w, opt_state = run_epoch(w, opt_state, order)
         distances.append(distance(w))

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.contract import checks
-from optperm.contract.keys import is_key
-from optperm.contract.mapped_axes import AxisName, shared, varying_like
-from optperm.contract.states import fill_masked, is_masked, trained_part
+from optperm.core import checks
+from optperm.core.keys import is_key
+from optperm.core.mapped_axes import AxisName, shared, varying_like
+from optperm.core.states import fill_masked, is_masked, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
 
@@ -251,3 +251,8 @@ def map_examples(
 
 def _is_shared_key(leaf: Any) -> bool:
     return is_key(leaf) and not leaf.ndim
+
+
+# Where users find it, as `help` and pickles show it.
+Evaluation.__module__ = "optperm"
+evaluate.__module__ = "optperm"

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.contract import checks
-from optperm.contract.dtypes import accumulation_dtype
-from optperm.contract.states import (
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.states import (
     PhasedState,
     fill_masked,
     find_states,
@@ -56,7 +56,11 @@ class Exact(NamedTuple):
     is_target: bool = False
 
     def only_if(self, flag: Any) -> "Exact":
-        """Return these entries where a flag holds, of as many leading axes as there are replicas."""
+        """Return these entries where a flag holds.
+
+        Args:
+          flag: A bool array, with as many leading axes as the entries have axes of replicas.
+        """
         return self._replace(where=jax.tree.map(lambda w: _both(flag, w), self.where))
 
     def put(self, moved: Any, before: Any, updates: Any, is_trusted: bool = True) -> Any:
@@ -378,3 +382,8 @@ def _leads_to(target: jax.Array, before: Any, update: Any) -> jax.Array:
     # Where q - p overflows in the dtype, the update u overflows too.
     largest = limits.max.astype(wide)
     return jnp.where(jnp.abs(step) <= largest, agrees, ~(jnp.abs(u) <= largest))
+
+
+# Where users find it, as `help` and pickles show it.
+Exact.__module__ = "optperm"
+apply_updates.__module__ = "optperm"

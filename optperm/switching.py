@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optperm.contract import checks
-from optperm.contract.dtypes import cast_like
-from optperm.contract.mapped_axes import cond
-from optperm.contract.states import find_states
-from optperm.contract.transformation import transformation
+from optperm.core import checks
+from optperm.core.dtypes import cast_like
+from optperm.core.mapped_axes import cond
+from optperm.core.states import find_states
+from optperm.core.transformation import transformation
 from optperm.exact import (
     CommittingState,
     Exact,
@@ -176,3 +176,7 @@ def switch_after(
         )
 
     return transformation(init, update, method="switch_after", is_wrapper=True)
+
+
+# Where users find it, as `help` and pickles show it.
+switch_after.__module__ = "optperm"

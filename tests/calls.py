@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from support import PUBLIC
 from transformations import INF, SHARE, TRANSFORMATIONS
 
 import optperm
@@ -108,7 +109,7 @@ FUNCTIONS = {
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
     "permuted_params": {"opt_state": state(optperm.laperm(sgd(), 2)), "params": PARAMS},
     "posterior_report": {
-        "samples": optperm.Samples(
+        "samples": optperm.bayes.Samples(
             jax.tree.map(lambda x: jnp.repeat(x, 2, axis=1), DRAWS),
             PARAMS,
             (),
@@ -118,7 +119,7 @@ FUNCTIONS = {
     },
     "posterior_predictive": {
         "predict_fn": lambda params, inputs: jnp.ones(2),
-        "samples": optperm.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
+        "samples": optperm.bayes.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
         "inputs": BATCH,
     },
     "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
@@ -142,10 +143,8 @@ FUNCTIONS = {
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
     "with_loss": {"tx": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
-CASES = FUNCTIONS | {
-    ours.name: ours.required for ours in TRANSFORMATIONS if hasattr(optperm, ours.name)
-}
-PARAMETERS = {name: tuple(inspect.signature(getattr(optperm, name)).parameters) for name in CASES}
+CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if ours.name in PUBLIC}
+PARAMETERS = {name: tuple(inspect.signature(PUBLIC[name]).parameters) for name in CASES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +230,7 @@ def kind_of(parameter, limits):
 
 def kinds_of(name):
     """Each argument of a function that is a number or a choice, and what it takes."""
-    parameters = inspect.signature(getattr(optperm, name), eval_str=True).parameters
+    parameters = inspect.signature(PUBLIC[name], eval_str=True).parameters
     limits = LIMITS.get(name, {})
     kinds = {
         argument: kind_of(each, limits.get(argument, {})) for argument, each in parameters.items()
@@ -435,7 +434,7 @@ REFUSED = {
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
         value_error(
-            r"needs scores, from optperm.full_gradient",
+            r"needs scores, from optperm.variance.full_gradient",
             criterion=Each(["gradient", "preconditioned_gradient"]),
             scores=None,
         ),
@@ -632,9 +631,9 @@ def call(name, change):
     function, _, method = name.partition(".")
     given = CASES[function] | change
     if not method:
-        return getattr(optperm, function)(**given)
+        return PUBLIC[function](**given)
     own = {argument: given.pop(argument) for argument in PARAMETERS[function] if argument in given}
-    tx = getattr(optperm, function)(**own)
+    tx = PUBLIC[function](**own)
     params = given.pop("params", PARAMS)
     if method == "init":
         return tx.init(params)

@@ -35,7 +35,7 @@ import jax
 import pytest
 import support
 
-from optperm.permutation import library
+from optperm.permutation import _library as library
 
 jax.config.update("jax_enable_x64", False)  # whatever the environment says
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -14,7 +14,7 @@ from flax import nnx
 
 import optperm
 from optperm import training
-from optperm.training import run
+from optperm.training import _run as run
 
 FEATURES, CLASSES, EXAMPLES, BATCH = 5, 3, 40, 8
 KINDS = ("linen", "nnx")
@@ -53,7 +53,7 @@ def _method(name, axis_name):
 
 def every_second(epoch):
     """The schedule of SVRG's snapshots."""
-    return optperm.take_snapshot if epoch % 2 == 1 else None
+    return optperm.variance.take_snapshot if epoch % 2 == 1 else None
 
 
 def epoch_start_of(name):

@@ -1,5 +1,7 @@
 """Helpers that several test modules share."""
 
+import importlib
+import inspect
 import itertools
 import os
 import re
@@ -10,7 +12,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optperm.permutation import library
+import optperm
+from optperm.permutation import _library as library
+
+# The rooms of methods, whose names are also what is public beside the names at the top.
+ROOMS = ("bayes", "distributed", "memory", "permutation", "sparsity", "subspace", "variance")
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (optperm, *(importlib.import_module(f"optperm.{room}") for room in ROOMS))
+    for name in dir(module)
+    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+}
 
 # XLA cannot compile float16 where it is held to instructions that are older than F16C.
 HAS_FLOAT16 = not re.search(r"xla_cpu_max_isa=(SSE4_2|AVX)\b", os.environ.get("XLA_FLAGS", ""))

@@ -119,7 +119,7 @@ def test_loss_of_a_part_of_the_params_is_refused_with_the_way_out(name):
     tx = optax.masked(optperm.with_loss(optax.sgd(0.1), loss_fn, batch), mask)
     calls = {
         "evaluate": lambda: optperm.evaluate(loss_fn, masked, batch),
-        "full_gradient": lambda: optperm.full_gradient(loss_fn, masked, [batch]),
+        "full_gradient": lambda: optperm.variance.full_gradient(loss_fn, masked, [batch]),
         "with_loss": lambda: tx.update(params, tx.init(params), params),
     }
     with pytest.raises(ValueError, match=r'extra_args\["grad_fn"\], and optperm.with_loss is'):

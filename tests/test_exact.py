@@ -256,7 +256,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
         np.testing.assert_allclose(ascents, 0.3, rtol=1e-4)
         assert lengths.max() > 0.1
         if method is methods[0]:
-            support.assert_same_bits(placed[7], optperm.center_params(state))
+            support.assert_same_bits(placed[7], optperm.distributed.center_params(state))
         else:
             support.assert_same_bits(jnp.sort(placed[1::2]), jnp.tile(jnp.sort(start), (4, 1)))
     # A transformation that follows does not make its ascents placements.
@@ -297,7 +297,9 @@ def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
     params, state = start, jax.jit(tx.init)(start)
     for index in range(6):
         params, state = step(params, state, support.random_like(start, index))
-    assert not np.array_equal(params["w"], optperm.permuted_params(state)["w"])  # by rounding
+    assert not np.array_equal(
+        params["w"], optperm.permutation.permuted_params(state)["w"]
+    )  # by rounding
     assert state[1].mismatches == 0
     rolled_back = {
         "moved": params | {"w": start["w"]},
@@ -308,9 +310,9 @@ def test_params_that_sgperm_did_not_lead_to_are_counted_and_said():
         after = step(other, state, start)[1]
         assert after[1].mismatches == 1, name
         with pytest.warns(UserWarning, match="1 step .* other params than"):
-            optperm.permuted_params(after)
+            optperm.permutation.permuted_params(after)
     with pytest.warns(UserWarning, match="1 step .* other params than"):
-        optperm.export_permutation(start, after)
+        optperm.permutation.export_permutation(start, after)
 
 
 def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
@@ -322,7 +324,7 @@ def test_a_wrapper_that_interpolates_is_counted_where_it_cannot_be_refused():
         tx = wrap(optperm.sgperm(1.0))
         _, _, state = descend(tx, lambda w, u, _: optax.apply_updates(w, u), 4)
         with pytest.warns(UserWarning, match="other params than"):
-            optperm.permuted_params(state)
+            optperm.permutation.permuted_params(state)
 
 
 def test_where_all_params_are_scalars_permuting_is_warned_of():

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 def test_nothing_public_is_left_out():
     """A new function joins `FUNCTIONS`, with arguments it works with; a transformation its registry."""
-    public = {name for name in dir(optperm) if inspect.isfunction(getattr(optperm, name))}
+    public = {name for name, value in support.PUBLIC.items() if inspect.isfunction(value)}
     assert public == set(CASES)
 
 
@@ -65,7 +65,7 @@ def test_limits_themselves_are_allowed():
 SCHEDULED = [
     (name, argument)
     for name in CASES
-    for argument, parameter in inspect.signature(getattr(optperm, name)).parameters.items()
+    for argument, parameter in inspect.signature(support.PUBLIC[name]).parameters.items()
     if "Schedule" in str(parameter.annotation)
     or parameter.annotation == optax.ScalarOrSchedule
     or (argument == "sync_every" and name == "laperm")
@@ -82,7 +82,7 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
     """It is named where Python sees it, and moved to the nearest limit where it is traced."""
 
     def build(number):
-        return getattr(optperm, name)(**{**CASES[name], argument: lambda count: number + 0 * count})
+        return support.PUBLIC[name](**{**CASES[name], argument: lambda count: number + 0 * count})
 
     low = build(-1)
     message = f"What the schedule {argument} returns must be .*, got -1"

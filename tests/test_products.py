@@ -19,7 +19,7 @@ import pytest
 import support
 
 import optperm
-from optperm.contract.states import fill_masked, find_running_states, find_states, mask_like
+from optperm.core.states import fill_masked, find_running_states, find_states, mask_like
 
 STEPS = 8
 START = {
@@ -97,20 +97,28 @@ def rigl():
 
 METHODS = {
     "sgperm": Method(
-        lambda: optperm.sgperm(0.4), optperm.PermuteByCyclesState, permuted, permutes=True
+        lambda: optperm.sgperm(0.4),
+        optperm.permutation.PermuteByCyclesState,
+        permuted,
+        permutes=True,
     ),
     "laperm": Method(
-        lambda: optperm.laperm(sgd(), 2), optperm.LapermState, synchronized, permutes=True
+        lambda: optperm.laperm(sgd(), 2),
+        optperm.permutation.LapermState,
+        synchronized,
+        permutes=True,
     ),
-    "mask_elements": Method(masked, optperm.MaskElementsState, held),
+    "mask_elements": Method(masked, optperm.sparsity.MaskElementsState, held),
     "prune_gradually": Method(
         lambda: optperm.prune_gradually(sgd(), 0.5, lambda t: jnp.minimum(t / 4.0, 1.0), every=1),
-        optperm.SparseState,
+        optperm.sparsity.SparseState,
         dead,
     ),
-    "rigl": Method(rigl, optperm.SparseState, dead),
-    "agn": Method(lambda: optperm.agn(sgd(), 2), optperm.AgnState, committed),
-    "diloco": Method(lambda: optperm.diloco(sgd(), sgd(0.7), 2), optperm.DilocoState, committed),
+    "rigl": Method(rigl, optperm.sparsity.SparseState, dead),
+    "agn": Method(lambda: optperm.agn(sgd(), 2), optperm.distributed.AgnState, committed),
+    "diloco": Method(
+        lambda: optperm.diloco(sgd(), sgd(0.7), 2), optperm.distributed.DilocoState, committed
+    ),
 }
 
 
@@ -128,7 +136,9 @@ WRAPPERS = {
     "agn": lambda tx: optperm.agn(tx, 2),
     "agn-other-center": lambda tx: optperm.agn(tx, 2, center_optimizer=sgd()),
     "diloco": lambda tx: optperm.diloco(tx, sgd(0.7), 2),
-    "diloco-plan": lambda tx: optperm.diloco(tx, sgd(0.7), optperm.Every(4, fragments=2, delay=1)),
+    "diloco-plan": lambda tx: optperm.diloco(
+        tx, sgd(0.7), optperm.distributed.Every(4, fragments=2, delay=1)
+    ),
     "laperm": lambda tx: optperm.laperm(tx, 2),
     "prune_gradually": lambda tx: optperm.prune_gradually(tx, 0.25, 1.0, every=1),
     "rigl": lambda tx: optperm.rigl(tx, 0.25, end=9, every=3, key=jax.random.key(1)),
@@ -177,8 +187,13 @@ def gradient(params, t):
 def expected(method, opt_state, before, updates):
     """The params after a step, as the documentation has it, and whether the method runs."""
     running = find_running_states(opt_state, method.state_type)
-    if find_states(opt_state, (optperm.AgnState, optperm.DilocoState)) and len(running) > 1:
-        (around,) = find_states(opt_state, (optperm.AgnState, optperm.DilocoState))
+    if (
+        find_states(opt_state, (optperm.distributed.AgnState, optperm.distributed.DilocoState))
+        and len(running) > 1
+    ):
+        (around,) = find_states(
+            opt_state, (optperm.distributed.AgnState, optperm.distributed.DilocoState)
+        )
         running = find_states(around.local_state, method.state_type)
     moved = optax.apply_updates(before, updates)
     if not running:
@@ -241,10 +256,13 @@ def test_every_entry_is_exact_or_the_product_is_refused(name, wrapper):
 
 def assert_promised(method, opt_state, state, params, wanted, first):
     """Assert that params are exact, where no wrapper puts other values over them by its own promise."""
-    around = find_states(opt_state, (optperm.AgnState, optperm.DilocoState, optperm.DldrState))
+    around = find_states(
+        opt_state,
+        (optperm.distributed.AgnState, optperm.distributed.DilocoState, optperm.subspace.DldrState),
+    )
     if any(np.any(getattr(each, "pulled", getattr(each, "is_restarted", 0))) for each in around):
         return
-    if isinstance(opt_state, optperm.SparseState):
+    if isinstance(opt_state, optperm.sparsity.SparseState):
         wanted = jax.tree.map(
             lambda live, w: jnp.where(live, w, jnp.zeros_like(w)),
             fill_masked(opt_state.mask, jax.tree.map(lambda p: np.ones(p.shape, bool), START)),
@@ -258,10 +276,10 @@ def assert_promised(method, opt_state, state, params, wanted, first):
 
 def assert_center(method, wrapper, opt_state, params):
     """Assert that after a commit params are the center, with the zeros of the method."""
-    found = find_states(opt_state, (optperm.AgnState, optperm.DilocoState))
+    found = find_states(opt_state, (optperm.distributed.AgnState, optperm.distributed.DilocoState))
     if wrapper not in ("agn", "agn-other-center", "diloco") or not np.all(found[0].pulled):
         return
-    center = optperm.center_params(opt_state)
+    center = optperm.distributed.center_params(opt_state)
     support.assert_same_bits(params, center)
     local = find_states(found[0].local_state, method.state_type)
     if local and method.find in (dead, held):

@@ -142,11 +142,11 @@ def test_weights_are_placed_in_their_phase_alone():
     at_switch = trail[SWITCH - 1][0]
     for p, opt_state in trail[SWITCH:]:
         support.assert_permutes(p, at_switch)
-        support.assert_same_bits(optperm.permuted_params(opt_state), p)
+        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
     p, opt_state = trail[-1]
     assert not np.array_equal(p["kernel"], at_switch["kernel"])
-    permutation = optperm.export_permutation(at_switch, opt_state)
-    support.assert_same_bits(optperm.apply_permutation(at_switch, permutation), p)
+    permutation = optperm.permutation.export_permutation(at_switch, opt_state)
+    support.assert_same_bits(optperm.permutation.apply_permutation(at_switch, permutation), p)
 
     twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
     trail = trained(twice, params(), steps=range(4))
@@ -154,16 +154,16 @@ def test_weights_are_placed_in_their_phase_alone():
         support.assert_permutes(p, params())
     opt_state = trail[-1][1]
     placing = placing_states(opt_state)
-    assert [type(state) for state in placing] == [optperm.SwitchAfterState]
+    assert [type(state) for state in placing] == [optperm.switching.SwitchAfterState]
     assert not placing_states(optperm.switch_after(1, sgd(), sgd()).init(params()))
-    support.assert_same_bits(optperm.permuted_params(opt_state), p)
+    support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
 
 
 def test_entries_are_held_in_their_phase_alone():
     """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
     masked = optax.chain(sgd(), optperm.mask_elements())
     tx = optperm.switch_after(2, masked, sgd(0.5))
-    first, opt_state = optperm.prune(start(), tx.init(start()), fraction=0.5)
+    first, opt_state = optperm.sparsity.prune(start(), tx.init(start()), fraction=0.5)
     pruned = first["kernel"] == 0.0
     ones = [jax.tree.map(jnp.ones_like, first)] * 3
     for index, (p, _) in enumerate(loops.train(tx, first, ones, opt_state=opt_state)):
@@ -185,7 +185,7 @@ def test_local_steps_around_a_switch():
     """AGN takes one whose phases move params."""
     around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), communication_period=2)
     p, opt_state = trained(around, steps=range(2))[-1]
-    support.assert_same_bits(p, optperm.center_params(opt_state))
+    support.assert_same_bits(p, optperm.distributed.center_params(opt_state))
 
 
 @pytest.mark.usefixtures("lenient")
@@ -251,10 +251,9 @@ def test_in_multi_steps_it_counts_whole_steps():
 
 def functions_of_states():
     """The public functions with an argument `opt_state`, by name."""
-    functions = {name: getattr(optperm, name) for name in dir(optperm)}
     return {
         name
-        for name, each in functions.items()
+        for name, each in support.PUBLIC.items()
         if inspect.isfunction(each) and "opt_state" in inspect.signature(each).parameters
     }
 
@@ -271,28 +270,37 @@ def collected():
 
 HELD = optax.chain(sgd(), optperm.mask_elements())
 FLAT = jnp.linspace(-1.0, 1.0, 12)
-SAMPLES = optperm.Samples(FLAT.reshape(2, 6), FLAT[:2], (), jnp.int32(6), jnp.int32(1))
+SAMPLES = optperm.bayes.Samples(FLAT.reshape(2, 6), FLAT[:2], (), jnp.int32(6), jnp.int32(1))
 # For each function a method of which it reads the state, and a call.
 READ = {
-    "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.adapted_kernel(s)),
-    "center_params": (optperm.diloco(sgd()), lambda s, p: optperm.center_params(s)),
-    "export_permutation": (optperm.sgperm(), lambda s, p: optperm.export_permutation(p, s)),
-    "freeze": (HELD, lambda s, p: optperm.freeze(s, 0.5, scores=p)),
-    "permuted_params": (optperm.laperm(sgd(), 2), optperm.permuted_params),
+    "adapted_kernel": (optperm.constant_sgd(9, 3), lambda s, p: optperm.bayes.adapted_kernel(s)),
+    "center_params": (optperm.diloco(sgd()), lambda s, p: optperm.distributed.center_params(s)),
+    "export_permutation": (
+        optperm.sgperm(),
+        lambda s, p: optperm.permutation.export_permutation(p, s),
+    ),
+    "freeze": (HELD, lambda s, p: optperm.sparsity.freeze(s, 0.5, scores=p)),
+    "permuted_params": (optperm.laperm(sgd(), 2), optperm.permutation.permuted_params),
     "posterior_report": (
         optperm.constant_sgd(9, 3),
-        lambda s, p: optperm.posterior_report(SAMPLES, s),
+        lambda s, p: optperm.bayes.posterior_report(SAMPLES, s),
     ),
-    "prune": (HELD, lambda s, p: optperm.prune(p, s, 0.5)),
-    "reset_masks": (HELD, lambda s, p: optperm.reset_masks(s)),
+    "prune": (HELD, lambda s, p: optperm.sparsity.prune(p, s, 0.5)),
+    "reset_masks": (HELD, lambda s, p: optperm.sparsity.reset_masks(s)),
     "sample_params": (
         optperm.ivon(0.1, 9),
-        lambda s, p: optperm.sample_params(s, p, jax.random.key(0)),
+        lambda s, p: optperm.bayes.sample_params(s, p, jax.random.key(0)),
     ),
-    "set_basis": (optperm.project(1, sgd()), lambda s, p: optperm.set_basis(s, one_row_of(p))),
-    "swag_mean": (collected(), lambda s, p: optperm.swag_mean(s)),
-    "take_snapshot": (optperm.svrg(refresh_every=3), lambda s, p: optperm.take_snapshot(s, p, p)),
-    "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.trajectory(s)),
+    "set_basis": (
+        optperm.project(1, sgd()),
+        lambda s, p: optperm.subspace.set_basis(s, one_row_of(p)),
+    ),
+    "swag_mean": (collected(), lambda s, p: optperm.bayes.swag_mean(s)),
+    "take_snapshot": (
+        optperm.svrg(refresh_every=3),
+        lambda s, p: optperm.variance.take_snapshot(s, p, p),
+    ),
+    "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.subspace.trajectory(s)),
 }
 # Both go by phases: `apply_updates` by the exact entries, and a step by its own state.
 OTHERS = {"apply_updates", "draw_samples"}
@@ -339,7 +347,7 @@ def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
     for _ in range(2):  # the second one changes nothing
         u, opt_state = tx.update(jnp.float32(jnp.nan), opt_state, p, commit="only")
         p, steps = optperm.apply_updates(p, u, opt_state), int(opt_state.count)
-        support.assert_same_bits(p, optperm.center_params(opt_state, final=True))
+        support.assert_same_bits(p, optperm.distributed.center_params(opt_state, final=True))
     assert steps == 3
     np.testing.assert_allclose(p, 0.9, rtol=1e-6)  # AGN's step of the mean gradient
     before = optperm.switch_after(9, sgd(0.1), optperm.diloco(sgd(0.1))).init(p)
@@ -351,7 +359,7 @@ def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.parametrize("plan", [4, optperm.Every(4, delay=2)])
+@pytest.mark.parametrize("plan", [4, optperm.distributed.Every(4, delay=2)])
 def test_a_tracked_center_begins_at_the_switch(plan):
     """Nothing that it got in the first phase, sent or in flight, reaches the new center."""
     then = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan)

@@ -133,7 +133,7 @@ def test_what_places_weights_says_so_through_it():
     for _ in range(3):
         updates, state = jax.jit(tx.update)(params, state, params)
         params = optperm.apply_updates(params, updates, state)
-    support.assert_same_bits(optperm.permuted_params(state), params)
+    support.assert_same_bits(optperm.permutation.permuted_params(state), params)
     assert not np.array_equal(params["w"], START["w"])
 
 

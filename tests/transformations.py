@@ -142,7 +142,7 @@ def ivon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     tx = optperm.ivon(*args, **kwargs)
 
     def half(p: Any) -> Any:
-        # As `optperm.sample_params`, in 32 bits at least
+        # As `optperm.bayes.sample_params`, in 32 bits at least
         return p * 0.5 if jnp.result_type(p).itemsize > 2 else p.astype(jnp.float32) * 0.5
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
@@ -185,7 +185,7 @@ def with_basis(opt_state: Any, params: Any) -> Any:
     flat, unravel = jax.flatten_util.ravel_pytree(shapes)
     rows = np.linalg.qr(np.random.default_rng(0).normal(size=(flat.size, 2)))[0].T
     basis = jax.vmap(unravel)(jnp.asarray(rows, flat.dtype))
-    return optperm.set_basis(opt_state, basis)
+    return optperm.subspace.set_basis(opt_state, basis)
 
 
 TRANSFORMATIONS = (
@@ -226,7 +226,11 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.diloco,
-        {"inner": optax.sgd(1e-3), "sync_every": optperm.Every(2, delay=1), "mixing": 0.5},
+        {
+            "inner": optax.sgd(1e-3),
+            "sync_every": optperm.distributed.Every(2, delay=1),
+            "mixing": 0.5,
+        },
         other_name="diloco-streaming",
         lenient=True,
     ),

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import types
 from typing import Any
 
 from docutils import nodes
@@ -16,7 +17,6 @@ from sphinx.util.inspect import stringify_signature
 from sphinx.util.inventory import InventoryFile
 
 import optperm
-from optperm import training
 
 INVENTORIES = pathlib.Path(__file__).parents[1] / "inventories"
 # The short names of the modules that pages and docstrings use.
@@ -29,21 +29,33 @@ _ARRAY = re.compile(r"(\w+)\[Array, '\s*([^']*)'\]")
 def public() -> dict[str, str]:
     """From each way to write a public name of optperm to its whole name."""
     found = {}
-    for module in (optperm, training):
-        for name in dir(module):
-            value = getattr(module, name)
-            if name.startswith("_") or inspect.ismodule(value):
-                continue
-            whole = f"{module.__name__}.{name}"
+    for module in (optperm, *rooms()):
+        room = module.__name__.removeprefix("optperm").removeprefix(".")
+        for name, value in public_names(module).items():
+            whole = whole_public_name(name, module)
             members = [*vars(value)] if inspect.isclass(value) else []
             shown = [each for each in members if _is_documented(whole, each)]
             for known in ("", *(f".{member}" for member in shown)):
-                prefixes = ["", "optperm."] + (
-                    ["training.", "optperm.training."] * (module is training)
-                )
-                for prefix in prefixes:
+                for prefix in {"", "optperm.", f"{room}.", f"{module.__name__}."}:
                     found.setdefault(prefix + name + known, whole + known)
     return found
+
+
+def rooms() -> list[types.ModuleType]:
+    """The rooms of the package."""
+    values = (getattr(optperm, name) for name in dir(optperm))
+    return [value for value in values if inspect.ismodule(value)]
+
+
+def public_names(module: types.ModuleType) -> dict[str, Any]:
+    """The functions and classes that a module shows."""
+    shown = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    return {name: value for name, value in shown.items() if not inspect.ismodule(value)}
+
+
+def whole_public_name(name: str, module: types.ModuleType) -> str:
+    """A public name as its users write it: of a room, unless it stands at the top as well."""
+    return f"optperm.{name}" if name in dir(optperm) else f"{module.__name__}.{name}"
 
 
 _METHODS = {
@@ -209,8 +221,25 @@ def written(annotation: ast.expr | None, module: str) -> Any:
     return ast.unparse(_Written(module).visit(copy))
 
 
+def _home(value: Any) -> str:
+    """The name of the module that a public name is written in."""
+    outermost = value.__qualname__.partition(".")[0]
+    module = importlib.import_module(value.__module__)
+    folder = pathlib.Path(inspect.getsourcefile(module) or "").parent
+    prefix = (
+        value.__module__ if hasattr(module, "__path__") else value.__module__.rpartition(".")[0]
+    )
+    for path in sorted(folder.glob("*.py")):
+        name = f"{prefix}.{path.stem}"
+        if path.stem != "__init__" and any(
+            getattr(node, "name", None) == outermost for node in _module(name)[0].body
+        ):
+            return name
+    raise LookupError(f"no file of {folder} defines {outermost}")
+
+
 def _definition(value: Any) -> ast.FunctionDef | ast.ClassDef:
-    tree, _ = _module(value.__module__)
+    tree, _ = _module(_home(value))
     *classes, name = value.__qualname__.split(".")
     body = tree.body
     for each in classes:
@@ -239,7 +268,7 @@ def short_signature(
     definition = _definition(value)
     listed = definition.args
     kinds = {
-        each.arg: written(each.annotation, value.__module__)
+        each.arg: written(each.annotation, _home(value))
         for each in (
             *listed.posonlyargs,
             *listed.args,
@@ -256,7 +285,7 @@ def short_signature(
         if each.name not in ("self", "cls")
     ]
     shown = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    gives = written(definition.returns, value.__module__) if definition.returns else None
+    gives = written(definition.returns, _home(value)) if definition.returns else None
     if gives == "typing.Self":
         gives = public().get(value.__qualname__.split(".")[0])
     return stringify_signature(shown), gives

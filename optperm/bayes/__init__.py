@@ -3,3 +3,42 @@
 Constant SGD, Langevin dynamics, normal distributions of the params (IVON, SWAG), and diagnostics of
 draws. See ``examples/constant_sgd_posterior.py``.
 """
+
+from optperm.bayes._calibration import Calibration as Calibration
+from optperm.bayes._calibration import Scores as Scores
+from optperm.bayes._calibration import auroc as auroc
+from optperm.bayes._calibration import calibration as calibration
+from optperm.bayes._calibration import classification_scores as classification_scores
+from optperm.bayes._calibration import interval_coverage as interval_coverage
+from optperm.bayes._constant_sgd import ConstantSgdState as ConstantSgdState
+from optperm.bayes._constant_sgd import constant_sgd as constant_sgd
+from optperm.bayes._draws import sample_params as sample_params
+from optperm.bayes._draws import swag_mean as swag_mean
+from optperm.bayes._ivon import IvonState as IvonState
+from optperm.bayes._ivon import ivon as ivon
+from optperm.bayes._kernel import NoiseKernel as NoiseKernel
+from optperm.bayes._kernel import adapted_kernel as adapted_kernel
+from optperm.bayes._langevin import SghmcState as SghmcState
+from optperm.bayes._langevin import SgldState as SgldState
+from optperm.bayes._langevin import sghmc as sghmc
+from optperm.bayes._langevin import sgld as sgld
+from optperm.bayes._mandt_sgd import MandtSgdState as MandtSgdState
+from optperm.bayes._mandt_sgd import mandt_sgd as mandt_sgd
+from optperm.bayes._masters import MasterState as MasterState
+from optperm.bayes._predictive import Ensemble as Ensemble
+from optperm.bayes._predictive import Predictions as Predictions
+from optperm.bayes._predictive import posterior_predictive as posterior_predictive
+from optperm.bayes._prior import normal_prior as normal_prior
+from optperm.bayes._report import PosteriorReport as PosteriorReport
+from optperm.bayes._report import posterior_report as posterior_report
+from optperm.bayes._sample import sample as sample
+from optperm.bayes._sampling import Samples as Samples
+from optperm.bayes._sampling import draw_samples as draw_samples
+from optperm.bayes._sampling import samples_as_dict as samples_as_dict
+from optperm.bayes._stationary import gaussian_kl as gaussian_kl
+from optperm.bayes._stationary import stationary_covariance as stationary_covariance
+from optperm.bayes._swag import SwagState as SwagState
+from optperm.bayes._swag import swag as swag
+from optperm.core.public import show_names as _show_names
+
+_show_names(__name__)

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 
 from optperm.cli.errors import CliError, UsageError
-from optperm.contract.extras import import_optional
+from optperm.core.optional import import_optional
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 # Errors of `np.load` for a file of another kind, or a damaged one; a TypeError for an .npy file.

@@ -2,7 +2,7 @@
 
 import functools
 
-from optperm.contract.extras import import_optional
+from optperm.core.optional import import_optional
 
 
 class CliError(Exception):

@@ -18,7 +18,7 @@ import optax.contrib
 from docstring_parser import DocstringStyle, parse
 
 import optperm
-from optperm.contract import checks
+from optperm.core import checks
 
 Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
@@ -134,7 +134,7 @@ def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
 
 def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
     """Take a snapshot before the epochs 1, 1 + update_freq, ..."""
-    return optperm.take_snapshot if (epoch - 1) % update_freq == 0 else None
+    return optperm.variance.take_snapshot if (epoch - 1) % update_freq == 0 else None
 
 
 def _agn(

@@ -18,7 +18,7 @@ import optax
 import optperm
 from optperm.cli.errors import UsageError
 from optperm.training import TrainState
-from optperm.training.steps import Evaluator
+from optperm.training._steps import Evaluator
 
 _NOTHING = optax.identity()  # one object, so that its compiled programs are reused
 CHUNK = 1000  # examples on a device at once
@@ -131,7 +131,7 @@ def loss_function(
         losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["y"])
         loss = jnp.mean(losses)
         if prior_precision:
-            loss += optperm.normal_prior(params, prior_precision, num_data)
+            loss += optperm.bayes.normal_prior(params, prior_precision, num_data)
         return loss, {"accuracy": jnp.mean(jnp.argmax(outputs, axis=-1) == batch["y"])}
 
     return loss_fn

@@ -9,8 +9,8 @@
 - `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.
 
 The network's file holds its spec (`models.NetworkSpec`), a digest of its trained weights, and for each
-parameter "params/<path>" its values or its permutation (`optperm.export_permutation`). A permutation
-needs no initial params in the file: they are drawn again from the seed.
+parameter "params/<path>" its values or its permutation (`optperm.permutation.export_permutation`).
+A permutation needs no initial params in the file: they are drawn again from the seed.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ import optperm
 from optperm.cli import models
 from optperm.cli.errors import CliError, UsageError
 from optperm.cli.flags import Run
-from optperm.contract.states import find_running_states
-from optperm.permutation.export import PERMUTED_STATES
-from optperm.training.checkpoints import TAKE_ANOTHER, describe_differences
-from optperm.training.processes import digest
+from optperm.core.states import find_running_states
+from optperm.permutation._export import PERMUTED_STATES
+from optperm.training._checkpoints import TAKE_ANOTHER, describe_differences
+from optperm.training._processes import digest
 
 METRICS_FILE, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 _IDENTITY_FILE = f"{CHECKPOINTS}/run.json"
@@ -146,7 +146,8 @@ def write_network(
     if find_running_states(opt_state, PERMUTED_STATES):
         # A program of integers, whose machine code need not be optimized. Traced, it checks nothing.
         export = jax.jit(
-            optperm.export_permutation, compiler_options={"xla_backend_optimization_level": 0}
+            optperm.permutation.export_permutation,
+            compiler_options={"xla_backend_optimization_level": 0},
         )
         name, leaves = _PERMUTATION_FILE, jax.device_get(export(initial, opt_state, trained))
         permuted = jax.tree.map(
@@ -174,7 +175,7 @@ def rebuild(folder: pathlib.Path) -> tuple[models.NetworkSpec, optax.Params]:
         )
         params = unflatten_dict(arrays, sep="/")["params"]
         if path.name == _PERMUTATION_FILE:
-            params = optperm.apply_permutation(models.initial_params(spec), params)
+            params = optperm.permutation.apply_permutation(models.initial_params(spec), params)
         is_same = digest(params) == str(arrays["digest"])
     except (*_DAMAGE, zipfile.BadZipFile, zlib.error) as error:
         raise CliError(f"{path} is damaged or was not written by optperm ({error}).") from error

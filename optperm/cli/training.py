@@ -19,11 +19,11 @@ from optperm.cli import datasets, models, report, run_folder
 from optperm.cli.errors import CliError, UsageError, import_extra
 from optperm.cli.flags import Run
 from optperm.cli.methods import Hyperparameter, Method
-from optperm.contract.states import find_running_states
-from optperm.permutation.export import PERMUTED_STATES
+from optperm.core.states import find_running_states
+from optperm.permutation._export import PERMUTED_STATES
 from optperm.training import CheckpointError, Event, FitResult, TrainState, fit
-from optperm.training.history import find_divergence
-from optperm.training.processes import digest
+from optperm.training._history import find_divergence
+from optperm.training._processes import digest
 
 # A line of metrics.jsonl.
 Record = dict[str, Any]
@@ -142,7 +142,7 @@ class Training:
         """Return the params of a state to test and keep, in the memory of this process."""
         params = state.params  # the center if the method has one
         if find_running_states(state.opt_state, PERMUTED_STATES):
-            params = optperm.permuted_params(*jax.device_get((state.opt_state, params)))
+            params = optperm.permutation.permuted_params(*jax.device_get((state.opt_state, params)))
         return jax.device_get(params)
 
     def _record(

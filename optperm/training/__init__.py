@@ -1,12 +1,15 @@
 """Training: Flax's train states for any method, and `fit`."""
 
-from optperm.training.callbacks import EarlyStopping as EarlyStopping
-from optperm.training.callbacks import Event as Event
-from optperm.training.callbacks import metrics_writer as metrics_writer
-from optperm.training.checkpoints import CheckpointError as CheckpointError
-from optperm.training.data import shuffled as shuffled
-from optperm.training.history import History as History
-from optperm.training.loop import fit as fit
-from optperm.training.run import FitResult as FitResult
-from optperm.training.train_state import Optimizer as Optimizer
-from optperm.training.train_state import TrainState as TrainState
+from optperm.core.public import show_names as _show_names
+from optperm.training._callbacks import EarlyStopping as EarlyStopping
+from optperm.training._callbacks import Event as Event
+from optperm.training._callbacks import metrics_writer as metrics_writer
+from optperm.training._checkpoints import CheckpointError as CheckpointError
+from optperm.training._data import shuffled as shuffled
+from optperm.training._history import History as History
+from optperm.training._loop import fit as fit
+from optperm.training._run import FitResult as FitResult
+from optperm.training._train_state import Optimizer as Optimizer
+from optperm.training._train_state import TrainState as TrainState
+
+_show_names(__name__)

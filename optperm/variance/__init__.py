@@ -6,3 +6,19 @@ They solve convex problems to many digits. On networks SGD with a good rate is b
 number of gradients: `benchmarks/svrg.py` has the tables. See ``examples/svrg_regression.py`` and
 ``examples/svrg_logistic.py``.
 """
+
+from optperm.core.public import show_names as _show_names
+from optperm.variance._full_gradient import full_gradient as full_gradient
+from optperm.variance._katyusha import KatyushaState as KatyushaState
+from optperm.variance._katyusha import katyusha as katyusha
+from optperm.variance._learning_rate import svrg_learning_rate as svrg_learning_rate
+from optperm.variance._mars import MarsState as MarsState
+from optperm.variance._mars import mars as mars
+from optperm.variance._proximal import ProximalState as ProximalState
+from optperm.variance._proximal import proximal as proximal
+from optperm.variance._recursive import recursive_gradient as recursive_gradient
+from optperm.variance._svrg import SvrgState as SvrgState
+from optperm.variance._svrg import svrg as svrg
+from optperm.variance._svrg import take_snapshot as take_snapshot
+
+_show_names(__name__)

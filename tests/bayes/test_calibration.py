@@ -37,7 +37,10 @@ def test_as_by_hand(num_bins):
     probabilities = np.concatenate([random, on_edges]).astype(np.float32)
     labels = rng.integers(0, 3, size=len(probabilities))
     wanted = by_hand(probabilities, labels, num_bins)
-    for compute in (optperm.calibration, jax.jit(optperm.calibration, static_argnames="num_bins")):
+    for compute in (
+        optperm.bayes.calibration,
+        jax.jit(optperm.bayes.calibration, static_argnames="num_bins"),
+    ):
         found = compute(probabilities, labels, num_bins=num_bins)
         np.testing.assert_array_equal(found.counts, wanted[1])
         np.testing.assert_allclose(found.expected_calibration_error, wanted[0], atol=1e-5)
@@ -50,11 +53,11 @@ def test_known_errors():
     probabilities = np.repeat(np.float32([[0.75, 0.25], [0.5, 0.5], [1.0, 0.0]]), 4, axis=0)
     labels = np.array([0, 0, 0, 1] + [0, 0, 1, 1] + [0] * 4)
     for num_bins in (1, 4, 15):
-        found = optperm.calibration(probabilities, labels, num_bins=num_bins)
+        found = optperm.bayes.calibration(probabilities, labels, num_bins=num_bins)
         assert float(found.expected_calibration_error) == 0
     for confidence in (1.0, 0.9):
         sure = np.tile(np.float32([confidence, 1 - confidence]), (6, 1))
-        found = optperm.calibration(sure, np.ones(6, np.int32))
+        found = optperm.bayes.calibration(sure, np.ones(6, np.int32))
         assert float(found.expected_calibration_error) == pytest.approx(confidence)
         assert found.accuracy.tolist() == [0.0] * 15
         assert np.count_nonzero(found.counts) == 1
@@ -65,7 +68,7 @@ def test_dtypes(dtype):
     """Sums are in float32 or wider; a thousand half-sure examples are not rounded in 16 bits."""
     with jax.enable_x64(dtype == "float64"):
         probabilities = jnp.tile(jnp.asarray([0.6, 0.4], dtype), (1000, 1))
-        found = optperm.calibration(probabilities, np.zeros(1000, np.int32))
+        found = optperm.bayes.calibration(probabilities, np.zeros(1000, np.int32))
         assert found.confidence.dtype == (dtype if dtype == "float64" else "float32")
         error = 1 - float(jnp.asarray(0.6, dtype))
         assert float(found.expected_calibration_error) == pytest.approx(error, abs=1e-4)
@@ -78,9 +81,9 @@ def test_labels_of_8_bits_count_more_classes_than_they_hold():
         labels = np.arange(20)
         nll = -np.log(p[np.arange(20), labels]).mean()
         for dtype in ("uint8", "int8"):
-            found = jax.jit(optperm.classification_scores)(p, labels.astype(dtype))
+            found = jax.jit(optperm.bayes.classification_scores)(p, labels.astype(dtype))
             assert float(found.nll) == pytest.approx(nll, rel=1e-4)
-            expected = optperm.classification_scores(p, labels)
+            expected = optperm.bayes.classification_scores(p, labels)
             np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -88,7 +91,7 @@ def test_labels_of_8_bits_count_more_classes_than_they_hold():
 def test_a_label_of_no_class_is_not_a_wrong_prediction(label):
     """Under jit, where Python cannot see it, nothing is said of such labels as if it were known."""
     probabilities = jnp.array([[0.75, 0.25]] * 4)
-    compute = jax.jit(optperm.calibration)
+    compute = jax.jit(optperm.bayes.calibration)
     found = compute(probabilities, jnp.array([0, 0, 0, label]))
     assert np.isnan(found.expected_calibration_error)
     assert np.all(np.isnan(found.accuracy))
@@ -99,9 +102,9 @@ def test_intervals_cover_what_they_say():
     """Of normal draws about a normal target by the level; of draws half as wide by less."""
     rng = np.random.default_rng(0)
     targets, draws = rng.normal(size=4000), rng.normal(size=(2, 500, 1)) * np.ones(4000)
-    found = optperm.interval_coverage(draws, targets)
+    found = optperm.bayes.interval_coverage(draws, targets)
     np.testing.assert_allclose(found, [0.5, 0.8, 0.9, 0.95], atol=0.03)
-    narrow = optperm.interval_coverage(draws / 2, targets, [0.9])
+    narrow = optperm.bayes.interval_coverage(draws / 2, targets, [0.9])
     np.testing.assert_allclose(narrow, 0.589, atol=0.03)
     for change in (
         {"draws": draws[0]},
@@ -112,7 +115,7 @@ def test_intervals_cover_what_they_say():
         {"levels": 0.5},
     ):
         with pytest.raises(ValueError, match="must"):
-            optperm.interval_coverage(**{"draws": draws, "targets": targets} | change)
+            optperm.bayes.interval_coverage(**{"draws": draws, "targets": targets} | change)
 
 
 def test_an_entropy_is_of_probabilities():
@@ -121,7 +124,7 @@ def test_an_entropy_is_of_probabilities():
 
     def predictions(draws):
         dtype = "float32"
-        return optperm.Predictions(
+        return optperm.bayes.Predictions(
             draws, draws.mean((0, 1), dtype=dtype), draws.astype(dtype).std((0, 1))
         )
 
@@ -143,13 +146,13 @@ def test_predictions_in_16_bits_are_scored(dtype):
     labels = np.arange(6)
     for classes in (10, 1000):
         logits = 4 * jax.random.normal(jax.random.key(0), (3, 6, classes))
-        found = optperm.posterior_predictive(
+        found = optperm.bayes.posterior_predictive(
             lambda w, x: jax.nn.softmax(w.astype(x.dtype)),
-            optperm.Ensemble(logits),
+            optperm.bayes.Ensemble(logits),
             jnp.ones((), dtype),
         )
         assert np.abs(found.mean.sum(axis=1) - 1).max() > 1e-4
-        scores = optperm.classification_scores(found.mean, labels)
+        scores = optperm.bayes.classification_scores(found.mean, labels)
         mean = np.asarray(jax.nn.softmax(logits), np.float64).mean(axis=0)
         nll = -np.log(mean[labels, labels]).mean()
         assert float(scores.nll) == pytest.approx(nll, rel=0.02)
@@ -159,7 +162,7 @@ def test_predictions_in_16_bits_are_scored(dtype):
 def test_scores_are_those_of_numpy():
     rng = np.random.default_rng(0)
     p, labels = rng.dirichlet(np.ones(4), size=50), rng.integers(0, 4, size=50)
-    found = optperm.classification_scores(p, labels)
+    found = optperm.bayes.classification_scores(p, labels)
     expected = {
         "accuracy": (p.argmax(axis=1) == labels).mean(),
         "nll": -np.log(p[np.arange(50), labels]).mean(),
@@ -175,17 +178,17 @@ def test_the_area_under_the_curve_is_the_share_of_pairs():
     rng = np.random.default_rng(0)
     one, other = rng.integers(0, 6, size=40), rng.integers(2, 9, size=30)
     pairs = np.sign(other[None] - one[:, None])
-    assert optperm.auroc(one, other) == pytest.approx(0.5 + pairs.mean() / 2)
+    assert optperm.bayes.auroc(one, other) == pytest.approx(0.5 + pairs.mean() / 2)
     with pytest.raises(ValueError, match=r"other_scores must be .* got NaN"):
-        optperm.auroc([1.0], [np.nan, 2.0])
+        optperm.bayes.auroc([1.0], [np.nan, 2.0])
 
 
 def test_entropy_and_mutual_information_of_two_draws():
     """Draws that are sure and disagree have log 2 of both, draws that agree on .5 of the first alone."""
     draws = jnp.array([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])
-    found = optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(draws), ())
+    found = optperm.bayes.posterior_predictive(lambda w, x: w, optperm.bayes.Ensemble(draws), ())
     np.testing.assert_allclose(found.entropy(), np.log([2, 2]), rtol=1e-6)
     np.testing.assert_allclose(found.mutual_information(), [np.log(2), 0.0], atol=1e-6)
     for params in (jnp.ones(()), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}):
         with pytest.raises(ValueError, match="stacked along a leading axis"):
-            optperm.posterior_predictive(lambda w, x: w, optperm.Ensemble(params), ())
+            optperm.bayes.posterior_predictive(lambda w, x: w, optperm.bayes.Ensemble(params), ())

@@ -46,7 +46,9 @@ def chains(tx, gradients, start, seed, *, warmup, thinning, number=256):
 def divergence(mean, covariance, optimum, hessian):
     """That of draws from the posterior."""
     with jax.enable_x64(True):
-        return float(optperm.gaussian_kl(mean, covariance, optimum, np.linalg.inv(N * hessian)))
+        return float(
+            optperm.bayes.gaussian_kl(mean, covariance, optimum, np.linalg.inv(N * hessian))
+        )
 
 
 def on_a_quadratic(preconditioner, seed, momentum=0.0):
@@ -69,7 +71,7 @@ def on_a_quadratic(preconditioner, seed, momentum=0.0):
     }[preconditioner]
     mu = momentum
     with jax.enable_x64(True):
-        exact = optperm.stationary_covariance(h * (1 - mu), HESSIAN, NOISE / S, momentum=mu)
+        exact = optperm.bayes.stationary_covariance(h * (1 - mu), HESSIAN, NOISE / S, momentum=mu)
     return mean, covariance, np.asarray(exact)
 
 

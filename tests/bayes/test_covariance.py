@@ -12,7 +12,7 @@ import support
 from jax.flatten_util import ravel_pytree
 
 import optperm
-from optperm.contract.states import find_state
+from optperm.core.states import find_state
 
 PRECONDITIONERS = ("scalar", "diagonal", "full")
 ESTIMATORS = ("per_example", "single_example", "two_batches")
@@ -50,7 +50,7 @@ def example_gradients(params, batch):
 
 def noise_of(opt_state):
     """What has been estimated of C."""
-    return find_state(opt_state, optperm.MandtSgdState, method="mandt_sgd").covariance
+    return find_state(opt_state, optperm.bayes.MandtSgdState, method="mandt_sgd").covariance
 
 
 def kept(matrix, preconditioner):

@@ -62,7 +62,7 @@ def test_the_law_on_a_quadratic_is_the_best_normal_one():
 
     def step(carry, key):
         m, state = carry
-        draw = optperm.sample_params(state, m, key)
+        draw = optperm.bayes.sample_params(state, m, key)
         updates, state = tx.update(
             jnp.asarray(CURVATURE, jnp.float32) * (draw - 1), state, m, draw=draw
         )
@@ -80,10 +80,10 @@ def test_the_law_on_a_quadratic_is_the_best_normal_one():
 def test_draws_have_the_laws_mean_and_variance():
     m = {"w": jnp.full((400, 50), 3.0), "b": jnp.zeros(5)}
     tx = optax.chain(optax.clip(1.0), optperm.ivon(0.1, ess=25.0, hess_init=3.5, weight_decay=0.5))
-    draw = optperm.sample_params(tx.init(m), m, jax.random.key(1))
+    draw = optperm.bayes.sample_params(tx.init(m), m, jax.random.key(1))
     noise = np.asarray(draw["w"] - 3.0)
     np.testing.assert_allclose([noise.mean(), noise.std()], [0.0, 0.1], atol=2e-3)
-    draws = optperm.sample_params(tx.init(m), m, jax.random.key(1), num_draws=2)
+    draws = optperm.bayes.sample_params(tx.init(m), m, jax.random.key(1), num_draws=2)
     assert draws["b"].shape == (2, 5)
     assert not np.allclose(draws["b"][0], draws["b"][1])
 
@@ -120,7 +120,7 @@ def test_a_step_in_shard_map_draws_apart_on_replicas():
         key = jax.random.key(0)
         if is_apart:
             key = jax.random.fold_in(key, jax.lax.axis_index("replica"))
-        draw = optperm.sample_params(tx.init(m), m, key)
+        draw = optperm.bayes.sample_params(tx.init(m), m, key)
         updates, state = tx.update(gradient(draw, x), tx.init(m), m, draw=draw)
         return updates, state.hessian
 
@@ -131,7 +131,7 @@ def test_a_step_in_shard_map_draws_apart_on_replicas():
 
     both = optperm.ivon(0.1, ess=50.0, mc_samples=4)
     keys = [jax.random.fold_in(jax.random.key(0), index) for index in range(4)]
-    draws = jnp.stack([optperm.sample_params(both.init(m), m, key) for key in keys])
+    draws = jnp.stack([optperm.bayes.sample_params(both.init(m), m, key) for key in keys])
     grads = jax.vmap(gradient)(draws, x[:, None])
     expected, state = both.update(grads, both.init(m), m, draw=draws)
     updates, hessian = run(is_apart=True)
@@ -156,7 +156,7 @@ def test_two_parts_of_the_params_are_drawn_one_after_the_other():
     state = optax.partition(parts, {"a": "a", "b": "b"}).init(params).inner_states
     draw = params
     for name in parts:
-        draw = optperm.sample_params(state[name], draw, jax.random.key(0))
+        draw = optperm.bayes.sample_params(state[name], draw, jax.random.key(0))
     deviations = [float(jnp.std(draw[name] - params[name])) for name in parts]
     np.testing.assert_allclose(deviations, [0.1, 0.01], rtol=0.1)
 
@@ -176,7 +176,7 @@ def test_a_part_of_the_params_is_learned_under_a_mask():
     alone = optperm.ivon(0.1, ess=50.0)
     tx = optax.masked(alone, {"last": True, "rest": False})
     state = tx.init(params)
-    draw = optperm.sample_params(state, params, jax.random.key(0))
+    draw = optperm.bayes.sample_params(state, params, jax.random.key(0))
     assert draw["rest"] is params["rest"]
     grads = jax.tree.map(jnp.zeros_like, params) | {"last": jnp.ones(2)}
     updates, _ = tx.update(grads, state, params, draw=draw)
@@ -194,7 +194,7 @@ def test_the_hessian_of_a_quadratic_with_params_of_16_bits():
 
     def step(carry, key):
         w, state = carry
-        draw = optperm.sample_params(state, w, key)
+        draw = optperm.bayes.sample_params(state, w, key)
         grads = jax.grad(lambda w: jnp.sum(5 * (w - target) ** 2))(draw)
         updates, state = tx.update(grads, state, w, draw=draw)
         return (optax.apply_updates(w, updates), state), draw.dtype == jnp.float32
@@ -212,8 +212,8 @@ def test_the_hessian_of_a_quadratic_with_params_of_16_bits():
 def test_traced_draws_of_swag_before_the_first_collection_are_nan():
     m = jnp.ones(3)
     state = optperm.swag(1, rank=2).init(m)
-    assert np.isnan(jax.jit(optperm.sample_params)(state, m, jax.random.key(0))).all()
-    assert np.isnan(jax.jit(optperm.swag_mean)(state)).all()
+    assert np.isnan(jax.jit(optperm.bayes.sample_params)(state, m, jax.random.key(0))).all()
+    assert np.isnan(jax.jit(optperm.bayes.swag_mean)(state)).all()
 
 
 def test_misuse_is_named():
@@ -240,12 +240,12 @@ def test_misuse_is_named():
             lambda: stacked.update(jnp.ones((3, 2)), stacked.init(m), m, draw=jnp.ones((3, 1))),
             "draw is",
         ),
-        (lambda: optperm.sample_params(tx.init(m), m[:1], key), r"params is float32\[1\]"),
-        (lambda: optperm.sample_params(tx.init(m), jnp.ones((5, 2)), key), "params is"),
-        (lambda: optperm.sample_params(swag_state, m[:1], key), "params is"),
-        (lambda: optperm.sample_params(swag_state, {"a": m}, key), "tree structure"),
+        (lambda: optperm.bayes.sample_params(tx.init(m), m[:1], key), r"params is float32\[1\]"),
+        (lambda: optperm.bayes.sample_params(tx.init(m), jnp.ones((5, 2)), key), "params is"),
+        (lambda: optperm.bayes.sample_params(swag_state, m[:1], key), "params is"),
+        (lambda: optperm.bayes.sample_params(swag_state, {"a": m}, key), "tree structure"),
         (lambda: optperm.ivon(0.1, ess=1.0, weight_decay=0.0), "weight_decay must be"),
-        (lambda: tx.update(m, tx.init(m), m), "draw = optperm.sample_params"),
+        (lambda: tx.update(m, tx.init(m), m), "draw = optperm.bayes.sample_params"),
         (lambda: tx.update(m, tx.init(m), m, draw=m), "draw is params itself"),
         *(
             (
@@ -254,10 +254,13 @@ def test_misuse_is_named():
             )
             for g in (m, jnp.ones((1, 2)), jnp.ones((2, 2)))
         ),
-        (lambda: optperm.sample_params(accumulating.init(m), m, key), "MultiSteps"),
-        (lambda: optperm.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
-        (lambda: optperm.sample_params(optperm.swag(1).init(m), m, key), "collected no params"),
-        (lambda: optperm.swag_mean(optperm.swag(1).init(m)), "collected no params"),
+        (lambda: optperm.bayes.sample_params(accumulating.init(m), m, key), "MultiSteps"),
+        (lambda: optperm.bayes.sample_params(optax.adam(0.1).init(m), m, key), "ivon"),
+        (
+            lambda: optperm.bayes.sample_params(optperm.swag(1).init(m), m, key),
+            "collected no params",
+        ),
+        (lambda: optperm.bayes.swag_mean(optperm.swag(1).init(m)), "collected no params"),
         (lambda: optperm.swag(1, rank=1), "at least 2"),
     ]
     for call, message in calls:

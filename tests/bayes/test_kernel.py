@@ -7,7 +7,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes.decompose import decompose
+from optperm.bayes._decompose import decompose
 
 N, S, D, T = 1000, 8, 4, 1.7
 SCALE = jnp.float32(2 * S * T / N)
@@ -31,7 +31,7 @@ def kernel_of(form, c, curvature, rho=2.0):
     }[form]()
     one = jnp.float32(1)
     a = jnp.float32(curvature if form != "scalar" else np.max(curvature))
-    return optperm.NoiseKernel(
+    return optperm.bayes.NoiseKernel(
         basis, noise, a, jnp.float32(rho), one, one, one, one, jnp.int32(9), jnp.bool_(True)
     )
 
@@ -172,4 +172,4 @@ def test_the_update_adds_the_noise_of_its_kernel():
     sizes = np.sqrt(np.outer(np.diag(wanted), np.diag(wanted)))
     assert np.abs((np.cov(moves.T) - wanted) / sizes).max() < 5 * np.sqrt(2 / 20_000)
     assert bool(kernel.is_ready)
-    support.assert_same_bits(optperm.adapted_kernel(state), kernel)
+    support.assert_same_bits(optperm.bayes.adapted_kernel(state), kernel)

@@ -35,7 +35,7 @@ def draws(tx):
 
     w = jnp.zeros(2)
     counts = {"num_chains": 64, "num_draws": 250, "thinning": 25, "warmup": 500}
-    samples = optperm.draw_samples(step, w, tx.init(w), jax.random.key(0), **counts)
+    samples = optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **counts)
     return np.asarray(samples.params, np.float64).reshape(-1, 2)
 
 
@@ -57,7 +57,7 @@ def test_sgld_has_its_exact_law(preconditioner, temperature):
     m = np.ones(2) if preconditioner is None else np.array(preconditioner)
     h = epsilon * N / 2 * m
     noise = ROOT @ ROOT.T + np.diag(4 * temperature / (epsilon * N**2) / m)
-    wanted = np.asarray(optperm.stationary_covariance(h, HESSIAN, noise))
+    wanted = np.asarray(optperm.bayes.stationary_covariance(h, HESSIAN, noise))
     given = None if preconditioner is None else jnp.float32(m)
     assert_has_law(draws(optperm.sgld(epsilon, N, temperature, given)), wanted)
     posterior = temperature * np.linalg.inv(N * HESSIAN)
@@ -72,7 +72,7 @@ def test_sghmc_has_its_exact_law(friction, noise_estimate):
     eta, temperature = 2e-3, 1.5
     added = 2 * (friction - noise_estimate) * temperature / (eta * N**2)
     wanted = np.asarray(
-        optperm.stationary_covariance(
+        optperm.bayes.stationary_covariance(
             eta * N, HESSIAN, ROOT @ ROOT.T + added * np.eye(2), momentum=1 - friction
         )
     )
@@ -112,7 +112,7 @@ def test_control_variates_take_the_noise_of_the_batches_away():
     mode = jnp.mean(data, axis=0)
     plain = optperm.sgld(1e-2, N)
     tx = optax.chain(optperm.svrg(), plain)
-    state = optperm.take_snapshot(tx.init(mode), mode, jax.grad(loss_fn)(mode, data))
+    state = optperm.variance.take_snapshot(tx.init(mode), mode, jax.grad(loss_fn)(mode, data))
     w = mode + 0.3
     e = optperm.evaluate(loss_fn, w, data[:3])
     updates, _ = tx.update(e.grad, state, w, **e.extra_args)

@@ -21,7 +21,7 @@ def test_the_last_layer_has_its_exact_posterior():
     def last_loss(last, batch):
         return jnp.mean((batch[0] @ last - batch[1]) ** 2) / 2
 
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         last_loss,
         (inputs, y),
         jnp.zeros(4),

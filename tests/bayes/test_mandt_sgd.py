@@ -11,7 +11,7 @@ import pytest
 import support
 
 import optperm
-from optperm.contract.states import find_state
+from optperm.core.states import find_state
 
 N, S, D = 1000, 10, 3
 FORMS = ("scalar", "diagonal", "full")
@@ -36,7 +36,7 @@ def run(tx, *batches, grad=None, grad_fn=None):
     state, trail = tx.init(zeros), []
     for rows in batches:
         updates, state = update(rows.mean(axis=0) if grad is None else grad, state, rows)
-        trail.append((updates, find_state(state, optperm.MandtSgdState, method="mandt_sgd")))
+        trail.append((updates, find_state(state, optperm.bayes.MandtSgdState, method="mandt_sgd")))
     return trail
 
 
@@ -203,10 +203,10 @@ def test_steps_that_would_diverge_are_not_taken():
         assert bool(np.any(np.asarray(updates))) == is_stable
         assert (int(state.unstable) == 0) == is_stable
         one = jnp.int32(1)
-        draws = optperm.Samples(jnp.ones((2, 5)), jnp.ones(2), state, one, one)
+        draws = optperm.bayes.Samples(jnp.ones((2, 5)), jnp.ones(2), state, one, one)
         if not is_stable:
             with pytest.raises(ValueError, match=r"they diverge: lambda_max\(H A\)"):
-                optperm.posterior_report(draws)
+                optperm.bayes.posterior_report(draws)
 
 
 def test_a_loss_without_a_forward_derivative_has_its_curvature():
@@ -229,7 +229,7 @@ def test_a_loss_without_a_forward_derivative_has_its_curvature():
             return jnp.mean(square(x @ w - 1.0))
 
         e = optperm.evaluate(loss_fn, jnp.ones(D), x)
-        batch = optperm.bayes.covariance.BatchGradients(
+        batch = optperm.bayes._covariance.BatchGradients(
             jnp.ones(D), e.grad, e.extra_args, S, None, None
         )
         found.append(batch.curvature_product(jnp.array([1.0, -1.0, 2.0])))

@@ -10,7 +10,7 @@ import pytest
 import support
 
 import optperm
-from optperm.bayes.masters import with_masters
+from optperm.bayes._masters import with_masters
 
 IDENTITY = optax.GradientTransformationExtraArgs(lambda p: (), lambda g, s, p, **extras: (g, s))
 

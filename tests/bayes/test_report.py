@@ -11,22 +11,24 @@ import scipy.special
 import scipy.stats
 
 import optperm
-from optperm.bayes.convergence import effective_sizes, r_hats
-from optperm.contract.states import find_state
+from optperm.bayes._convergence import effective_sizes, r_hats
+from optperm.core.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
 
 def samples_of(draws, state=(), starts=None):
     numbers = jnp.int32(draws.shape[1]), jnp.int32(1)
-    return optperm.Samples(jnp.float32(draws), jnp.float32(draws[:, -1]), state, *numbers, starts)
+    return optperm.bayes.Samples(
+        jnp.float32(draws), jnp.float32(draws[:, -1]), state, *numbers, starts
+    )
 
 
 def report_of(samples):
     """The warnings of a report as one text, and the report."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        report = optperm.posterior_report(samples)
+        report = optperm.bayes.posterior_report(samples)
     text = " ".join(str(w.message) for w in caught)
     assert text == " ".join(report.warnings)
     return text, report
@@ -114,7 +116,7 @@ def test_starts_are_told():
 def kernel_state(**changes):
     """A state of constant SGD after its warm-up, with a kernel in which something is amiss."""
     tx = optperm.constant_sgd(1000, 10, preconditioner="diagonal")
-    state = find_state(tx.init(jnp.zeros(3)), optperm.ConstantSgdState, method="constant_sgd")
+    state = find_state(tx.init(jnp.zeros(3)), optperm.bayes.ConstantSgdState, method="constant_sgd")
     kernel = state.kernel._replace(
         is_ready=jnp.bool_(True), estimates=jnp.int32(500), stability=jnp.float32(0.1)
     )
@@ -166,7 +168,7 @@ def langevin_samples(tx, *, rows=None, hessian=1.0, scale=1.0, **options):
     options = {"num_chains": 4, "num_draws": 400, "thinning": 40, "warmup": 500} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return optperm.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
+        return optperm.bayes.draw_samples(step, w, tx.init(w), jax.random.key(0), **options)
 
 
 @pytest.mark.chains
@@ -201,7 +203,7 @@ def test_langevin_dynamics_that_diverge_or_never_move_are_named():
 def test_infinite_draws_of_any_optimizer_are_named():
     step = lambda w, opt_state, key: (w * -3.0, opt_state)  # noqa: E731
     with pytest.warns(UserWarning, match="The chains diverge"):
-        optperm.draw_samples(
+        optperm.bayes.draw_samples(
             step, jnp.ones(1), (), jax.random.key(0), num_chains=2, num_draws=9, thinning=50
         )
 
@@ -224,4 +226,4 @@ def test_params_of_16_bits_that_are_too_coarse_are_named():
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match="holds no draws"):
-        optperm.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))
+        optperm.bayes.posterior_report(samples_of(np.ones((2, 5)))._replace(params=()))

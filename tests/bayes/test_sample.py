@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optperm
-from optperm.bayes.sample import _search, _spread
+from optperm.bayes._sample import _search, _spread
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N = 300
@@ -40,7 +40,7 @@ def test_starts_draws_and_progress():
 
     starts = jnp.array([2.5, 3.5])
     run = functools.partial(
-        optperm.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
+        optperm.bayes.sample, loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=8,
         sampler=sampler, warmup=0, **QUICK,
     )  # fmt: skip
     samples = run(starts=starts, on_draws=lambda n, new: told.append((n, new.shape)))
@@ -63,7 +63,7 @@ def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
     Steps of the warm-up do not count: here they begin outside.
     """
     wall = (lambda m: jnp.where(m > 3.0, 0.0, -jnp.inf)) if is_bounded else (lambda m: -(m**2) / 2)
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), log_prior=wall, sampler=sgld,
         starts=jnp.array([2.9, 3.1]), warmup=50, **QUICK,
     )  # fmt: skip
@@ -78,7 +78,7 @@ def test_prior_with_bounds_is_warned_of_with_the_transform(is_bounded, recwarn):
 @pytest.mark.chains
 def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
     """From -1 the wall at 0 lies on the way to 3."""
-    optperm.sample(
+    optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, starts=jnp.array([-1.0, 2.0]),
         log_prior=lambda m: jnp.where(m > 0.0, 0.0, -jnp.inf), warmup=200, **QUICK,
     )  # fmt: skip
@@ -88,14 +88,14 @@ def test_steps_outside_of_bounds_before_the_draws_are_not_warned_of(recwarn):
 @pytest.mark.chains
 def test_batches_of_one_example_are_sampled_with_another_example():
     """`sample` draws the example that "single_example" compares with each batch."""
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), batch_size=1, starts=jnp.array([2.9, 3.1]),
         sampler=functools.partial(
             optperm.constant_sgd, estimator="single_example", burn_in=0, freeze_after=500
         ),
         **QUICK,
     )  # fmt: skip
-    kernel = optperm.adapted_kernel(samples.last_opt_state)
+    kernel = optperm.bayes.adapted_kernel(samples.last_opt_state)
     assert np.all(np.asarray(kernel.is_ready))
     # C = 1, and W^T C W = 1
     np.testing.assert_allclose(np.square(np.asarray(kernel.basis).ravel()), 1, rtol=0.3)
@@ -106,7 +106,7 @@ def test_batches_of_one_example_are_sampled_with_another_example():
 def test_progress_of_any_number_of_draws_ends_with_all_of_them(num_draws, calls):
     """After each tenth, rounded up."""
     told, tenth = [], -(-num_draws // 10)
-    optperm.sample(
+    optperm.bayes.sample(
         loss_fn, data(), jnp.zeros(()), jax.random.key(1), sampler=sgld, warmup=0, num_chains=2,
         starts=jnp.array([2.9, 3.1]), num_draws=num_draws, thinning=1,
         on_draws=lambda n, _: told.append(n),
@@ -148,7 +148,7 @@ def test_bad_arguments():
         ({"params": on_mesh}, ValueError, "mesh with explicit axes"),
     ):
         with pytest.raises(error, match=message):
-            optperm.sample(**good | change)
+            optperm.bayes.sample(**good | change)
 
 
 @pytest.mark.chains
@@ -160,7 +160,7 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
     x = jax.random.normal(jax.random.key(0), (N, 8))
     with jax.set_mesh(mesh):
         w = jax.device_put(jnp.zeros(8), jax.NamedSharding(mesh, jax.P("d")))
-        samples = optperm.sample(
+        samples = optperm.bayes.sample(
             lambda w, x: jnp.mean(jnp.sum((x - w[None]) ** 2, axis=-1)) / 2, x, w,
             jax.random.key(1), sampler=sampler, starts=jnp.stack([w, w]), **QUICK,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def test_params_that_an_explicit_mesh_cuts_are_sampled_from_given_starts():
 @pytest.mark.chains
 def test_equal_examples_are_sampled_with_injected_noise_alone():
     """Ten successes of ten: no batch has noise, and nothing is warned of. By quadrature."""
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         lambda t, k: jnp.mean(jax.nn.softplus(t) - k * t), jnp.ones(10), jnp.zeros(()),
         jax.random.key(0), log_prior=lambda t: -(t**2) / 2, batch_size=10, num_draws=300,
         sampler=functools.partial(optperm.constant_sgd, burn_in=500),
@@ -196,7 +196,7 @@ def test_both_modes_are_found_and_said():
     def loss(w, batch):
         return jnp.mean((batch - w**2) ** 2) / 2
 
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         loss, y, jnp.float32(0.5), jax.random.key(1), batch_size=16, num_draws=100,
         log_prior=lambda w: -(w**2) / 2, sampler=functools.partial(optperm.constant_sgd, burn_in=500),
     )  # fmt: skip
@@ -204,7 +204,7 @@ def test_both_modes_are_found_and_said():
     assert set(np.sign(means)) == {-1, 1}
     np.testing.assert_allclose(np.abs(means), 1, atol=0.1)
     with pytest.warns(UserWarning, match="or are in several modes"):
-        report = optperm.posterior_report(samples)
+        report = optperm.bayes.posterior_report(samples)
     assert not any("one point" in line for line in report.not_checked)
 
 
@@ -228,13 +228,13 @@ def test_long_and_narrow_posteriors_are_sampled(which):
 
     def loss(w, batch):
         residuals = batch[0] @ w - batch[1]
-        return jnp.mean(residuals**2) / 2 + optperm.normal_prior(w, precision, len(x))
+        return jnp.mean(residuals**2) / 2 + optperm.bayes.normal_prior(w, precision, len(x))
 
-    samples = optperm.sample(
+    samples = optperm.bayes.sample(
         loss, (jnp.float32(x), jnp.float32(y)), jnp.zeros(x.shape[1]), jax.random.key(0),
         batch_size=8, num_draws=600,
     )  # fmt: skip
     flat, sd = np.float64(samples.params).reshape(2400, -1), np.sqrt(np.diag(covariance))
     np.testing.assert_allclose(flat.std(axis=0) / sd, 1, atol=0.15)
     assert np.max(np.abs(flat.mean(axis=0) - covariance @ x.T @ y) / sd) < 0.25
-    assert optperm.posterior_report(samples).ess_bulk > 150
+    assert optperm.bayes.posterior_report(samples).ess_bulk > 150

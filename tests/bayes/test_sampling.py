@@ -11,7 +11,7 @@ import replicas
 import support
 
 import optperm
-from optperm.contract import current
+from optperm.core import current
 
 KEY = jax.random.key(3)
 
@@ -33,11 +33,11 @@ def start():
 
 def draw(params, opt_state, **options):
     options = {"num_chains": 3, "num_draws": 4} | options
-    return optperm.draw_samples(noisy_step, params, opt_state, KEY, **options)
+    return optperm.bayes.draw_samples(noisy_step, params, opt_state, KEY, **options)
 
 
 def samples_of(draws):
-    return optperm.Samples(draws, (), (), jnp.int32(0), jnp.int32(1))
+    return optperm.bayes.Samples(draws, (), (), jnp.int32(0), jnp.int32(1))
 
 
 def assert_rounded_otherwise(actual, expected):
@@ -92,7 +92,7 @@ def test_chains_differ_and_do_not_depend_on_their_number():
     three, two = draw(*start()), draw(*start(), num_chains=2)
     support.assert_same_bits(jax.tree.map(lambda s: s[:2], three.params), two.params)
     assert len(np.unique(three.params["w"][:, -1, 0])) == 3
-    raw = optperm.draw_samples(
+    raw = optperm.bayes.draw_samples(
         noisy_step, *start(), jax.random.key_data(KEY), num_chains=3, num_draws=4
     )
     support.assert_same_bits(raw, three)
@@ -108,7 +108,7 @@ def test_a_step_is_compiled_once(monkeypatch):
         return noisy_step(params, opt_state, key)
 
     def run(key, **options):
-        return optperm.draw_samples(step, *start(), key, num_chains=2, num_draws=3, **options)
+        return optperm.bayes.draw_samples(step, *start(), key, num_chains=2, num_draws=3, **options)
 
     first = run(KEY, warmup=2, thinning=2)
     assert (len(traces), len(programs)) == (1, 1)
@@ -128,17 +128,17 @@ def test_chains_settle_where_they_must(momentum):
         return hessian @ params + root @ jax.random.normal(key, (2,)), {}
 
     step, params = loops.make_step(tx, slope), jnp.zeros(2)
-    samples = optperm.draw_samples(
+    samples = optperm.bayes.draw_samples(
         step, params, tx.init(params), KEY, num_chains=64, num_draws=300, thinning=20, warmup=100
     )
     flat = np.asarray(samples.params).reshape(-1, 2)
 
     def divergence(momentum_of_theory):
         """That of the draws from where a momentum leads, at the rate they were made with."""
-        theory = optperm.stationary_covariance(
+        theory = optperm.bayes.stationary_covariance(
             0.3 * (1 - momentum), hessian, root @ root.T, momentum=momentum_of_theory
         )
-        return optperm.gaussian_kl(flat.mean(axis=0), np.cov(flat.T), np.zeros(2), theory)
+        return optperm.bayes.gaussian_kl(flat.mean(axis=0), np.cov(flat.T), np.zeros(2), theory)
 
     # Of 19,200 draws the divergence is about 5 / (2 x 19,200), times what they depend on each other.
     assert divergence(momentum) < 1e-3
@@ -151,7 +151,7 @@ def test_names_of_the_draws():
         "dense": {"kernel": jnp.ones((2, 5, 3, 4)), "bias": jnp.ones((2, 5, 4), jnp.bfloat16)},
         "scales": [jnp.ones((2, 5)), jnp.arange(10).reshape(2, 5)],
     }
-    found = optperm.samples_as_dict(tree)
+    found = optperm.bayes.samples_as_dict(tree)
     assert {name: (a.shape, str(a.dtype)) for name, a in found.items()} == {
         "dense.kernel": ((2, 5, 3, 4), "float32"),
         "dense.bias": ((2, 5, 4), "float32"),
@@ -159,8 +159,8 @@ def test_names_of_the_draws():
         "scales.1": ((2, 5), "int32"),
     }
     assert all(type(array) is np.ndarray for array in found.values())
-    assert next(iter(optperm.samples_as_dict(tree, separator="/"))) == "dense/bias"
-    assert list(optperm.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
+    assert next(iter(optperm.bayes.samples_as_dict(tree, separator="/"))) == "dense/bias"
+    assert list(optperm.bayes.samples_as_dict(jnp.ones((2, 5)))) == ["params"]
 
 
 def test_mean_prediction_of_a_linen_model():
@@ -173,7 +173,7 @@ def test_mean_prediction_of_a_linen_model():
     def predict(params, x):
         return jax.nn.softmax(model.apply({"params": params}, x))
 
-    found = optperm.posterior_predictive(predict, samples_of(draws), x)
+    found = optperm.bayes.posterior_predictive(predict, samples_of(draws), x)
     one_by_one = jax.tree.map(lambda d: d.reshape(10, *d.shape[2:]), draws)
     each = [predict(replicas.take(one_by_one, index), x) for index in range(10)]
     np.testing.assert_allclose(found.draws.reshape(10, 7, 3), each, atol=1e-6)
@@ -187,7 +187,7 @@ def test_mean_prediction_of_a_linen_model():
 def test_predictions_in_16_bits_are_added_up_in_32():
     """A thousand draws, of which each alone would no longer change a sum in 16 bits."""
     draws = jnp.full((4, 1000), 0.7, jnp.bfloat16)
-    found = optperm.posterior_predictive(
+    found = optperm.bayes.posterior_predictive(
         lambda w, x: w * x, samples_of(draws), jnp.ones(3, jnp.bfloat16)
     ).mean
     assert found.dtype == jnp.float32

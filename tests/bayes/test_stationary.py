@@ -58,8 +58,8 @@ def test_divergences_from_the_posterior(name, dtype, tolerance):
     )
     with jax.enable_x64(dtype == "float64"):
         for continuous, wanted in zip((True, False), DIVERGENCES[name], strict=True):
-            found = optperm.stationary_covariance(h, hessian, noise, continuous=continuous)
-            divergence = optperm.gaussian_kl(zero, found, zero, posterior)
+            found = optperm.bayes.stationary_covariance(h, hessian, noise, continuous=continuous)
+            divergence = optperm.bayes.gaussian_kl(zero, found, zero, posterior)
             assert found.dtype == divergence.dtype == dtype
             assert float(divergence) == pytest.approx(wanted, abs=tolerance)
 
@@ -73,9 +73,9 @@ def test_the_recursion_settles_there(form, momentum):
     h = {"scalar": np.eye(4), "diagonal": np.diag([1.0, 0.2, 2.0, 0.7]), "full": spd(2)}[form]
     h = h * step_size(h @ a)
     given = {"scalar": h[0, 0], "diagonal": np.diag(h), "full": h}[form]
-    found = optperm.stationary_covariance(given, a, r, momentum=momentum)
+    found = optperm.bayes.stationary_covariance(given, a, r, momentum=momentum)
     np.testing.assert_allclose(found, iterated(h, a, r, momentum), rtol=1e-10, atol=1e-14)
-    traced = jax.jit(lambda mu: optperm.stationary_covariance(given, a, r, momentum=mu))
+    traced = jax.jit(lambda mu: optperm.bayes.stationary_covariance(given, a, r, momentum=mu))
     np.testing.assert_allclose(traced(momentum), found, rtol=1e-10, atol=1e-14)
 
 
@@ -85,13 +85,13 @@ def test_the_recursion_settles_there(form, momentum):
 def test_the_limit_solves_its_equation(seed, momentum):
     """For any positive definite matrices; and it is what small steps come near to, momentum or not."""
     a, r, h = spd(seed), spd(seed + 1), spd(seed + 2)
-    limit = optperm.stationary_covariance(h, a, r, momentum=momentum, continuous=True)
+    limit = optperm.bayes.stationary_covariance(h, a, r, momentum=momentum, continuous=True)
     noise = h @ r @ h / (1 - momentum)
     np.testing.assert_allclose(h @ a @ limit + limit @ a @ h, noise, atol=1e-9 * noise.max())
     np.testing.assert_array_equal(limit, limit.T)
     assert np.linalg.eigvalsh(limit).min() > 0
     small = 1e-7 * step_size(h @ a)
-    found = optperm.stationary_covariance(small * h, a, r, momentum=momentum)
+    found = optperm.bayes.stationary_covariance(small * h, a, r, momentum=momentum)
     np.testing.assert_allclose(found / small, limit, atol=1e-5 * np.abs(limit).max())
 
 
@@ -99,7 +99,7 @@ def test_small_steps_keep_their_digits_in_float32():
     """Where I - HA, rounded to float32, is off by 1 %, the covariance is not."""
     a, r, h = (spd(seed).astype(np.float32) for seed in range(3))
     h = np.float32(1e-5) * h
-    found = np.asarray(optperm.stationary_covariance(h, a, r), np.float64)
+    found = np.asarray(optperm.bayes.stationary_covariance(h, a, r), np.float64)
     a, r, h = (x.astype(np.float64) for x in (a, r, h))
     residual = h @ a @ found + found @ a @ h - h @ a @ found @ a @ h - h @ r @ h
     assert np.abs(residual).max() < 1e-6 * np.abs(h @ r @ h).max()
@@ -110,24 +110,28 @@ def test_up_to_the_edge_of_stability(momentum):
     """In one dimension theta is an AR(2) process, stable below h a = 2 (1 + mu); an error above."""
     a, r = np.array([[2.0]]), np.array([[3.0]])
     edge = 2 * (1 + momentum) / 2.0
-    compute = jax.jit(lambda h: optperm.stationary_covariance(h, a, r, momentum=momentum)[0, 0])
+    compute = jax.jit(
+        lambda h: optperm.bayes.stationary_covariance(h, a, r, momentum=momentum)[0, 0]
+    )
     for h in (1e-4 * edge, 0.5 * edge, 0.999 * edge):
         plus = 1 + momentum
         wanted = h**2 * 3.0 * plus / ((1 - momentum) * (plus**2 - (plus - h * 2.0) ** 2))
         assert float(compute(h)) == pytest.approx(wanted, rel=1e-4)
     assert np.isnan(compute(1.001 * edge))
     with pytest.raises(ValueError, match=r"spectral radius of a step is 1\.0.*smaller steps"):
-        optperm.stationary_covariance(1.001 * edge, a, r, momentum=momentum)
+        optperm.bayes.stationary_covariance(1.001 * edge, a, r, momentum=momentum)
 
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_no_curvature_no_stationary_distribution(continuous):
     """A flat direction, or one that curves down, is an error, and NaN where it is traced."""
     r = np.eye(2)
-    compute = jax.jit(lambda a: optperm.stationary_covariance(0.1, a, r, continuous=continuous))
+    compute = jax.jit(
+        lambda a: optperm.bayes.stationary_covariance(0.1, a, r, continuous=continuous)
+    )
     for flat in (np.array([[1.0, 1.0], [1.0, 1.0]]), np.diag([1.0, -1.0]), np.zeros((2, 2))):
         with pytest.raises(ValueError, match=r"No stationary distribution.*prior"):
-            optperm.stationary_covariance(0.1, flat, r, continuous=continuous)
+            optperm.bayes.stationary_covariance(0.1, flat, r, continuous=continuous)
         assert np.all(np.isnan(compute(flat)))
 
 
@@ -136,7 +140,7 @@ def test_mapped_over_preconditioners():
     steps = np.array([0.1, 0.5, 3.0], np.float32)
 
     def one(h):
-        return optperm.stationary_covariance(h, M, C1, momentum=0.5)
+        return optperm.bayes.stationary_covariance(h, M, C1, momentum=0.5)
 
     mapped = jax.vmap(one)(steps)
     np.testing.assert_array_equal(jax.jit(jax.vmap(one))(steps), mapped)
@@ -154,21 +158,21 @@ def test_divergence_of_gaussians():
     shift = other_m - m
     wanted = np.trace(inverse @ sigma) - 4 + shift @ inverse @ shift
     wanted += np.linalg.slogdet(other)[1] - np.linalg.slogdet(sigma)[1]
-    found = optperm.gaussian_kl(m, sigma, other_m, other)
+    found = optperm.bayes.gaussian_kl(m, sigma, other_m, other)
     assert float(found) == pytest.approx(wanted / 2, rel=1e-10)
     zero, one, four = np.zeros(1), np.eye(1), 4 * np.eye(1)
     narrow, wide = 0.5 * (0.25 - 1 + np.log(4)), 0.5 * (4 - 1 - np.log(4))
-    assert float(optperm.gaussian_kl(zero, one, zero, four)) == pytest.approx(narrow)
-    assert float(optperm.gaussian_kl(zero, four, zero, one)) == pytest.approx(wide)
+    assert float(optperm.bayes.gaussian_kl(zero, one, zero, four)) == pytest.approx(narrow)
+    assert float(optperm.bayes.gaussian_kl(zero, four, zero, one)) == pytest.approx(wide)
 
 
 def test_a_small_divergence_is_not_lost_in_float32():
     """Of covariances 0.1 % apart, where trace less D alone rounds by more than the divergence."""
     d, excess = 100, 1e-3
     one = np.eye(d, dtype=np.float32)
-    found = optperm.gaussian_kl(np.zeros(d), np.float32(1 + excess) * one, np.zeros(d), one)
+    found = optperm.bayes.gaussian_kl(np.zeros(d), np.float32(1 + excess) * one, np.zeros(d), one)
     assert float(found) == pytest.approx(0.5 * d * (excess - np.log1p(excess)), rel=1e-2)
-    assert float(optperm.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
+    assert float(optperm.bayes.gaussian_kl(np.ones(d), 3 * one, np.ones(d), 3 * one)) < 1e-11
 
 
 @pytest.mark.parametrize("condition", [pytest.param(1e3, marks=pytest.mark.chains), 1e8, 1e10])
@@ -181,21 +185,21 @@ def test_divergence_of_a_large_condition_number_is_right_in_float32(condition):
     s = q @ np.diag(np.logspace(0, -np.log10(condition), 10)) @ q.T
     s, zero = (s + s.T) / 2, np.zeros(10)
     wanted = 5 * (1 / 1.3 - 1 + np.log(1.3))
-    found = optperm.gaussian_kl(zero, s, zero, 1.3 * s)
+    found = optperm.bayes.gaussian_kl(zero, s, zero, 1.3 * s)
     assert found.dtype == np.float32
     assert float(found) == pytest.approx(wanted, rel=1e-5)
     if condition > 1e3:  # traced arguments are in float32
         return
     means = np.float32([zero, zero + 1])
-    mapped = jax.vmap(lambda m: optperm.gaussian_kl(m, s, np.float32(zero), 1.3 * s))
+    mapped = jax.vmap(lambda m: optperm.bayes.gaussian_kl(m, s, np.float32(zero), 1.3 * s))
     half = float(np.ones(10) @ np.linalg.inv(1.3 * s) @ np.ones(10)) / 2
     for run in (mapped, jax.jit(mapped)):
         np.testing.assert_allclose(run(means), [wanted, wanted + half], rtol=1e-4)
-    slope = jax.grad(lambda m: optperm.gaussian_kl(m, s, np.float32(zero), 1.3 * s))(means[1])
+    slope = jax.grad(lambda m: optperm.bayes.gaussian_kl(m, s, np.float32(zero), 1.3 * s))(means[1])
     np.testing.assert_allclose(slope, np.linalg.solve(1.3 * s, np.ones(10)), rtol=1e-3, atol=1e-2)
 
 
 def test_traced_divergence_of_no_gaussian_is_nan():
     zero, one, bad = np.zeros(2), np.eye(2), np.diag([1.0, -1.0])
     for arguments in ((zero, bad, zero, one), (zero, one, zero, bad)):
-        assert np.isnan(jax.jit(optperm.gaussian_kl)(*arguments))
+        assert np.isnan(jax.jit(optperm.bayes.gaussian_kl)(*arguments))

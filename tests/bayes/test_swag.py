@@ -30,7 +30,7 @@ def flat(tree):
 
 def test_mean_variance_and_deviations_are_those_of_numpy():
     seen, state = collected(rank=3)
-    np.testing.assert_allclose(flat(optperm.swag_mean(state)), seen.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(flat(optperm.bayes.swag_mean(state)), seen.mean(axis=0), rtol=1e-6)
     variances = flat(state[1].squares) / len(seen)
     np.testing.assert_allclose(variances, seen.var(axis=0), rtol=2e-3)  # |theta| is 1e3
     running = np.cumsum(seen, axis=0) / np.arange(1, len(seen) + 1)[:, None]
@@ -49,7 +49,7 @@ def test_a_model_of_nnx_is_drawn():
     )
     optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model))
     params = nnx.state(model, nnx.Param)
-    draw = optperm.sample_params(optimizer.opt_state, params, jax.random.key(0))
+    draw = optperm.bayes.sample_params(optimizer.opt_state, params, jax.random.key(0))
     kernel = np.asarray(model.kernel[...])
     np.testing.assert_allclose(draw["kernel"], kernel, rtol=1e-6)
     nnx.update(model, jax.tree.map(lambda leaf: leaf + 1, draw))
@@ -59,8 +59,8 @@ def test_a_model_of_nnx_is_drawn():
 def test_draws_have_the_covariance_of_the_paper():
     for rank in (0, 3):
         seen, state = collected(rank)
-        params = optperm.swag_mean(state)
-        draws = jax.jit(lambda s, p, k: optperm.sample_params(s, p, k, num_draws=40_000))(
+        params = optperm.bayes.swag_mean(state)
+        draws = jax.jit(lambda s, p, k: optperm.bayes.sample_params(s, p, k, num_draws=40_000))(
             state, params, jax.random.key(0)
         )
         draws = np.concatenate(
@@ -81,7 +81,7 @@ def test_draws_for_params_of_16_bits_are_not_rounded():
     state = tx.init(w)
     for distance in (0.0, 2**-7):
         _, state = tx.update(w, state, (w + distance).astype(jnp.bfloat16))
-    draws = optperm.sample_params(state, w, jax.random.key(0), num_draws=10)
+    draws = optperm.bayes.sample_params(state, w, jax.random.key(0), num_draws=10)
     assert draws.dtype == jnp.float32
     np.testing.assert_allclose(draws.std(), 2**-8, rtol=0.03)
 
@@ -91,9 +91,9 @@ def test_state_of_models_side_by_side_is_read_under_vmap():
     tx, w = optperm.swag(1, rank=2), jnp.arange(6.0).reshape(3, 2)
     state = jax.vmap(tx.init)(w)
     ivon = jax.vmap(optperm.ivon(0.1, ess=10.0).init)(w)
-    draw = functools.partial(optperm.sample_params, params=w, key=jax.random.key(0))
-    for read, one in ((optperm.swag_mean, state), (draw, state), (draw, ivon)):
+    draw = functools.partial(optperm.bayes.sample_params, params=w, key=jax.random.key(0))
+    for read, one in ((optperm.bayes.swag_mean, state), (draw, state), (draw, ivon)):
         with pytest.raises(ValueError, match=r"axis of models: call this under jax\.vmap"):
             read(one)
     _, state = jax.vmap(tx.update)(w, state, w)
-    np.testing.assert_array_equal(jax.vmap(optperm.swag_mean)(state), w)
+    np.testing.assert_array_equal(jax.vmap(optperm.bayes.swag_mean)(state), w)

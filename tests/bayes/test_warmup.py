@@ -11,10 +11,10 @@ import replicas
 import support
 
 import optperm
-from optperm.bayes.adaptation import begin, hand_over, learn
-from optperm.bayes.covariance import batch_gradients
-from optperm.bayes.warmup import diagonal_newton, warmup
-from optperm.contract.states import find_state
+from optperm.bayes._adaptation import begin, hand_over, learn
+from optperm.bayes._covariance import batch_gradients
+from optperm.bayes._warmup import diagonal_newton, warmup
+from optperm.core.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
 N, S, D = 500, 8, 3
@@ -43,7 +43,7 @@ def run(tx, steps, rows_fn=None, start=None):
     carry = w, tx.init(w), jnp.int32(0)
     keys = jax.random.split(jax.random.key(0), steps)
     w, state, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, keys)[0])(carry)
-    return w, find_state(state, optperm.ConstantSgdState, method="constant_sgd")
+    return w, find_state(state, optperm.bayes.ConstantSgdState, method="constant_sgd")
 
 
 def test_windows_of_the_schedule():
@@ -204,7 +204,7 @@ def test_a_rare_example_of_great_leverage_shortens_steps():
         carry = jnp.zeros(D), tx.init(jnp.zeros(D))
         keys = jax.random.split(jax.random.key(0), 1400)
         state = jax.jit(lambda carry: jax.lax.scan(step, carry, keys)[0])(carry)[1]
-        return np.asarray(optperm.adapted_kernel(state).curvature)
+        return np.asarray(optperm.bayes.adapted_kernel(state).curvature)
 
     plain, rare = stable(False), stable(True)
     assert rare[0] > 10 * plain[0]
@@ -287,5 +287,5 @@ def test_a_summed_loss_is_counted():
         state = tx.init(w)
         for _ in range(8):
             state = step(state)
-        found = find_state(state, optperm.ConstantSgdState, method="constant_sgd")
+        found = find_state(state, optperm.bayes.ConstantSgdState, method="constant_sgd")
         assert int(found.uneven) == uneven

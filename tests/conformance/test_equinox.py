@@ -96,8 +96,8 @@ def test_a_full_gradient_is_that_of_the_filtered_model():
     def loss_fn(trained, batch):
         return loss_of_model(eqx.combine(trained, rest), batch)
 
-    found = jax.tree.leaves(optperm.full_gradient(loss_fn, trained, BATCHES))
-    expected = optperm.full_gradient(loops.linear_loss, START, BATCHES)
+    found = jax.tree.leaves(optperm.variance.full_gradient(loss_fn, trained, BATCHES))
+    expected = optperm.variance.full_gradient(loops.linear_loss, START, BATCHES)
     support.assert_close(found, jax.tree.leaves(expected), rtol=1e-5)
 
 

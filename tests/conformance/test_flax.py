@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from transformations import Transformation
 
 import optperm
-from optperm.contract.states import find_states
+from optperm.core.states import find_states
 
 TO_SGPERM = Transformation(
     optperm.switch_after,
@@ -35,28 +35,28 @@ class Model(nnx.Module):
 
 def prune_and_freeze(params, opt_state):
     of_each = {"scope": "leaf", "include": True}
-    params, opt_state = optperm.prune(params, opt_state, 0.3, **of_each)
+    params, opt_state = optperm.sparsity.prune(params, opt_state, 0.3, **of_each)
     scores = jax.tree.map(jnp.sin, params)
-    return params, optperm.freeze(opt_state, 0.3, scores=scores, **of_each)
+    return params, optperm.sparsity.freeze(opt_state, 0.3, scores=scores, **of_each)
 
 
 def snapshot(params, opt_state):
-    full_grad = optperm.full_gradient(loops.linear_loss, params, BATCHES)
-    return params, optperm.take_snapshot(opt_state, params, full_grad)
+    full_grad = optperm.variance.full_gradient(loops.linear_loss, params, BATCHES)
+    return params, optperm.variance.take_snapshot(opt_state, params, full_grad)
 
 
 # What is called between steps, for new params and state, and what is read at the end.
 BETWEEN = {"mask_elements": prune_and_freeze, "svrg": snapshot, "svrg_and_sgd": snapshot}
 READ = {
-    "agn": lambda opt_state, params: optperm.center_params(opt_state),
-    "constant_sgd": lambda opt_state, params: optperm.adapted_kernel(opt_state).noise,
-    "diloco": lambda opt_state, params: optperm.center_params(opt_state),
-    "laperm": optperm.permuted_params,
-    "permute_by_cycles": lambda opt_state, params: optperm.permuted_params(opt_state),
-    "record_trajectory": lambda opt_state, params: optperm.trajectory(opt_state),
-    "mandt_sgd": lambda opt_state, params: optperm.adapted_kernel(opt_state).noise,
-    "sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
-    "switch to sgperm": lambda opt_state, params: optperm.permuted_params(opt_state),
+    "agn": lambda opt_state, params: optperm.distributed.center_params(opt_state),
+    "constant_sgd": lambda opt_state, params: optperm.bayes.adapted_kernel(opt_state).noise,
+    "diloco": lambda opt_state, params: optperm.distributed.center_params(opt_state),
+    "laperm": optperm.permutation.permuted_params,
+    "permute_by_cycles": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
+    "record_trajectory": lambda opt_state, params: optperm.subspace.trajectory(opt_state),
+    "mandt_sgd": lambda opt_state, params: optperm.bayes.adapted_kernel(opt_state).noise,
+    "sgperm": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
+    "switch to sgperm": lambda opt_state, params: optperm.permutation.permuted_params(opt_state),
 }
 
 
@@ -104,7 +104,7 @@ def test_nnx_optimizer(ours):
     assert int(optimizer.opt_state.total_notfinite[...]) == 1
     after = jax.tree.leaves((nnx.state(model, nnx.Param), optimizer.opt_state.inner_state))
     support.assert_same_bits(after, before)
-    for masked in find_states(opt_state, optperm.MaskElementsState):
+    for masked in find_states(opt_state, optperm.sparsity.MaskElementsState):
         for name, moves in masked.mask.items():
             assert 0 < np.sum(~moves) < moves.size
             support.assert_same_bits(state[name][~moves], held[name][~moves])

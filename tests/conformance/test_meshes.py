@@ -215,8 +215,10 @@ def test_pruning_sharded_params(mesh, criterion):
         opt_state = optperm.mask_elements().init(params)
         key = jax.random.key(0)
         options = {"criterion": criterion, "key": key, "scope": "leaf", "include": True}
-        params, opt_state = optperm.prune(params, opt_state, 0.3, **options)
-        return params, optperm.freeze(opt_state, 0.6, scores=params, scope="global", include=True)
+        params, opt_state = optperm.sparsity.prune(params, opt_state, 0.3, **options)
+        return params, optperm.sparsity.freeze(
+            opt_state, 0.6, scores=params, scope="global", include=True
+        )
 
     expected = pruned(params_of())
     with jax.set_mesh(made):

@@ -92,7 +92,7 @@ def test_known_centers_of_one_replica(optimizer, centers):
     for step, known in centers.items():
         params, opt_state = trail[step - 1]
         np.testing.assert_allclose(params, known, rtol=0, atol=1e-6)
-        support.assert_same_bits(params, optperm.center_params(opt_state))
+        support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
 
 
 def test_known_params_of_adam_without_betas():
@@ -124,7 +124,7 @@ def test_equals_simulated_workers_and_center(method, size):
         steps = run(make(axis_name=replicas.AXIS), size, start=jax.tree.map(np.float64, START))
         for (params, opt_state), (wanted, center) in zip(steps, expected, strict=True):
             np.testing.assert_allclose(flat(params), wanted, rtol=0, atol=1e-12)
-            got = flat(optperm.center_params(opt_state))
+            got = flat(optperm.distributed.center_params(opt_state))
             np.testing.assert_allclose(got, np.stack([center] * size), rtol=0, atol=1e-12)
 
 
@@ -154,7 +154,7 @@ def test_known_trace(mapping):
     params, opt_state = trail[-1]
     np.testing.assert_allclose(params["w"], [[1.5345, 1.0494]] * 2, rtol=0, atol=1e-4)
     np.testing.assert_allclose(params["b"], [0.5839] * 2, rtol=0, atol=1e-4)
-    support.assert_same_bits(params, optperm.center_params(opt_state))
+    support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_every_mapping_gives_the_same_numbers(mapping, rule):
             first = replicas.take(jax.device_get(params), 0)
             for index in range(4):
                 support.assert_same_bits(replicas.take(jax.device_get(params), index), first)
-            support.assert_same_bits(params, optperm.center_params(opt_state))
+            support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
         else:
             assert len(np.unique(flat(params), axis=0)) == 4
 
@@ -232,7 +232,7 @@ def test_period_may_be_traced():
     opt_state = tx.init(params)
     opt_state.hyperparams["communication_period"] = jnp.int32(3)
     trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
-    centers = [float(optperm.center_params(opt_state)) for _, opt_state in trail]
+    centers = [float(optperm.distributed.center_params(opt_state)) for _, opt_state in trail]
     assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
 
 

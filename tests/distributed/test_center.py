@@ -27,7 +27,7 @@ def test_params_of_stacked_replicas_are_placed_outside_of_vmap():
     params |= {"c": jnp.linspace(0.3, 0.9, SIZE)}
     for tx in (
         optperm.agn(optax.sgd(0.3), 1, axis_name=AXIS),
-        optperm.diloco(optax.sgd(0.3), None, optperm.Every(2, 2), axis_name=AXIS),
+        optperm.diloco(optax.sgd(0.3), None, optperm.distributed.Every(2, 2), axis_name=AXIS),
     ):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf[0]] * SIZE), params)
 
@@ -49,15 +49,15 @@ def test_the_center_has_what_is_not_trained():
     parts = {"train": optperm.diloco(optax.sgd(0.1), sync_every=1), "hold": optax.set_to_zero()}
     tx = optax.partition(parts, {"w": "train", "frozen": "hold"})
     _, opt_state = tx.update(params, tx.init(params), params)
-    assert isinstance(optperm.center_params(opt_state)["frozen"], optax.MaskedNode)
-    whole = optperm.center_params(opt_state, params)
+    assert isinstance(optperm.distributed.center_params(opt_state)["frozen"], optax.MaskedNode)
+    whole = optperm.distributed.center_params(opt_state, params)
     support.assert_same_bits(whole["frozen"], params["frozen"])
     np.testing.assert_allclose(whole["w"], 1 - 0.1 * 0.7 * 1.9, rtol=1e-6)
 
 
 def test_a_final_center_holds_all_local_steps():
     """With any plan an explicit commit brings them in; without it `final=True` raises."""
-    for plan in (optperm.Every(10, 2), optperm.Every(10, 5, 5)):
+    for plan in (optperm.distributed.Every(10, 2), optperm.distributed.Every(10, 5, 5)):
         tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan)
         params = [jnp.zeros(()) for _ in range(5)]
         update = jax.jit(
@@ -68,11 +68,11 @@ def test_a_final_center_holds_all_local_steps():
         for step in range(1, 21):
             if step == 20:
                 with pytest.raises(ValueError, match="commit=True"):
-                    optperm.center_params(opt_state, final=True)
+                    optperm.distributed.center_params(opt_state, final=True)
             flag = plan.at(step) if step < 20 else True
             updates, opt_state = update(params, opt_state, flag)
             params = optperm.apply_updates(params, updates, opt_state)
-        center = optperm.center_params(opt_state, final=True)
+        center = optperm.distributed.center_params(opt_state, final=True)
         support.assert_same_bits(center, params)
         if not plan.delay:  # which discards the local steps made meanwhile
             np.testing.assert_allclose(center, [2.5 * (1 - 0.9**20)] * 5, rtol=1e-5)
@@ -84,10 +84,10 @@ METHODS = {
     "agn sequential": lambda **o: optperm.agn(optax.sgd(1.0), 1, commit="sequential", **o),
     "diloco": lambda **o: optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), 1, **o),
     "compressed": lambda **o: optperm.diloco(
-        optax.sgd(1.0), optax.sgd(1.0), 1, compress=optperm.compress_top_k(1.0), **o
+        optax.sgd(1.0), optax.sgd(1.0), 1, compress=optperm.distributed.compress_top_k(1.0), **o
     ),
     "delayed": lambda **o: optperm.diloco(
-        optax.sgd(1.0), optax.sgd(1.0), optperm.Every(2, 1, 1), **o
+        optax.sgd(1.0), optax.sgd(1.0), optperm.distributed.Every(2, 1, 1), **o
     ),
 }
 
@@ -177,7 +177,7 @@ def test_weights_of_float64_params_have_their_precision(factory):
         def center(target, weight):
             start = jnp.zeros([], jnp.float64)
             s = tx.update(-target, tx.init(start), start, commit=True, weight=weight)[1]
-            return optperm.center_params(s)
+            return optperm.distributed.center_params(s)
 
         found = jax.vmap(center, axis_name=AXIS)(theta, weights)
         np.testing.assert_allclose(found, [np.average(theta, weights=weights)] * 3, rtol=1e-15)
@@ -189,7 +189,7 @@ BEGUN = {
     "diloco": lambda **o: optperm.diloco(optax.sgd(0.1), None, 2, **o),
     "diloco pairs": lambda **o: optperm.diloco(optax.sgd(0.1), None, 2, commit="pairs", **o),
     "fragments": lambda **o: optperm.diloco(
-        optax.sgd(0.1), None, optperm.Every(2, 2), center_dtype="float32", **o
+        optax.sgd(0.1), None, optperm.distributed.Every(2, 2), center_dtype="float32", **o
     ),
 }
 MAPPED = ["vmap", "pmap", "shard_map", "shard_map unchecked"]

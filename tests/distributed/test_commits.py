@@ -134,7 +134,7 @@ def test_flags_travel_through_chain_and_multi_steps():
         for commit in (False, False, False, True):
             updates, opt_state = update(jnp.ones(2), opt_state, params, commit=commit)
             params = optperm.apply_updates(params, updates, opt_state)
-        support.assert_same_bits(optperm.center_params(opt_state), params)
+        support.assert_same_bits(optperm.distributed.center_params(opt_state), params)
         np.testing.assert_allclose(params, -0.1 * np.ones(2), rtol=1e-6)
         assert every
 
@@ -313,7 +313,7 @@ def test_contributions_that_overflow_together_leave_the_center(dtype):
     opt_state = jax.vmap(tx.init)(params)
     step = replicas.MAPPINGS["vmap"](lambda p, s, g: tx.update(g, s, p)[1], 4)
     opt_state = step(params, opt_state, jnp.full((4, 2), 0.4 * largest, dtype))
-    support.assert_same_bits(optperm.center_params(opt_state), params)
+    support.assert_same_bits(optperm.distributed.center_params(opt_state), params)
     assert opt_state.skipped.tolist() == [1] * 4
     opt_state = step(params, opt_state, jnp.full((4, 2), 0.2 * largest, dtype))
     assert opt_state.skipped.tolist() == [1] * 4
@@ -399,9 +399,11 @@ def test_multi_steps_of_the_center_are_refused(factory):
 
 LAID_OUT = {
     "agn sequential": replicas.METHODS["agn sequential"],
-    "streaming": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
+    "streaming": functools.partial(
+        optperm.diloco, sync_every=optperm.distributed.Every(3, 2, 1), mixing=0.5
+    ),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=3, compress=optperm.compress_quantized(8)
+        optperm.diloco, sync_every=3, compress=optperm.distributed.compress_quantized(8)
     ),
 }
 
@@ -446,9 +448,11 @@ COMMITTED_ALONE = {
     "agn pairs": functools.partial(optperm.agn, communication_period=100, commit="pairs"),
     "diloco": functools.partial(optperm.diloco, sync_every=100),
     "diloco pairs": functools.partial(optperm.diloco, sync_every=100, commit="pairs"),
-    "delayed": functools.partial(optperm.diloco, sync_every=optperm.Every(4, 2, 2), mixing=0.25),
+    "delayed": functools.partial(
+        optperm.diloco, sync_every=optperm.distributed.Every(4, 2, 2), mixing=0.25
+    ),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=100, compress=optperm.compress_top_k(0.5, bits=4)
+        optperm.diloco, sync_every=100, compress=optperm.distributed.compress_top_k(0.5, bits=4)
     ),
 }
 EVERYWHERE = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
@@ -476,7 +480,7 @@ def test_a_commit_alone_equals_a_commit_with_the_last_step(method, how):
     assert state.count.tolist() == [5] * 4
     support.assert_same_bits(state.local_state, trail[4][1].local_state)
     if method != "delayed":  # whose mixing keeps a part of the local params
-        support.assert_same_bits(params, optperm.center_params(state, final=True))
+        support.assert_same_bits(params, optperm.distributed.center_params(state, final=True))
     # A second one has nothing to bring in: the outer momentum makes no step without a gradient.
     support.assert_same_bits(trail[6], trail[5])
 
@@ -516,4 +520,4 @@ def test_a_commit_alone_of_a_method_that_places_params():
             params = optperm.apply_updates(params, updates, opt_state)
             support.assert_permutes(params, start)
             if flag == "only":
-                support.assert_same_bits(params, optperm.center_params(opt_state))
+                support.assert_same_bits(params, optperm.distributed.center_params(opt_state))

@@ -92,7 +92,7 @@ def test_equals_maxtexts_streaming_schedule(number, delay, alpha):
     rng = np.random.default_rng(0)
     start, targets = draw(rng), [draw(rng, SIZE) for _ in range(STEPS)]
     sync_period = 3 * number + 1
-    plan = optperm.Every(number * round(sync_period / number), number, delay)
+    plan = optperm.distributed.Every(number * round(sync_period / number), number, delay)
     with jax.enable_x64(True):
         tx = optperm.diloco(
             optax.sgd(RATE),
@@ -112,7 +112,10 @@ def test_equals_maxtexts_streaming_schedule(number, delay, alpha):
 
 def test_slices_land_exactly_and_on_stacked_states():
     """After an exchange the slices of its fragment are the center's bits, within vmap and outside."""
-    plan, params = optperm.Every(4, 2), {"layers": jnp.linspace(0.1, 0.7, 12).reshape(4, 3)}
+    plan, params = (
+        optperm.distributed.Every(4, 2),
+        {"layers": jnp.linspace(0.1, 0.7, 12).reshape(4, 3)},
+    )
     fragment_of = {"layers": (0, 1, 1, 0)}
     tx = optperm.diloco(
         optax.sgd(0.3), None, plan, axis_name=replicas.AXIS, fragment_of=fragment_of
@@ -131,7 +134,7 @@ def test_slices_land_exactly_and_on_stacked_states():
         updates, s, within = step(p, s, targets)
         p = optperm.apply_updates(p, updates, s)
         support.assert_same_bits(p, within)
-        center = optperm.center_params(s)["layers"]
+        center = optperm.distributed.center_params(s)["layers"]
         is_same = np.array((p["layers"] == center).all(axis=(0, 2)))
         assert np.flatnonzero(is_same).tolist() == rows, number
 
@@ -139,7 +142,7 @@ def test_slices_land_exactly_and_on_stacked_states():
 def test_fragments_say_what_is_wrong():
     """A leaf that is missed or of another length, a number that is no fragment, one without a leaf."""
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
-    plan = optperm.Every(4, 2)
+    plan = optperm.distributed.Every(4, 2)
     for fragment_of, message in (
         ({"a": 0}, "b"),
         ({"a": [0, 1], "b": 0}, r"for each slice of shape \(3, 2\), got \[0, 1\]"),
@@ -154,7 +157,7 @@ def test_fragments_say_what_is_wrong():
     with pytest.raises(ValueError, match=r"an integer in \[0, 1\)"):
         optperm.diloco(optax.sgd(0.1), fragment_of={"a": 0, "b": 1}).init(params)
     state = optperm.diloco(optax.sgd(0.1), None, plan).init(params)
-    for other in (optperm.Every(4, 3), optperm.Every(4, 2, 1), 4):
+    for other in (optperm.distributed.Every(4, 3), optperm.distributed.Every(4, 2, 1), 4):
         tx = optperm.diloco(optax.sgd(0.1), None, other)
         with pytest.raises(ValueError, match="is of another plan"):
             tx.update(params, state, params)

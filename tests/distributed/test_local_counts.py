@@ -102,7 +102,9 @@ def test_a_schedule_of_the_center_is_read_at_the_local_step(name):
         now = make(lambda _, t=t: rate(t))
         moves, state = optax.with_extra_args_support(now).update(n, state, center)
         center = jax.tree.map(lambda p, u: p + u, center, moves)
-        support.assert_close(optperm.center_params(trail[t][1]), center, atol=2e-5, rtol=1e-5)
+        support.assert_close(
+            optperm.distributed.center_params(trail[t][1]), center, atol=2e-5, rtol=1e-5
+        )
 
 
 class Mixed(NamedTuple):

@@ -89,11 +89,11 @@ def test_a_replica_with_a_bad_gradient_sits_out_one_commit(method, bad):
     for step in range(PERIOD):
         (params, opt_state), (wanted, of_others) = trail[step], alone[step]
         support.assert_close(others(params), wanted, atol=1e-6, rtol=1e-7)
-        centers = (optperm.center_params(s) for s in (opt_state, of_others))
+        centers = (optperm.distributed.center_params(s) for s in (opt_state, of_others))
         support.assert_close(*(replicas.take(c, 0) for c in centers), atol=1e-6, rtol=1e-7)
         assert opt_state.skipped.tolist() == [0, 0, int(step == PERIOD - 1), 0]
     params, opt_state = trail[2 * PERIOD - 1]
-    support.assert_same_bits(params, optperm.center_params(opt_state))
+    support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
     assert opt_state.skipped.tolist() == [0, 0, 1, 0]
 
 
@@ -129,8 +129,8 @@ def test_the_center_may_be_declared_the_same_on_all_devices():
     """In shard_map's checked mode the center's type says that all replicas agree on it."""
     tx, own = make("agn mean", optax.sgd(0.1, 0.9)), ("local_state", "accumulator", "skipped")
     each, same = P(replicas.AXIS), P()
-    fields = optperm.AgnState._fields
-    specs = optperm.AgnState(*(each if name in own else same for name in fields))
+    fields = optperm.distributed.AgnState._fields
+    specs = optperm.distributed.AgnState(*(each if name in own else same for name in fields))
 
     def apart(function, opt_state):
         """The state with what is each replica's own changed by a function."""
@@ -219,7 +219,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
         moved = jax.tree.map(lambda start, step: start - 0.1 * step, START, step)
         for index in range(SIZE):
             support.assert_close(replicas.take(params, index), moved, atol=1e-6, rtol=1e-7)
-        support.assert_same_bits(params, optperm.center_params(opt_state))
+        support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
 
 
 def test_a_value_without_its_function_is_averaged_over_the_replicas():
@@ -238,7 +238,7 @@ def test_a_line_search_within():
     data = batches(1) * 6
     tx = optperm.agn(optax.lbfgs(), 2, axis_name=replicas.AXIS)
     params, opt_state = run(tx, data, "pmap", loops.evaluation(loss_fn))[-1]
-    support.assert_same_bits(params, optperm.center_params(opt_state))
+    support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
     x, y = data[0][0].reshape(-1, 2), data[0][1].reshape(-1)
     least = np.linalg.lstsq(np.column_stack([x, np.ones(5 * SIZE)]), y)[1][0] / (5 * SIZE)
     before, after = (loss_fn(p, (x, y)) for p in (START, replicas.take(params, 0)))

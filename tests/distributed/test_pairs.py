@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.distributed import pairs
+from optperm.distributed import _pairs as pairs
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -84,14 +84,14 @@ def simulate(start, targets, size, plan, alpha, weights):
     ("size", "how", "plan", "alpha"),
     support.every_night(
         [
-            (4, "vmap", optperm.Every(PERIOD), 0.0),
-            (3, "shard_map", optperm.Every(PERIOD, 2, 2), 0.5),
-            (4, "pmap", optperm.Every(PERIOD, 2, 1), 0.0),
-            (2, "shard_map unchecked", optperm.Every(2), 0.5),
+            (4, "vmap", optperm.distributed.Every(PERIOD), 0.0),
+            (3, "shard_map", optperm.distributed.Every(PERIOD, 2, 2), 0.5),
+            (4, "pmap", optperm.distributed.Every(PERIOD, 2, 1), 0.0),
+            (2, "shard_map unchecked", optperm.distributed.Every(2), 0.5),
         ],
         [
-            (4, "vmap", optperm.Every(PERIOD), 0.0),
-            (3, "shard_map", optperm.Every(PERIOD, 2, 2), 0.5),
+            (4, "vmap", optperm.distributed.Every(PERIOD), 0.0),
+            (3, "shard_map", optperm.distributed.Every(PERIOD, 2, 2), 0.5),
         ],
     ),
 )
@@ -120,7 +120,7 @@ def test_diloco_equals_nolocos_loop(size, how, plan, alpha):
         for (params, opt_state), (theta, center) in zip(trail, wanted, strict=True):
             support.assert_close(params, replicas.stack(theta), atol=1e-12)
             support.assert_close(
-                optperm.center_params(opt_state), replicas.stack(center), atol=1e-12
+                optperm.distributed.center_params(opt_state), replicas.stack(center), atol=1e-12
             )
 
 
@@ -149,7 +149,9 @@ def test_agn_equals_a_loop():
             for worker, center in zip(workers, centers, strict=True):
                 worker.params, worker.total = center, 0.0
         np.testing.assert_allclose(params, [w.params for w in workers], atol=1e-12)
-        np.testing.assert_allclose(optperm.center_params(opt_state), centers, atol=1e-12)
+        np.testing.assert_allclose(
+            optperm.distributed.center_params(opt_state), centers, atol=1e-12
+        )
 
 
 METHODS = {
@@ -215,7 +217,9 @@ def test_centers_come_together():
         body = lambda carry, _: (step(*carry, targets), ())  # noqa: E731
         return jax.lax.scan(body, (params, opt_state), length=150)[0]
 
-    center = optperm.center_params(run(jnp.zeros((8, 1)), jax.vmap(tx.init)(jnp.zeros((8, 1))))[1])
+    center = optperm.distributed.center_params(
+        run(jnp.zeros((8, 1)), jax.vmap(tx.init)(jnp.zeros((8, 1))))[1]
+    )
     assert abs(float(center.mean()) - 3.5) < 0.5
     assert float(center.std()) < 0.75 * targets.std()
 
@@ -235,7 +239,7 @@ def test_centers_meet_to_the_rounding_of_their_dtype():
             body = lambda carry, _: (step(*carry, params), ())  # noqa: E731
             return jax.lax.scan(body, (params, opt_state), length=200)[0]
 
-        center = optperm.center_params(run(params, jax.vmap(tx.init)(params))[1])
+        center = optperm.distributed.center_params(run(params, jax.vmap(tx.init)(params))[1])
         apart = np.ptp(np.asarray(center, np.float32), axis=0).max() / scale
         assert np.ptp(start, axis=0).max() > 0.2 > 4 * jnp.finfo(dtype).eps >= apart
 
@@ -254,6 +258,6 @@ def test_what_pairs_cannot_do_is_refused():
     with pytest.raises(ValueError, match="commit must be one of"):
         optperm.diloco(sgd, commit="sum")
     with pytest.raises(ValueError, match='compress needs commit="mean"'):
-        optperm.diloco(sgd, commit="pairs", compress=optperm.compress_quantized(4))
+        optperm.diloco(sgd, commit="pairs", compress=optperm.distributed.compress_quantized(4))
     with pytest.raises(ValueError, match="that does not place params"):
         optperm.agn(optperm.sgperm(), commit="pairs").init({"a": jnp.arange(3.0)})

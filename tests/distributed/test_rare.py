@@ -20,13 +20,17 @@ pytestmark = pytest.mark.usefixtures("lenient")
 SIZE, AXIS = 4, replicas.AXIS
 START = {"w": np.float32(np.arange(12.0).reshape(3, 4)), "b": np.float32([1.0, -1.0])}
 METHODS = replicas.METHODS | {
-    "plan": functools.partial(optperm.diloco, sync_every=optperm.Every(3, 2, 1), mixing=0.5),
+    "plan": functools.partial(
+        optperm.diloco, sync_every=optperm.distributed.Every(3, 2, 1), mixing=0.5
+    ),
     "slices": functools.partial(
-        optperm.diloco, sync_every=optperm.Every(3, 2), fragment_of={"w": [0, 1, 0], "b": 1}
+        optperm.diloco,
+        sync_every=optperm.distributed.Every(3, 2),
+        fragment_of={"w": [0, 1, 0], "b": 1},
     ),
     "pairs": functools.partial(optperm.diloco, sync_every=3, commit="pairs"),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=3, compress=optperm.compress_quantized(4)
+        optperm.diloco, sync_every=3, compress=optperm.distributed.compress_quantized(4)
     ),
 }
 
@@ -90,8 +94,8 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
 def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
     """Where they are encoded, nothing but their bytes leaves a device."""
     for name, compress, per_entry in (
-        ("spmd explicit", optperm.compress_quantized(4), 0.52),
-        ("spmd auto", optperm.compress_top_k(1 / 32, bits=2), 0.08),
+        ("spmd explicit", optperm.distributed.compress_quantized(4), 0.52),
+        ("spmd auto", optperm.distributed.compress_top_k(1 / 32, bits=2), 0.08),
     ):
         tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=AXIS, compress=compress)
         mapped, mesh = layout(name, lambda p, s, tx=tx: tx.update(p, s, p, commit=True)[0])
@@ -161,7 +165,7 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
 
 def test_explicit_steps_in_one_program_delay_an_exchange():
     """The step that sends, the one between and the one that receives, under vmap within shard_map."""
-    plan = optperm.Every(6, 2, 2)
+    plan = optperm.distributed.Every(6, 2, 2)
     tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=AXIS, mixing=0.5)
 
     def steps(*carry_and_target):

@@ -12,7 +12,9 @@ import replicas
 import support
 
 import optperm
-from optperm.distributed import commits, compression, plans
+from optperm.distributed import _commits as commits
+from optperm.distributed import _compression as compression
+from optperm.distributed import _plans as plans
 
 pytestmark = pytest.mark.usefixtures("lenient")
 
@@ -93,11 +95,11 @@ def run(plan, *, flagged=False, targets, start, how="vmap", **options):
 
 
 PLANS = [
-    (optperm.Every(4), 0.0),
-    (optperm.Every(4, fragments=3), 0.0),
-    (optperm.Every(4, fragments=2, delay=1), 0.25),
-    (optperm.Every(5, fragments=4, delay=3), 0.5),
-    (optperm.Every(3, delay=2), 0.0),
+    (optperm.distributed.Every(4), 0.0),
+    (optperm.distributed.Every(4, fragments=3), 0.0),
+    (optperm.distributed.Every(4, fragments=2, delay=1), 0.25),
+    (optperm.distributed.Every(5, fragments=4, delay=3), 0.5),
+    (optperm.distributed.Every(3, delay=2), 0.0),
 ]
 
 
@@ -118,7 +120,7 @@ def test_equals_a_simulation(plan, flagged):
         ):
             support.assert_close(params, replicas.stack(wanted), atol=1e-12)
             for index in range(SIZE):
-                got = replicas.take(optperm.center_params(opt_state), index)
+                got = replicas.take(optperm.distributed.center_params(opt_state), index)
                 support.assert_close(got, center, atol=1e-12)
 
 
@@ -148,8 +150,8 @@ class _Levels:
 
 
 COMPRESSED = {
-    "top": (optperm.compress_top_k(0.25), _TopK()),
-    "quantized": (optperm.compress_quantized(4), _Levels()),
+    "top": (optperm.distributed.compress_top_k(0.25), _TopK()),
+    "quantized": (optperm.distributed.compress_quantized(4), _Levels()),
 }
 
 
@@ -162,16 +164,16 @@ def test_compressed_contributions_equal_a_simulation(method, how):
     compress, sent = COMPRESSED[method]
     start, targets = start_and_targets()
     start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
-    plan = optperm.Every(3, fragments=2, delay=1)
+    plan = optperm.distributed.Every(3, fragments=2, delay=1)
     ours = run(plan, targets=targets, start=start, compress=compress, mixing=0.25, how=how)
     expected = simulate(plan, 0.25, targets, start, sent=sent)
     for (params, opt_state), (wanted, center) in zip(ours, expected, strict=True):
         support.assert_close(params, replicas.stack(wanted), atol=1e-5)
         for index in range(SIZE):
-            got = replicas.take(jax.device_get(optperm.center_params(opt_state)), index)
+            got = replicas.take(jax.device_get(optperm.distributed.center_params(opt_state)), index)
             support.assert_close(got, center, atol=1e-5)
             support.assert_same_bits(
-                got, replicas.take(jax.device_get(optperm.center_params(opt_state)), 0)
+                got, replicas.take(jax.device_get(optperm.distributed.center_params(opt_state)), 0)
             )
 
 
@@ -180,7 +182,7 @@ def test_bytes_say_what_was_sent():
     for bits, shape in zip([2, 4, 8, 1], [(), (9, 100), (300,), (600,)], strict=True):
         leaf = np.array(np.random.default_rng(0).normal(size=shape), np.float32)
         leaf = np.where(np.arange(leaf.size).reshape(shape) % 3 == 1, np.float32(0), leaf)
-        compress = optperm.compress_quantized(bits)
+        compress = optperm.distributed.compress_quantized(bits)
         encoded = jax.jit(compress.encode)(leaf)
         assert all(part.dtype == jnp.uint8 for part in encoded)
         decoded = np.asarray(jax.jit(compress.decode, static_argnums=1)(encoded, shape))
@@ -199,7 +201,10 @@ def test_bytes_say_what_was_sent():
 
 def test_one_bit_is_the_mean_magnitude_of_the_entries_there_are():
     """What is the same everywhere is sent whole, in leaves of any size: padding has no part in it."""
-    dense, sparse = optperm.compress_quantized(1), optperm.compress_top_k(1.0, bits=1)
+    dense, sparse = (
+        optperm.distributed.compress_quantized(1),
+        optperm.distributed.compress_top_k(1.0, bits=1),
+    )
     for compress, size in ((dense, 4), (dense, 257), (sparse, 4), (sparse, 4097)):
         leaf = np.full(size, -2.0, np.float32)
         sent = jax.jit(lambda e, c=compress: c.decode(c.encode(e), e.shape))(leaf)
@@ -210,7 +215,7 @@ def test_the_largest_and_the_smallest_numbers_are_sent():
     """In every number of bits, within a jitted program, where a division may become a product."""
     leaf = np.float32([3e38, -3e38, 1.5e38, 0.0])
     for bits in (2, 4, 8):
-        compress = optperm.compress_quantized(bits)
+        compress = optperm.distributed.compress_quantized(bits)
         sent = jax.jit(lambda e, c=compress: c.decode(c.encode(e), e.shape))(jnp.asarray(leaf))
         level = 3e38 / (2 ** (bits - 1) - 1)
         assert (np.abs(np.asarray(sent, float) - leaf) <= level / 2 * (1 + 1e-5)).all()
@@ -229,7 +234,7 @@ def test_held_back_parts_stay_bounded():
         keys = jax.random.split(jax.random.key(0), 1000)
         return jax.lax.scan(commit, jnp.zeros(256), keys)[1]
 
-    compressions = [optperm.compress_quantized(bits) for bits in (1, 2, 4, 8)]
+    compressions = [optperm.distributed.compress_quantized(bits) for bits in (1, 2, 4, 8)]
     sent = np.array(jax.jit(lambda: [sizes(each) for each in compressions])())
     early, late = sent[:, 100:200].mean(axis=1), sent[:, -100:].mean(axis=1)
     assert (late < [1.1, 2.0, 1.1, 1.1]).all()
@@ -238,7 +243,7 @@ def test_held_back_parts_stay_bounded():
 
 def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(8192,)), jnp.float32)
-    compress = optperm.compress_top_k(1 / 32)
+    compress = optperm.distributed.compress_top_k(1 / 32)
     own, number, rest, takes_part = compression.sum_compressed(
         compress, leaf, jnp.zeros_like(leaf), jnp.array(True), commits.Replicas(None, ())
     )
@@ -261,7 +266,10 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
 
 @pytest.mark.parametrize(
     ("compress", "per_entry"),
-    [(optperm.compress_top_k(1 / 32, bits=2), 0.0712), (optperm.compress_quantized(4), 0.516)],
+    [
+        (optperm.distributed.compress_top_k(1 / 32, bits=2), 0.0712),
+        (optperm.distributed.compress_quantized(4), 0.516),
+    ],
 )
 def test_what_crosses_the_axis_is_bytes(compress, per_entry):
     """The compiled step holds one collective, an all-gather of uint8."""
@@ -280,10 +288,10 @@ def test_what_crosses_the_axis_is_bytes(compress, per_entry):
 
 def test_resumed_inside_a_delay_bit_for_bit():
     """With compression, from a copy of the state between sending and arrival."""
-    compress = optperm.compress_quantized(4)
+    compress = optperm.distributed.compress_quantized(4)
     start, targets = start_and_targets()
     start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
-    plan = optperm.Every(4, fragments=2, delay=2)
+    plan = optperm.distributed.Every(4, fragments=2, delay=2)
     tx = optperm.diloco(optax.adam(0.1), None, plan, axis_name=replicas.AXIS, compress=compress)
     evaluate = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
     options = {"evaluate": evaluate, "how": "vmap", "size": SIZE}
@@ -303,7 +311,7 @@ def test_a_center_in_float32_under_bfloat16_params():
     step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
     for _ in range(8):
         params, opt_state = step(params, opt_state, jnp.full((2, 3), 2**-4, jnp.bfloat16))
-    center = optperm.center_params(opt_state)
+    center = optperm.distributed.center_params(opt_state)
     assert center.dtype == jnp.float32
     assert float(center[0, 0]) < 1 - 7 * 2**-10
     support.assert_same_bits(params, center.astype(jnp.bfloat16))
@@ -311,7 +319,7 @@ def test_a_center_in_float32_under_bfloat16_params():
 
 def test_fragments_are_sent_at_even_distances():
     """Fragment p of 4 at the steps that are floor(10 p / 4) modulo 10, and received a step later."""
-    plan = optperm.Every(10, fragments=4, delay=1)
+    plan = optperm.distributed.Every(10, fragments=4, delay=1)
     sent = {step: plan.at(step).send for step in range(1, 21) if plan.at(step).send}
     assert sent == {
         **{2: (1,), 5: (2,), 7: (3,), 10: (0,)},
@@ -322,10 +330,10 @@ def test_fragments_are_sent_at_even_distances():
 
 def test_plans_say_what_is_wrong():
     with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
-        optperm.Every(3, fragments=4)
+        optperm.distributed.Every(3, fragments=4)
     with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
-        optperm.Every(3, delay=3)
-    tx = optperm.diloco(optax.sgd(0.1), None, optperm.Every(4, fragments=2))
+        optperm.distributed.Every(3, delay=3)
+    tx = optperm.diloco(optax.sgd(0.1), None, optperm.distributed.Every(4, fragments=2))
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     opt_state = tx.init(params)
     for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ())):
@@ -335,7 +343,7 @@ def test_plans_say_what_is_wrong():
         tx.update(params, opt_state, params, commit=3)
     for plan, message in (
         (4, "could not be pulled"),
-        (optperm.Every(4, 2), "only allows with one"),
+        (optperm.distributed.Every(4, 2), "only allows with one"),
     ):
         with pytest.raises(ValueError, match=message):
             optperm.diloco(optperm.sgperm(), None, plan).init({"a": jnp.arange(3.0)})
@@ -355,7 +363,7 @@ def run_alone(plan, flags, **options):
 
 def test_what_has_arrived_is_not_applied_again():
     """Told to exchange all between sending and arrival, a replica goes no further than its own steps."""
-    plan = optperm.Every(4, 1, 2)
+    plan = optperm.distributed.Every(4, 1, 2)
     for number in (5, 6):
         flags = [True if step == number else plan.at(step) for step in range(1, 10)]
         trail = list(run_alone(plan, flags))
@@ -364,11 +372,11 @@ def test_what_has_arrived_is_not_applied_again():
 
 def test_where_nothing_was_sent_nothing_is_pulled():
     """A fresh state that is given the exchanges of later steps keeps its own params."""
-    plan = optperm.Every(4, 1, 2)
+    plan = optperm.distributed.Every(4, 1, 2)
     assert list(run_alone(plan, map(plan.at, (5, 6, 7, 8)))) == [-1, -2, -3, -4]
 
 
-@pytest.mark.parametrize("plan", support.every_night([2, optperm.Every(2, 1, 1)], [2]))
+@pytest.mark.parametrize("plan", support.every_night([2, optperm.distributed.Every(2, 1, 1)], [2]))
 def test_mixing_brings_a_replica_back(plan):
     """One whose params are not finite is put on the center, and takes part the next time."""
     tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan, axis_name=replicas.AXIS, mixing=0.5)
@@ -398,7 +406,7 @@ def test_a_residual_that_overflows_begins_again():
         optax.sgd(1.0),
         2,
         axis_name=replicas.AXIS,
-        compress=optperm.compress_quantized(8),
+        compress=optperm.distributed.compress_quantized(8),
     )
     params = jnp.zeros((2, 1))
     opt_state = jax.vmap(tx.init)(params)
@@ -416,8 +424,8 @@ def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
     tx = optperm.diloco(
         optax.sgd(0.1),
         None,
-        optperm.Every(4, 2, 1),
-        compress=optperm.compress_top_k(0.5, bits=4),
+        optperm.distributed.Every(4, 2, 1),
+        compress=optperm.distributed.compress_top_k(0.5, bits=4),
         center_dtype="float32",
     )
     params = {"a": jnp.zeros((0, 3)), "b": jnp.arange(3.0)}
@@ -445,7 +453,7 @@ def test_options_of_one_fragment_go_together():
         optax.sgd(0.1),
         reads_value,
         lambda commits: commits + 1,
-        compress=optperm.compress_quantized(8),
+        compress=optperm.distributed.compress_quantized(8),
         center_dtype="float32",
     )
     step = loops.make_step(tx, lambda p, value: (jnp.ones_like(p), {"value": value}))
@@ -454,7 +462,7 @@ def test_options_of_one_fragment_go_together():
     step = jax.jit(step)
     for value in range(1, 7):
         params, opt_state = step(params, opt_state, jnp.float32(value))
-        centers.append(float(optperm.center_params(opt_state)[0]))
+        centers.append(float(optperm.distributed.center_params(opt_state)[0]))
     assert centers == [0, 0, -3, -3, -3, -9]
 
 
@@ -473,15 +481,15 @@ def test_a_method_that_places_params_within_and_without():
         for index in range(2):
             support.assert_permutes(replicas.take(params, index), start)
         if number % 2 == 0:
-            support.assert_same_bits(params, optperm.center_params(opt_state))
+            support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
     assert not np.array_equal(trail[-1][0]["kernel"][0], start["kernel"])
 
 
 @pytest.mark.parametrize(
     "compress",
     [
-        *(optperm.compress_quantized(bits) for bits in (2, 4, 8)),
-        *(optperm.compress_top_k(1 / 4, bits=bits) for bits in (1, 2, 4, 8)),
+        *(optperm.distributed.compress_quantized(bits) for bits in (2, 4, 8)),
+        *(optperm.distributed.compress_top_k(1 / 4, bits=bits) for bits in (1, 2, 4, 8)),
     ],
 )
 def test_rows_that_no_batch_touches_do_not_move_when_compressed(compress):
@@ -500,6 +508,6 @@ def test_rows_that_no_batch_touches_do_not_move_when_compressed(compress):
 def test_one_bit_of_the_largest_is_the_mean_magnitude_of_those_that_are_not_zero():
     leaf = np.zeros(64, np.float32)
     leaf[[3, 10, 50]] = [2.0, -1.0, 3.0]
-    compress = optperm.compress_top_k(1 / 4, bits=1)
+    compress = optperm.distributed.compress_top_k(1 / 4, bits=1)
     sent = jax.jit(lambda e: compress.decode(compress.encode(e), e.shape))(leaf)
     np.testing.assert_allclose(sent, 2.0 * np.sign(leaf), rtol=1e-6)

@@ -14,7 +14,7 @@ pytest.importorskip("libtpu")
 
 PARAMS, BYTES = accelerators.square_leaves(4), 4 * 4 * accelerators.SIDE**2
 AGN, DILOCO = optperm.agn(accelerators.ADAMW, 10), optperm.diloco(accelerators.ADAMW, sync_every=10)
-PLAN = optperm.Every(10, fragments=2, delay=2)
+PLAN = optperm.distributed.Every(10, fragments=2, delay=2)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
 @pytest.mark.parametrize(
     ("compress", "bytes_a_param"),
     [
-        (optperm.compress_quantized(4), 4 / 8 + 1 / 64),
-        (optperm.compress_quantized(1), 1 / 8 + 1 / 64),
-        (optperm.compress_top_k(1 / 32, bits=2), (2 / 8 + 2) / 32 + 1 / 1024),
+        (optperm.distributed.compress_quantized(4), 4 / 8 + 1 / 64),
+        (optperm.distributed.compress_quantized(1), 1 / 8 + 1 / 64),
+        (optperm.distributed.compress_top_k(1 / 32, bits=2), (2 / 8 + 2) / 32 + 1 / 1024),
     ],
 )
 def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param):

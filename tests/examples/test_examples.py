@@ -228,7 +228,7 @@ def test_laperm_digits(tmp_path):
     for period, trained in found.items():
         assert period == 1 or trained.accuracy > 0.85
         support.assert_permutes(trained.params, trained.initial)
-        rebuilt = optperm.apply_permutation(trained.initial, trained.permutation)
+        rebuilt = optperm.permutation.apply_permutation(trained.initial, trained.permutation)
         support.assert_same_bits(rebuilt, trained.params)
 
 

@@ -35,7 +35,7 @@ def check_svrg(worker, first, second):
     """With parts of unequal size: one device's numbers, to rounding."""
 
     def full_gradient(params):
-        return optperm.full_gradient(worker.loss_fn, params, [worker.make_data()])
+        return optperm.variance.full_gradient(worker.loss_fn, params, [worker.make_data()])
 
     def batch_of(t):
         parts = [worker.step_batch(index, t) for index in range(2)]

@@ -71,7 +71,7 @@ def train_svrg(params, full_gradient, batch_of):
     for t in range(8):
         if t % 4 == 0:
             full_grad = full_gradient(params)
-            opt_state = optperm.take_snapshot(opt_state, params, full_grad)
+            opt_state = optperm.variance.take_snapshot(opt_state, params, full_grad)
         params, opt_state = svrg_step(params, opt_state, batch_of(t))
     return params, full_grad
 
@@ -86,13 +86,13 @@ def svrg(index):
     batches, weights = padded_batches(part_of(index), count=4)
 
     def full_gradient(params):
-        return optperm.full_gradient(
+        return optperm.variance.full_gradient(
             loss_fn, params, map(place, batches), weights=map(place, weights)
         )
 
     devices = jax.local_device_count()
     by_pmap = jax.pmap(
-        lambda params, batches, weights: optperm.full_gradient(
+        lambda params, batches, weights: optperm.variance.full_gradient(
             loss_fn, params, batches, weights=weights, axis_name="data"
         ),
         axis_name="data",
@@ -136,7 +136,7 @@ def trajectories(mapping, collect):
         evaluate = loops.gradient(loss_fn)
         steps = loops.train(tx, start, make_batches(), evaluate=evaluate, how=mapping, size=SIZE)
         for t, (params, opt_state) in enumerate(steps):
-            center = optperm.center_params(opt_state, final=(t + 1) % PERIOD == 0)
+            center = optperm.distributed.center_params(opt_state, final=(t + 1) % PERIOD == 0)
             for name in start:
                 yield f"{method}/{t}/params/{name}", collect(params[name])
                 yield f"{method}/{t}/center/{name}", collect(center[name])
@@ -157,7 +157,7 @@ def dim_reduce(index):
         tx = golden.optimizer(data, axis_name=replicas.AXIS)
         params = replicas.stack([golden.split(data["x0"])] * SIZE)
         basis = golden.split(data["P"])
-        opt_state = mapped(lambda p: optperm.set_basis(tx.init(p), basis), SIZE)(params)
+        opt_state = mapped(lambda p: optperm.subspace.set_basis(tx.init(p), basis), SIZE)(params)
         step = mapped(loops.make_step(tx, loops.evaluation(golden.loss_of(data))), SIZE)
         for noise in data["noise"]:
             params, opt_state = step(params, opt_state, np.stack([noise] * SIZE))

@@ -21,8 +21,10 @@ import pytest
 import support
 
 import optperm
-from optperm.permutation import cycles, cycles_numpy, library
-from optperm.permutation.weight_vectors import sort_ranks
+from optperm.permutation import _cycles as cycles
+from optperm.permutation import _cycles_numpy as cycles_numpy
+from optperm.permutation import _library as library
+from optperm.permutation._weight_vectors import sort_ranks
 
 
 def random_rows(seed, n, rows, dtype):

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.permutation import library
+from optperm.permutation import _library as library
 
 STEPS = 3
 
@@ -164,18 +164,23 @@ def test_whole_weight_vectors_of_sharded_params_stay_on_their_devices(
         initial = tx.init(w)
         update = jax.jit(tx.update).lower(g, initial, w).compile()
         _, opt_state = update(g, initial, w)
-        exported = optperm.export_permutation(w, opt_state, output_axes=axes)
-        rebuilt = optperm.apply_permutation(w, exported)
-        start = optperm.permuted_params(jax.jit(lambda: tx.init(w))())  # of what is no argument
+        exported = optperm.permutation.export_permutation(w, opt_state, output_axes=axes)
+        rebuilt = optperm.permutation.apply_permutation(w, exported)
+        start = optperm.permutation.permuted_params(
+            jax.jit(lambda: tx.init(w))()
+        )  # of what is no argument
     support.assert_same_bits(start, w)
     program = update.as_text()
     assert not re.search("all-gather|all-to-all|collective-permute", program)
     (call,) = (line for line in program.splitlines() if f'="{TARGETS[by]}"' in line)
     n = w.size // np.prod([shape[axis] for axis in np.atleast_1d(axes)])
     assert re.search(rf"\[(1,{n},{vectors}|{vectors},{n})\]", call)
-    support.assert_same_bits(optperm.permuted_params(opt_state), optperm.permuted_params(expected))
-    support.assert_same_bits(rebuilt, optperm.permuted_params(expected))
-    for array in (optperm.permuted_params(opt_state), exported, rebuilt):
+    support.assert_same_bits(
+        optperm.permutation.permuted_params(opt_state),
+        optperm.permutation.permuted_params(expected),
+    )
+    support.assert_same_bits(rebuilt, optperm.permutation.permuted_params(expected))
+    for array in (optperm.permutation.permuted_params(opt_state), exported, rebuilt):
         assert array.sharding.is_equivalent_to(w.sharding, w.ndim)
 
 
@@ -196,11 +201,13 @@ def test_zeros_and_subnormal_weights_of_an_automatic_mesh_keep_their_bits(method
     (expected, state_alone), (trained, opt_state) = (step(p, tx.init(p), g) for p in (alone, w))
     assert not np.array_equal(expected, alone)
     support.assert_same_bits(trained, expected)
-    at_start = optperm.permuted_params(state_alone, alone)  # which LaPerm synchronizes first
-    support.assert_same_bits(optperm.permuted_params(opt_state, w), at_start)
-    exported = optperm.export_permutation(w, opt_state)
+    at_start = optperm.permutation.permuted_params(
+        state_alone, alone
+    )  # which LaPerm synchronizes first
+    support.assert_same_bits(optperm.permutation.permuted_params(opt_state, w), at_start)
+    exported = optperm.permutation.export_permutation(w, opt_state)
     for initial in (alone, w):
-        support.assert_same_bits(optperm.apply_permutation(initial, exported), expected)
+        support.assert_same_bits(optperm.permutation.apply_permutation(initial, exported), expected)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +228,7 @@ def test_replicas_whose_params_are_sharded_train_as_alone(spec, axis_type):
 
     def step(w, g):
         _, opt_state = tx.update(g, tx.init(w), w)
-        return optperm.permuted_params(opt_state)
+        return optperm.permutation.permuted_params(opt_state)
 
     alone = jax.jit(step)
     expected = jnp.stack([alone(w, g) for w, g in zip(starts, pulls, strict=True)])

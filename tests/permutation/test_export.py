@@ -28,10 +28,12 @@ def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
         grads = [support.random_like(params, step) for step in range(3)]
         tx = optperm.sgperm(0.5, partition_ratio=0.7)
         _, opt_state = loops.train(tx, params, grads, init="jit")[-1]
-        trained = optperm.permuted_params(opt_state)
+        trained = optperm.permutation.permuted_params(opt_state)
         assert not np.array_equal(trained["bfloat16"], params["bfloat16"])
-        permutation = jax.jit(optperm.export_permutation)(params, opt_state)
-        support.assert_same_bits(optperm.export_permutation(params, opt_state), permutation)
+        permutation = jax.jit(optperm.permutation.export_permutation)(params, opt_state)
+        support.assert_same_bits(
+            optperm.permutation.export_permutation(params, opt_state), permutation
+        )
         assert all(leaf.dtype == jnp.int32 for leaf in jax.tree.leaves(permutation))
         assert jax.tree.map(jnp.shape, permutation) == jax.tree.map(jnp.shape, params)
 
@@ -47,9 +49,9 @@ def test_permutation_of_any_dtype_rebuilds_the_trained_weights():
         file.seek(0)
         with np.load(file) as archive:
             for indices in (shaped, dict(archive)):
-                rebuilt = optperm.apply_permutation(params, indices)
+                rebuilt = optperm.permutation.apply_permutation(params, indices)
                 support.assert_same_bits(rebuilt, trained)
-        rebuilt = jax.jit(optperm.apply_permutation)(params, permutation)
+        rebuilt = jax.jit(optperm.permutation.apply_permutation)(params, permutation)
         support.assert_same_bits(rebuilt, trained)
 
 
@@ -66,14 +68,14 @@ def test_masked_leaves_stay_with_their_optimizer():
         after, opt_state = loops.train(tx, params, [grads] * 3)[-1]
         bias, _ = loops.train(adam, params["bias"], [grads["bias"]] * 3)[-1]
         support.assert_close(after["bias"], bias, rtol=1e-6)
-        assert optperm.permuted_params(opt_state)["bias"] == optax.MaskedNode()
-        full = optperm.permuted_params(opt_state, after)
+        assert optperm.permutation.permuted_params(opt_state)["bias"] == optax.MaskedNode()
+        full = optperm.permutation.permuted_params(opt_state, after)
         assert full["bias"] is after["bias"]
         support.assert_permutes(full["kernel"], params["kernel"])
         assert not np.array_equal(full["kernel"], params["kernel"])
-        permutation = optperm.export_permutation(params, opt_state, after)
+        permutation = optperm.permutation.export_permutation(params, opt_state, after)
         assert permutation["bias"] == optax.MaskedNode()
-        rebuilt = optperm.apply_permutation(params, permutation)
+        rebuilt = optperm.permutation.apply_permutation(params, permutation)
         assert rebuilt["bias"] is params["bias"]
         support.assert_same_bits(rebuilt["kernel"], full["kernel"])
 
@@ -107,11 +109,11 @@ def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
         exported = jax.export.export(jax.jit(tx.update), disabled_checks=checks)(*arguments)
         (tmp_path / method).write_bytes(exported.serialize())
         _, opt_state = jax.jit(tx.update)(*arguments)
-        expected[method] = optperm.permuted_params(opt_state)
+        expected[method] = optperm.permutation.permuted_params(opt_state)
     program = """
         import pathlib, sys
         import jax, numpy as np, optax, optperm
-        from optperm.permutation import library
+        from optperm.permutation import _library as library
 
         folder = pathlib.Path(sys.argv[1])
         library.available_kernels()  # XLA learns of the compiled one
@@ -119,7 +121,7 @@ def test_exported_updates_in_another_process_give_the_same_bits(tmp_path):
         for method, code in eval(sys.argv[2]).items():
             update = jax.export.deserialize((folder / method).read_bytes()).call
             _, opt_state = update(grads, jax.jit(eval(code).init)(params), params)
-            np.savez(folder / f"{method}.npz", **optperm.permuted_params(opt_state))
+            np.savez(folder / f"{method}.npz", **optperm.permutation.permuted_params(opt_state))
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), repr(METHODS)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

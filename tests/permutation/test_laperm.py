@@ -56,13 +56,15 @@ def test_laperm_of_adam_is_adam_with_the_weights_put_back(sync_every, synced_aft
             is_synced = index + 1 in synced_after
             assert opt_state.synchronized == is_synced
             now = reordered(np.asarray(initial), p)
-            full = optperm.permuted_params(opt_state, after)
+            full = optperm.permutation.permuted_params(opt_state, after)
             np.testing.assert_array_equal(full[name], now)
             if is_synced:
                 last, p = now, np.float64(now)
                 support.assert_same_bits(after[name], jnp.asarray(last))
             np.testing.assert_allclose(after[name], p, rtol=0, atol=1e-5)  # Adam in float32
-            support.assert_same_bits(optperm.permuted_params(opt_state)[name], jnp.asarray(last))
+            support.assert_same_bits(
+                optperm.permutation.permuted_params(opt_state)[name], jnp.asarray(last)
+            )
         assert name == "bias" or np.mean(last != np.asarray(initial)) > 0.3
 
 
@@ -91,7 +93,9 @@ def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
         initial, p = jax.tree.map(jnp.asarray, (draw(), draw()))
         opt_state = jax.jit(tx.init)(initial)
         rebuilt = jax.jit(
-            lambda w, state: optperm.apply_permutation(w, optperm.export_permutation(w, state))
+            lambda w, state: optperm.permutation.apply_permutation(
+                w, optperm.permutation.export_permutation(w, state)
+            )
         )
         for _ in range(2):
             g = draw(0.1)
@@ -100,7 +104,7 @@ def test_rows_of_every_dtype_are_the_initial_values_in_the_current_order():
             )
             p, opt_state = loops.compiled(tx)(p, opt_state, g)
             support.assert_same_bits(p, jax.tree.map(reordered, initial, moved))
-            support.assert_same_bits(optperm.permuted_params(opt_state), p)
+            support.assert_same_bits(optperm.permutation.permuted_params(opt_state), p)
             support.assert_same_bits(rebuilt(initial, opt_state), p)
 
 
@@ -172,17 +176,17 @@ def test_export_between_two_synchronizations_rebuilds_the_weights():
     tx = optperm.laperm(optax.sgd(0.5), 2, **options)
     drawn = [support.random_like(initial, index) for index in range(3)]
     p, opt_state = loops.train(tx, initial, drawn, init="jit")[-1]
-    export = jax.jit(functools.partial(optperm.export_permutation, **options))
-    last = optperm.permuted_params(opt_state)
-    now = optperm.permuted_params(opt_state, p, **options)
+    export = jax.jit(functools.partial(optperm.permutation.export_permutation, **options))
+    last = optperm.permutation.permuted_params(opt_state)
+    now = optperm.permutation.permuted_params(opt_state, p, **options)
     assert not np.array_equal(last["a"], now["a"])
     assert p["scale"] == now["scale"] == 2.0
     for weights, given in [(last, ()), (now, (p,)), (now, (now,))]:
-        rebuilt = optperm.apply_permutation(initial, export(initial, opt_state, *given))
+        rebuilt = optperm.permutation.apply_permutation(initial, export(initial, opt_state, *given))
         support.assert_same_bits(rebuilt, weights)
     # As the weights that one more synchronization would place.
     _, next_state = loops.compiled(tx)(p, opt_state, jax.tree.map(jnp.zeros_like, p))
-    support.assert_same_bits(optperm.permuted_params(next_state), now)
+    support.assert_same_bits(optperm.permutation.permuted_params(next_state), now)
     with pytest.raises(ValueError, match=r"params\['scale'\]"):
         export(initial, opt_state, p | {"scale": jnp.ones(2)})
 

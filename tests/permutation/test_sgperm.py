@@ -11,8 +11,8 @@ import pytest
 import support
 
 import optperm
-from optperm.permutation import library
-from optperm.permutation.permute_by_cycles import _compute_partition_size
+from optperm.permutation import _library as library
+from optperm.permutation._permute_by_cycles import _compute_partition_size
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
@@ -63,7 +63,7 @@ def test_sgperm_on_the_original_sequence_gives_its_bits(sequence):
     trail = loops.train(optperm.sgperm(**arguments), init, grads, init="jit")
     for (params, opt_state), wanted in zip(trail, expected, strict=True):
         support.assert_same_bits(params, wanted)
-        support.assert_same_bits(optperm.permuted_params(opt_state), wanted)
+        support.assert_same_bits(optperm.permutation.permuted_params(opt_state), wanted)
 
 
 def test_plain_updates_over_many_steps_never_drift():
@@ -82,7 +82,7 @@ def test_plain_updates_over_many_steps_never_drift():
         return jax.lax.scan(body, carry, grads)
 
     (final, opt_state), moved = run((params, tx.init(params)), support.normal((3000, 8, 2), 1))
-    exact = optperm.permuted_params(opt_state)
+    exact = optperm.permutation.permuted_params(opt_state)
     support.assert_permutes(exact, params)
     assert one_ulp_apart(final["kernel"], exact["kernel"])
     assert np.mean(moved) > 0.3
@@ -93,7 +93,7 @@ def test_weights_that_are_not_finite_are_no_mismatch():
     tx = optperm.sgperm(0.5, momentum=0.5)
     params, opt_state = loops.train(tx, start, list(support.normal((4, 40, 3), 1)))[-1]
     assert opt_state[1].mismatches == 0
-    support.assert_same_bits(optperm.permuted_params(opt_state), params)
+    support.assert_same_bits(optperm.permutation.permuted_params(opt_state), params)
 
 
 @functools.partial(jax.jit, static_argnames=("output_axes", "include_remainder"))

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.permutation import cycles, tpu_calls
-from optperm.permutation.weight_vectors import sort_ranks
+from optperm.permutation import _cycles as cycles
+from optperm.permutation import _tpu_calls as tpu_calls
+from optperm.permutation._weight_vectors import sort_ranks
 
 N, ROWS = 256, 512
 

@@ -21,7 +21,7 @@ def test_products_and_matrices_are_those_of_the_dense_one(format):
     """Zeros are not stored, -0.0 neither, and the dtype stays; other leaves are as they were."""
     w = support.normal((5, 4)).at[jnp.array([0, 2, 4])].set(-0.0)
     params = {"w": w, "bias": jnp.ones(4), "conv": jnp.ones((2, 2, 1, 1)), "kept": w}
-    got = optperm.to_sparse(params, format, include=lambda p: {n: n != "kept" for n in p})
+    got = optperm.sparsity.to_sparse(params, format, include=lambda p: {n: n != "kept" for n in p})
     assert (got["w"].nnz if format == "scipy" else got["w"].nse) == 8
     dense = got["w"].toarray() if format == "scipy" else got["w"].todense()
     support.assert_same_bits(np.asarray(dense) + 0.0, np.asarray(w).T + 0.0)
@@ -58,16 +58,16 @@ def test_units_that_contribute_nothing_are_removed():
     params["a"]["bias"] = params["a"]["bias"].at[4].set(0.0)
     x = support.normal((7, 6), 20)
     for options, first in (({}, 4), ({"zero_at_zero": True}, 3)):
-        small = optperm.remove_units(params, GROUPS, **options)
+        small = optperm.sparsity.remove_units(params, GROUPS, **options)
         shapes = [small[name]["kernel"].shape for name in "abc"]
         assert shapes == [(6, first), (first, 3), (3, 3)]
         assert small["a"]["bias"].shape == (first,)
         np.testing.assert_allclose(outputs(small, x), outputs(params, x), rtol=1e-4, atol=1e-5)
-    same = optperm.remove_units(network(), GROUPS, zero_at_zero=True)
+    same = optperm.sparsity.remove_units(network(), GROUPS, zero_at_zero=True)
     support.assert_same_bits(same, network())
     # Where nothing leaves a layer, all before it goes too, and the outputs are the last biases.
     params["c"]["kernel"] = jnp.zeros_like(params["c"]["kernel"])
-    small = optperm.remove_units(params, GROUPS)
+    small = optperm.sparsity.remove_units(params, GROUPS)
     assert [small[name]["kernel"].shape for name in "abc"] == [(6, 0), (0, 0), (0, 3)]
     np.testing.assert_array_equal(outputs(small, x), outputs(params, x))
 
@@ -86,7 +86,7 @@ def test_units_of_a_residual_stream():
         return (x + jax.nn.relu(x @ params["up"]) @ params["down"]) @ params["out"]
 
     groups = {"stream": [("in", -1), ("down", -1), ("up", -2), ("out", -2)]}
-    small = optperm.remove_units(params, groups, zero_at_zero=True)
+    small = optperm.sparsity.remove_units(params, groups, zero_at_zero=True)
     assert small["in"].shape == (6, 6)
     assert small["key"] is params["key"]
     x = support.normal((4, 6), 9)
@@ -109,7 +109,7 @@ def test_weights_of_other_layouts_name_their_side():
         "hidden": [("a", 0, "in"), ("q", 0)],
         "heads": [("q", 1, "in"), ("v", 0, "out"), ("o", 0)],
     }
-    small = optperm.remove_units(params, groups)
+    small = optperm.sparsity.remove_units(params, groups)
     assert [small[n].shape for n in "aqvo"] == [(4, 6), (4, 3, 2), (3,), (3, 2, 3)]
     x = support.normal((7, 6), 9)
     for got, wanted in zip(outputs(small, x), outputs(params, x), strict=True):
@@ -123,46 +123,54 @@ def test_bad_arguments():
         (
             KeyError,
             "'d/kernel'; the closest are .*'a/kernel'",
-            lambda: optperm.remove_units(params, {"x": [("d/kernel", -1)]}),
+            lambda: optperm.sparsity.remove_units(params, {"x": [("d/kernel", -1)]}),
         ),
         (
             IndexError,
             r"axis -3 is out of range for 'a/kernel' of shape \(6, 5\)",
-            lambda: optperm.remove_units(params, {"x": [("a/kernel", -3)]}),
+            lambda: optperm.sparsity.remove_units(params, {"x": [("a/kernel", -3)]}),
         ),
         (
             ValueError,
             "third item of 'a/kernel' must be one of 'in', 'out'",
-            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1, "of")]}),
+            lambda: optperm.sparsity.remove_units(params, {"x": [("a/kernel", -1, "of")]}),
         ),
         (
             ValueError,
             r"groups\['x'\] names an axis that was named before",
-            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1), ("a/kernel", 1)]}),
+            lambda: optperm.sparsity.remove_units(
+                params, {"x": [("a/kernel", -1), ("a/kernel", 1)]}
+            ),
         ),
         (
             ValueError,
             r"groups\['x'\] names an axis that was named before",
-            lambda: optperm.remove_units(params, GROUPS | {"x": GROUPS["first"]}),
+            lambda: optperm.sparsity.remove_units(params, GROUPS | {"x": GROUPS["first"]}),
         ),
         (
             ValueError,
             "axes of several lengths",
-            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1), ("c/kernel", -2)]}),
+            lambda: optperm.sparsity.remove_units(
+                params, {"x": [("a/kernel", -1), ("c/kernel", -2)]}
+            ),
         ),
         (
             ValueError,
             "must name incoming weights .the last axis",
-            lambda: optperm.remove_units(params, {"x": [("a/kernel", -1)]}),
+            lambda: optperm.sparsity.remove_units(params, {"x": [("a/kernel", -1)]}),
         ),
-        (TypeError, r"params\['w'\] must be a dense array", lambda: optperm.to_sparse({"w": dead})),
-        (TypeError, "outside jax.jit", lambda: jax.jit(optperm.to_sparse)(jnp.eye(2))),
+        (
+            TypeError,
+            r"params\['w'\] must be a dense array",
+            lambda: optperm.sparsity.to_sparse({"w": dead}),
+        ),
+        (TypeError, "outside jax.jit", lambda: jax.jit(optperm.sparsity.to_sparse)(jnp.eye(2))),
         (
             TypeError,
             "float32 and float64",
-            lambda: optperm.to_sparse(jnp.eye(2, dtype="bfloat16"), "scipy"),
+            lambda: optperm.sparsity.to_sparse(jnp.eye(2, dtype="bfloat16"), "scipy"),
         ),
-        (ValueError, "format must be one of", lambda: optperm.to_sparse(params, "csr")),
+        (ValueError, "format must be one of", lambda: optperm.sparsity.to_sparse(params, "csr")),
     ):
         with pytest.raises(error, match=message):
             call()

@@ -15,7 +15,7 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.contract.states import find_state
+from optperm.core.states import find_state
 
 pytestmark = pytest.mark.usefixtures("lenient")
 OPTIMIZERS = {"adam": optax.adam(0.02), "sgd": optax.sgd(0.05, momentum=0.9)}
@@ -92,10 +92,10 @@ def test_jaxpruners_global_sequence():
 
 STRUCTURES = {
     "magnitude_oneshot": None,
-    "nm_2_4_axis-1": optperm.NOfM(2, 4, axis=-1),
-    "nm_2_4_axis-2": optperm.NOfM(2, 4),
-    "channel": optperm.Units(),
-    "block_4_4": optperm.Blocks(4, 4),
+    "nm_2_4_axis-1": optperm.sparsity.NOfM(2, 4, axis=-1),
+    "nm_2_4_axis-2": optperm.sparsity.NOfM(2, 4),
+    "channel": optperm.sparsity.Units(),
+    "block_4_4": optperm.sparsity.Blocks(4, 4),
     "global_magnitude_normalized": None,
 }
 
@@ -108,14 +108,16 @@ def test_jaxpruners_choices(case):
     for t in range(len(next(iter(z["mask"].values())))):
         params = {name: p[t] for name, p in z["params"].items()}
         options, fraction = {}, {name: n[t] / params[name].size for name, n in zeros.items()}
-        if isinstance(structure, optperm.NOfM):
+        if isinstance(structure, optperm.sparsity.NOfM):
             fraction = None
         if case == "global_magnitude_normalized":
             fraction = sum(n[t] for n in zeros.values()) / sum(p.size for p in params.values())
             scores = {name: np.abs(p) / np.linalg.norm(p) for name, p in params.items()}
             options = {"scope": "global", "scores": scores}
         opt_state = optperm.mask_elements().init(params)
-        _, after = optperm.prune(params, opt_state, fraction, structure=structure, **options)
+        _, after = optperm.sparsity.prune(
+            params, opt_state, fraction, structure=structure, **options
+        )
         for name, wanted in z["mask"].items():
             np.testing.assert_array_equal(after.mask[name], wanted[t])
 
@@ -126,7 +128,7 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     for t in range(4):
         params, forward = ({n: x[t] for n, x in z[kind].items()} for kind in ("params", "forward"))
         shares = {name: (x == 0).mean() for name, x in forward.items()}
-        found = optperm.keep_top(params, shares)
+        found = optperm.sparsity.keep_top(params, shares)
         for name, x in forward.items():
             np.testing.assert_array_equal(found[name], x)
     pulls = support.random_like(params, 0)
@@ -134,17 +136,17 @@ def test_keep_top_is_jaxpruners_and_lets_gradients_through():
     @jax.jit
     @jax.grad
     def gradient(params, share):
-        kept = optperm.keep_top(params, share, scope="leaf")
+        kept = optperm.sparsity.keep_top(params, share, scope="leaf")
         return sum(jnp.sum(kept[n] * pulls[n]) for n in params)
 
     support.assert_same_bits(gradient(params, 0.9), pulls)
-    pair = optperm.keep_top(
-        jnp.array([[3.0, -4.0, 1.0, 2.0]]).T, None, structure=optperm.NOfM(1, 2)
+    pair = optperm.sparsity.keep_top(
+        jnp.array([[3.0, -4.0, 1.0, 2.0]]).T, None, structure=optperm.sparsity.NOfM(1, 2)
     )
     assert pair.ravel().tolist() == [0.0, -4.0, 0.0, 2.0]
-    assert optperm.keep_top(support.bias(3), 1.0).tolist() == support.bias(3).tolist()
+    assert optperm.sparsity.keep_top(support.bias(3), 1.0).tolist() == support.bias(3).tolist()
     mixed = {"w": jnp.array([[1.0, 2.0]]), "count": jnp.arange(2)}
-    kept = optperm.keep_top(mixed, 0.5)
+    kept = optperm.sparsity.keep_top(mixed, 0.5)
     support.assert_same_bits(kept, mixed | {"w": jnp.array([[0.0, 2.0]])})
 
 
@@ -171,17 +173,17 @@ def test_a_ramp_that_falls_and_a_hand_that_prunes():
     opt_state, step = tx.init(params), loops.compiled(tx)
     for t in range(5):
         if t == 2:
-            params, opt_state = optperm.prune(params, opt_state, 0.6)
+            params, opt_state = optperm.sparsity.prune(params, opt_state, 0.6)
         params, opt_state = step(params, opt_state, jnp.ones((5, 4)))
         zeros.append(int((params == 0).sum()))
     assert zeros == [8, 8, 12, 16, 16]
     # What is pruned by hand does not come back where another leaf is due.
     both = {"a": params, "b": support.normal((5, 4), 1)}
     tx = optperm.prune_gradually(optax.sgd(0.1), 0.5, 1.0, every=1)
-    both, state = optperm.prune(both, tx.init(both), {"a": 1.0, "b": 0.0})
+    both, state = optperm.sparsity.prune(both, tx.init(both), {"a": 1.0, "b": 0.0})
     _, state = tx.update(both, state, both)
     assert [int(m.sum()) for m in state.mask.values()] == [0, 10]
-    opt_state = optperm.reset_masks(opt_state)
+    opt_state = optperm.sparsity.reset_masks(opt_state)
     assert opt_state.mask.all()
     assert int((step(params, opt_state, jnp.ones((5, 4)))[0] == 0).sum()) == 16
 
@@ -245,12 +247,14 @@ NESTINGS = {
 def test_keep_top_takes_and_returns_a_state_of_flax():
     """Its gradient is a state too, which `nnx.merge` and the optimizer take."""
     graph, params = nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Param)
-    top = optperm.keep_top(params, 0.5)
+    top = optperm.sparsity.keep_top(params, 0.5)
     assert jax.tree.structure(top) == jax.tree.structure(params)
-    plain = optperm.keep_top(nnx.to_pure_dict(params), 0.5)
+    plain = optperm.sparsity.keep_top(nnx.to_pure_dict(params), 0.5)
     support.assert_same_bits(nnx.to_pure_dict(top), plain)
     assert int((nnx.merge(graph, top).kernel[...] == 0).sum()) == 16
-    grads = jax.grad(lambda p: jnp.sum(optperm.keep_top(p, 0.5)["kernel"].get_value()))(params)
+    grads = jax.grad(lambda p: jnp.sum(optperm.sparsity.keep_top(p, 0.5)["kernel"].get_value()))(
+        params
+    )
     assert (grads["kernel"].get_value() == 1).all()
 
 
@@ -268,7 +272,9 @@ def test_zeros_are_zero_bit_for_bit(name, wrap, dtype):
     for apply in ways:
         trail = loops.train(tx, params, grads, apply=apply, how="scan")
         for t, (p, state) in enumerate(trail):
-            dead = ~np.asarray(find_state(state, optperm.SparseState, method="rigl").mask["kernel"])
+            dead = ~np.asarray(
+                find_state(state, optperm.sparsity.SparseState, method="rigl").mask["kernel"]
+            )
             bits = support.as_integers(np.asarray(p["kernel"]))[dead]
             changes = name != "MultiSteps" or t > 0  # the first of two adds up
             assert not changes or (bits == 0).all()
@@ -312,7 +318,7 @@ def test_replicas_with_gradients_of_their_own_agree_on_masks(wrap, mapping):
 def test_bad_arguments():
     ramp, w = optax.linear_schedule(0.0, 1.0, 3), {"a": jnp.ones((6, 4)), "b": jnp.ones(3)}
     for error, message, options in (
-        (ValueError, "structure must not be an NOfM", {"structure": optperm.NOfM(2, 4)}),
+        (ValueError, "structure must not be an NOfM", {"structure": optperm.sparsity.NOfM(2, 4)}),
         (ValueError, r"sparsity must be in \[0, 1\]", {"sparsity": {"a": 1.5, "b": 0.0}}),
         (ValueError, "sparsity does not fit", {"sparsity": {"a": 0.5}}),
         (ValueError, "scope must be one of", {"scope": "unit"}),
@@ -321,13 +327,13 @@ def test_bad_arguments():
         (
             ValueError,
             "does not fit the array of shape",
-            {"structure": optperm.Blocks(2, 2), "include": True, "params": w["b"]},
+            {"structure": optperm.sparsity.Blocks(2, 2), "include": True, "params": w["b"]},
         ),
         (ValueError, "single number with scope 'global'", {"sparsity": [0.5], "scope": "global"}),
         (
             ValueError,
             r"Blocks\(.*\) does not fit \['b'\] of shape \(3,\)",
-            {"structure": optperm.Blocks(2, 2), "include": True},
+            {"structure": optperm.sparsity.Blocks(2, 2), "include": True},
         ),
     ):
         arguments = {"optimizer": optax.sgd(0.1), "sparsity": 0.5, "ramp": ramp} | options

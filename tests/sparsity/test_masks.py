@@ -16,8 +16,8 @@ import replicas
 import support
 
 import optperm
-from optperm.contract.states import find_state
-from optperm.sparsity.shares import nearest_count
+from optperm.core.states import find_state
+from optperm.sparsity._shares import nearest_count
 
 SHAPES = {"a": (), "b": (2,), "c": (3, 1), "d": (50,), "e": (7, 11), "f": (0, 3)}
 EVERYWHERE = {"include": True}
@@ -50,7 +50,7 @@ def lowest_of_tree(scores, fraction, scope):
 
 
 def mask_of(opt_state):
-    return find_state(opt_state, optperm.MaskElementsState, method="mask_elements").mask
+    return find_state(opt_state, optperm.sparsity.MaskElementsState, method="mask_elements").mask
 
 
 def held_by(opt_state):
@@ -79,7 +79,7 @@ def test_vmap_over_fractions_and_keys_gives_one_by_one(scope, criterion):
     @jax.jit
     def one(fraction, key):
         options = {"criterion": criterion, "scope": scope, "key": key}
-        return optperm.prune(params, opt_state, fraction, **options, **EVERYWHERE)
+        return optperm.sparsity.prune(params, opt_state, fraction, **options, **EVERYWHERE)
 
     swept = jax.jit(jax.vmap(one))(fractions, keys)
     for index, (fraction, key) in enumerate(zip(fractions, keys, strict=True)):
@@ -96,7 +96,7 @@ _MAGNITUDES = st.sampled_from([0.0, -0.0, 0.5, -0.5, 1.0, -2.0, math.inf, math.n
 def test_any_scores_have_the_exact_number_of_masks(scope):
     """For fractions of Python and traced ones, with ties, zeros of both signs, infinities and NaN."""
     run = jax.jit(
-        lambda params, fraction: optperm.prune(
+        lambda params, fraction: optperm.sparsity.prune(
             params, optperm.mask_elements().init(params), fraction, scope=scope, **EVERYWHERE
         )
     )
@@ -110,7 +110,9 @@ def test_any_scores_have_the_exact_number_of_masks(scope):
         params = {"a": np.float32(draw(50)), "b": np.float32([draw(4)] * 3)}
         expected = lowest_of_tree(params, part / 64, scope)
         opt_state = optperm.mask_elements().init(params)
-        after = optperm.freeze(opt_state, part / 64, scores=params, scope=scope, **EVERYWHERE)
+        after = optperm.sparsity.freeze(
+            opt_state, part / 64, scores=params, scope=scope, **EVERYWHERE
+        )
         support.assert_same_bits(held_by(after), expected)
         pruned, after = run(params, np.float32(part / 64))
         support.assert_same_bits(held_by(after), expected)
@@ -123,7 +125,9 @@ def test_traced_fractions_stay_within_the_leaf():
     """What cannot be refused while it is traced counts as the nearest that is allowed, NaN as 0."""
     params = support.bias(50)
     opt_state = optperm.mask_elements().init(params)
-    prune = jax.jit(lambda fraction: optperm.prune(params, opt_state, fraction, **EVERYWHERE))
+    prune = jax.jit(
+        lambda fraction: optperm.sparsity.prune(params, opt_state, fraction, **EVERYWHERE)
+    )
     counts = [int(np.sum(prune(x)[0] == 0)) for x in (np.nan, -0.5, 0.58, 1.5, np.inf)]
     assert counts == [0, 0, 29, 50, 50]
     with pytest.raises(TypeError, match=r"got float32\[2\]: use jax.vmap"):
@@ -139,8 +143,10 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
 
     def choose(fraction, key=key, **options):
         options = {"criterion": "random", "scope": "leaf", "key": key} | EVERYWHERE | options
-        held = held_by(optperm.prune(params, opt_state, fraction, **options)[1])
-        support.assert_same_bits(held_by(optperm.freeze(opt_state, fraction, **options)), held)
+        held = held_by(optperm.sparsity.prune(params, opt_state, fraction, **options)[1])
+        support.assert_same_bits(
+            held_by(optperm.sparsity.freeze(opt_state, fraction, **options)), held
+        )
         return held
 
     held = [choose(fraction) for fraction in (0.0, 0.3, 0.4, 0.9)]
@@ -159,7 +165,7 @@ def test_random_choice_is_uniform():
     """Over 2000 keys every entry of ten is masked three times in ten, within five deviations."""
     opt_state, options = optperm.mask_elements().init(jnp.ones(10)), {"criterion": "random"}
     keys = jax.random.split(jax.random.key(0), 2000)
-    freeze = lambda key: optperm.freeze(opt_state, 0.3, key=key, **options, **EVERYWHERE)  # noqa: E731
+    freeze = lambda key: optperm.sparsity.freeze(opt_state, 0.3, key=key, **options, **EVERYWHERE)  # noqa: E731
     drawn = jax.vmap(freeze)(keys).mask
     assert (np.sum(~drawn, axis=1) == 3).all()
     np.testing.assert_allclose(np.mean(~drawn, axis=0), 0.3, atol=5 * math.sqrt(0.21 / 2000))
@@ -188,10 +194,10 @@ def test_only_included_leaves_are_touched():
         }
         options = {"scope": "global", "include": include}
         if callable(include):
-            frozen = optperm.prune(params, opt_state, 0.3, **options)[1]
+            frozen = optperm.sparsity.prune(params, opt_state, 0.3, **options)[1]
         else:
-            frozen = optperm.freeze(opt_state, 0.3, scores=params, **options)
-        after, state = optperm.prune(params, opt_state, 0.3, **options)
+            frozen = optperm.sparsity.freeze(opt_state, 0.3, scores=params, **options)
+        after, state = optperm.sparsity.prune(params, opt_state, 0.3, **options)
         support.assert_same_bits(held_by(state), held)
         support.assert_same_bits(held_by(frozen), held)
         whole = held | {"out": (np.zeros(3, bool), held["out"][1])}
@@ -203,25 +209,27 @@ def test_only_included_leaves_are_touched():
         {"net": {"kernel": [True], "bias": True}, "out": True},
     ):
         with pytest.raises(ValueError, match=r"include.* does not fit the params"):
-            optperm.freeze(opt_state, 0.5, scores=params, include=include)
+            optperm.sparsity.freeze(opt_state, 0.5, scores=params, include=include)
     with pytest.raises(ValueError, match=r"include\['net'\]\['kernel'\] does not fit"):
-        optperm.freeze(opt_state, 0.5, scores=params, include=include)
+        optperm.sparsity.freeze(opt_state, 0.5, scores=params, include=include)
 
 
 def test_masks_accumulate_and_are_reset():
     """All entries stand for election each time; none becomes free but by `reset_masks`."""
     params = jnp.array([[5.0], [1.0], [-2.0], [4.0], [-3.0]])
     opt_state = optperm.mask_elements().init(params)
-    opt_state = optperm.freeze(opt_state, 0.4, scores=params[::-1])
+    opt_state = optperm.sparsity.freeze(opt_state, 0.4, scores=params[::-1])
     np.testing.assert_array_equal(held_by(opt_state), lowest(params[::-1], 2))
-    pruned, opt_state = optperm.prune(params, opt_state, 0.4)
+    pruned, opt_state = optperm.sparsity.prune(params, opt_state, 0.4)
     assert pruned.ravel().tolist() == [5.0, 0.0, 0.0, 4.0, -3.0]
     np.testing.assert_array_equal(held_by(opt_state), lowest(params[::-1], 2) | lowest(params, 2))
-    again, opt_state = optperm.prune(pruned, opt_state, 0.6)
+    again, opt_state = optperm.sparsity.prune(pruned, opt_state, 0.6)
     assert again.ravel().tolist() == [5.0, 0.0, 0.0, 4.0, 0.0]
-    same, opt_state_same = optperm.prune(again, opt_state, 0.2)
+    same, opt_state_same = optperm.sparsity.prune(again, opt_state, 0.2)
     support.assert_same_bits((same, opt_state_same), (again, opt_state))
-    support.assert_same_bits(optperm.reset_masks(opt_state), optperm.mask_elements().init(params))
+    support.assert_same_bits(
+        optperm.sparsity.reset_masks(opt_state), optperm.mask_elements().init(params)
+    )
 
 
 def test_scores_decide_with_their_signs():
@@ -229,7 +237,7 @@ def test_scores_decide_with_their_signs():
     params, scores = jnp.array([[9.0, 0.1, -8.0]]), jnp.array([[0.0, 1.0, -2.0]])
     opt_state = optperm.mask_elements().init(params)
     for options, expected in (({"scores": scores}, [9.0, 0.1, 0.0]), ({}, [9.0, 0.0, -8.0])):
-        pruned, _ = optperm.prune(params, opt_state, 1 / 3, **options)
+        pruned, _ = optperm.sparsity.prune(params, opt_state, 1 / 3, **options)
         support.assert_same_bits(pruned, jnp.float32([expected]))
 
 
@@ -242,11 +250,11 @@ def test_each_leaf_may_have_a_share_of_its_own():
     opt_state = optperm.mask_elements().init(params)
 
     def zeros(fraction):
-        pruned = optperm.prune(params, opt_state, fraction)[0]
+        pruned = optperm.sparsity.prune(params, opt_state, fraction)[0]
         return [int(np.sum(leaf == 0)) for leaf in jax.tree.leaves(pruned)]
 
     assert zeros({"a": 0.1, "b": 0.5}) == [10, 4, 0]
-    assert zeros(optperm.erk_sparsity(params, 0.5)) == zeros(0.5) == [54, 0, 0]
+    assert zeros(optperm.sparsity.erk_sparsity(params, 0.5)) == zeros(0.5) == [54, 0, 0]
 
 
 # What is held stays, bit for bit.
@@ -260,11 +268,13 @@ def strange():
 
 SHARED = {"w": jnp.ones((4, 4)), "deep": {"v": jnp.ones((4, 4)), "b": jnp.ones(4)}}
 REFUSES_SHARES = {
-    "prune": lambda share: optperm.prune(SHARED, optperm.mask_elements().init(SHARED), share)[0],
-    "freeze": lambda share: optperm.freeze(
+    "prune": lambda share: optperm.sparsity.prune(
+        SHARED, optperm.mask_elements().init(SHARED), share
+    )[0],
+    "freeze": lambda share: optperm.sparsity.freeze(
         optperm.mask_elements().init(SHARED), share, scores=SHARED
     ),
-    "keep_top": lambda share: optperm.keep_top(SHARED, share),
+    "keep_top": lambda share: optperm.sparsity.keep_top(SHARED, share),
     "prune_gradually": lambda share: optperm.prune_gradually(optax.sgd(0.1), share, 1.0).init(
         SHARED
     ),
@@ -292,9 +302,9 @@ def test_a_whole_equinox_model_is_refused_with_the_filter(name):
     params = eqx.filter(model, eqx.is_inexact_array)
     state = optperm.mask_elements().init(params)
     call = {
-        "prune": lambda model: optperm.prune(model, state, 0.5)[0],
-        "keep_top": lambda model: optperm.keep_top(model, 0.5),
-        "erk_sparsity": lambda model: optperm.erk_sparsity(model, 0.5),
+        "prune": lambda model: optperm.sparsity.prune(model, state, 0.5)[0],
+        "keep_top": lambda model: optperm.sparsity.keep_top(model, 0.5),
+        "erk_sparsity": lambda model: optperm.sparsity.erk_sparsity(model, 0.5),
     }[name]
     with pytest.raises(TypeError, match=r"params.activation must be an array.*eqx.filter\(model"):
         call(model)
@@ -304,7 +314,7 @@ def test_a_whole_equinox_model_is_refused_with_the_filter(name):
 def test_frozen_weights_keep_their_bits():
     """Whatever the update is: NaN, infinite; and whatever the weight is: -0.0, subnormal, NaN."""
     params, tx = strange(), optax.chain(optax.scale(1.0), optperm.mask_elements())
-    start = optperm.freeze(tx.init(params), 0.5, scores=jnp.arange(20.0), **EVERYWHERE)
+    start = optperm.sparsity.freeze(tx.init(params), 0.5, scores=jnp.arange(20.0), **EVERYWHERE)
     for update in (math.nan, math.inf, 1.0, -0.0):
         given = jnp.full(20, update)
         (_, once), (after, _) = loops.train(tx, params, [given] * 2, opt_state=start)
@@ -382,8 +392,8 @@ def test_held_under_whatever_it_is_composed_with(name):
         params, opt_state = loops.carry(step, params, tx.init(params), scales)
         params = params | {"kernel": params["kernel"].at[0, 0].set(-0.0)}
         options = {"scope": "leaf", "include": True}
-        before, opt_state = optperm.prune(params, opt_state, 0.4, **options)
-        opt_state = optperm.freeze(opt_state, 0.5, scores=pulls, **options)
+        before, opt_state = optperm.sparsity.prune(params, opt_state, 0.4, **options)
+        opt_state = optperm.sparsity.freeze(opt_state, 0.5, scores=pulls, **options)
         before = before | {"kernel": before["kernel"].at[0, 0].set(-0.0)}
         after, last = loops.carry(step, before, opt_state, scales)
         return params, before, after, opt_state, last
@@ -412,7 +422,7 @@ def test_a_step_that_is_not_finite_leaves_negative_zero_alone():
     """`optax.apply_if_finite` turns the whole update into 0.0, which would make 0.0 of -0.0."""
     tx = optax.apply_if_finite(followed(optax.sgd(0.1)), 3)
     params = jnp.array([-0.0, 1.0])
-    opt_state = optperm.freeze(tx.init(params), 0.5, scores=params, **EVERYWHERE)
+    opt_state = optperm.sparsity.freeze(tx.init(params), 0.5, scores=params, **EVERYWHERE)
     after, _ = loops.make_step(tx)(params, opt_state, jnp.array([0.0, jnp.nan]))
     support.assert_same_bits(after, params)
 
@@ -428,7 +438,7 @@ def test_a_model_per_device():
     stacked = support.normal((4, 9), 0)
 
     def train(params):
-        params, opt_state = optperm.prune(params, tx.init(params), 0.5, **EVERYWHERE)
+        params, opt_state = optperm.sparsity.prune(params, tx.init(params), 0.5, **EVERYWHERE)
         return loops.carry(loops.make_step(tx, away_from), params, opt_state, -jnp.ones(2))[0]
 
     got = replicas.MAPPINGS["shard_map"](train, 4)(stacked)
@@ -441,7 +451,9 @@ def test_every_dtype_keeps_its_own():
     with jax.enable_x64(True):
         params = {n: support.normal((9,), i, n) for i, n in enumerate(support.DTYPES)}
         tx = optperm.mask_elements()
-        after, opt_state = optperm.prune(params, tx.init(params), 0.5, scope="global", **EVERYWHERE)
+        after, opt_state = optperm.sparsity.prune(
+            params, tx.init(params), 0.5, scope="global", **EVERYWHERE
+        )
         wide = {n: np.asarray(leaf, np.float64) for n, leaf in params.items()}
         held = lowest_of_tree(wide, 0.5, "global")
         support.assert_same_bits(held_by(opt_state), held)
@@ -472,13 +484,13 @@ def test_nothing_to_choose_from():
     for params, include in (*((tree, True) for tree in trees), (support.random_params(), False)):
         opt_state = optperm.mask_elements().init(params)
         for scope in ("leaf", "global", "erk", "unit"):
-            got = optperm.prune(params, opt_state, 1.0, scope=scope, include=include)
+            got = optperm.sparsity.prune(params, opt_state, 1.0, scope=scope, include=include)
             support.assert_same_bits(got, (params, opt_state))
     v = jnp.ones(3)
     opt_state = optperm.mask_elements().init(v)
-    support.assert_same_bits(optperm.prune(v, opt_state, 0.0), (v, opt_state))
+    support.assert_same_bits(optperm.sparsity.prune(v, opt_state, 0.0), (v, opt_state))
     with pytest.raises(ValueError, match="no leaf of rank 2 or more: pass include="):
-        optperm.prune(v, opt_state, 0.5)
+        optperm.sparsity.prune(v, opt_state, 0.5)
     # Params that the transformation does not see are no error.
     for tx in (
         optperm.rigl(optax.sgd(0.1), 0.5, end=200, key=jax.random.key(0)),

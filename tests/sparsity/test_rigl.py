@@ -10,7 +10,7 @@ import pytest
 import support
 
 import optperm
-from optperm.sparsity import rigl as module
+from optperm.sparsity import _rigl as module
 
 pytestmark = pytest.mark.usefixtures("lenient")
 KEY = jax.random.key(0)
@@ -81,7 +81,7 @@ def test_one_drop_and_grow_by_hand():
     )
     w = jnp.array([[3.0, 1.0, 7.0, 7.0]])
     start = tx.init(w)._replace(mask=jnp.array([[True, True, False, False]]))
-    w, start = optperm.prune(w, start, 0.0)
+    w, start = optperm.sparsity.prune(w, start, 0.0)
     assert w.tolist() == [[3.0, 1.0, 0.0, 0.0]]
     grads = [jnp.array([[1.0, 2.0, 9.0, 9.0]]), jnp.array([[1.0, 0.0, 2.0, -3.0]])]
     (first, _), (second, state) = loops.train(tx, w, grads, opt_state=start)
@@ -128,7 +128,7 @@ def test_masks_keep_their_number_and_fresh_entries_start_anew():
     grads[6]["a"] = grads[6]["a"].at[:].set(jnp.nan)
     trail = loops.train(tx, params, grads, how="scan")
     counts = [[int(m.sum()) for m in jax.tree.leaves(state.mask)] for _, state in trail]
-    shares = jax.tree.leaves(optperm.erk_sparsity(params, 0.7))
+    shares = jax.tree.leaves(optperm.sparsity.erk_sparsity(params, 0.7))
     assert counts == [[round(48 * (1 - shares[0])), round(20 * (1 - shares[1]))]] * 9
     moved = 0
     for t in (2, 8):
@@ -148,7 +148,7 @@ def test_a_static_mask_is_the_optimizer_on_masked_gradients():
     params = support.random_params()
     tx = optperm.rigl(optax.adam(0.1), 0.5, end=1, key=KEY, drop_fraction=0)
     opt_state = tx.init(params)
-    params, opt_state = optperm.prune(params, opt_state, 0.0)
+    params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)
     grads = [support.random_like(params, seed) for seed in range(4)]
     hidden = [g | {"kernel": jnp.where(opt_state.mask["kernel"], g["kernel"], 0)} for g in grads]
     trail = loops.train(tx, params, grads, opt_state=opt_state)
@@ -171,7 +171,7 @@ def test_a_dense_leaf_whose_path_ends_like_a_sparse_leafs_keeps_its_state(name):
     params = {"a": {"w": w}, "b": {"a": {"w": w}}, "c": support.normal((2, 2))}
     include = {"a": True, "b": False, "c": False}
     tx = optperm.rigl(optimizer, 0.5, end=9, key=KEY, every=8, include=include)
-    params, state = optperm.prune(params, tx.init(params), 0.0)
+    params, state = optperm.sparsity.prune(params, tx.init(params), 0.0)
     grads = [support.random_like(params, seed) for seed in range(3)]
     hidden = [g | {"a": {"w": jnp.where(state.mask["a"]["w"], g["a"]["w"], 0.0)}} for g in grads]
     trail = loops.train(tx, params, grads, opt_state=state)
@@ -220,7 +220,7 @@ def test_pruned_params_are_zero_where_the_mask_is_off():
     """Before the first step too, when the optimizer has not yet set the dead weights to zero."""
     tx, start = optperm.rigl(optax.sgd(0.1), 0.5, end=9, every=3, key=KEY), support.normal((6, 5))
     state = tx.init(start)
-    params, pruned = optperm.prune(start, state, 0.5, criterion="random", key=KEY)
+    params, pruned = optperm.sparsity.prune(start, state, 0.5, criterion="random", key=KEY)
     assert int(pruned.mask.sum()) < int(state.mask.sum()) == 15
     np.testing.assert_array_equal(params, np.where(pruned.mask, start, 0.0))
 

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.sparsity.selection import keep_highest, order_codes
-from optperm.sparsity.shares import nearest_count
+from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._shares import nearest_count
 
 LENET = {
     "in": jax.ShapeDtypeStruct((784, 300), jnp.float32),
@@ -105,7 +105,7 @@ def test_on_a_mesh_nothing_is_gathered(kind):
         placed = jax.device_put(scores, NamedSharding(mesh, P("x", "y")))
         program = select.lower([placed], np.int32([100]), ((0,),)).compile()
         (got,) = program([placed], np.int32([100]))
-        of_each_unit = jax.jit(lambda w: optperm.keep_top(w, 0.5, scope="unit"))
+        of_each_unit = jax.jit(lambda w: optperm.sparsity.keep_top(w, 0.5, scope="unit"))
         programs = program.as_text() + of_each_unit.lower(placed).compile().as_text()
     np.testing.assert_array_equal(got, highest(scores, 100))
     assert got.sharding.is_equivalent_to(placed.sharding, 2)
@@ -140,7 +140,7 @@ def test_counts_are_the_nearest_from_python_and_from_jax():
 @pytest.mark.parametrize("sparsity", [0.0, 0.01, 0.5, 0.9, 0.98, 0.999, 1.0])
 def test_erk_shares_are_proportional_and_exact(sparsity):
     """Counts by water filling, exact in total; a traced share gives them within rounding."""
-    shares = optperm.erk_sparsity(LENET, sparsity)
+    shares = optperm.sparsity.erk_sparsity(LENET, sparsity)
     live = {k: p.size - nearest_count(shares[k], p.size) for k, p in LENET.items()}
     assert shares["bias"] == 0.0
     assert sum(live.values()) - 300 == 266_200 - nearest_count(sparsity, 266_200)
@@ -148,7 +148,7 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
     cut = {k: d / r for k, (d, r) in density.items() if d < 1}
     for k, eps in cut.items():
         assert abs(eps - max(cut.values())) <= 2 / sum(LENET[k].shape)
-    traced = jax.jit(lambda s: optperm.erk_sparsity(LENET, s))(sparsity)
+    traced = jax.jit(lambda s: optperm.sparsity.erk_sparsity(LENET, s))(sparsity)
     for k, share in traced.items():
         assert abs(float(share) - shares[k]) <= 2 / LENET[k].size
     if sparsity == 0.9:
@@ -157,23 +157,23 @@ def test_erk_shares_are_proportional_and_exact(sparsity):
 
 def pruned(w, fraction, structure, **options):
     return np.asarray(
-        optperm.prune(w, optperm.mask_elements().init(w), fraction, structure=structure, **options)[
-            0
-        ]
+        optperm.sparsity.prune(
+            w, optperm.mask_elements().init(w), fraction, structure=structure, **options
+        )[0]
     )
 
 
 def test_structures_against_numpy():
     """n of m along either axis, of equal ones the first; blocks with an edge; units by their mean."""
     w = np.random.default_rng(1).normal(size=(3, 8, 5)).astype(np.float32).round(1)
-    got = pruned(w, None, optperm.NOfM(2, 4)) != 0
+    got = pruned(w, None, optperm.sparsity.NOfM(2, 4)) != 0
     for i, j, k in np.ndindex(3, 2, 5):
         part = np.abs(w[i, 4 * j : 4 * j + 4, k])
         np.testing.assert_array_equal(got[i, 4 * j : 4 * j + 4, k], highest(part, 2) & (part != 0))
-    last = pruned(w[..., :4], None, optperm.NOfM(1, 2, axis=-1)) != 0
+    last = pruned(w[..., :4], None, optperm.sparsity.NOfM(1, 2, axis=-1)) != 0
     assert (last.reshape(3, 8, 2, 2).sum(axis=-1) <= 1).all()
 
-    got = pruned(w, 0.5, optperm.Blocks(3, 2), scope="leaf")
+    got = pruned(w, 0.5, optperm.sparsity.Blocks(3, 2), scope="leaf")
     blocks = [
         (i, slice(3 * r, 3 * r + 3), slice(2 * c, 2 * c + 2)) for i, r, c in np.ndindex(3, 3, 3)
     ]
@@ -182,7 +182,7 @@ def test_structures_against_numpy():
         np.testing.assert_array_equal(got[block], w[block] * is_kept)
 
     for axis in (0, 1, -1):
-        got = np.moveaxis(pruned(w, 0.4, optperm.Units(axis)), axis, 0)
+        got = np.moveaxis(pruned(w, 0.4, optperm.sparsity.Units(axis)), axis, 0)
         rows = np.moveaxis(w, axis, 0)
         kept = highest(
             np.abs(rows).reshape(len(rows), -1).mean(axis=1),
@@ -204,22 +204,35 @@ def test_what_does_not_fit_a_structure_is_named():
     w = {"a": jnp.ones((6, 4)), "b": jnp.ones(3)}
     state = optperm.mask_elements().init(w)
     for message, fraction, structure, options in (
-        (r"NOfM\(.*\) does not fit \['a'\] of shape \(6, 4\)", None, optperm.NOfM(2, 4), {}),
-        (r"Blocks\(.*\) does not fit \['b'\]", 0.5, optperm.Blocks(2, 2), {"include": True}),
-        ("fraction must be None with NOfM", 0.5, optperm.NOfM(2, 3), {}),
-        ("scope 'unit' needs structure=None", 0.5, optperm.Units(), {"scope": "unit"}),
+        (
+            r"NOfM\(.*\) does not fit \['a'\] of shape \(6, 4\)",
+            None,
+            optperm.sparsity.NOfM(2, 4),
+            {},
+        ),
+        (
+            r"Blocks\(.*\) does not fit \['b'\]",
+            0.5,
+            optperm.sparsity.Blocks(2, 2),
+            {"include": True},
+        ),
+        ("fraction must be None with NOfM", 0.5, optperm.sparsity.NOfM(2, 3), {}),
+        ("scope 'unit' needs structure=None", 0.5, optperm.sparsity.Units(), {"scope": "unit"}),
         ("single number with scope 'global'", {"a": 0.5, "b": 0.0}, None, {"scope": "global"}),
         ("fraction does not fit", {"a": 0.5}, None, {}),
     ):
         with pytest.raises(ValueError, match=message):
-            optperm.prune(w, state, fraction, structure=structure, **options)
+            optperm.sparsity.prune(w, state, fraction, structure=structure, **options)
     for error, make in (
-        (TypeError, lambda: optperm.Blocks(True, 2)),
-        (ValueError, lambda: optperm.Blocks(0, 2)),
-        (ValueError, lambda: optperm.NOfM(3, 2)),
-        (TypeError, lambda: optperm.NOfM(1, 2, "x")),
-        *((TypeError, lambda axis=axis: optperm.Units(axis)) for axis in ("a", 1.0, True)),
-        (TypeError, lambda: optperm.prune(w, state, 0.5, structure=optperm.Units)),
+        (TypeError, lambda: optperm.sparsity.Blocks(True, 2)),
+        (ValueError, lambda: optperm.sparsity.Blocks(0, 2)),
+        (ValueError, lambda: optperm.sparsity.NOfM(3, 2)),
+        (TypeError, lambda: optperm.sparsity.NOfM(1, 2, "x")),
+        *((TypeError, lambda axis=axis: optperm.sparsity.Units(axis)) for axis in ("a", 1.0, True)),
+        (
+            TypeError,
+            lambda: optperm.sparsity.prune(w, state, 0.5, structure=optperm.sparsity.Units),
+        ),
     ):
         with pytest.raises(error):
             make()

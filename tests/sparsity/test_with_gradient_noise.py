@@ -43,7 +43,7 @@ def test_those_with_the_smallest_preconditioned_gradient_are_frozen(precondition
         "full": np.linalg.solve(covariance, flat),
     }[preconditioner]
     chosen = {"criterion": "preconditioned_gradient", "scope": "global", "include": True}
-    state = optperm.freeze(state, 0.5, scores=scores, **chosen)
+    state = optperm.sparsity.freeze(state, 0.5, scores=scores, **chosen)
     mask = np.asarray(ravel_pytree(jax.tree.map(lambda m: m.astype(int), state[1].mask))[0])
     np.testing.assert_array_equal(np.flatnonzero(mask == 0), np.sort(np.argsort(abs(moved))[:4]))
 
@@ -55,7 +55,7 @@ def kernel_alone(tx):
 def test_scores_may_be_whole_where_both_are_masked():
     state, covariance = warm("diagonal", kernel_alone)
     scores = support.random_like(PARAMS, 3)
-    state = optperm.freeze(state, 0.5, scores=scores, criterion="preconditioned_gradient")
+    state = optperm.sparsity.freeze(state, 0.5, scores=scores, criterion="preconditioned_gradient")
     moved = np.asarray(scores["w"]).ravel() / np.diag(covariance)[2:]
     mask = np.asarray(state[1].inner_state.mask["w"]).ravel()
     np.testing.assert_array_equal(np.flatnonzero(~mask), np.sort(np.argsort(abs(moved))[:3]))
@@ -67,7 +67,7 @@ def test_exactly_one_preconditioner_is_needed():
 
     def freeze(*transformations):
         state = optax.chain(*transformations, optperm.mask_elements()).init(PARAMS)
-        optperm.freeze(state, 0.5, scores=PARAMS, criterion="preconditioned_gradient")
+        optperm.sparsity.freeze(state, 0.5, scores=PARAMS, criterion="preconditioned_gradient")
 
     wanted = r"PreconditioningState .*optperm.constant_sgd or optperm.mandt_sgd.*"
     with pytest.raises(ValueError, match=wanted + "found none"):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("lenient")
 
 def with_basis(tx, k, params=None):
     """A state with the first rows of a basis."""
-    return optperm.set_basis(tx.init(start() if params is None else params), rows(k))
+    return optperm.subspace.set_basis(tx.init(start() if params is None else params), rows(k))
 
 
 def train(tx, data, k=None, **options):
@@ -36,7 +36,7 @@ def train(tx, data, k=None, **options):
 
 def train_replicas(tx, params, basis, batches, *, how, size, evaluate=valley.evaluate):
     """The same on replicas that are initialized where they live, and the state that they begin with."""
-    init = replicas.MAPPINGS[how](lambda p: optperm.set_basis(tx.init(p), basis), size)
+    init = replicas.MAPPINGS[how](lambda p: optperm.subspace.set_basis(tx.init(p), basis), size)
     params = replicas.stack([params] * size)
     opt_state = init(params)
     trail = loops.train(
@@ -57,7 +57,7 @@ def test_golden_sequence_of_the_reference_is_kept(case):
         data = golden.load(case)
         tx = golden.optimizer(data)
         params = golden.split(jnp.asarray(data["x0"]))
-        opt_state = optperm.set_basis(tx.init(params), golden.split(data["P"]))
+        opt_state = optperm.subspace.set_basis(tx.init(params), golden.split(data["P"]))
         evaluate = loops.evaluation(golden.loss_of(data))
         trail = loops.train(tx, params, data["noise"], evaluate=evaluate, opt_state=opt_state)
         params, lengths = golden.outcome(trail)
@@ -262,7 +262,7 @@ def test_quadratic_of_any_curvature_and_scale_is_solved():
 
         step, start = loops.make_step(tx, loops.evaluation(loss_fn)), jnp.zeros(4)
         data = jnp.broadcast_to(target, (20, 4))
-        x, state = loops.carry(step, start, optperm.set_basis(tx.init(start), basis), data)
+        x, state = loops.carry(step, start, optperm.subspace.set_basis(tx.init(start), basis), data)
         share = loss_fn(x, target) / loss_fn(start, target)
         return share, state.quasi_newton.rejections
 
@@ -287,7 +287,9 @@ def test_valleys_of_six_and_twelve_decades_are_solved(x64):
             return jnp.sum(scales * (x - batch) ** 2) / 2 + offset
 
         step = loops.make_step(tx, loops.evaluation(loss_fn))
-        x, _ = loops.carry(step, start, optperm.set_basis(tx.init(start), jnp.eye(7)), data)
+        x, _ = loops.carry(
+            step, start, optperm.subspace.set_basis(tx.init(start), jnp.eye(7)), data
+        )
         return jnp.sum(scales * (x - 1) ** 2) / jnp.sum(scales)
 
     scales = jnp.asarray([np.logspace(-3, 3, 7), np.logspace(-6, 6, 7)])
@@ -356,7 +358,7 @@ def test_rosenbrocks_valley_is_solved():
         return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2) + jnp.sum(0 * batch)
 
     tx, x = optperm.dim_reduce(n_components=10), jnp.full(10, -0.5)
-    opt_state = optperm.set_basis(tx.init(x), jnp.eye(10))
+    opt_state = optperm.subspace.set_basis(tx.init(x), jnp.eye(10))
     evaluate = loops.evaluation(loss_fn)
     trail = loops.train(
         tx, x, [jnp.zeros(1)] * 300, evaluate=evaluate, opt_state=opt_state, how="scan"
@@ -368,7 +370,7 @@ def test_projection_that_overflows_skips_the_step():
     """Each entry of the gradient is finite, their sum is not; then it trains on as if nothing was."""
     tx = optperm.dim_reduce(n_components=1)
     even = jax.tree.map(lambda leaf: np.full((1, *leaf.shape), 6**-0.5, np.float32), start())
-    opt_state = optperm.set_basis(tx.init(start()), even)
+    opt_state = optperm.subspace.set_basis(tx.init(start()), even)
     huge = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 3e38, jnp.float32), start())
     loss = {"value": 1.0, "value_fn": lambda params: jnp.float32(0.0)}
     updates, after = tx.update(huge, opt_state, start(), **loss)
@@ -393,7 +395,7 @@ def test_multi_steps_around_it_is_refused():
     tx = optperm.dim_reduce(n_components=3)
     for outer in (optax.MultiSteps(tx, 2), optax.MultiSteps(optax.chain(optax.clip(1e6), tx), 2)):
         with pytest.raises(ValueError, match=r"optax\.MultiSteps would search by the loss"):
-            optperm.set_basis(outer.init(start()), rows(3))
+            optperm.subspace.set_basis(outer.init(start()), rows(3))
 
 
 def test_injected_number_that_changes_is_that_of_a_schedule():
@@ -415,7 +417,9 @@ def test_set_basis_in_any_nesting_forgets_the_old_curvature():
     tx = optax.chain(optax.clip(1e6), optperm.dim_reduce(n_components=3, max_search_steps=20))
     _, opt_state = train(tx, batches(4)[:, 0], 3)[-1]
     assert not np.array_equal(opt_state[1].quasi_newton.inverse_hessian, np.eye(3))
-    again = optperm.set_basis(opt_state, jax.tree.map(lambda r: r.astype(jnp.bfloat16), rows(3, 1)))
+    again = optperm.subspace.set_basis(
+        opt_state, jax.tree.map(lambda r: r.astype(jnp.bfloat16), rows(3, 1))
+    )
     fresh = tx.init(start())[1].quasi_newton
     support.assert_same_bits(again[1].quasi_newton, fresh)
     support.assert_same_bits(again[1].residual, opt_state[1].residual)
@@ -431,8 +435,8 @@ def test_set_basis_mapped_over_replicas_gives_each_its_rows():
         replicas.stack([start()] * 4)
     )
     for set_basis in (
-        jax.vmap(optperm.set_basis, in_axes=(0, None)),
-        jax.pmap(optperm.set_basis, in_axes=(0, None), devices=jax.devices()[:4]),
+        jax.vmap(optperm.subspace.set_basis, in_axes=(0, None)),
+        jax.pmap(optperm.subspace.set_basis, in_axes=(0, None), devices=jax.devices()[:4]),
     ):
         held = set_basis(opt_state, rows(5)).subspace.rows["a"]
         assert held.shape == (4, 2, 5, 1)
@@ -449,11 +453,11 @@ def test_basis_without_orthonormal_rows_is_refused():
         scale[index] = factor
         long = {"a": basis["a"] * scale[:, None, None], "b": basis["b"] * scale}
         with pytest.raises(ValueError, match=rf"orthonormal.* rows {index} and {index} is "):
-            optperm.set_basis(opt_state, long)
+            optperm.subspace.set_basis(opt_state, long)
     with pytest.raises(ValueError, match=r"orthonormal.* rows 0 and 1 is 1\."):
-        optperm.set_basis(opt_state, jax.tree.map(lambda r: r[np.array([0, 0, 2])], basis))
+        optperm.subspace.set_basis(opt_state, jax.tree.map(lambda r: r[np.array([0, 0, 2])], basis))
     fewer = jax.tree.map(lambda r: r * np.float32([1, 1, 0]).reshape(3, *[1] * (r.ndim - 1)), basis)
     coarse = jax.tree.map(lambda r: r.astype(jnp.bfloat16), basis)
     for fine in (fewer, coarse):
-        assert optperm.set_basis(opt_state, fine).subspace.is_set
-    jax.jit(optperm.set_basis)(opt_state, long)  # not seen there
+        assert optperm.subspace.set_basis(opt_state, fine).subspace.is_set
+    jax.jit(optperm.subspace.set_basis)(opt_state, long)  # not seen there

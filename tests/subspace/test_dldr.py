@@ -55,9 +55,9 @@ def test_trajectory_is_that_of_the_parts_one_after_the_other(name):
     trail = trail_of(both_phases(name), data)
     alone = trail_of(FIRST, data[:SWITCH])
     support.assert_close([p for p, _ in trail[:SWITCH]], [p for p, _ in alone], rtol=1e-6)
-    basis = optperm.pca_basis(replicas.stack(samples_of(alone)), 3)
+    basis = optperm.subspace.pca_basis(replicas.stack(samples_of(alone)), 3)
     support.assert_close(trail[SWITCH][1].second.subspace.rows, basis, atol=1e-6, rtol=1e-7)
-    opt_state = optperm.set_basis(tx.init(valley.start()), basis)
+    opt_state = optperm.subspace.set_basis(tx.init(valley.start()), basis)
     then = trail_of(tx, data[SWITCH:], alone[-1][0], opt_state)
     assert name == "project" or np.any([state.step_length > 0 for _, state in then])
     for (got, _), (wanted, _) in zip(trail[SWITCH:], then, strict=True):
@@ -331,9 +331,11 @@ def test_a_mask_of_the_second_phase_cannot_be_set_in_the_first():
     masked = optax.chain(FIRST, optperm.mask_elements())
     later = optperm.dldr(FIRST, optperm.dim_reduce(masked, n_components=2), **OPTIONS)
     with pytest.raises(ValueError, match=r"in a phase \(.*\) that is not running"):
-        optperm.prune(valley.start(), later.init(valley.start()), 0.5, include=lambda *_: True)
+        optperm.sparsity.prune(
+            valley.start(), later.init(valley.start()), 0.5, include=lambda *_: True
+        )
     both = optperm.dldr(masked, optperm.dim_reduce(masked, n_components=2), **OPTIONS)
-    params, opt_state = optperm.prune(
+    params, opt_state = optperm.sparsity.prune(
         valley.start(), both.init(valley.start()), 0.5, include=lambda *_: True
     )
     first = opt_state.optimizer_state[1].mask

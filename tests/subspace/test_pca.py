@@ -39,7 +39,7 @@ def test_components_over_many_decades_are_those_of_float64():
     for decades in (0, 3, 5):
         snapshots = snapshots_with(300 * np.logspace(0, -decades, 14))
         wanted = exact(snapshots, 10)
-        cosine, error = quality(optperm.pca_basis(snapshots, 10), wanted)
+        cosine, error = quality(optperm.subspace.pca_basis(snapshots, 10), wanted)
         assert cosine >= 0.99999
         assert error <= 1e-5
         x = snapshots - snapshots.mean(axis=0)
@@ -47,20 +47,20 @@ def test_components_over_many_decades_are_those_of_float64():
         plain /= np.linalg.norm(plain, axis=1, keepdims=True)
         assert decades < 3 or quality(plain, wanted)[1] > 100 * error
     snapshots = snapshots_with(300 * np.logspace(0, -6.5, 14))
-    assert quality(optperm.pca_basis(snapshots, 14), exact(snapshots, 14))[1] <= 1e-5
+    assert quality(optperm.subspace.pca_basis(snapshots, 14), exact(snapshots, 14))[1] <= 1e-5
 
 
 @pytest.mark.parametrize("mapping", support.every_night(replicas.MAPPINGS, ["shard_map"]))
 def test_rows_of_any_tree_under_any_mapping_are_the_same(mapping):
     """Leaf by leaf, jitted, and mapped."""
     snapshots = snapshots_with(np.logspace(0, -2, 6), n=811)
-    whole = optperm.pca_basis(snapshots, 4)
+    whole = optperm.subspace.pca_basis(snapshots, 4)
     tree = {"a": snapshots[:, :600].reshape(-1, 30, 20), "b": (snapshots[:, 600:],)}
-    basis = optperm.pca_basis(tree, 4)
+    basis = optperm.subspace.pca_basis(tree, 4)
     assert basis["a"].shape == (4, 30, 20)
     flat = np.concatenate([basis["a"].reshape(4, -1), basis["b"][0]], axis=1)
     np.testing.assert_allclose(flat, whole, atol=1e-7)
-    compute = replicas.MAPPINGS[mapping](lambda tree: optperm.pca_basis(tree, 4), 2)
+    compute = replicas.MAPPINGS[mapping](lambda tree: optperm.subspace.pca_basis(tree, 4), 2)
     mapped = compute(replicas.stack([tree, tree]))
     support.assert_close(replicas.take(mapped, 1), basis, atol=1e-7)
 
@@ -70,7 +70,7 @@ def test_rows_of_every_dtype_are_float32_or_wider():
     with jax.enable_x64(True):
         drawn = np.random.default_rng(0).normal(size=(5, 9))
         snapshots = {name: drawn.astype(dtype) for name, dtype in support.DTYPES.items()}
-        basis = optperm.pca_basis(snapshots, 3)
+        basis = optperm.subspace.pca_basis(snapshots, 3)
         *others, float64 = (str(basis[name].dtype) for name in snapshots)
         assert ({*others}, float64) == ({"float32"}, "float64")
         flat = np.concatenate([np.float64(leaf) for leaf in jax.tree.leaves(snapshots)], axis=1)
@@ -82,22 +82,22 @@ def test_rows_of_every_dtype_are_float32_or_wider():
 def test_sign_of_a_row_is_that_of_the_furthest_snapshot():
     """Turning all displacements round turns the rows round; the order of snapshots does not matter."""
     snapshots = snapshots_with(np.logspace(0, -1, 5), n=811)
-    basis = np.asarray(optperm.pca_basis(snapshots, 3))
+    basis = np.asarray(optperm.subspace.pca_basis(snapshots, 3))
     along = (snapshots - snapshots.mean(axis=0)) @ basis.T
     assert np.all(along[np.abs(along).argmax(axis=0), np.arange(3)] > 0)
-    np.testing.assert_allclose(optperm.pca_basis(-snapshots, 3), -basis, atol=1e-6)
-    np.testing.assert_allclose(optperm.pca_basis(snapshots[::-1], 3), basis, atol=1e-6)
+    np.testing.assert_allclose(optperm.subspace.pca_basis(-snapshots, 3), -basis, atol=1e-6)
+    np.testing.assert_allclose(optperm.subspace.pca_basis(snapshots[::-1], 3), basis, atol=1e-6)
 
 
 def test_snapshots_past_their_number_do_not_count():
     """Rows past `num_snapshots` are left out, traced or not, whatever they hold."""
     snapshots = snapshots_with(np.logspace(0, -1, 5), n=811)
     padded = np.concatenate([snapshots, np.full_like(snapshots[:3], 7.0)])
-    wanted = optperm.pca_basis(snapshots, 3)
-    traced = jax.jit(lambda x, count: optperm.pca_basis(x, 3, num_snapshots=count))
+    wanted = optperm.subspace.pca_basis(snapshots, 3)
+    traced = jax.jit(lambda x, count: optperm.subspace.pca_basis(x, 3, num_snapshots=count))
     for filling in (7.0, np.nan, np.inf):
         padded[len(snapshots) :] = filling
-        for compute in (traced, lambda x, m: optperm.pca_basis(x, 3, num_snapshots=m)):
+        for compute in (traced, lambda x, m: optperm.subspace.pca_basis(x, 3, num_snapshots=m)):
             np.testing.assert_allclose(compute(padded, len(snapshots)), wanted, atol=1e-7)
         assert not np.any(traced(padded, 1))
 
@@ -112,15 +112,15 @@ def test_components_that_snapshots_do_not_determine_are_refused_or_zero():
         (spoiled, r"span 0 directions \(0 if their squares are not finite\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            optperm.pca_basis(snapshots, 3)
-    compute = jax.jit(lambda x: optperm.pca_basis(x, 3))
+            optperm.subspace.pca_basis(snapshots, 3)
+    compute = jax.jit(lambda x: optperm.subspace.pca_basis(x, 3))
     np.testing.assert_allclose(np.linalg.norm(compute(flat), axis=1), [1, 0, 0], atol=1e-6)
     for snapshots in (np.ones_like(x), spoiled):
         assert not np.any(compute(snapshots))
 
     def of_basis(x, stop):
         x = jax.lax.stop_gradient(x) if stop else x
-        return jnp.sum(optperm.pca_basis(x, 3) ** 3)
+        return jnp.sum(optperm.subspace.pca_basis(x, 3) ** 3)
 
     for differentiate in (jax.grad, jax.jacfwd):
         with pytest.raises(TypeError, match=r"no derivative.*stop_gradient\(snapshots\)"):

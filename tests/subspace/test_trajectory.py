@@ -33,7 +33,7 @@ def test_last_snapshots_come_oldest_first():
         (13, [3, 6, 9, 12]),
         (20, [9, 12, 15, 18]),
     ):
-        snapshots, count = optperm.trajectory(states[steps - 1])
+        snapshots, count = optperm.subspace.trajectory(states[steps - 1])
         assert count == len(wanted)
         assert snapshots["w"].shape == (4, 2, 3)
         assert snapshots["b"][:count].tolist() == wanted
@@ -53,15 +53,15 @@ def test_trajectory_of_mapped_states_has_their_leading_axes():
 
     starts, steps = jnp.arange(6.0).reshape(2, 3, 1), jnp.array([[3, 4, 5], [6, 7, 8]])
     states = jax.vmap(jax.vmap(train))(starts, steps)
-    snapshots, count = optperm.trajectory(states)
+    snapshots, count = optperm.subspace.trajectory(states)
     for place in np.ndindex(2, 3):
-        alone, number = optperm.trajectory(train(starts[place], steps[place]))
+        alone, number = optperm.subspace.trajectory(train(starts[place], steps[place]))
         assert count[place] == number == min(steps[place], 4)
         np.testing.assert_array_equal(snapshots[place], alone)
         last = int(steps[place]) - 1
         assert alone[number - 1] == starts[place] + last
     one = jax.tree.map(lambda leaf: leaf[0], states)
-    np.testing.assert_array_equal(optperm.trajectory(one)[0], snapshots[0])
+    np.testing.assert_array_equal(optperm.subspace.trajectory(one)[0], snapshots[0])
 
 
 def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():
@@ -72,7 +72,7 @@ def test_snapshots_of_every_dtype_are_float32_or_as_asked_for():
         assert [str(leaf.dtype) for leaf in kept.values()] == ["float32", "float32", "float64"]
         kept = optperm.record_trajectory(1, 2, dtype=jnp.bfloat16).init(params).snapshots
         assert {str(leaf.dtype) for leaf in kept.values()} == {"bfloat16"}
-    snapshots, _ = optperm.trajectory(record(4, 1, 4, dtype=jnp.bfloat16)[-1])
+    snapshots, _ = optperm.subspace.trajectory(record(4, 1, 4, dtype=jnp.bfloat16)[-1])
     assert snapshots["b"].astype(jnp.float32).tolist() == [0, 1, 2, 3]
 
 
@@ -91,6 +91,6 @@ def test_trajectory_of_a_training_spans_it():
     tx = optax.chain(optax.sgd(0.1), optperm.record_trajectory(every=1, capacity=6))
     scales = jnp.array([1.0, 2.0, 5.0, 0.0, 0.0])
     trail = loops.train(tx, jnp.ones(5), [scales] * 6, evaluate=lambda w, s: (s * w, {}))
-    snapshots, count = optperm.trajectory(trail[-1][1])
-    basis = optperm.pca_basis(snapshots, 3, num_snapshots=count)
+    snapshots, count = optperm.subspace.trajectory(trail[-1][1])
+    basis = optperm.subspace.pca_basis(snapshots, 3, num_snapshots=count)
     np.testing.assert_allclose(basis.T @ basis, np.diag([1.0, 1, 1, 0, 0]), atol=1e-5)

@@ -166,8 +166,8 @@ def test_events_come_at_their_steps():
 
 def test_epoch_start_takes_the_change_itself():
     tx = fitting.method("svrg")
-    change = linear_fit(tx=tx, epochs=3, epoch_start=optperm.take_snapshot)
-    by_epoch = linear_fit(tx=tx, epochs=3, epoch_start=lambda epoch: optperm.take_snapshot)
+    change = linear_fit(tx=tx, epochs=3, epoch_start=optperm.variance.take_snapshot)
+    by_epoch = linear_fit(tx=tx, epochs=3, epoch_start=lambda epoch: optperm.variance.take_snapshot)
     support.assert_same_bits(change.state.params, by_epoch.state.params)
     never = linear_fit(tx=tx, epochs=3, epoch_start=lambda epoch: None)
     assert np.any(never.state.params["w"] != change.state.params["w"])

@@ -14,7 +14,7 @@ from fitting import BATCH, EXAMPLES, data, linear_loss
 
 import optperm
 from optperm import training
-from optperm.contract.states import find_state
+from optperm.core.states import find_state
 
 SGD = optax.sgd(0.1)
 
@@ -27,7 +27,7 @@ def methods(name):
     return {
         "diloco, no commit": lambda: diloco(sync_every=500),
         "diloco, between commits": lambda: diloco(optax.sgd(1.0), 5),
-        "fragments and a delay": lambda: diloco(optax.sgd(1.0), optperm.Every(6, 2, 3)),
+        "fragments and a delay": lambda: diloco(optax.sgd(1.0), optperm.distributed.Every(6, 2, 3)),
         "agn, between commits": lambda: optax.chain(optax.clip(1.0), agn(5)),
         "wider center": lambda: diloco(sync_every=5, center_dtype="float32"),
         "a second phase": lambda: optperm.switch_after(3, diloco(sync_every=2), agn(5)),
@@ -79,7 +79,7 @@ def test_fit_between_commits_returns_the_params_of_a_commit(name, tmp_path):
     result = run(tx, steps=7, checkpoints=tmp_path)
     w = np.asarray(result.state.params["w"])
     np.testing.assert_allclose(w, by_hand(tx, 7), rtol=0, atol=1e-6)
-    center = optperm.center_params(result.state.opt_state, final=True)["w"]
+    center = optperm.distributed.center_params(result.state.opt_state, final=True)["w"]
     np.testing.assert_array_equal(w, center)
     assert result.history.steps["loss"][-1] < result.history.steps["loss"][0]
     # The checkpoint is of before that commit.
@@ -133,9 +133,12 @@ SHORT = {
     "agn": (lambda axis: optax.chain(SGD, optperm.agn(SGD, 9, axis_name=axis)), True),
     "schedule": (lambda axis: optperm.agn(SGD, lambda commits: 9 + commits, axis_name=axis), True),
     "period of the run": (lambda axis: optperm.agn(SGD, 8, axis_name=axis), False),
-    "plan": (lambda axis: optperm.diloco(SGD, sync_every=optperm.Every(9), axis_name=axis), False),
+    "plan": (
+        lambda axis: optperm.diloco(SGD, sync_every=optperm.distributed.Every(9), axis_name=axis),
+        False,
+    ),
     "plan of the run": (
-        lambda axis: optperm.diloco(SGD, sync_every=optperm.Every(5), axis_name=axis),
+        lambda axis: optperm.diloco(SGD, sync_every=optperm.distributed.Every(5), axis_name=axis),
         False,
     ),
 }

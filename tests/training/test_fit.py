@@ -43,8 +43,8 @@ def test_fit_is_a_loop_written_by_hand_for_a_train_state():
         return optperm.apply_updates(params, updates, opt_state), opt_state, e.aux, e.value
 
     loss_fn = bound(model_state, jax.random.fold_in(start.rng, 0))
-    full_grad = optperm.full_gradient(loss_fn, params, [data()], has_aux=True)
-    opt_state = optperm.take_snapshot(opt_state, params, full_grad)
+    full_grad = optperm.variance.full_gradient(loss_fn, params, [data()], has_aux=True)
+    opt_state = optperm.variance.take_snapshot(opt_state, params, full_grad)
     losses = []
     for count, batch in enumerate(fitting.all_batches(2)):
         params, opt_state, model_state, loss = step(params, opt_state, model_state, count, batch)
@@ -162,7 +162,7 @@ def test_a_sampler_samples_the_posterior_from_arrays():
         return 0.5 * jnp.mean(jnp.sum((params["w"] - batch) ** 2, axis=-1))
 
     result = training.fit(state, loss_fn, x, steps=steps, batch_size=batch_size)
-    draws = optperm.trajectory(result.state.opt_state)[0]["w"][700:]
+    draws = optperm.subspace.trajectory(result.state.opt_state)[0]["w"][700:]
     assert examples * np.mean((draws - x.mean(axis=0)) ** 2) == pytest.approx(1.0, abs=0.05)
 
 
@@ -260,8 +260,8 @@ def test_replicas_of_local_steps_part_and_meet():
     kernels = np.asarray(carry.params["Dense_0"]["kernel"])
     assert np.all(np.ptp(kernels, axis=0).max() > 0)
     assert carry.opt_state.since_commit.tolist() == [2] * 4  # the commit was made on a copy
-    before = optperm.center_params(carry.opt_state)["Dense_0"]["kernel"][2]
-    center = optperm.center_params(result.state.opt_state, final=True)
+    before = optperm.distributed.center_params(carry.opt_state)["Dense_0"]["kernel"][2]
+    center = optperm.distributed.center_params(result.state.opt_state, final=True)
     support.assert_same_bits(result.state.params, center)
     assert np.any(before != center["Dense_0"]["kernel"])
     each = np.asarray(carry.model_state["batch_stats"]["BatchNorm_0"]["mean"])
@@ -608,7 +608,7 @@ def test_a_gradient_that_constant_sgd_should_not_meet_is_warned_of():
 def test_svrg_without_snapshots_is_warned_of_once():
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     what = fitting.linen_loss, data()
-    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.take_snapshot") as caught:
+    with pytest.warns(RuntimeWarning, match="epoch_start=optperm.variance.take_snapshot") as caught:
         result = training.fit(fitting.linen_state(tx), *what, epochs=3, batch_size=BATCH)
     assert [w.filename for w in caught if "svrg" in str(w.message)] == [__file__]
     assert not result.state.opt_state[0].snapshot.is_taken
@@ -616,7 +616,7 @@ def test_svrg_without_snapshots_is_warned_of_once():
 
 def test_svrg_whose_snapshots_begin_later_is_not_warned_of(recwarn):
     def from_the_second(epoch):
-        return optperm.take_snapshot if epoch > 1 else None
+        return optperm.variance.take_snapshot if epoch > 1 else None
 
     tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
     what = fitting.linen_state(tx), fitting.linen_loss, data()

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import optperm
 from optperm import training
-from optperm.training import layout, steps
+from optperm.training import _layout as layout
+from optperm.training import _steps as steps
 
 IN, HIDDEN, OUT = 16, 32, 4
 
@@ -93,7 +94,7 @@ SHARDINGS = {
 )
 def test_a_sharded_state_stays_sharded(name, sharding, axis_type, tmp_path):
     """On four devices as on one: trained, evaluated, kept and gone on with."""
-    options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}
+    options = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
     options |= {
         "eval_fn": lambda params, batch: {"loss": dense_loss(params, batch)},
         "eval_data": dense_data(),
@@ -205,8 +206,8 @@ def by_hand(name, size, start):
         params, opt_state = jax.tree.map(lambda leaf: jnp.stack([leaf] * size), copies)
     for epoch in (1, 2):
         if name == "svrg":
-            grad = optperm.full_gradient(dense_loss, params, [dense_data()])
-            opt_state = optperm.take_snapshot(opt_state, params, grad)
+            grad = optperm.variance.full_gradient(dense_loss, params, [dense_data()])
+            opt_state = optperm.variance.take_snapshot(opt_state, params, grad)
         is_sampler = name == "constant_sgd"
         order = np.asarray(training.shuffled(0, epoch, EXAMPLES, replace=is_sampler))
         for hand in order.reshape(-1, BATCH):
@@ -216,7 +217,9 @@ def by_hand(name, size, start):
         finish = functools.partial(step, commit="only")
         finished = jax.jit(jax.shard_map(finish, mesh=mesh, **specs))
         opt_state = finished(params, opt_state, batch)[1]
-        return jax.tree.map(lambda leaf: leaf[0], optperm.center_params(opt_state, final=True))
+        return jax.tree.map(
+            lambda leaf: leaf[0], optperm.distributed.center_params(opt_state, final=True)
+        )
     return params
 
 
@@ -235,7 +238,7 @@ def test_every_method_is_its_loop_by_hand_and_not_sgd(name):
         lambda leaf: leaf + 0.01 * jnp.arange(leaf.size).reshape(leaf.shape) / 99, dense_params()
     )
     mapped = name in ("agn", "diloco", "constant_sgd")
-    options = {"epoch_start": optperm.take_snapshot} if name == "svrg" else {}
+    options = {"epoch_start": optperm.variance.take_snapshot} if name == "svrg" else {}
     result = dense_fit(method(name, "replica" if mapped else None), start, devices=4, **options)
     np.testing.assert_equal(result.step, 10)
     hand = by_hand(name, 4, start)

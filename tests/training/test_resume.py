@@ -18,7 +18,7 @@ from fitting import BATCH, EXAMPLES, data, linear_fit, linear_loss
 
 import optperm
 from optperm import training
-from optperm.contract.states import find_state
+from optperm.core.states import find_state
 
 
 def kept(folder):
@@ -105,10 +105,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind, name, feed, place, tmp_pat
     assert np.any(whole.history.steps["loss"][7:] != whole.history.steps["loss"][:8])
     opt_state = whole.optimizer.opt_state if kind == "nnx" else whole.state.opt_state
     if name == "dldr":
-        state = find_state(opt_state, optperm.DldrState, method="dldr")
+        state = find_state(opt_state, optperm.subspace.DldrState, method="dldr")
         assert (state.second.subspace.is_set, int(state.count)) == (True, 15)
     if name == "svrg":
-        assert find_state(opt_state, optperm.SvrgState, method="svrg").snapshot.is_taken
+        assert find_state(opt_state, optperm.variance.SvrgState, method="svrg").snapshot.is_taken
 
 
 def at_seven(act):

@@ -47,8 +47,8 @@ def test_four_devices_train_as_one(method, mapping):
         data, batches = own
         opt_state = tx.init(params)
         if method == "svrg":
-            full_grad = optperm.full_gradient(loss_fn, params, [data], axis_name=axis_name)
-            opt_state = optperm.take_snapshot(opt_state, params, full_grad)
+            full_grad = optperm.variance.full_gradient(loss_fn, params, [data], axis_name=axis_name)
+            opt_state = optperm.variance.take_snapshot(opt_state, params, full_grad)
         step = loops.make_step(tx, evaluation(data, axis_name=axis_name))
         return loops.carry(step, params, opt_state, batches), ()
 
@@ -94,7 +94,9 @@ def test_model_of_each_device_has_its_own_snapshot(method, mapping):
 def test_params_that_leave_a_snapshot_that_devices_share_are_corrected(options):
     """In checked shard_map a replicated state serves params that differ from device to device."""
     tx, data = optperm.svrg(**options), to_dtype(make_data(), np.float32)
-    opt_state = optperm.take_snapshot(tx.init(start()), start(), jax.grad(loss_fn)(start(), data))
+    opt_state = optperm.variance.take_snapshot(
+        tx.init(start()), start(), jax.grad(loss_fn)(start(), data)
+    )
 
     def update(params):
         grads, extra_args = evaluation(data)(params, part(data, 0))
@@ -109,7 +111,7 @@ def test_states_of_replicas_take_a_snapshot_at_once():
     """A state with a leading axis of replicas, as pmap keeps it, takes params with the same axis."""
     fresh = optperm.svrg().init(start())
     three = (replicas.stack([tree] * 3) for tree in (fresh, start(), start()))
-    one = optperm.take_snapshot(fresh, start(), start())
+    one = optperm.variance.take_snapshot(fresh, start(), start())
     support.assert_same_bits(
-        optperm.take_snapshot(*three), jax.tree.map(jnp.asarray, replicas.stack([one] * 3))
+        optperm.variance.take_snapshot(*three), jax.tree.map(jnp.asarray, replicas.stack([one] * 3))
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optperm
-from optperm.contract import current
+from optperm.core import current
 
 N, SIZE = 10, 4
 
@@ -77,10 +77,10 @@ def test_batches_of_unequal_size_count_by_it():
             params, data = support.random_params(dtype=dtype), make_data()
             exact = mean_of_single_gradients(params, data)
             for size in (4, 3, 10, 1):
-                got = optperm.full_gradient(loss_fn, params, ragged(data, size))
+                got = optperm.variance.full_gradient(loss_fn, params, ragged(data, size))
                 assert support.signature(got) == support.signature(params)
                 assert_rounds_to(got, exact)
-                again = optperm.full_gradient(loss_fn, params, ragged(data, size))
+                again = optperm.variance.full_gradient(loss_fn, params, ragged(data, size))
                 support.assert_same_bits(again, got)
             means = [grad_of_one(params, batch)["bias"] for batch in ragged(data)]
             assert np.abs(np.mean(means, axis=0) - exact["bias"]).max() > 1e-3
@@ -94,24 +94,28 @@ def test_weights_of_zero_and_fractions_weigh_the_examples():
     exact = mean_of_single_gradients(params, data)
     for filling in (0.0, 7.0, np.nan):
         batches, weights = padded(data, filling=filling)
-        got = optperm.full_gradient(loss_fn, params, batches, weights=weights)
+        got = optperm.variance.full_gradient(loss_fn, params, batches, weights=weights)
         assert_rounds_to(got, exact)
         # Two batches of nothing but padding change nothing, in front or at the end.
         empty, none = {k: np.full_like(v, filling) for k, v in batches[0].items()}, np.zeros(SIZE)
         batches, weights = [empty, *batches, empty], [none, *weights, none]
-        more = optperm.full_gradient(loss_fn, params, batches, weights=weights)
+        more = optperm.variance.full_gradient(loss_fn, params, batches, weights=weights)
         support.assert_same_bits(more, got)
     weights = np.linspace(0.1, 2.0, N).astype(np.float32)
     exact = mean_of_single_gradients(params, data, weights)
     for scale in (1.0, 1024.0):
         cut = [scale * weights[i : i + SIZE] for i in range(0, N, SIZE)]
-        assert_rounds_to(optperm.full_gradient(loss_fn, params, ragged(data), weights=cut), exact)
+        assert_rounds_to(
+            optperm.variance.full_gradient(loss_fn, params, ragged(data), weights=cut), exact
+        )
 
 
 def test_rounding_errors_of_many_batches_do_not_add_up():
     """The sum over batches is exact where a plain float32 sum loses every term but the largest."""
     batches = [np.float32([x]) for x in [1.0, 2.0**30, *[1.0] * 999, -(2.0**30)]]
-    got = optperm.full_gradient(lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches)
+    got = optperm.variance.full_gradient(
+        lambda w, batch: w * jnp.mean(batch), jnp.float32(0.0), batches
+    )
     assert got == np.float32(1000 / 1002)
 
 
@@ -126,7 +130,7 @@ def test_sums_are_at_least_float32():
             return jnp.mean(batch @ wide)
 
         for weights in (None, [np.ones(3)] * 100):
-            got = optperm.full_gradient(loss, params, x, weights=weights)
+            got = optperm.variance.full_gradient(loss, params, x, weights=weights)
             assert (got["half"].dtype, got["double"].dtype) == (np.float32, np.float64)
             np.testing.assert_allclose(got["double"], x.mean(axis=(0, 1)), rtol=1e-13)
             # Each gradient was rounded to bfloat16, their sum was not.
@@ -146,13 +150,13 @@ def test_batch_shape_that_came_before_is_not_compiled_again(monkeypatch):
 
     monkeypatch.setattr(current, "_PROGRAMS", programs)
     params, data = support.random_params(), make_data()
-    first = optperm.full_gradient(counted, params, ragged(data))
+    first = optperm.variance.full_gradient(counted, params, ragged(data))
     assert sorted(set(traces)) == [(2, 5), (4, 5)]
     assert len(programs) == 2
-    second = optperm.full_gradient(counted, support.random_params(1), iter(ragged(data)))
+    second = optperm.variance.full_gradient(counted, support.random_params(1), iter(ragged(data)))
     assert len(programs) == 2
     assert np.abs(first["bias"] - second["bias"]).max() > 1e-3
-    optperm.full_gradient(lambda p, b: 2.0 * loss_fn(p, b), params, ragged(data))
+    optperm.variance.full_gradient(lambda p, b: 2.0 * loss_fn(p, b), params, ragged(data))
     assert len(programs) == 4
 
 
@@ -168,7 +172,7 @@ def test_state_that_the_loss_reads_is_what_it_is_now():
 
     model, x, w = Ridge(), support.normal((8, 3)), jnp.ones(3)
     for model.l2, offset in [(1.0, 1.0), (0.1, 1.0), (0.1, jnp.float32(2.0)), (1.0, 1.0)]:  # noqa: B007
-        got = optperm.full_gradient(model.loss, w, [x[:5], x[5:]])
+        got = optperm.variance.full_gradient(model.loss, w, [x[:5], x[5:]])
         support.assert_close(got, jax.grad(model.loss)(w, x), rtol=1e-5)
 
     @jax.jit
@@ -176,7 +180,7 @@ def test_state_that_the_loss_reads_is_what_it_is_now():
         def loss(w, batch):
             return strength * jnp.mean(batch @ w), batch
 
-        return optperm.full_gradient(loss, w, [x[:5], x[5:]], has_aux=True)
+        return optperm.variance.full_gradient(loss, w, [x[:5], x[5:]], has_aux=True)
 
     support.assert_close(of_strength(3.0), 3.0 * x.mean(axis=0), rtol=1e-5)
 
@@ -193,9 +197,9 @@ def test_weighted_loss_that_is_no_mean_is_refused():
         return len(batch["y"]) * loss_fn(params, batch)
 
     for wrong in (normalized, summed):
-        optperm.full_gradient(wrong, params, [data])
+        optperm.variance.full_gradient(wrong, params, [data])
         with pytest.raises(ValueError, match="mean of what each example loses"):
-            optperm.full_gradient(wrong, params, [data], weights=[np.ones(8)])
+            optperm.variance.full_gradient(wrong, params, [data], weights=[np.ones(8)])
 
 
 class Tensor:
@@ -222,7 +226,7 @@ def test_any_iterable_of_batches_is_taken():
     """Generators, loaders of another library's tensors, lists of device arrays; shared leaves of
     rank 0."""
     params, data = support.random_params(), make_data()
-    expected = optperm.full_gradient(loss_fn, params, ragged(data))
+    expected = optperm.variance.full_gradient(loss_fn, params, ragged(data))
     nothing = rows(data, slice(0, 0))
     for batches in (
         (batch for batch in ragged(data)),
@@ -230,11 +234,11 @@ def test_any_iterable_of_batches_is_taken():
         jax.tree.map(jnp.asarray, ragged(data)),
         [nothing, *ragged(data), nothing],
     ):
-        support.assert_same_bits(optperm.full_gradient(loss_fn, params, batches), expected)
+        support.assert_same_bits(optperm.variance.full_gradient(loss_fn, params, batches), expected)
     with pytest.raises(TypeError, match=r"which may be one batch: pass \[batch\]"):
-        optperm.full_gradient(loss_fn, params, (data["x"], data["y"]))
+        optperm.variance.full_gradient(loss_fn, params, (data["x"], data["y"]))
     weights = (Tensor(w) for w in padded(data)[1])
-    got = optperm.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
+    got = optperm.variance.full_gradient(loss_fn, params, Loader(padded(data)[0]), weights=weights)
     support.assert_close(got, expected, rtol=1e-5, atol=3e-6)
 
     def scaled(params, batch):
@@ -244,7 +248,7 @@ def test_any_iterable_of_batches_is_taken():
     with_key = [b | {"key": jax.random.key(3), "scale": 2.0} for b in ragged(data)]
     keep = np.asarray(jax.random.bernoulli(jax.random.key(3), 0.5, (12,)))
     exact = mean_of_single_gradients(params, data | {"x": data["x"] * keep[None]})
-    got = optperm.full_gradient(scaled, params, with_key)
+    got = optperm.variance.full_gradient(scaled, params, with_key)
     assert_rounds_to(got, jax.tree.map(lambda g: 2.0 * g, exact))
 
 
@@ -269,7 +273,7 @@ def test_weighted_examples_draw_dropout_masks_of_their_own():
         (jax.tree_util.Partial(dropped, key), ragged(data)),
         (of_batch, [{"data": b, "key": key} for b in ragged(data)]),
     ):
-        got = optperm.full_gradient(loss, params, batches, weights=weights)
+        got = optperm.variance.full_gradient(loss, params, batches, weights=weights)
         assert_rounds_to(got, exact)
 
 
@@ -291,14 +295,14 @@ def test_weights_in_half_precision_are_not_rounded():
         for weights in (np.float32(is_kept), np.float32(is_kept * (0.1 + 2.9 * fractions))):
             for size in (n, 2):
                 batches, cut = jnp.asarray(x, dtype).reshape(-1, size, 3), weights.reshape(-1, size)
-                got = optperm.full_gradient(loss, params, batches[:9], weights=cut[:9])
+                got = optperm.variance.full_gradient(loss, params, batches[:9], weights=cut[:9])
                 used = min(9 * size, n)
                 exact = np.average(x[:used], axis=0, weights=weights[:used])
                 once = float(jnp.finfo(dtype).eps) / 2
                 np.testing.assert_allclose(got["w"], exact, rtol=1.01 * once)
                 np.testing.assert_allclose(got["b"], 1.0, rtol=1.01 * once)
         equal, pairs = np.full((2, 2), weight, np.float32), [[1.0, 3.0], [2.0, 6.0]]
-        got = optperm.full_gradient(
+        got = optperm.variance.full_gradient(
             product, jnp.zeros((), dtype), jnp.asarray(pairs, dtype), weights=equal
         )
         np.testing.assert_allclose(got, 3.0, rtol=1e-6)
@@ -322,10 +326,10 @@ def test_devices_with_data_of_their_own_sum_over_a_named_axis_alone(mapping):
 
     def run(params, own):
         batches, weights, batch = own
-        summed = optperm.full_gradient(
+        summed = optperm.variance.full_gradient(
             loss_fn, params, batches, weights=weights, axis_name=replicas.AXIS
         )
-        return summed, optperm.full_gradient(loss_fn, params, [batch, batch])
+        return summed, optperm.variance.full_gradient(loss_fn, params, [batch, batch])
 
     # Two batches of 8: two examples a device, then 5 and 3.
     parts = quarters((*padded(data, size=8), more))
@@ -342,7 +346,7 @@ def test_batches_that_every_device_has_are_counted_once():
     params, data = support.random_params(), make_data()
 
     def run(shared, _):
-        return optperm.full_gradient(loss_fn, *shared, axis_name=replicas.AXIS), ()
+        return optperm.variance.full_gradient(loss_fn, *shared, axis_name=replicas.AXIS), ()
 
     got, _ = replicas.share(run, "shard_map", 4)((params, ragged(data)), np.zeros(4))
     assert_rounds_to(replicas.take(got, 0), mean_of_single_gradients(params, data))
@@ -358,7 +362,7 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
     for given in (weights, None):
         programs = {}
         monkeypatch.setattr(current, "_PROGRAMS", programs)
-        got = optperm.full_gradient(loss_fn, replicated, batches, weights=given)
+        got = optperm.variance.full_gradient(loss_fn, replicated, batches, weights=given)
         assert_rounds_to(got, exact)
         assert len(programs) == 1 + (given is not None)
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(got))
@@ -367,13 +371,15 @@ def test_batches_sharded_over_a_mesh_give_the_mean(monkeypatch):
 def test_progress_bar_goes_over_all_batches(capsys, monkeypatch):
     """With or without a length; without rich the extra is named."""
     params, data = support.random_params(), make_data()
-    expected = optperm.full_gradient(loss_fn, params, ragged(data))
+    expected = optperm.variance.full_gradient(loss_fn, params, ragged(data))
     for batches in (ragged(data), iter(ragged(data))):
-        got = optperm.full_gradient(loss_fn, params, batches, progress=True)
+        got = optperm.variance.full_gradient(loss_fn, params, batches, progress=True)
         support.assert_same_bits(got, expected)
         assert "full gradient" in capsys.readouterr().out
     importlib.invalidate_caches()
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"pip install 'optperm\[progress\]'"):
-        optperm.full_gradient(loss_fn, params, ragged(data), progress=True)
-    support.assert_same_bits(optperm.full_gradient(loss_fn, params, ragged(data)), expected)
+        optperm.variance.full_gradient(loss_fn, params, ragged(data), progress=True)
+    support.assert_same_bits(
+        optperm.variance.full_gradient(loss_fn, params, ragged(data)), expected
+    )

@@ -22,7 +22,7 @@ def test_the_rate_is_one_over_the_expected_smoothness():
     whole = np.linalg.eigvalsh(X.T @ X / N + L2 * np.eye(5)).max()
     single = (X**2).sum(axis=1).max() + L2
     for b in (1, 8, N):
-        rate = optperm.svrg_learning_rate(
+        rate = optperm.variance.svrg_learning_rate(
             loss_fn, jnp.ones(5), data, b, num_passes=0, chunk_size=16
         )
         expected = N * (b - 1) / (b * (N - 1)) * whole + (N - b) / (b * (N - 1)) * single
@@ -39,8 +39,8 @@ def test_the_rate_is_within_a_factor_of_two_of_the_best_of_a_grid():
         margin = jnp.where(batch["y"], 1.0, -1.0) * (batch["x"] @ w)
         return jnp.mean(jnp.logaddexp(0.0, -margin)) + 0.5e-2 * jnp.dot(w, w)
 
-    found = optperm.svrg_learning_rate(loss, jnp.zeros(4), data, 10)
-    theory = optperm.svrg_learning_rate(loss, jnp.zeros(4), data, 10, num_passes=0)
+    found = optperm.variance.svrg_learning_rate(loss, jnp.zeros(4), data, 10)
+    theory = optperm.variance.svrg_learning_rate(loss, jnp.zeros(4), data, 10, num_passes=0)
 
     def full(w):
         return jax.grad(loss)(w, data)
@@ -70,7 +70,7 @@ def test_a_loss_that_is_not_convex_is_said():
         return -jnp.sum(w**2) + 0 * jnp.mean(batch)
 
     with pytest.warns(RuntimeWarning, match="not convex"):
-        rate = optperm.svrg_learning_rate(hill, jnp.ones(2), jnp.ones(4), 2, num_passes=0)
+        rate = optperm.variance.svrg_learning_rate(hill, jnp.ones(2), jnp.ones(4), 2, num_passes=0)
     assert rate == pytest.approx(0.5)
 
 
@@ -84,27 +84,40 @@ def test_a_rate_at_which_trials_diverge_is_halved_until_the_loss_falls():
         eta = batch[0] @ w
         return jnp.mean(jnp.exp(eta) - batch[1] * eta)
 
-    theory = optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8, num_passes=0)
-    found = optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
+    theory = optperm.variance.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8, num_passes=0)
+    found = optperm.variance.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
     assert 0.001 < found < theory / 8
     counts[3] = np.nan
     with pytest.raises(ValueError, match="must be finite, got nan"):
-        optperm.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
+        optperm.variance.svrg_learning_rate(loss, jnp.zeros(6), (x, counts), 8)
 
 
 def test_misuse_is_named():
     data, w = {"x": X, "y": np.ones(N)}, jnp.ones(5)
     calls = [
-        (lambda: optperm.svrg_learning_rate(loss_fn, jnp.ones(5), data, N + 1), "at least"),
-        (lambda: optperm.svrg_learning_rate(loss_fn, jnp.ones(5), {**data, "y": 1.0}, 1), "axis"),
-        (lambda: optperm.svrg_learning_rate(lambda w, _: w.sum(), jnp.ones(5), X, 1), "curvature"),
         (
-            lambda: optperm.svrg_learning_rate(lambda w, x: jnp.sum((x @ w) ** 2), w, X, 1),
+            lambda: optperm.variance.svrg_learning_rate(loss_fn, jnp.ones(5), data, N + 1),
+            "at least",
+        ),
+        (
+            lambda: optperm.variance.svrg_learning_rate(
+                loss_fn, jnp.ones(5), {**data, "y": 1.0}, 1
+            ),
+            "axis",
+        ),
+        (
+            lambda: optperm.variance.svrg_learning_rate(lambda w, _: w.sum(), jnp.ones(5), X, 1),
+            "curvature",
+        ),
+        (
+            lambda: optperm.variance.svrg_learning_rate(
+                lambda w, x: jnp.sum((x @ w) ** 2), w, X, 1
+            ),
             "mean over",
         ),
         # Orthogonal rows have the same curvature in a sum as alone
         (
-            lambda: optperm.svrg_learning_rate(
+            lambda: optperm.variance.svrg_learning_rate(
                 lambda w, x: jnp.sum((x @ w - 3) ** 2), w, np.eye(5), 2
             ),
             "where each example is repeated",
@@ -114,14 +127,14 @@ def test_misuse_is_named():
         with pytest.raises(ValueError, match=message):
             call()
     with pytest.raises(TypeError, match="real scalar"):
-        optperm.svrg_learning_rate(lambda w, _: w, jnp.ones(5), X, 1)
+        optperm.variance.svrg_learning_rate(lambda w, _: w, jnp.ones(5), X, 1)
     with pytest.raises(TypeError, match=r"outside of jax\.jit"):
-        jax.jit(lambda w: optperm.svrg_learning_rate(loss_fn, w, data, 1))(w)
+        jax.jit(lambda w: optperm.variance.svrg_learning_rate(loss_fn, w, data, 1))(w)
 
 
 def test_curvatures_of_any_size_are_found():
     for scale in (1e-8, 1e12):
-        rate = optperm.svrg_learning_rate(
+        rate = optperm.variance.svrg_learning_rate(
             lambda w, x: jnp.mean((x @ w - 1) ** 2) / 2,
             jnp.zeros(5),
             jnp.float32(scale * X),

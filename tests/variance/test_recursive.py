@@ -192,7 +192,7 @@ def test_full_gradient_between_steps_becomes_the_estimate():
     data, params = to_dtype(make_data(), np.float32), support.random_like(start(), 0)
     mu = jax.grad(loss_fn)(params, data)
     tx = optperm.recursive_gradient(0.0)
-    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
     grads, extra_args = evaluation(data)(params, part(data, 1))
     d, _ = tx.update(grads, opt_state, params, **extra_args)
     support.assert_close(d, mu, rtol=1e-5, atol=1e-6)

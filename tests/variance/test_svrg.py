@@ -41,7 +41,7 @@ def train(tx, params, opt_state, data, steps, loss=loss_fn):
 
 
 def snapshot_at(opt_state, params, data, loss=loss_fn):
-    return optperm.take_snapshot(opt_state, params, jax.grad(loss)(params, data))
+    return optperm.variance.take_snapshot(opt_state, params, jax.grad(loss)(params, data))
 
 
 # The method itself.
@@ -175,7 +175,7 @@ def test_steps_without_a_snapshot_warn():
             updates, opt_state = tx.update(params, state, params, grad_fn=lambda p: p)
     support.assert_same_bits(updates, params)
     assert not opt_state.snapshot.is_taken
-    opt_state = optperm.take_snapshot(opt_state, params, params)
+    opt_state = optperm.variance.take_snapshot(opt_state, params, params)
     tx.update(params, opt_state, params, grad_fn=lambda p: p)
     for options in ({"refresh_every": 2}, {"refresh_probability": 0.5}):
         tx = optperm.svrg(**options)
@@ -228,7 +228,7 @@ def test_gradients_of_one_step_see_the_same_dropout_mask():
 
     tx = optperm.svrg()
     mu = support.random_like(params, 3)
-    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
     grads, step = [], jax.jit(functools.partial(correct, tx, loss=loss))
     for seed in range(2):
         batch = part(data, 0) | {"key": jax.random.key(seed)}
@@ -245,7 +245,7 @@ def test_mean_of_bfloat16_params_stays_float32():
     """mu is not rounded to the params' dtype, so the mean of the corrected gradients is not biased."""
     params, tx = start(jnp.bfloat16), optperm.svrg()
     mu = {"full": jnp.float32([1.001, -2.003, 0.3333]), "bias_full": jnp.float32(1e-3)}
-    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
     support.assert_same_bits(opt_state.snapshot.full_grad, mu)
     # g - g_snapshot = -1 brings the small digits of mu to the front.
     g = {"full": jnp.bfloat16([2.0, 2.0, 2.0]), "bias_full": jnp.bfloat16(2.0)}
@@ -261,7 +261,7 @@ def test_large_terms_cancel_first():
     """In float32, near the snapshot, a mean far below the noise of a batch comes out to the last bit."""
     params, tx = {"w": jnp.zeros(3)}, optperm.svrg()
     mu = {"w": jnp.float32([1e-7, -3e-8, 2e-9])}
-    opt_state = optperm.take_snapshot(tx.init(params), params, mu)
+    opt_state = optperm.variance.take_snapshot(tx.init(params), params, mu)
     g = {"w": jnp.float32([1e3, -2e3, 0.5])}
     updates, _ = jax.jit(lambda s: tx.update(g, s, params, grad_fn=lambda p: g))(opt_state)
     support.assert_same_bits(updates, mu)
@@ -271,7 +271,7 @@ def test_large_terms_cancel_first():
 def test_entries_whose_correction_is_not_finite_pass_through():
     """The others are corrected; a gradient that is itself not finite stays so, for others to see."""
     params, tx = {"w": jnp.zeros(4, jnp.float16)}, optperm.svrg()
-    opt_state = optperm.take_snapshot(tx.init(params), params, {"w": jnp.ones(4)})
+    opt_state = optperm.variance.take_snapshot(tx.init(params), params, {"w": jnp.ones(4)})
     g = {"w": jnp.float16([1.0, 2.0, jnp.nan, -60000.0])}
     bad = {"w": jnp.float16([jnp.inf, 1.0, 1.0, 60000.0])}
     updates, after = tx.update(g, opt_state, params, grad_fn=lambda p: bad)
@@ -288,8 +288,10 @@ def test_snapshot_that_is_not_finite_is_not_taken():
     for before in (good, tx.init(params)):
         for at, grad in [(elsewhere, nan_grad), (nan_grad, elsewhere)]:
             with pytest.warns(RuntimeWarning, match="snapshot was not taken"):
-                support.assert_same_bits(optperm.take_snapshot(before, at, grad), before)
-            support.assert_same_bits(jax.jit(optperm.take_snapshot)(before, at, grad), before)
+                support.assert_same_bits(optperm.variance.take_snapshot(before, at, grad), before)
+            support.assert_same_bits(
+                jax.jit(optperm.variance.take_snapshot)(before, at, grad), before
+            )
         updates, after = tx.update(
             params, before, elsewhere, grad_fn=lambda p: p, full_grad_fn=lambda p: nan_grad
         )
@@ -302,7 +304,9 @@ def test_snapshots_are_copies():
     tx = optperm.svrg()
     numpy = {"w": np.ones(3, np.float32)}, {"w": np.full(3, 2.0, np.float32)}
     arrays = jax.tree.map(jnp.array, numpy)
-    of_numpy, of_jax = (optperm.take_snapshot(tx.init(each[0]), *each) for each in (numpy, arrays))
+    of_numpy, of_jax = (
+        optperm.variance.take_snapshot(tx.init(each[0]), *each) for each in (numpy, arrays)
+    )
     numpy[0]["w"][:], numpy[1]["w"][:] = 7.0, 7.0
     jax.jit(lambda *x: x, donate_argnums=(0, 1))(*arrays)
     for opt_state in (of_numpy, of_jax):

@@ -1,0 +1,141 @@
+"""Evaluate a loss within a transformation, for loops that pass no extra arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import cast_like
+from optperm.core.keys import as_key, is_key, key_data
+from optperm.core.states import fill_masked, mask_like
+from optperm.core.transformation import known_extra_args, transformation
+from optperm.evaluation import LossFn, evaluate
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, UInt32
+
+
+class WithLossState(NamedTuple):
+    """State of `with_loss`.
+
+    Attributes:
+      count: Steps taken.
+      key: Data of the threefry key from which every batch is drawn.
+      inner_state: State of `tx`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    inner_state: Any
+
+
+def with_loss(
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    data: Any,
+    batch_size: int | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Evaluate a loss within `update`, for loops that pass no extra arguments.
+
+    Each step takes a batch B, all data or :math:`|B|` examples drawn with replacement, and calls
+
+    .. math::
+      \text{tx.update}(\nabla L_B(\theta), s, \theta, \text{value} = L_B(\theta), \ldots), \qquad
+      L_B(\theta) = \frac{1}{|B|} \sum_{i \in B} \ell(\theta, x_i)
+
+    with all that `optperm.evaluate` returns for this batch.
+
+    Args:
+      tx: The whole optimizer: a transformation in front of `with_loss` in a chain has no effect.
+      loss_fn: `loss_fn(params, batch)`, the scalar mean loss over the leading axis of the leaves.
+      data: A tree of arrays with one leading axis of examples. All examples share leaves of rank 0; a
+        typed random key among them is folded with the number of the step.
+      batch_size: :math:`|B|`; None for all data in each step.
+      seed: Seed of the batches.
+
+    Returns:
+      A transformation whose state is a `WithLossState`. Its `update` needs `params`, and ignores the
+      gradient that it is given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (64, 3))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch @ (w - jnp.arange(3.0))) ** 2)
+      >>> tx = optax.chain(optperm.recursive_gradient(0.1), optax.sgd(0.1))
+      >>> tx = optperm.with_loss(tx, loss_fn, x, batch_size=16)
+      >>> w = jnp.zeros(3)
+      >>> opt_state = tx.init(w)
+      >>> @jax.jit
+      ... def step(w, opt_state):  # a loop that knows nothing of the loss
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w, x), opt_state, w)
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> for _ in range(60):
+      ...     w, opt_state = step(w, opt_state)
+      >>> bool(jnp.max(jnp.abs(w - jnp.arange(3.0))) < 0.01)
+      True
+
+    Notes:
+      Extra arguments with the names of those of `optperm.evaluate` are replaced: a method needs all of
+      them for one function and one batch. Two more are added: `full_grad_fn`, the gradient over all
+      data, for methods that take snapshots within a step, and `example_grad_fn`, the gradient of one
+      more example.
+
+      A step costs one more gradient than the loop's own. The data stay in memory as long as the result
+      does, and are constants of a program that calls `update`. Replicas and chains whose states have the
+      same seed draw the same batches.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, or `batch_size` or `seed` is not an integer.
+      ValueError: If `batch_size` is below 1, or the leaves of `data` are not equally long.
+    """
+    data = jax.tree.map(jnp.asarray, data)
+    size = checks.count_examples("data", data, has_scalars=True)
+    if batch_size is not None:
+        checks.check_static_count("batch_size", batch_size)
+    checks.check_seed("seed", seed)
+
+    def draw(key: jax.Array, number: int) -> Any:
+        indices = jax.random.randint(key, (number,), 0, size)
+        return jax.tree.map(lambda leaf: leaf[indices] if leaf.ndim else leaf, data)
+
+    def init(params: optax.Params) -> WithLossState:
+        return WithLossState(jnp.zeros([], jnp.int32), key_data(seed), tx.init(params))
+
+    def update(
+        updates: optax.Updates, state: WithLossState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, WithLossState]:
+        del updates
+        fold_in = jax.random.fold_in
+        keys = jax.random.split(fold_in(as_key(state.key), state.count))
+
+        # A key in the data draws something else in each step.
+        def fold_keys(batch: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: fold_in(leaf, state.count) if is_key(leaf) and not leaf.ndim else leaf,
+                batch,
+            )
+
+        batch = fold_keys(data if batch_size is None else draw(keys[0], batch_size))
+        # L_B and its gradient, and the gradient of an example drawn apart from B
+        e = evaluate(loss_fn, params, batch, example=fold_keys(draw(keys[1], 1)))
+
+        def full_grad_fn(at: optax.Params) -> optax.Updates:
+            whole = fill_masked(at, params)  # inside optax.partition a method knows only its part
+            return mask_like(evaluate(loss_fn, whole, fold_keys(data)).grad, at)
+
+        extras = extra_args | e.extra_args | {"full_grad_fn": full_grad_fn}
+        extras = known_extra_args(tx, extras)
+        moves, inner_state = tx.update(e.grad, state.inner_state, params, **extras)
+        count = optax.safe_increment(state.count)
+        return cast_like(moves, params), WithLossState(count, state.key, inner_state)
+
+    return transformation(init, update, method="with_loss", is_wrapper=True)
+
+
+# Where users find it, as `help` and pickles show it.
+with_loss.__module__ = "optperm"

@@ -1,0 +1,308 @@
+"""Constant SGD: steps of a constant size whose iterates are samples from a posterior.
+
+S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
+JMLR 18(134), 2017, with noise injected in the shape of the problem.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes._adaptation import Adaptation, begin, warm_up
+from optperm.bayes._covariance import (
+    NEEDS,
+    Estimator,
+    Preconditioner,
+    batch_gradients,
+    check_noise_arguments,
+)
+from optperm.bayes._kernel import NoiseKernel, flat, times
+from optperm.bayes._normal_noise import fold, three_point_like
+from optperm.bayes._warmup import after_burn_in, diagonal_newton, warmup
+from optperm.core import checks
+from optperm.core.dtypes import all_finite, cast_like
+from optperm.core.keys import key_data
+from optperm.core.mapped_axes import AxisName, when
+from optperm.core.schedules import resolve_schedule
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32, Int32, UInt32
+
+_LARGEST_FULL = 4096
+_NEEDS_CURVATURE = {"grad_fn": "the gradient of the batch at given params"}
+
+
+class ConstantSgdState(NamedTuple):
+    """State of `constant_sgd`.
+
+    Attributes:
+      count: Steps taken.
+      steps: Steps that sampled.
+      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients, in
+        steps that sampled.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      freeze_after: The first step that learns nothing.
+      key: The raw random key of the injected noise.
+      scale: s = 2 S T / N of the last step.
+      limit: c of the last step.
+      kernel: The noise, the curvature and the basis of the steps.
+      adaptation: The statistics of the current window of the warm-up.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    steps: Int32[Array, ""]
+    uneven: Int32[Array, ""]
+    left_out: Int32[Array, ""]
+    freeze_after: Int32[Array, ""]
+    key: UInt32[Array, "2"]
+    scale: Float32[Array, ""]
+    limit: Float32[Array, ""]
+    kernel: NoiseKernel
+    adaptation: Adaptation
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """Return H g with the steps of the last update.
+
+        Args:
+          grads: g, a tree like the params.
+        """
+        return self.kernel.precondition(grads, self.kernel.step_sizes(self.scale, self.limit))
+
+
+def constant_sgd(
+    num_data: int | jax.Array,
+    batch_size: int | jax.Array,
+    *,
+    preconditioner: Preconditioner | None = None,
+    estimator: Estimator = "per_example",
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    momentum: float | jax.Array | None = None,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    stability: float | jax.Array = 0.2,
+    rho: float | jax.Array = 10.0,
+    burn_in: int | jax.Array = 4000,
+    freeze_after: int | jax.Array | None = None,
+    burn_in_optimizer: optax.GradientTransformation | None = None,
+    seed: int | jax.Array = 0,
+    chunk_size: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sample from the posterior by SGD with constant step sizes.
+
+    .. math::
+      v_t = \mu v_{t-1} + H (g_t + \xi_t), \qquad \theta_{t+1} = \theta_t - (1 - \mu) v_t
+
+    With :math:`\ell_n(\theta) = -\log p(x_n | \theta) - \frac{1}{N} \log p(\theta)`, the loss
+    :math:`L = \frac{1}{N} \sum_n \ell_n` (the prior is in it, `optperm.bayes.normal_prior`), batches of
+    :math:`S` examples, :math:`C` the covariance of one example's gradient and :math:`A` the Hessian of
+    :math:`L`, injected noise :math:`\xi` shortens the step of each direction as far as stability asks
+    for:
+
+    .. math::
+      W^\top C W = \operatorname{diag}(\Lambda), \qquad H = W \operatorname{diag}(h) W^\top, \qquad
+      h_i = \frac{s}{\max(\Lambda_i (1 + 1 / \rho), s a_i / c)}, \quad s = \frac{2 S T}{N}
+
+    and :math:`\xi = W^{-\top} \operatorname{diag}(\sqrt{b / S}) z` with
+    :math:`b_i = s / h_i - \Lambda_i` and z of mean 0 and variance 1. So a step's noise has the
+    covariance :math:`(2 T / N) H` for any b, and near an optimum the draws follow
+    :math:`N(\theta^*, T (N A)^{-1})`, to first order in :math:`\lambda_{\max}(H A) \le c`. Every
+    direction moves as fast as c and the noise of the batches allow, however long and narrow the
+    posterior is. Without injected noise this is Mandt, Hoffman and Blei's method (`optperm.mandt_sgd`);
+    without noise of the batches it is Langevin dynamics.
+
+    In the burn-in another optimizer moves the params to an optimum. From the second half of the burn-in
+    to `freeze_after` five windows estimate :math:`C`, :math:`a_i` (Hutchinson's rule in the coordinates
+    of :math:`H^{1/2}`), the spread of the batches' curvatures, and how much the noise varies from place
+    to place, which lowers :math:`\rho`. Each window hands its estimates to the next window as an
+    `optperm.bayes.NoiseKernel`; after the last window the kernel is constant.
+
+    Args:
+      num_data: N, the number of training examples.
+      batch_size: S, the number of examples in a batch, of all replicas together.
+      preconditioner: "full", "diagonal" (:math:`W = I`) or "scalar" (one h); None for the full one up to
+        4,096 params, else the diagonal one.
+      estimator: How C is estimated: "per_example", from the extra argument `per_example_grad_fn`;
+        "single_example", from `example_grad_fn`; or "two_batches", from `grad_fn`, for losses that mix
+        examples.
+      learning_rate: Factor on `stability` and `rho`, a number or a schedule; the law stays the same.
+      momentum: :math:`\mu`, in [0, 1). None for :math:`\min(.9, (S - 1) / (S + 1))`. Steps are
+        :math:`(1 + \mu) / (1 - \mu)` times as long at the same stability.
+      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
+      stability: c, the largest eigenvalue of :math:`H A` (1 - mu) / (1 + mu), in (0, 2): variances are
+        too large by up to half of it.
+      rho: The largest :math:`\rho`, the ratio of the batches' noise to the injected noise; the warm-up
+        lowers it where the noise varies from place to place.
+      burn_in: Steps before the first step that samples. With 0 the params stay where they are for the
+        first half of `freeze_after`, in which the noise and the curvature are learned.
+      freeze_after: Steps after which nothing is learned. None for twice `burn_in`, at least 1,000 steps
+        after it.
+      burn_in_optimizer: The optimizer of the burn-in. None for steps scaled by each parameter's
+        curvature, which reach distant optima and do not depend on the units of features.
+      seed: Seed of the injected noise. `optperm.bayes.draw_samples` gives each chain noise of its
+        own; chains of your own take states that were initialized with different seeds.
+      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
+        at least 8.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
+        already.
+
+    Returns:
+      A transformation. It needs `params`, `grad_fn` and the estimator's extra argument, all made by
+      `optperm.evaluate`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (1000, 2))
+      >>> y = x @ jnp.array([1.0, 2.0]) + jax.random.normal(jax.random.key(1), (1000,))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2) / 2
+      >>> tx = optperm.constant_sgd(1000, 10, burn_in=1000)
+      >>> def step(carry, key):
+      ...     w, opt_state = carry
+      ...     chosen = jax.random.choice(key, 1000, (10,))
+      ...     e = optperm.evaluate(loss_fn, w, (x[chosen], y[chosen]))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     w = optax.apply_updates(w, updates)
+      ...     return (w, opt_state), w
+      >>> start = jnp.zeros(2), tx.init(jnp.zeros(2))
+      >>> _, draws = jax.lax.scan(step, start, jax.random.split(jax.random.key(2), 30_000))
+      >>> exact = jnp.linalg.inv(x.T @ x)  # covariance of the posterior
+      >>> bool(jnp.allclose(jnp.cov(draws[2000:].T), exact, atol=2e-4))
+      True
+
+    Notes:
+      Draw batches with replacement: in a shuffled epoch the batches' noise is anticorrelated, and the
+      draws are too narrow by a fifth or more. The loss must be a mean over examples: a loss that sums,
+      or mixes examples as BatchNorm does, has other noise, which the state's `uneven` counts. Put
+      nothing that changes gradients in front (clipping, `optperm.svrg`, weight decay) and nothing that
+      scales updates behind. The diagonal and the scalar preconditioner ignore the correlation of
+      gradients: their variances are between half and twice the right ones.
+
+      The full preconditioner keeps three D x D matrices, decomposes two at the end of each window, and
+      multiplies by two of them per step. Params of 16 bits have a copy in float32.
+      `optperm.bayes.sample` owns the loop, and `optperm.bayes.posterior_report` says whether draws
+      can be trusted.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, JMLR 2017
+    """
+    checks.check_positive("stability", stability)
+    checks.check_positive("rho", rho)
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
+    check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
+    checks.check_seed("seed", seed)
+    rate = 1.0 if callable(learning_rate) else learning_rate
+    is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
+    if is_seen and float(stability) * float(rate) >= 2:
+        raise ValueError(
+            f"stability times learning_rate must be below 2, got {float(stability) * float(rate):g}."
+        )
+    mu = _momentum(batch_size) if momentum is None else momentum
+    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    schedule = warmup(burn_in, freeze_after, batch_size, estimator, preconditioner)
+
+    def init(params: optax.Params) -> ConstantSgdState:
+        kernel, adaptation = begin(params, _choose_preconditioner(preconditioner, params), rho)
+        zero = jnp.zeros_like(kernel.stability)
+        return ConstantSgdState(
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            freeze_after=jnp.asarray(schedule.freeze_after, jnp.int32),
+            key=key_data(seed),
+            scale=zero,
+            limit=zero + 1,
+            kernel=kernel,
+            adaptation=adaptation,
+        )
+
+    def update(
+        g: optax.Updates, state: ConstantSgdState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, ConstantSgdState]:
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+        count = state.count
+        batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
+        s, n, c = (jnp.asarray(x, jnp.float32) for x in (batch_size, num_data, stability))
+        rate = resolve_schedule("learning_rate", learning_rate, count)
+        scale = 2 * s / n * resolve_schedule("temperature", temperature, count)
+
+        # The warm-up learns in one conditional: after it, a step costs a gradient and its noise
+        is_open, ends_window = schedule.is_open(count), schedule.ends_window(count)
+        kernel, adaptation, uneven = when(
+            is_open | ends_window,
+            lambda known: warm_up(
+                *known, batch, estimator, scale, fold(state.key, ~count),
+                number=schedule.number(count), is_open=is_open, ends_window=ends_window,
+                limit=c, rate=rate, momentum_factor=(1 - mu) / (1 + mu), rho=rho,
+            ),
+            (state.kernel, state.adaptation, state.uneven),
+        )  # fmt: skip
+
+        # h_i = s / max(Lambda_i (1 + 1 / rho), s a_i / c), b_i = s / h_i - Lambda_i
+        h = kernel.step_sizes(scale, c, rate)
+        b = kernel.injected(h, scale)
+
+        # H (g + xi) = W diag(h) (W^T g + diag(sqrt(b / S)) z), with Cov(xi) = W^-T diag(b) W^-1 / S
+        z = three_point_like(fold(state.key, count), params)
+        z = z if isinstance(kernel.basis, tuple) else flat(z, kernel.basis)
+        xi = times(jax.tree.map(lambda b: jnp.sqrt(b / s.astype(b.dtype)), b), z)
+        noisy = optax.tree.add(kernel.coordinates(g), xi)
+        moves = kernel.params_of(times(h, noisy), params)
+        # A NaN that an entry took once would stay in its chain
+        is_moving = (count >= schedule.burn_in) & kernel.is_ready
+        moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), moves)
+        return cast_like(moves, params), state._replace(
+            count=optax.safe_increment(count),
+            steps=state.steps + is_moving.astype(jnp.int32),
+            # In the burn-in a gradient next to an optimum has rounding alone
+            uneven=jnp.where(is_moving, uneven, state.uneven),
+            left_out=state.left_out + (is_moving & ~all_finite(g)).astype(jnp.int32),
+            scale=scale,
+            limit=c * rate,
+            kernel=kernel,
+            adaptation=adaptation,
+        )
+
+    sampler = transformation(
+        init,
+        update,
+        method="constant_sgd",
+        like=lambda state: state.adaptation.direction,
+        dtypes=False,
+        needs=NEEDS[estimator] | _NEEDS_CURVATURE,
+        axis_name=axis_name,
+    )
+    # theta' = theta - (1 - mu) v', v' = mu v + H (g + xi)
+    return after_burn_in(
+        burn_in, burn_in_optimizer or diagonal_newton(axis_name),
+        sampler, optax.trace(mu), optax.scale_by_learning_rate(1 - mu),
+        method="constant_sgd",
+    )  # fmt: skip
+
+
+def _momentum(batch_size: int | jax.Array) -> Any:
+    """Return the default: steps S times as long, since batches' curvatures vary S times less."""
+    if checks.is_concrete_number(batch_size):
+        return min(0.9, (int(batch_size) - 1) / (int(batch_size) + 1))
+    size = jnp.asarray(batch_size, jnp.float32)
+    return jnp.minimum(0.9, (size - 1) / (size + 1))
+
+
+def _choose_preconditioner(
+    preconditioner: Preconditioner | None, params: optax.Params
+) -> Preconditioner:
+    """Return the preconditioner, by the number of params where None was passed."""
+    is_small = optax.tree.size(params) <= _LARGEST_FULL
+    return preconditioner or ("full" if is_small else "diagonal")

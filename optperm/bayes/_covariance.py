@@ -1,0 +1,368 @@
+"""Estimates of the covariance of one example's gradient, from the gradients of one step."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
+from optperm.core.mapped_axes import AxisName
+from optperm.core.shardings import unshard
+from optperm.core.states import mask_like
+
+Estimator = Literal["per_example", "single_example", "two_batches"]
+Preconditioner = Literal["scalar", "diagonal", "full"]
+
+# From deviations d, a tree with a leading axis: the part of the sum of d d^T that is kept.
+Outer = Callable[[optax.Updates], Any]
+# Numbers of examples' gradients held at once, and the least number of examples.
+_CHUNK, _LEAST_CHUNK = 2**20, 8
+
+
+class BatchGradients(NamedTuple):
+    """The gradient of a step's batch, and the functions for the gradients of its parts and examples.
+
+    Attributes:
+      params: The current params.
+      grad: The gradient of the batch.
+      extras: The extra arguments of `update`.
+      batch_size: S, of all replicas together.
+      chunk_size: Number of examples' gradients held at once; None for a million numbers.
+      axis_name: The mapped axes over which the batch is spread, if any.
+    """
+
+    params: optax.Params
+    grad: optax.Updates
+    extras: dict[str, Any]
+    batch_size: int | jax.Array
+    chunk_size: int | None
+    axis_name: AxisName | None
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas over which the batch is spread."""
+        return 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+
+    def curvature_product(self, direction: optax.Updates) -> optax.Updates:
+        """Return A v, the product of the batch's Hessian with a tree like params, in the dtypes of v."""
+
+        def gradient(params: optax.Params) -> optax.Updates:
+            grads = self.extras["grad_fn"](params)
+            return _mask_gradients(grads, self, "grad_fn(params)", axes=0)
+
+        # A is symmetric, and a loss with a jax.custom_vjp has no forward derivative
+        grads, transposed = jax.vjp(gradient, self.params)
+        (product,) = transposed(cast_like(direction, grads))
+        if self.axis_name is not None:
+            # Averaged already or not: the mean over replicas that agree changes nothing
+            product = jax.lax.pmean(product, self.axis_name)
+        return jax.tree.map(lambda a, v: a.astype(v.dtype), product, direction)
+
+
+# Returns an unbiased estimate of C, the covariance of one example's gradient, as `Outer` keeps it, and
+# whether the batch's gradient is not the mean of its examples' gradients.
+Estimate = Callable[[BatchGradients, Outer], tuple[Any, jax.Array]]
+
+
+def mean_of_diagonal(deviations: optax.Updates) -> jax.Array:
+    """Return the trace of the sum of outer products over the number of params, ()."""
+    dtype, leaves = accumulation_dtype(deviations), jax.tree.leaves(deviations)
+    size = max(1, sum(leaf[0].size for leaf in leaves))
+    parts = [jnp.sum(leaf**2).astype(dtype) for leaf in leaves]
+    return sum(parts, start=jnp.zeros([], dtype)) / size
+
+
+def diagonal(deviations: optax.Updates) -> optax.Updates:
+    """Return the diagonal of the sum of outer products, a tree like params."""
+    return jax.tree.map(lambda d: jnp.sum(d**2, axis=0), deviations)
+
+
+def matrix(deviations: optax.Updates) -> jax.Array:
+    """Return the sum of outer products of the flattened deviations, (D, D)."""
+    rows = rows_of(deviations)
+    return jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
+
+
+def rows_of(tree: Any) -> jax.Array:
+    """Return a tree with a leading axis as a matrix, each row like `jax.flatten_util.ravel_pytree`."""
+    dtype, leaves = accumulation_dtype(tree), jax.tree.leaves(unshard(tree))
+    flat = [leaf.reshape(leaf.shape[0], -1).astype(dtype) for leaf in leaves]
+    return jnp.concatenate(flat, axis=1) if flat else jnp.zeros((1, 0), dtype)
+
+
+OUTER: dict[Preconditioner, Outer] = {
+    "scalar": mean_of_diagonal,
+    "diagonal": diagonal,
+    "full": matrix,
+}
+
+
+class _Sums(NamedTuple):
+    """Sums over examples of their gradients' deviations d from one center.
+
+    Attributes:
+      count: The number of examples, (); a float.
+      deviations: The sum of d, a tree like params.
+      products: The sum of d d^T, as `Outer` keeps it.
+    """
+
+    count: Any
+    deviations: optax.Updates
+    products: Any
+
+
+def per_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
+    r"""Return the unbiased covariance of the gradients of the batch's examples.
+
+    .. math::
+      \frac{1}{S - 1} \sum_{n} (g_n - \bar g) (g_n - \bar g)^T
+      = \frac{1}{S - 1} \left( \sum_n d_n d_n^T - S \bar d \bar d^T \right), \qquad d_n = g_n - g_S
+
+    The batch's gradient :math:`g_S`, known and close to the mean, is the center, so that one pass over
+    the examples is enough. A gradient that is NaN in every entry belongs to no example: a loss that
+    divides by the batch's weights gives it for padding of weight 0.
+    """
+    grad_fn = batch.extras["per_example_grad_fn"]
+    center = zero_if_not_finite(optax.tree.cast(batch.grad, accumulation_dtype(batch.grad)))
+
+    def gradients(**part: Any) -> optax.Updates:
+        grads = grad_fn(batch.params, **part)
+        return _mask_gradients(grads, batch, "per_example_grad_fn(params)", axes=1)
+
+    def sums(rows: optax.Updates) -> _Sums:
+        is_example = jnp.logical_not(_is_nan(rows))
+
+        def deviation(g: jax.Array, mean: jax.Array) -> jax.Array:
+            dtype = accumulation_dtype(g)
+            d = g.astype(dtype) - mean[None].astype(dtype)
+            return jnp.where(_along(is_example, d), d, jnp.zeros_like(d))
+
+        deviations = jax.tree.map(deviation, rows, center)
+        total = jax.tree.map(lambda d: jnp.sum(d, axis=0), deviations)
+        return _Sums(jnp.sum(is_example, dtype=jnp.float32), total, outer(deviations))
+
+    def chunk(start: Any, size: int) -> _Sums:
+        return sums(gradients(start=start, size=size))
+
+    here = int(jax.tree.leaves(jax.eval_shape(gradients))[0].shape[0])
+    if here * batch.replicas < 2:
+        raise ValueError(
+            "'per_example' needs batches of at least 2 examples, got 1: use estimator='single_example'."
+        )
+    _check_size(here, batch, f"per_example_grad_fn gave the gradients of {here}")
+    chunk_size = here
+    if batch.chunk_size is not None or _takes_part(grad_fn):
+        size = max(optax.tree.size(batch.params), 1)
+        chunk_size = min(here, batch.chunk_size or max(_LEAST_CHUNK, _CHUNK // size))
+    if chunk_size == here:
+        found = sums(gradients())
+    else:
+        whole, rest = divmod(here, chunk_size)
+        found = jax.lax.fori_loop(
+            1,
+            whole,
+            lambda i, so_far: optax.tree.add(so_far, chunk(i * chunk_size, chunk_size)),
+            chunk(0, chunk_size),
+        )
+        if rest:
+            found = optax.tree.add(found, chunk(whole * chunk_size, rest))
+    if batch.axis_name is not None:
+        found = jax.lax.psum(found, batch.axis_name)
+    # (sum d d^T - S mean(d) mean(d)^T) / (S - 1)
+    mean = _rescale(found.deviations, 1 / found.count)
+    of_mean = _outer_of(mean, found.count, outer)
+    spread = optax.tree.sub(found.products, of_mean)
+    return _rescale(spread, 1 / (found.count - 1)), _is_no_mean(batch, mean, found.count)
+
+
+def _is_no_mean(batch: BatchGradients, deviation: optax.Updates, count: jax.Array) -> jax.Array:
+    """Return whether a batch's gradient and the mean of its examples' differ by a tenth of its size.
+
+    Args:
+      batch: The batch.
+      deviation: The mean of the examples' gradients less the batch's gradient.
+      count: The number of examples.
+    """
+    if getattr(batch.extras["per_example_grad_fn"], "draws_anew", False):
+        return jnp.zeros([], jnp.bool_)
+    grad = batch.grad
+    if batch.axis_name is not None:
+        grad = jax.lax.pmean(grad, batch.axis_name)
+        deviation = jax.lax.pmean(deviation, batch.axis_name)
+    epsilon = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(grad))
+    # Where the mean is short, the rounding of each example may be a tenth of it
+    least = jnp.maximum(0.01, (4 * epsilon) ** 2 * count)
+    return _size(deviation) > least.astype(accumulation_dtype(grad)) * _size(grad)
+
+
+def _is_nan(rows: optax.Updates) -> jax.Array:
+    """Return which rows are all NaN, (rows,)."""
+    # The smallest leaf decides, for speed
+    leaves = jax.tree.leaves(rows)
+    smallest = min((leaf for leaf in leaves if leaf.size), key=jnp.size, default=leaves[0])
+    flags = jnp.all(jnp.isnan(smallest), axis=tuple(range(1, smallest.ndim)))
+    return unshard(flags)
+
+
+def _along(numbers: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return one number per row, shaped to broadcast over the row."""
+    return numbers.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def single_example(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
+    r"""Return the covariance estimate from one example that is not in the batch.
+
+    .. math:: \frac{(g_1 - g_S) (g_1 - g_S)^T}{1 + 1/S}
+    """
+    _check_num_examples(batch)
+    one = batch.extras["example_grad_fn"](batch.params)
+    one = _mask_gradients(one, batch, "example_grad_fn(params)", axes=0)
+    estimate = _outer_of(_difference(one, batch.grad), 1 / (1 + 1 / batch.batch_size), outer)
+    if batch.axis_name is not None:
+        estimate = jax.lax.pmean(estimate, batch.axis_name)
+    return estimate, jnp.zeros([], jnp.bool_)
+
+
+def two_batches(batch: BatchGradients, outer: Outer) -> tuple[Any, jax.Array]:
+    r"""Return the covariance estimate from the gradients of the batch and of its first half.
+
+    .. math:: \frac{a S}{b} (g_a - g_S) (g_a - g_S)^T, \qquad a = \lfloor S / 2 \rfloor, \quad b = S - a
+    """
+    grad_fn = batch.extras["grad_fn"]
+    batch_size, replicas = int(batch.batch_size), batch.replicas
+    here = batch_size // replicas
+    if here < 2 or here * replicas != batch_size:
+        raise ValueError(
+            f"'two_batches' halves the batch of each replica: batch_size {batch_size} must be a "
+            f"multiple of {replicas} replicas, with at least 2 examples each."
+        )
+    _check_num_examples(batch)
+    half = here // 2
+    part = grad_fn(batch.params, start=0, size=half)
+    part = _mask_gradients(part, batch, "grad_fn(params)", axes=0)
+    factor = half / (here - half) * batch_size
+    return _outer_of(_difference(part, batch.grad), factor, outer), jnp.zeros([], jnp.bool_)
+
+
+ESTIMATES: dict[Estimator, Estimate] = {
+    "per_example": per_example,
+    "single_example": single_example,
+    "two_batches": two_batches,
+}
+
+# The extra argument of each estimator, and its meaning.
+NEEDS: dict[Estimator, dict[str, str]] = {
+    "per_example": {"per_example_grad_fn": "the gradient of each example at given params"},
+    "single_example": {
+        "example_grad_fn": "the gradient at given params of one example drawn apart from the batch, "
+        "which evaluate makes if it is given example=one_example too"
+    },
+    "two_batches": {"grad_fn": "the gradient of a part of the batch at given params"},
+}
+
+
+def batch_gradients(
+    updates: optax.Updates,
+    params: optax.Params,
+    extras: dict[str, Any],
+    batch_size: int | jax.Array,
+    chunk_size: int | None,
+    axis_name: AxisName | None,
+) -> BatchGradients:
+    """Return the gradients of a step's batch; warn where the updates are not the batch's gradient."""
+    grad = extras.get("grad")
+    grad = updates if grad is None else mask_like(grad, params)
+    pairs = zip(*map(jax.tree.leaves, (updates, grad)), strict=False)
+    # Replicas average the gradient, which makes another array of it
+    if axis_name is None and any(one is not other for one, other in pairs):
+        warnings.warn(
+            "The gradient is not the one of the extra arguments, and the draws do not follow the "
+            "posterior: no clipping, svrg, weight decay (use normal_prior) or MultiSteps around it.",
+            stacklevel=2,
+        )
+    return BatchGradients(params, grad, extras, batch_size, chunk_size, axis_name)
+
+
+def check_noise_arguments(
+    num_data: Any,
+    batch_size: Any,
+    preconditioner: Any,
+    estimator: Any,
+    chunk_size: Any,
+    axis_name: Any,
+) -> None:
+    """Raise unless the common arguments of `constant_sgd` and `mandt_sgd` are allowed."""
+    checks.check_count("num_data", num_data)
+    checks.check_count("batch_size", batch_size)
+    if preconditioner is not None:
+        checks.check_choice("preconditioner", preconditioner, tuple(OUTER))
+    checks.check_choice("estimator", estimator, tuple(ESTIMATES))
+    if chunk_size is not None:
+        checks.check_static_count("chunk_size", chunk_size)
+    checks.check_axis_name("axis_name", axis_name)
+    if not (checks.is_concrete_number(num_data) and checks.is_concrete_number(batch_size)):
+        return
+    if int(num_data) < int(batch_size):
+        raise ValueError(f"num_data must be at least batch_size, got {num_data} and {batch_size}.")
+    if int(num_data) == int(batch_size) > 1:
+        warnings.warn(
+            f"batch_size is num_data, {num_data}: the gradient of all examples has no noise, and draws "
+            "are too narrow. Draw small batches with replacement, or use sgld or sghmc.",
+            stacklevel=3,
+        )
+
+
+def _outer_of(deviation: optax.Updates, factor: Any, outer: Outer) -> Any:
+    return _rescale(outer(jax.tree.map(lambda d: d[None], deviation)), factor)
+
+
+def _size(tree: Any) -> jax.Array:
+    """Return the squared norm of a tree, whose leaves may have several dtypes."""
+    return optax.tree.norm(optax.tree.cast(tree, accumulation_dtype(tree)), squared=True)
+
+
+def _rescale(tree: Any, factor: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf * jnp.asarray(factor, leaf.dtype), tree)
+
+
+def _difference(one: optax.Updates, other: optax.Updates) -> optax.Updates:
+    return jax.tree.map(
+        lambda a, b: a.astype(accumulation_dtype(a)) - b.astype(accumulation_dtype(a)), one, other
+    )
+
+
+def _mask_gradients(grads: Any, batch: BatchGradients, name: str, *, axes: int) -> optax.Updates:
+    """Return the gradients of unmasked params; raise unless they match params after `axes` axes."""
+    grads = mask_like(grads, batch.params)
+    shapes = jax.tree.map(lambda g: jax.ShapeDtypeStruct(jnp.shape(g)[axes:], g.dtype), grads)
+    checks.check_same_tree(name, shapes, batch.params, source="params", dtypes=False)
+    return grads
+
+
+def _check_num_examples(batch: BatchGradients) -> None:
+    """Raise where `optperm.evaluate` has evaluated a batch of another size."""
+    here = getattr(batch.extras.get("grad_fn"), "num_examples", None)
+    if here is not None:
+        _check_size(here, batch, f"grad_fn is that of a batch of {here}")
+
+
+def _check_size(here: int, batch: BatchGradients, what: str) -> None:
+    batch_size, replicas = batch.batch_size, batch.replicas
+    if checks.is_concrete_number(batch_size) and here * replicas != int(batch_size):
+        over = "" if batch.axis_name is None else f" on each of {replicas} replicas"
+        raise ValueError(
+            f"batch_size is {batch_size}, but {what} examples{over}: pass batches of one size, or "
+            "axis_name= for a batch on several devices. In place of optax.MultiSteps use chunk_size=."
+        )
+
+
+def _takes_part(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes the start and the size of a part of the batch."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    return takes_any or {"start", "size"} <= {p.name for p in parameters}

@@ -1,0 +1,184 @@
+"""Draws of params from the normal distributions that `ivon` and `swag` have learned."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes._ivon import IvonState
+from optperm.bayes._masters import MasterState, follow
+from optperm.bayes._normal_noise import normal_like
+from optperm.bayes._swag import SwagState
+from optperm.core import checks
+from optperm.core.keys import as_key
+from optperm.core.shardings import can_be_seen
+from optperm.core.states import (
+    fill_masked,
+    find_state,
+    find_states,
+    mask_like,
+    without_variables,
+)
+
+
+def sample_params(
+    opt_state: Any, params: optax.Params, key: jax.Array, num_draws: int | None = None
+) -> optax.Params:
+    r"""Draw params from the normal distribution of `optperm.ivon` or of `optperm.swag`.
+
+    .. math::
+      \theta = m + \frac{z}{\sqrt{\lambda (h + \delta)}}, \qquad
+      \theta = \bar\theta + \sqrt{\tfrac12 \Sigma_{\mathrm{diag}}}\, z_1
+      + \frac{1}{\sqrt{2 (K - 1)}} D z_2
+
+    with :math:`z` standard normal numbers, which follow from the key and from the path of each leaf:
+    sharded params draw the same numbers.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.ivon` or `optperm.swag` anywhere in it.
+      params: The current params: the mean :math:`m` of `ivon`.
+      key: A key of `jax.random`. For replicas that draw independently, pass each its own key, for
+        instance `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      num_draws: Draws to stack along a leading axis; None for one without such an axis.
+
+    Returns:
+      A tree like params, of their dtypes, but in float32 for params of 16 bits, which would round the
+      noise. A mask's other params are as in params. Traced draws of `swag` are NaN before the first
+      collection.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> w = jnp.zeros(1000)
+      >>> opt_state = optperm.ivon(0.1, ess=25.0, hess_init=4.0, weight_decay=1e-6).init(w)
+      >>> draws = optperm.bayes.sample_params(opt_state, w, jax.random.key(0), num_draws=100)
+      >>> draws.shape, round(float(draws.std()), 2)  # 1 / sqrt(25 * 4)
+      ((100, 1000), 0.1)
+
+    Notes:
+      Each replica in `jax.shard_map` needs its own key, or all of them draw the same noise.
+
+      Of a model of `flax.nnx` that `flax.nnx.Optimizer` has trained with `swag`, pass
+      `nnx.state(model, nnx.Param)`; for `ivon` initialize and draw with `nnx.to_pure_dict` of it.
+
+      Of two of them in `optax.partition` draw one after the other: pass the state of one part, then the
+      state of the other part with the first draw as the params.
+
+      `swag` has min(n, K) deviations after n collections, and no spread after a single one.
+
+      Before the first step of `ivon` the draws have the variance
+      :math:`1 / (\lambda (h_0 + \delta))`.
+
+    Raises:
+      TypeError: If `key` is no key.
+      ValueError: If there is no such state, or more than one; if params do not match it; if `swag` has
+        collected no params yet; or if `ivon` is inside `optax.MultiSteps`, which would mix the gradients
+        of several draws: take the mean loss over microbatches at one draw, or `mc_samples`.
+    """
+    if num_draws is not None:
+        checks.check_static_count("num_draws", num_draws)
+    state: Any = find_state(opt_state, (IvonState, SwagState), method="ivon or optperm.swag")
+    _check_one_model(state)
+    for accumulating in find_states(opt_state, optax.MultiStepsState):
+        if find_states(accumulating, IvonState):
+            raise ValueError(
+                "ivon inside optax.MultiSteps would mix the gradients of several draws: take the mean "
+                "loss over microbatches at one draw, or mc_samples."
+            )
+    if isinstance(state, SwagState):
+        _check_collected(state)
+    draw_one = _draw_ivon if isinstance(state, IvonState) else _draw_swag
+    # find_state returns plain arrays too
+    params = without_variables(params)
+    mean = state.momentum if isinstance(state, IvonState) else state.mean
+    seen = mask_like(params, mean)
+    source = "the optimizer state"
+    checks.check_same_tree("params", seen, mean, source=source, dtypes=False)
+    for outer in find_states(opt_state, MasterState):
+        if isinstance(outer.inner, IvonState):
+            # m of more than 16 bits, with which update compares the draw
+            seen = jax.tree.map(follow, outer.masters, seen)
+
+    def draw(key: jax.Array) -> optax.Params:
+        threefry = jax.random.key_data(jax.random.key(jax.random.bits(key), impl="threefry2x32"))
+        return fill_masked(draw_one(state, seen, threefry), params)
+
+    return draw(key) if num_draws is None else jax.vmap(draw)(jax.random.split(key, num_draws))
+
+
+def swag_mean(opt_state: Any) -> optax.Params:
+    """Return the mean of the params that `optperm.swag` has collected: stochastic weight averaging.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.swag` anywhere in it.
+
+    Returns:
+      A tree like params, in float32 or wider. Traced, it is NaN before the first collection.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> tx = optperm.swag(every=1)
+      >>> opt_state = tx.init(jnp.zeros(2))
+      >>> _, opt_state = tx.update(jnp.zeros(2), opt_state, jnp.array([1.0, 2.0]))
+      >>> optperm.bayes.swag_mean(opt_state).tolist()
+      [1.0, 2.0]
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or nothing was collected yet.
+    """
+    state = find_state(opt_state, SwagState, method="swag")
+    _check_one_model(state)
+    _check_collected(state)
+    return _mean_if_collected(state)
+
+
+def _check_one_model(state: IvonState | SwagState) -> None:
+    if jnp.ndim(state.count):
+        raise ValueError(
+            "opt_state has an axis of models: call this under jax.vmap, as it was trained."
+        )
+
+
+def _check_collected(state: SwagState) -> None:
+    if can_be_seen(state.num_models) and not state.num_models:
+        raise ValueError(
+            "swag has collected no params yet: its update does at steps start, start + every, ..."
+        )
+
+
+def _mean_if_collected(state: SwagState) -> optax.Params:
+    """Return the mean; NaN where Python cannot see that nothing was collected."""
+    return jax.tree.map(lambda mean: jnp.where(state.num_models > 0, mean, jnp.nan), state.mean)
+
+
+def _draw_ivon(state: IvonState, params: optax.Params, key: jax.Array) -> optax.Params:
+    """Draw m + z / sqrt(lambda (h + delta))."""
+
+    def draw(m: Any, h: jax.Array, z: jax.Array) -> jax.Array:
+        precision = state.ess.astype(h.dtype) * (h + state.weight_decay.astype(h.dtype))
+        return m.astype(h.dtype) + z.astype(h.dtype) * jax.lax.rsqrt(precision)
+
+    return jax.tree.map(draw, params, state.hessian, normal_like(key, params))
+
+
+def _draw_swag(state: SwagState, params: optax.Params, key: jax.Array) -> optax.Params:
+    """Draw from the diagonal, and from the span of the last deviations if there are any."""
+    rank = next((leaf.shape[0] for leaf in jax.tree.leaves(state.deviations)), 0)
+    n = state.num_models
+    columns = jnp.minimum(n, rank)
+    of_deviations, of_entries = jax.random.split(as_key(key))
+    z = normal_like(jax.random.key_data(of_entries), params)
+
+    def draw(mean: jax.Array, squares: jax.Array, rows: jax.Array, z: jax.Array) -> jax.Array:
+        # Sigma_diag is the mean square, and with deviations has half of the weight
+        share = 0.5 if rank else 1.0
+        variance = share * squares / jnp.maximum(n, 1).astype(squares.dtype)
+        theta = mean + jnp.sqrt(variance) * z.astype(mean.dtype)
+        if not rank:
+            return theta
+        # D z_2 / sqrt(2 (K - 1)), the same z_2 for all leaves; rows not yet written are zero
+        z_2 = jax.random.normal(of_deviations, (rank,), rows.dtype)
+        scale = jnp.sqrt(2 * jnp.maximum(columns - 1, 1).astype(rows.dtype))
+        return theta + jnp.tensordot(z_2 / scale, rows, axes=1)
+
+    return jax.tree.map(draw, _mean_if_collected(state), state.squares, state.deviations, z)

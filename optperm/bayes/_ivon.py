@@ -1,0 +1,286 @@
+"""IVON: variational learning of a normal distribution with a diagonal covariance, at the cost of Adam.
+
+Y. Shen, N. Daheim, B. Cong, P. Nickl, G. M. Marconi, C. Bazan, R. Yokota, I. Gurevych, D. Cremers,
+M. E. Khan and T. Moellenhoff, "Variational Learning is Effective for Large Deep Networks", ICML 2024,
+arXiv 2402.17641, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._masters import with_masters
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, wide_zeros
+from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
+from optperm.core.schedules import resolve_schedule
+from optperm.core.states import mask_like
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+
+_STEP = (
+    "draw = optperm.bayes.sample_params(opt_state, params, key), then "
+    "update(jax.grad(loss_fn)(draw, batch), opt_state, params, draw=draw)"
+)
+
+
+class IvonState(NamedTuple):
+    r"""State of `ivon`, in float32 or the parameter's dtype if wider.
+
+    Attributes:
+      count: Steps taken.
+      momentum: :math:`g`, the running mean of the gradients.
+      hessian: :math:`h`, the estimate of the Hessian's diagonal.
+      ess: :math:`\lambda`. The variances are :math:`1 / (\lambda (h + \delta))`.
+      weight_decay: :math:`\delta`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    momentum: PyTree[Float[Array, "?*shape"], "Params"]
+    hessian: PyTree[Float[Array, "?*shape"], "Params"]
+    ess: Float[Array, ""]
+    weight_decay: Float[Array, ""]
+
+
+def ivon(
+    learning_rate: optax.ScalarOrSchedule,
+    ess: float | jax.Array,
+    *,
+    hess_init: float = 1.0,
+    beta1: float | jax.Array = 0.9,
+    beta2: float | jax.Array = 0.99999,
+    weight_decay: float | jax.Array = 1e-4,
+    mc_samples: int = 1,
+    clip_radius: float | jax.Array = float("inf"),
+    rescale_lr: bool = True,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Learn a normal distribution over the params, whose mean the params are.
+
+    Each step takes the gradient :math:`\hat g` of the batch's mean loss at a draw
+    :math:`\theta = m + \epsilon`, :math:`\epsilon \sim \mathcal{N}(0, 1 / (\lambda (h + \delta)))`. With
+    all products by entry:
+
+    .. math::
+      \hat h &= \lambda (h + \delta)\, \epsilon\, \hat g \\
+      g &\leftarrow \beta_1 g + (1 - \beta_1) \hat g \\
+      h &\leftarrow \beta_2 h + (1 - \beta_2) \hat h
+        + \tfrac12 (1 - \beta_2)^2 \frac{(h - \hat h)^2}{h + \delta} \\
+      \bar g &= g / (1 - \beta_1^t) \\
+      m &\leftarrow m - \alpha\, \mathrm{clip}_\xi \frac{\bar g + \delta m}{h + \delta}
+
+    :math:`\hat h` estimates the Hessian's diagonal by Price's theorem, from the gradient alone. The last
+    term of the third line keeps :math:`h + \delta` positive.
+
+    Args:
+      learning_rate: :math:`\alpha`, a number or a schedule of the step. With `rescale_lr`, the rate of
+        SGD with momentum is a good first guess.
+      ess: :math:`\lambda > 0`, the effective sample size: the number of training examples. A larger
+        number makes the distribution narrower ("cold").
+      hess_init: :math:`h_0 > 0`. Search this number first, from 0.01 to 1: a small one makes wide draws,
+        with which training diverges.
+      beta1: :math:`\beta_1 \in [0, 1)`.
+      beta2: :math:`\beta_2 \in [0, 1)`. For a short training take 1 - 1 / steps. With a small
+        :math:`\beta_2` training diverges, since a single draw says little of the Hessian.
+      weight_decay: :math:`\delta > 0`. The prior has the precision :math:`\lambda \delta`.
+      mc_samples: Draws per step. With more than one, `updates` and `draw` have a leading axis of that
+        length.
+      clip_radius: :math:`\xi > 0`, the largest entry of the direction. With 1e-3 and a rate near 1 deep
+        networks that diverge without it train.
+      rescale_lr: Whether :math:`\alpha` is `learning_rate` times :math:`h_0 + \delta`, so that the first
+        step is a step of SGD.
+      axis_name: A mapped axis, or several, over which :math:`\hat g` and :math:`\hat h` are averaged.
+        Each replica has its own part of the batch and its own draw, from its own key.
+
+    Returns:
+      A transformation whose state is an `IvonState`. Its `update` needs the params, the gradient at a
+      draw, and this draw as the extra argument `draw`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> curvature = jnp.array([1.0, 100.0])
+      >>> grad_fn = jax.grad(lambda w: 0.5 * jnp.sum(curvature * (w - 1.0) ** 2))
+      >>> tx = optperm.ivon(0.05, ess=1000.0, beta2=0.999)
+      >>> def step(carry, key):
+      ...     w, opt_state = carry
+      ...     draw = optperm.bayes.sample_params(opt_state, w, key)
+      ...     updates, opt_state = tx.update(grad_fn(draw), opt_state, w, draw=draw)
+      ...     return (optax.apply_updates(w, updates), opt_state), None
+      >>> w = jnp.zeros(2)
+      >>> keys = jax.random.split(jax.random.key(0), 10_000)
+      >>> (w, opt_state), _ = jax.lax.scan(step, (w, tx.init(w)), keys)
+      >>> bool(jnp.allclose(w, 1.0, atol=0.05) & jnp.allclose(opt_state.hessian, curvature, rtol=0.2))
+      True
+
+    Notes:
+      The params are the mean, so an evaluation at the params needs nothing else.
+      `optperm.bayes.posterior_predictive` averages predictions over draws of
+      `optperm.bayes.sample_params`.
+
+      `optperm.training.fit` does not train with `ivon`, since each step needs a draw: write the loop.
+      `optax.inject_hyperparams` needs `static_args=("mc_samples",)`. Of a model of `flax.nnx` take
+      `nnx.to_pure_dict(nnx.state(model, nnx.Param))` as the params.
+
+      `optax.masked` passes the raw gradients of the other params through: to hold them, use
+      `optax.partition` with `optax.set_to_zero()`. An entry whose gradient is NaN keeps :math:`g` and
+      :math:`h`, though `count` rises, and the mean moves along :math:`g`.
+
+      For params of 16 bits the distribution is about a copy in float32, and the draws are in float32.
+
+      On a quadratic with Hessian :math:`H`, if the prior is weak and the batches' noise small, the
+      variances are
+      :math:`1 / (\lambda (\mathrm{diag} H + \delta))`: the best normal approximation with a diagonal
+      covariance.
+
+      The state has two numbers per parameter, as the state of Adam. A step makes one normal number per
+      parameter besides, which counts where a batch is small for the network.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `draw` is missing or is `params` itself, gradients do
+        not vary over `axis_name` where `jax.shard_map` tracks that, or trees do not match.
+
+    References:
+      Shen et al., `Variational Learning is Effective for Large Deep Networks
+      <https://arxiv.org/abs/2402.17641>`_, ICML 2024
+    """
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    checks.check_positive("clip_radius", clip_radius)
+    for name, number in {"ess": ess, "hess_init": hess_init, "weight_decay": weight_decay}.items():
+        checks.check_positive(name, number, checks.LARGEST_FLOAT32)
+    for name, number in {"beta1": beta1, "beta2": beta2}.items():
+        checks.check_in_range(name, number, 0.0, 1.0, may_be_schedule=False)
+        if checks.is_concrete_number(number) and np.float32(number) == 1:
+            raise ValueError(f"{name} must be below 1 in float32, got {number!r}.")
+    checks.check_static_count("mc_samples", mc_samples)
+    checks.check_axis_name("axis_name", axis_name)
+
+    def init(params: optax.Params) -> IvonState:
+        dtype = accumulation_dtype(params)
+        return IvonState(
+            count=jnp.zeros([], jnp.int32),
+            momentum=wide_zeros(params),
+            hessian=optax.tree.full_like(wide_zeros(params), hess_init),
+            ess=jnp.asarray(ess, dtype),
+            weight_decay=jnp.asarray(weight_decay, dtype),
+        )
+
+    def update(
+        grads: optax.Updates,
+        state: IvonState,
+        params: optax.Params,
+        *,
+        draw: optax.Params | None = None,
+        grads_of_draws: optax.Updates | None = None,
+        **_: Any,
+    ) -> tuple[optax.Updates, IvonState]:
+        draw = _check_draw(draw, params, state.momentum, mc_samples)
+        if grads_of_draws is not None:
+            checks.check_same_tree("updates", grads_of_draws, draw, source="draw", dtypes=False)
+        count = optax.safe_increment(state.count)
+        rate = resolve_schedule("learning_rate", learning_rate, state.count, state.ess.dtype)
+        of_draws = grads if grads_of_draws is None else grads_of_draws
+        products = jax.tree.map(_mean_product(mc_samples), of_draws, draw, params)
+        # All replicas have the same h, so that averages of epsilon g^ are averages of h^
+        if axis_name is not None:
+            _check_are_local(grads, axis_name)
+            grads, products = jax.lax.pmean((grads, products), axis_name)
+        debias = 1 - jnp.asarray(beta1, rate.dtype) ** count.astype(rate.dtype)
+
+        def step(m: Any, g: Any, g_hat: Any, h: Any, product: Any) -> tuple[Any, Any, Any]:
+            dtype = h.dtype
+            # 1 - beta before it is rounded: float32 would lose 0.1 % of 1 - 0.99999
+            delta, b1, b2, debiasing, radius, alpha = (
+                jnp.asarray(x, dtype)
+                for x in (weight_decay, 1 - beta1, 1 - beta2, debias, clip_radius, rate)
+            )
+            m, g_hat = m.astype(dtype), g_hat.astype(dtype)
+            # h^ = lambda (h + delta) epsilon g^, by the lambda and the delta of the draw
+            h_hat = state.ess.astype(dtype) * (h + state.weight_decay.astype(dtype)) * product
+            # g <- beta_1 g + (1 - beta_1) g^
+            g = jnp.where(jnp.isfinite(g_hat), g + b1 * (g_hat - g), g)
+            # h <- beta_2 h + (1 - beta_2) h^ + (1 - beta_2)^2 (h - h^)^2 / 2 (h + delta)
+            new_h = h + b2 * (h_hat - h) + 0.5 * (b2 * (h - h_hat)) ** 2 / (h + delta)
+            # h + delta > 0, which holds for real numbers, can be lost in rounding
+            h = jnp.where(jnp.isfinite(new_h) & (new_h + delta > 0), new_h, h)
+            # m <- m - alpha clip((g / (1 - beta_1^t) + delta m) / (h + delta)), by the new h
+            moved = jnp.clip((g / debiasing + delta * m) / (h + delta), -radius, radius)
+            # The first step is that of SGD, as h is h_0
+            scale = jnp.asarray(hess_init, dtype) + delta if rescale_lr else 1.0
+            return -alpha * scale * moved, g, h
+
+        out = jax.tree.map(step, params, state.momentum, grads, state.hessian, products)
+        updates, momentum, hessian = (
+            jax.tree.map(lambda _, found, i=i: found[i], params, out) for i in range(3)
+        )
+        return updates, IvonState(
+            count, momentum, hessian, jnp.asarray(ess), jnp.asarray(weight_decay)
+        )
+
+    single = with_masters(
+        transformation(
+            init,
+            update,
+            method="ivon",
+            like=lambda state: state.momentum,
+            dtypes=False,
+            axis_name=axis_name,
+        ),
+        method="ivon",
+        at_masters=True,
+    )
+    if mc_samples == 1:
+        return single
+
+    def update_by_draws(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        mean = jax.tree.map(lambda g: jnp.mean(g, axis=0, dtype=accumulation_dtype(g)), updates)
+        return single.update(mean, state, params, grads_of_draws=updates, **extra_args)
+
+    return transformation(single.init, update_by_draws, method="ivon", is_wrapper=True)
+
+
+def _check_draw(draw: Any, params: Any, like: Any, mc_samples: int) -> Any:
+    """Return the draw, masked like the state; raise unless it is a draw of these params."""
+    if draw is None:
+        raise ValueError(f"ivon needs the extra argument draw, which fit does not pass: {_STEP}.")
+    draw = mask_like(draw, like)
+    if mc_samples > 1:
+        like = jax.tree.map(lambda g: jax.ShapeDtypeStruct((mc_samples, *g.shape), g.dtype), like)
+    checks.check_same_tree("draw", draw, like, source="the optimizer state")
+    if any(map(operator.is_, jax.tree.leaves(draw), jax.tree.leaves(params))):
+        raise ValueError(f"draw is params itself, which have to stay the mean: {_STEP}.")
+    return draw
+
+
+def _check_are_local(grads: Any, axis_name: AxisName) -> None:
+    """Raise where gradients are sums or means over replicas already, by their types."""
+    tracked = varying_axes(jax.lax.axis_index(axis_name)).intersection(axis_names(axis_name))
+    if tracked - varying_axes(grads):
+        raise ValueError(
+            f"Gradients do not vary over the axis {axis_name!r}: they are sums or means over replicas. "
+            "Draw with jax.random.fold_in(key, jax.lax.axis_index(axis_name)), or pass no axis_name."
+        )
+
+
+def _mean_product(mc_samples: int) -> Any:
+    """Return the function (g^, draw, m) -> epsilon g^ of a leaf, the mean over stacked draws."""
+
+    def product(g: Any, draw: Any, m: Any) -> jax.Array:
+        dtype = accumulation_dtype(m)
+        g, draw, m = (jnp.asarray(x, dtype) for x in (g, draw, m))
+        if mc_samples == 1:
+            return (draw - m) * g
+        return jnp.mean((draw - m[None]) * g, axis=0)
+
+    return product

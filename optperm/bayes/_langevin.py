@@ -1,0 +1,356 @@
+"""Stochastic gradient Langevin dynamics, without momentum and with it.
+
+M. Welling and Y. W. Teh, "Bayesian Learning via Stochastic Gradient Langevin Dynamics", ICML 2011;
+T. Chen, E. B. Fox and C. Guestrin, "Stochastic Gradient Hamiltonian Monte Carlo", ICML 2014.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._covariance import BatchGradients, diagonal, per_example
+from optperm.bayes._masters import with_masters
+from optperm.bayes._normal_noise import fold, normal_like
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros, zero_if_not_finite
+from optperm.core.keys import key_data
+from optperm.core.mapped_axes import when
+from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import shard_like
+from optperm.core.states import mask_like
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
+
+# Steps from one estimate of the batches' noise to the next, and the least number of examples.
+_ESTIMATE_EVERY, _FEWEST = 200, 2
+
+
+class SgldState(NamedTuple):
+    r"""State of `sgld`.
+
+    Attributes:
+      count: Steps taken.
+      key: The raw random key of the noise.
+      reach: :math:`\epsilon T / 2` of the last step. Over the posterior's variance in a direction it is
+        the :math:`h \lambda` of that direction, and variances are too large by half of it; 0 with a
+        preconditioner.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      looks: Number of estimates of the batches' noise, one in 200 steps.
+      share: The share by which the batches' noise widens each variance, a tree like params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    reach: Float32[Array, ""]
+    left_out: Int32[Array, ""]
+    looks: Int32[Array, ""]
+    share: PyTree[Float[Array, "?*shape"], "Params"]
+
+
+class SghmcState(NamedTuple):
+    r"""State of `sghmc`.
+
+    Attributes:
+      count: Steps taken.
+      velocity: :math:`v`, a tree like params, in float32 or wider.
+      key: The raw random key of the noise.
+      reach: :math:`\eta T / (2 - \alpha)` of the last step, used as in `SgldState`.
+      left_out: As in `SgldState`.
+      looks: As in `SgldState`.
+      share: As in `SgldState`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    velocity: PyTree[Float[Array, "?*shape"], "Params"]
+    key: UInt32[Array, "2"]
+    reach: Float32[Array, ""]
+    left_out: Int32[Array, ""]
+    looks: Int32[Array, ""]
+    share: PyTree[Float[Array, "?*shape"], "Params"]
+
+
+def sgld(
+    step_size: optax.ScalarOrSchedule,
+    num_data: int | jax.Array,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    preconditioner: optax.Params | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sample by stochastic gradient Langevin dynamics: half a step downhill, and noise.
+
+    .. math::
+      \theta_{t+1} = \theta_t - \frac{\epsilon}{2} N M g_t + \sqrt{\epsilon T} M^{1/2} \xi_t,
+      \qquad \xi_t \sim N(0, I)
+
+    with :math:`g_t` the gradient of the mean loss over a batch, which includes the prior
+    (`optperm.bayes.normal_prior`). The distribution of the iterates tends to the posterior as
+    :math:`\epsilon \to 0`: the noise of :math:`g_t`, of covariance :math:`R`, widens variances by the
+    share :math:`\epsilon N^2 M R / (4 T)`.
+
+    Args:
+      step_size: :math:`\epsilon`, a number or a schedule of the step.
+      num_data: N, the number of training examples.
+      temperature: T, a number or a schedule of the step.
+      preconditioner: The diagonal of :math:`M`, a tree like params of positive numbers; None for ones.
+      seed: Seed of the noise. The key is in the state.
+
+    Returns:
+      A transformation whose state is an `SgldState`, with a float32 copy of params of 16 bits.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.sgld(1e-4, num_data=1000)  # for the posterior N(3, 1/1000)
+      >>> def step(carry, _):
+      ...     mean, opt_state = carry
+      ...     updates, opt_state = tx.update(mean - 3.0, opt_state, mean)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, length=50_000)
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    Notes:
+      With `optperm.svrg` in front, :math:`R` is small near a snapshot (the control variates of Baker et
+      al.). Do not put clipping, momentum or Adam's moments in front, which change the mean of the
+      gradients too, nor anything that scales updates behind, which changes the temperature. Entries with
+      a gradient that is not finite do not move. Each chain needs noise of its own:
+      `optperm.bayes.draw_samples` gives it; for your own chains, initialize states with different seeds.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the preconditioner does not match the params.
+
+    References:
+      Welling and Teh, *Bayesian Learning via Stochastic Gradient Langevin Dynamics*, ICML 2011
+    """
+    _check(step_size, num_data, temperature, seed)
+    if preconditioner is not None:
+        for leaf in jax.tree.leaves(preconditioner):
+            if not isinstance(leaf, jax.core.Tracer) and not np.all(np.asarray(leaf) > 0):
+                raise ValueError("preconditioner must be above 0 in every entry.")
+
+    def init(params: optax.Params) -> SgldState:
+        if preconditioner is not None:
+            checks.check_same_tree(
+                "preconditioner", preconditioner, params, source="params", dtypes=False
+            )
+        return SgldState(
+            count=jnp.zeros([], jnp.int32),
+            key=key_data(seed),
+            reach=jnp.zeros([], jnp.float32),
+            left_out=jnp.zeros([], jnp.int32),
+            looks=jnp.zeros([], jnp.int32),
+            share=wide_zeros(params),
+        )
+
+    def update(
+        g: optax.Updates, state: SgldState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SgldState]:
+        dtype = accumulation_dtype(params)
+        epsilon = resolve_schedule("step_size", step_size, state.count, dtype)
+        t = resolve_schedule("temperature", temperature, state.count, dtype)
+        n = jnp.asarray(num_data, dtype)
+        xi = normal_like(fold(state.key, state.count), params)
+        # Without a barrier XLA fuses the noise into the product that makes g: a minute of compiling
+        noisy = jax.lax.optimization_barrier(g)
+        m = optax.tree.ones_like(xi) if preconditioner is None else preconditioner
+
+        # u = -epsilon / 2 N M g + sqrt(epsilon T) M^(1/2) xi
+        def move(g: jax.Array, xi: jax.Array, m: jax.Array) -> jax.Array:
+            m = shard_like(jnp.asarray(m, xi.dtype), xi)
+            drift = (epsilon / 2 * n).astype(xi.dtype) * m * g.astype(xi.dtype)
+            return jnp.sqrt(epsilon * t).astype(xi.dtype) * jnp.sqrt(m) * xi - drift
+
+        moves = jax.tree.map(move, noisy, xi, m)
+        # The noise of g adds epsilon N^2 M R / (4 T) to each variance, as a share of it
+        factor = jax.tree.map(lambda m: epsilon * n**2 / (4 * t) * jnp.asarray(m, dtype), m)
+        looks, share = _noise_share(state, g, params, extra_args, factor)
+        return zero_if_not_finite(moves), state._replace(
+            count=optax.safe_increment(state.count),
+            reach=(epsilon * t / 2 if preconditioner is None else 0 * epsilon).astype(jnp.float32),
+            left_out=state.left_out + jnp.logical_not(all_finite(moves)).astype(jnp.int32),
+            looks=looks,
+            share=share,
+        )
+
+    return with_masters(
+        transformation(init, update, method="sgld", like=lambda state: state.share, dtypes=False),
+        method="sgld",
+    )
+
+
+def sghmc(
+    step_size: optax.ScalarOrSchedule,
+    num_data: int | jax.Array,
+    friction: float | jax.Array,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    noise_estimate: float | jax.Array = 0.0,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sample by stochastic gradient Hamiltonian Monte Carlo: momentum, friction and noise.
+
+    .. math::
+      v_{t+1} = (1 - \alpha) v_t - \eta N g_t + \sqrt{2 (\alpha - \hat\beta) \eta T} \, \xi_t, \qquad
+      \theta_{t+1} = \theta_t + v_{t+1}, \qquad \xi_t \sim N(0, I)
+
+    Equation 15 of Chen et al., with :math:`g_t` the gradient of the mean loss over a batch, which
+    includes the prior (`optperm.bayes.normal_prior`). :math:`\hat\beta = \eta N^2 R / 2` is the
+    part of the friction that balances the noise of :math:`g_t`, of covariance :math:`R`.
+
+    Args:
+      step_size: :math:`\eta`, a number or a schedule of the step: the square of the leapfrog step.
+      num_data: N, the number of training examples.
+      friction: :math:`\alpha`, in (0, 1]: 1 less the decay of the momentum. Without any there is no
+        stationary distribution.
+      temperature: T, a number or a schedule of the step.
+      noise_estimate: :math:`\hat\beta`, at most `friction`.
+      seed: Seed of the noise. The key is in the state.
+
+    Returns:
+      A transformation whose state is an `SghmcState`, with a float32 copy of params of 16 bits.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.sghmc(1e-5, num_data=1000, friction=0.1)  # for the posterior N(3, 1/1000)
+      >>> def step(carry, _):
+      ...     mean, opt_state = carry
+      ...     updates, opt_state = tx.update(mean - 3.0, opt_state, mean)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, length=50_000)
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    Notes:
+      Entries with a gradient that is not finite do not move, and keep their velocity. Each chain needs
+      noise of its own: `optperm.bayes.draw_samples` gives it; for your own chains, initialize
+      states with different seeds.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range.
+
+    References:
+      Chen, Fox and Guestrin, `Stochastic Gradient Hamiltonian Monte Carlo
+      <https://arxiv.org/abs/1402.4102>`_, ICML 2014
+    """
+    _check(step_size, num_data, temperature, seed)
+    checks.check_positive("friction", friction, 1.0)
+    most = float(friction) if checks.is_concrete_number(friction) else 1.0
+    checks.check_in_range("noise_estimate", noise_estimate, 0.0, most, may_be_schedule=False)
+    numbers = friction, noise_estimate
+
+    def init(params: optax.Params) -> SghmcState:
+        return SghmcState(
+            count=jnp.zeros([], jnp.int32),
+            velocity=wide_zeros(params),
+            key=key_data(seed),
+            reach=jnp.zeros([], jnp.float32),
+            left_out=jnp.zeros([], jnp.int32),
+            looks=jnp.zeros([], jnp.int32),
+            share=wide_zeros(params),
+        )
+
+    def update(
+        g: optax.Updates, state: SghmcState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SghmcState]:
+        dtype = accumulation_dtype(params)
+        eta = resolve_schedule("step_size", step_size, state.count, dtype)
+        t = resolve_schedule("temperature", temperature, state.count, dtype)
+        alpha, beta = (jnp.asarray(number, dtype) for number in numbers)
+        drift = eta * jnp.asarray(num_data, dtype)
+        deviation = jnp.sqrt(2 * (alpha - beta) * eta * t)
+        xi = normal_like(fold(state.key, state.count), params)
+
+        # v' = (1 - alpha) v - eta N g + sqrt(2 (alpha - beta) eta T) xi, u = v'
+        def next_velocity(v: jax.Array, g: jax.Array, xi: jax.Array) -> jax.Array:
+            kept = (1 - alpha).astype(v.dtype) * v + deviation.astype(v.dtype) * xi
+            return kept - drift.astype(v.dtype) * g.astype(v.dtype)
+
+        # The barrier of sgld
+        noisy = jax.lax.optimization_barrier(g)
+        velocity = jax.tree.map(next_velocity, state.velocity, noisy, xi)
+        is_left_out = jnp.logical_not(all_finite(velocity))
+        u = zero_if_not_finite(velocity)
+        velocity = jax.tree.map(
+            lambda v, old: jnp.where(jnp.isfinite(v), v, old), velocity, state.velocity
+        )
+        # The noise of g adds eta N^2 R / (2 alpha T) to each variance, as a share of it
+        share = eta * jnp.asarray(num_data, dtype) ** 2 / (2 * alpha * t)
+        factor = optax.tree.full_like(velocity, share, dtype)
+        looks, share = _noise_share(state, g, params, extra_args, factor)
+        return u, SghmcState(
+            count=optax.safe_increment(state.count),
+            velocity=velocity,
+            key=state.key,
+            reach=(eta * t / (2 - alpha)).astype(jnp.float32),
+            left_out=state.left_out + is_left_out.astype(jnp.int32),
+            looks=looks,
+            share=share,
+        )
+
+    return with_masters(
+        transformation(
+            init, update, method="sghmc", like=lambda state: state.velocity, dtypes=False
+        ),
+        method="sghmc",
+    )
+
+
+def _noise_share(
+    state: SgldState | SghmcState,
+    g: optax.Updates,
+    params: optax.Params,
+    extra_args: dict[str, Any],
+    factor: Any,
+) -> tuple[jax.Array, Any]:
+    """Return the number of estimates of the batches' noise, and the mean share of variances it adds.
+
+    Args:
+      state: The state before.
+      g: The gradient.
+      params: The params.
+      extra_args: The extra arguments.
+      factor: The share over the variance of the batch's gradient, a tree like params.
+    """
+    grad_fn, grad = extra_args.get("per_example_grad_fn"), extra_args.get("grad")
+    known = state.looks, state.share
+    if grad_fn is None or grad is None or not jax.tree.leaves(params):
+        return known
+    pairs = zip(*map(jax.tree.leaves, (g, mask_like(grad, params))), strict=False)
+    rows = jax.tree.leaves(jax.eval_shape(grad_fn, params))
+    # A gradient with control variates has less noise than its examples show
+    if any(one is not other for one, other in pairs) or rows[0].shape[0] < _FEWEST:
+        return known
+    batch = BatchGradients(params, g, extra_args, rows[0].shape[0], None, None)
+
+    def estimate(known: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        c_hat, _ = per_example(batch, diagonal)
+        looks = known[0] + 1
+
+        # share <- share + (factor C^ / S - share) / looks
+        def towards(share: jax.Array, c: jax.Array, factor: jax.Array) -> jax.Array:
+            new = factor.astype(share.dtype) * (c / rows[0].shape[0]).astype(share.dtype)
+            return share + jnp.where(jnp.isfinite(new), new - share, 0.0) / looks.astype(
+                share.dtype
+            )
+
+        return looks, jax.tree.map(towards, known[1], c_hat, factor)
+
+    return when(state.count % _ESTIMATE_EVERY == 0, estimate, known)
+
+
+def _check(step_size: object, num_data: object, temperature: object, seed: object) -> None:
+    checks.check_in_range("step_size", step_size, 0.0, float("inf"))
+    checks.check_count("num_data", num_data)
+    checks.check_in_range("temperature", temperature, 0.0, float("inf"))
+    checks.check_seed("seed", seed)

@@ -1,0 +1,323 @@
+"""The constant SGD of Mandt, Hoffman and Blei: only the noise of the gradients determines its steps.
+
+S. Mandt, M. Hoffman and D. Blei, "Stochastic Gradient Descent as Approximate Bayesian Inference",
+JMLR 18(134), 2017, section 4.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.bayes._adaptation import begin, update_mean
+from optperm.bayes._covariance import (
+    ESTIMATES,
+    NEEDS,
+    OUTER,
+    Estimator,
+    Preconditioner,
+    batch_gradients,
+    check_noise_arguments,
+)
+from optperm.bayes._kernel import NoiseKernel, times
+from optperm.bayes._masters import with_masters
+from optperm.bayes._power_iteration import power_iteration
+from optperm.bayes._warmup import after_burn_in
+from optperm.core import checks
+from optperm.core.dtypes import all_finite, cast_like
+from optperm.core.mapped_axes import AxisName, when
+from optperm.core.schedules import resolve_schedule
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+_UNSTABLE = 2.0
+# lambda_max(H A) is looked for in every tenth step of a burn-in, or of the first hundred.
+_PROBE_EVERY, _PROBES = 10, 100
+# After so many estimates from many examples' gradients each, a fourth of them is enough.
+_DENSE, _ESTIMATE_EVERY = 1000, 4
+
+
+class MandtSgdState(NamedTuple):
+    r"""State of `mandt_sgd`.
+
+    Attributes:
+      count: Steps taken.
+      steps: Steps that sampled.
+      unstable: Steps not taken because they would diverge.
+      uneven: Estimates for which the batch's gradient was not the mean of its examples' gradients.
+      left_out: Steps in which entries with a gradient that is not finite did not move.
+      estimates: Number of estimates of C.
+      covariance: The mean of the estimates: (D, D), a tree like params, or the mean of its diagonal.
+      kernel: The noise and the orthonormal basis of the steps.
+      sizes: h of the last step, of the form of the kernel's noise.
+      direction: The vector of the power iteration for :math:`\lambda_{\max}(H A)`, a tree like params.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    steps: Int32[Array, ""]
+    unstable: Int32[Array, ""]
+    uneven: Int32[Array, ""]
+    left_out: Int32[Array, ""]
+    estimates: Int32[Array, ""]
+    covariance: PyTree[Float[Array, "..."]]
+    kernel: NoiseKernel
+    sizes: PyTree[Float[Array, "..."]]
+    direction: PyTree[Float[Array, "?*shape"], "Params"]
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """Return H g with the steps of the last update.
+
+        Args:
+          grads: g, a tree like the params.
+        """
+        return self.kernel.precondition(grads, self.sizes)
+
+
+def mandt_sgd(
+    num_data: int | jax.Array,
+    batch_size: int | jax.Array,
+    *,
+    preconditioner: Preconditioner = "diagonal",
+    estimator: Estimator = "per_example",
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    momentum: float | jax.Array | None = None,
+    temperature: optax.ScalarOrSchedule = 1.0,
+    max_step: float | jax.Array | None = None,
+    damping: float | jax.Array = 0.0,
+    burn_in: int | jax.Array = 10,
+    freeze_after: int | jax.Array | None = None,
+    burn_in_optimizer: optax.GradientTransformation | None = None,
+    chunk_size: int | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Sample by SGD preconditioned with the noise of its gradients: Mandt, Hoffman and Blei's method.
+
+    .. math::
+      v_t = \mu v_{t-1} + H g_t, \qquad \theta_{t+1} = \theta_t - \eta (1 - \mu) v_t
+
+    With :math:`C` the covariance of one example's gradient and batches of :math:`S` examples
+
+    .. math::
+      H = \frac{2 S T}{N} \frac{D}{\operatorname{tr} C} I \quad (\text{scalar}), \qquad
+      H_{kk} = \frac{2 S T}{N C_{kk}} \quad (\text{diagonal}), \qquad
+      H = \frac{2 S T}{N} C^{-1} \quad (\text{full})
+
+    Of all matrices of its kind each brings the stationary distribution closest to the posterior near an
+    optimum, :math:`N(\theta^*, T (N A)^{-1})` with :math:`A` the Hessian of the mean loss; the full H
+    makes them equal, to first order in :math:`\lambda_{\max}(H A)`. This eigenvalue must be well below
+    2, which `optperm.constant_sgd` ensures and this method does not. A diagonal H is not always better
+    than a scalar H.
+
+    C is the mean of all estimates, one per step; with "per_example" and without the full preconditioner
+    one per four steps after the first thousand. A step uses the C of the previous step. The full
+    preconditioner decomposes C when the number of estimates is :math:`2^k` or :math:`3 \cdot 2^k`.
+
+    Args:
+      num_data: N, the number of training examples.
+      batch_size: S, the number of examples in a batch, of all replicas together.
+      preconditioner: "scalar", "diagonal" or "full".
+      estimator: "per_example", "single_example" or "two_batches", as for `optperm.constant_sgd`.
+      learning_rate: :math:`\eta`, a number or a schedule; 1 for sampling.
+      momentum: :math:`\mu`, in [0, 1); None for none.
+      temperature: T, a factor on the posterior's covariance, a number or a schedule of the step.
+      max_step: The largest eigenvalue of H; None for no limit. A limit changes the law.
+      damping: The least eigenvalue of C, in the units of C.
+      burn_in: Steps that only estimate C; the first step always does.
+      freeze_after: Steps after which C is constant; None for never.
+      burn_in_optimizer: The optimizer of the burn-in; None for no moves.
+      chunk_size: Number of examples' gradients held at once; None for as many as have a million entries,
+        at least 8.
+      axis_name: The mapped axis or axes over which each batch is spread. The gradients must be averaged
+        already.
+
+    Returns:
+      A transformation. It needs `params` and the estimator's extra argument. With `grad_fn` it takes no
+      step that would diverge; the state's `unstable` counts these steps.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> data = 3.0 + jax.random.normal(jax.random.key(0), (1000,))
+      >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2  # the posterior: N(3, 1/1000)
+      >>> tx = optperm.mandt_sgd(1000, 10)
+      >>> def step(carry, key):
+      ...     mean, opt_state = carry
+      ...     e = optperm.evaluate(loss_fn, mean, jax.random.choice(key, data, (10,)))
+      ...     updates, opt_state = tx.update(e.grad, opt_state, mean, **e.extra_args)
+      ...     mean = optax.apply_updates(mean, updates)
+      ...     return (mean, opt_state), mean
+      >>> start = jnp.array(3.0), tx.init(jnp.array(3.0))
+      >>> _, means = jax.lax.scan(step, start, jax.random.split(jax.random.key(1), 50_000))
+      >>> bool(abs(1000 * jnp.var(means) - 1.0) < 0.2)
+      True
+
+    Notes:
+      Estimates that are not finite are ignored, and entries with a gradient that is not finite do not
+      move. An entry without noise takes a step of `max_step`; without a limit, none. Where the noise
+      vanishes, as in a network that fits its data, step sizes diverge: set `max_step`. The full
+      preconditioner takes no step before 2 D examples. Draw batches with replacement.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, an extra argument is missing, a batch has another size
+        than `batch_size`, or the trees passed to `update` do not match.
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, JMLR 2017, section 4
+    """
+    check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
+    for name, number in (("learning_rate", learning_rate), ("temperature", temperature)):
+        checks.check_in_range(name, number, 0.0, float("inf"))
+    mu: Any = 0.0 if momentum is None else momentum
+    checks.check_in_range("momentum", mu, 0.0, 1.0, may_be_schedule=False)
+    checks.check_in_range("damping", damping, 0.0, float("inf"), may_be_schedule=False)
+    if max_step is not None:
+        checks.check_positive("max_step", max_step)
+    checks.check_count("burn_in", burn_in, minimum=0)
+    if freeze_after is not None:
+        checks.check_count("freeze_after", freeze_after)
+    is_full = preconditioner == "full"
+
+    def init(params: optax.Params) -> MandtSgdState:
+        kernel, adaptation = begin(params, preconditioner, 1.0)
+        return MandtSgdState(
+            count=jnp.zeros([], jnp.int32),
+            steps=jnp.zeros([], jnp.int32),
+            unstable=jnp.zeros([], jnp.int32),
+            uneven=jnp.zeros([], jnp.int32),
+            left_out=jnp.zeros([], jnp.int32),
+            estimates=jnp.zeros([], jnp.int32),
+            covariance=adaptation.covariance,
+            kernel=kernel._replace(curvature=()),
+            sizes=adaptation.curvature,
+            direction=adaptation.direction,
+        )
+
+    def sizes(noise: jax.Array, count: jax.Array) -> jax.Array:
+        # h = min(2 S T / (N max(Lambda, damping)), max_step)
+        t = resolve_schedule("temperature", temperature, count, noise.dtype)
+        s, n, least = (jnp.asarray(x, noise.dtype) for x in (batch_size, num_data, damping))
+        most = jnp.asarray(jnp.inf if max_step is None else max_step, noise.dtype)
+        h = jnp.minimum(2 * s / n * t / jnp.maximum(noise, least), most)
+        return jnp.where(jnp.isfinite(h), h, 0.0)
+
+    def update(
+        g: optax.Updates, state: MandtSgdState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, MandtSgdState]:
+        if not jax.tree.leaves(params):  # an empty part of optax.partition
+            return g, state._replace(count=optax.safe_increment(state.count))
+        kernel, count = state.kernel, state.count
+        batch = batch_gradients(g, params, extra_args, batch_size, chunk_size, axis_name)
+
+        # H g = V diag(h) V^T g, by the C of the step before: this batch's own would bias the step
+        h = jax.tree.map(lambda noise: sizes(noise, count), kernel.noise)
+        h_g = kernel.params_of(times(h, kernel.coordinates(g)), params)
+        is_due = (count >= burn_in) & kernel.is_ready
+        is_moving = is_due & (kernel.stability < _UNSTABLE)
+        moves = jax.tree.map(lambda x: jnp.where(is_moving & jnp.isfinite(x), x, 0.0), h_g)
+
+        # C <- C + (C^ - C) / n
+        is_open: Any = True if freeze_after is None else count < freeze_after
+        if estimator == "per_example" and not is_full:
+            is_open &= (count < _DENSE) | (count % _ESTIMATE_EVERY == 0)
+        following = when(
+            is_open, lambda state: _estimate(state, batch, estimator, preconditioner), state
+        )
+        # lambda_max(H A) of the H of this step, with momentum: stable below 2
+        if extra_args.get("grad_fn") is not None:
+            period = jnp.clip(jnp.asarray(burn_in) // _PROBES, 1, _PROBE_EVERY)
+            rate = resolve_schedule("learning_rate", learning_rate, count)
+            factor = rate * (1 - mu) / (1 + mu)
+            following = when(
+                (count % period == 0) & (count < jnp.maximum(burn_in, _PROBES)) & kernel.is_ready,
+                lambda state: _probe(state, batch, kernel, h, factor, count // period),
+                following,
+            )
+        is_known = (
+            following.estimates * (batch_size - 1) >= 2 * len(kernel.basis) if is_full else True
+        )
+        following = following._replace(
+            kernel=following.kernel._replace(
+                is_ready=(following.estimates > 0) & (is_known | (damping > 0))
+            ),
+            count=optax.safe_increment(count),
+            steps=state.steps + is_moving.astype(jnp.int32),
+            left_out=state.left_out + (is_moving & ~all_finite(h_g)).astype(jnp.int32),
+            unstable=state.unstable + (is_due & ~is_moving).astype(jnp.int32),
+            sizes=h,
+        )
+        return cast_like(moves, params), following
+
+    sampler = transformation(
+        init,
+        update,
+        method="mandt_sgd",
+        like=lambda state: state.direction,
+        dtypes=False,
+        needs=NEEDS[estimator],
+        axis_name=axis_name,
+    )
+
+    def rate(count: jax.Array) -> jax.Array:
+        return (1 - mu) * resolve_schedule("learning_rate", learning_rate, count)
+
+    # theta' = theta - eta (1 - mu) v', v' = mu v + H g
+    steps = [sampler, optax.scale_by_learning_rate(rate)]
+    if momentum is not None:
+        steps.insert(1, optax.trace(momentum))
+    if burn_in_optimizer is None:
+        chain = optax.with_extra_args_support(optax.chain(*steps))
+        return with_masters(chain, method="mandt_sgd")
+    return after_burn_in(burn_in, burn_in_optimizer, *steps, method="mandt_sgd")
+
+
+def _estimate(
+    state: MandtSgdState, batch: Any, estimator: Estimator, preconditioner: Preconditioner
+) -> MandtSgdState:
+    """Return the state with one more estimate of C, if it is finite, and its kernel."""
+    c_hat, is_uneven = ESTIMATES[estimator](batch, OUTER[preconditioner])
+    n = state.estimates + 1
+    covariance = update_mean(state.covariance, c_hat, n.astype(jnp.float32))
+    kernel = state.kernel
+    if preconditioner == "full":
+        # n is 2^k or 3 2^k
+        third = n // 3
+        is_due = (n & (n - 1) == 0) | ((n % 3 == 0) & (third & (third - 1) == 0))
+        noise, basis = when(
+            is_due, lambda _: tuple(jnp.linalg.eigh(covariance)), (kernel.noise, kernel.basis)
+        )
+        kernel = kernel._replace(basis=basis, noise=jnp.maximum(noise, 0.0))
+    else:
+        kernel = kernel._replace(noise=covariance)
+    new = state._replace(
+        estimates=n,
+        covariance=covariance,
+        kernel=kernel,
+        uneven=state.uneven + is_uneven.astype(jnp.int32),
+    )
+    return optax.tree.where(all_finite(c_hat), new, state)
+
+
+def _probe(
+    state: MandtSgdState,
+    batch: Any,
+    kernel: NoiseKernel,
+    h: Any,
+    factor: jax.Array,
+    taken: jax.Array,
+) -> MandtSgdState:
+    """Return the state after a step of the power iteration for the largest eigenvalue of H A."""
+    scaled = jax.tree.map(lambda h: h * factor.astype(h.dtype), h)
+    stability, direction = power_iteration(
+        kernel.stability,
+        state.direction,
+        lambda s: kernel.precondition(s, scaled),
+        batch.curvature_product,
+        taken,
+    )
+    return state._replace(kernel=state.kernel._replace(stability=stability), direction=direction)

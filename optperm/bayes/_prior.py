@@ -1,0 +1,53 @@
+"""A prior, as a part of the loss."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+
+
+def normal_prior(
+    params: optax.Params, precision: float | jax.Array, num_data: int | jax.Array
+) -> jax.Array:
+    r"""Return the share of a normal prior in the mean loss.
+
+    .. math::
+      -\frac{1}{N} \log p(\theta) = \frac{p}{2 N} \|\theta\|^2 + \text{const}, \qquad
+      \theta \sim N(0, I / p)
+
+    The loss of a sampler is the mean over examples of the negative log-likelihood, and this::
+
+        def loss_fn(params, batch):
+            losses = negative_log_likelihood(params, batch)  # one for each example
+            return jnp.mean(losses) + optperm.bayes.normal_prior(params, precision, num_data)
+
+    So the gradient of a batch, the gradients of its examples and the curvature include the prior, which
+    leaves the covariance of the examples' gradients as it is.
+
+    Args:
+      params: The params, a tree.
+      precision: p, in the units of 1 / params squared; 0 for no prior.
+      num_data: N, the number of training examples.
+
+    Returns:
+      A scalar, in float32, or float64 if a parameter is.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> float(optperm.bayes.normal_prior({"w": jnp.array([3.0, 4.0])}, precision=2.0, num_data=100))
+      0.25
+
+    Notes:
+      The mean must have equal weights: a weighted mean over a batch of one forgets the weight.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If an argument is out of range.
+    """
+    checks.check_in_range("precision", precision, 0.0, float("inf"), may_be_schedule=False)
+    checks.check_count("num_data", num_data)
+    dtype = accumulation_dtype(params)
+    squares = optax.tree.norm(optax.tree.cast(params, dtype), squared=True)
+    return jnp.asarray(precision, dtype) / (2 * jnp.asarray(num_data, dtype)) * squares

@@ -1,0 +1,304 @@
+"""Sample a posterior with one call, including batches, starts and warm-up."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._constant_sgd import constant_sgd
+from optperm.bayes._normal_noise import normal_like
+from optperm.bayes._report import SAMPLERS, warn_of_draws
+from optperm.bayes._sampling import Samples, make_runner, steps_to_learn
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import all_finite, cast_like
+from optperm.core.keys import is_key
+from optperm.core.shardings import explicit_sharding
+from optperm.core.states import check_runs, without_variables
+from optperm.evaluation import evaluate
+from optperm.exact import apply_updates
+
+# Parts of the draws, each followed by a call of `on_draws`.
+_PARTS = 10
+# Up to this many params, L-BFGS on all examples takes the starts to an optimum.
+_MOST_TO_SEARCH, _SEARCHES, _SPREAD = 4096, 200, 2.0
+_WARMUP = 1000
+_UNSEEN = (
+    "In {:.2%} of the steps the loss or the log prior was infinite, as a prior with bounds is, and "
+    "the gradient was finite: the draws ignore the bounds. Transform the parameter (m = exp(u)), and "
+    "add the log of the Jacobian (u) to log_prior."
+)
+
+Sampler = Callable[[int, int], optax.GradientTransformation]
+
+
+def sample(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    data: Any,
+    params: optax.Params,
+    key: jax.Array,
+    *,
+    log_prior: Callable[[Any], jax.Array] | None = None,
+    batch_size: int = 32,
+    sampler: Sampler = constant_sgd,
+    num_chains: int = 4,
+    num_draws: int = 1000,
+    thinning: int = 20,
+    warmup: int | None = None,
+    starts: Any = None,
+    on_draws: Callable[[int, Any], None] | None = None,
+) -> Samples:
+    r"""Draw from the posterior of a model whose loss is a mean over examples.
+
+    .. math::
+      p(\theta | x) \propto p(\theta) \prod_{n = 1}^{N} p(x_n | \theta), \qquad
+      L(\theta) = -\frac{1}{N} \sum_n \log p(x_n | \theta) - \frac{1}{N} \log p(\theta)
+
+    Batches are drawn from the data with replacement. Up to 4,096 params, the chains begin in pairs on
+    either side of `params`, about 2 away in each entry, and L-BFGS on all examples takes each to an
+    optimum. After the warm-up, twice the standard deviation of its first draws displaces each chain, and
+    as many steps are discarded: so R-hat judges chains that began too far apart, not too near. The first
+    draws are a tenth of `num_draws`, rounded up. Up to 10 draws there is no displacement.
+
+    Args:
+      loss_fn: `loss_fn(params, batch)`, the mean of :math:`-\log p(x_n | \theta)` over the examples of a
+        batch, with or without the prior.
+      data: A tree of arrays with a leading axis of N examples.
+      params: A point near the posterior, a tree.
+      key: A random key, typed or the raw data of one.
+      log_prior: `log_prior(params)`, :math:`\log p(\theta)` up to a constant, a number; None if
+        `loss_fn` includes the prior. It must be smooth and finite everywhere: sample :math:`u = \log m`
+        in place of an :math:`m > 0`, with :math:`\log p(m) + u`, where :math:`e^u` is the Jacobian.
+      batch_size: S. With 1, pass a sampler with `estimator="single_example"`.
+      sampler: `sampler(N, S)` returns the transformation that samples: `optperm.constant_sgd`,
+        `functools.partial(optperm.constant_sgd, preconditioner="diagonal")` or
+        `lambda n, s: optperm.sgld(1e-5, n)`.
+      num_chains: Chains.
+      num_draws: Draws of each chain.
+      thinning: Steps from one draw to the next.
+      warmup: Steps before the draws; None for the steps in which the sampler learns, or 1,000.
+      starts: Params with a leading axis of chains, or a function from a key to params, where the chains
+        begin without a search and a displacement.
+      on_draws: Called after each tenth of the draws (rounded up, so at most ten times), with the number
+        of draws so far and a tree of the new ones as NumPy arrays `(chain, draw, ...)`: to show
+        progress, or to write them to disk.
+
+    Returns:
+      `Samples`, whose `params` have leaves `(chain, draw, ...)`, for
+      `optperm.bayes.posterior_report` and `optperm.bayes.posterior_predictive`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = 3.0 + jax.random.normal(jax.random.key(0), (500,))  # the posterior: N(mean of x, 1/500)
+      >>> loss_fn = lambda mean, batch: jnp.mean((batch - mean) ** 2) / 2
+      >>> starts = jnp.linspace(1.0, 5.0, 4)  # one per chain; by default a search finds them
+      >>> key, counts = jax.random.key(1), {"num_draws": 500, "thinning": 10}
+      >>> samples = optperm.bayes.sample(
+      ...     loss_fn, x, jnp.zeros(()), key, batch_size=16, starts=starts, **counts
+      ... )
+      >>> bool(abs(samples.params.mean() - x.mean()) < 0.01), samples.params.shape
+      (True, (4, 500))
+      >>> bool(abs(500 * samples.params.var() - 1) < 0.15)
+      True
+
+    Notes:
+      Below some thousand examples, and where all of them are cheap to evaluate, NUTS (NumPyro, BlackJAX)
+      is faster. A leaf of `data` is indexed on the device in each step. Each call traces its
+      functions, and compiles a program only if it differs from earlier programs: none for another key,
+      unless a leaf of `data` has more than 2**18 entries.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, leaves of the data differ in length, a batch has more examples
+        than the data, starts do not match the params, or params without starts are on a mesh with
+        explicit axes.
+    """
+    if warmup is not None:
+        checks.check_count("warmup", warmup, minimum=0)
+    for name, count in (
+        ("batch_size", batch_size),
+        ("num_chains", num_chains),
+        ("num_draws", num_draws),
+        ("thinning", thinning),
+    ):
+        checks.check_static_count(name, count)
+    checks.check_function(
+        "sampler", sampler, "(num_data, batch_size) that returns a transformation"
+    )
+    params = without_variables(params)
+    data = jax.tree.map(jnp.asarray, data)
+    num_data = checks.count_examples("data", data)
+    if num_data < batch_size:
+        raise ValueError(f"batch_size is {batch_size}, but there are {num_data} examples.")
+    with warnings.catch_warnings():
+        # As many examples drawn with replacement are not all examples, and have noise
+        warnings.filterwarnings("ignore", "batch_size is num_data")
+        tx = optax.with_extra_args_support(sampler(num_data, batch_size))
+    jax.eval_shape(tx.init, params)  # refuses params that cannot be sampled before the search
+
+    loss = loss_fn if log_prior is None else _add_prior(loss_fn, log_prior, num_data)
+    jax.eval_shape(lambda p: evaluate(loss, p, data).value, params)  # refuses what is no mean
+
+    step = _make_step(loss, tx, data, num_data, batch_size)
+    keys = jax.random.split(key if is_key(key) else jax.random.wrap_key_data(key), 3)
+    begun = (
+        _search_starts(lambda p: loss(p, data), params, keys[0], num_chains)
+        if starts is None
+        else _cast_starts(starts, params, keys[0], num_chains)
+    )
+    part = -(-num_draws // _PARTS)
+    run = make_runner(step, num_chains=num_chains, num_draws=part, stacked=True)
+
+    def draw(params: Any, watched: Any, first_step: Any, warmup: int = 0) -> Samples:
+        counts = {"thinning": thinning, "warmup": warmup, "first_step": first_step}
+        return run(params, watched, keys[1], **counts)
+
+    opt_state = jit_current(jax.vmap(tx.init))(begun)
+    check_runs(opt_state, SAMPLERS, method="The sampler, which has a burn_in_optimizer of its own,")
+    if warmup is None:
+        warmup = steps_to_learn(opt_state) or _WARMUP
+    none = jnp.zeros(num_chains, jnp.int32)
+    drawn = draw(begun, _Watched(opt_state, none + warmup, none), 0, warmup)
+    if starts is None:
+        # theta + 2 sd z, and as many steps again, which R-hat would otherwise count as draws
+        z = normal_like(jax.random.key_data(keys[2]), begun)
+        begun = jax.tree.map(
+            lambda p, draws, z: (p + 2 * jnp.std(draws, axis=1) * z).astype(p.dtype),
+            drawn.last_params,
+            drawn.params,
+            z,
+        )
+        drawn = draw(begun, drawn.last_opt_state, drawn.next_step)
+        watched = drawn.last_opt_state._replace(unseen=none)
+        drawn = draw(drawn.last_params, watched, drawn.next_step)
+    parts = []
+    for index in range(-(-num_draws // part)):
+        if index:
+            drawn = draw(drawn.last_params, drawn.last_opt_state, drawn.next_step)
+        here = min(part, num_draws - index * part)
+        parts.append(jax.tree.map(lambda leaf, n=here: np.asarray(leaf)[:, :n], drawn.params))
+        if on_draws is not None:
+            on_draws(index * part + here, parts[-1])
+    draws = jax.tree.map(lambda *leaves: jnp.asarray(np.concatenate(leaves, axis=1)), *parts)
+    opt_state, _, unseen = drawn.last_opt_state
+    samples = drawn._replace(params=draws, starts=begun, last_opt_state=opt_state)
+    warn_of_draws(samples)
+    if np.any(unseen):
+        warnings.warn(
+            _UNSEEN.format(np.mean(unseen) / (len(parts) * part * thinning)), stacklevel=2
+        )
+    return samples
+
+
+class _Watched(NamedTuple):
+    """An optimizer state, and what is watched during its steps.
+
+    Attributes:
+      opt_state: The state.
+      until_draws: Steps of the warm-up that are left.
+      unseen: Steps after the warm-up at which the loss was not finite, but its gradient was.
+    """
+
+    opt_state: Any
+    until_draws: jax.Array
+    unseen: jax.Array
+
+
+def _make_step(
+    loss: Callable[[Any, Any], jax.Array],
+    tx: optax.GradientTransformationExtraArgs,
+    data: Any,
+    num_data: int,
+    batch_size: int,
+) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
+    """Return a step on a batch of the data, for `make_runner`."""
+
+    def step(params: Any, watched: Any, key: jax.Array) -> tuple[Any, Any]:
+        rows = jax.random.randint(key, (batch_size,), 0, num_data)
+        other = jax.random.randint(jax.random.fold_in(key, 1), (1,), 0, num_data)
+        batch, example = (jax.tree.map(lambda leaf, at=at: leaf[at], data) for at in (rows, other))
+        e = evaluate(loss, params, batch, example=example)
+        updates, opt_state = tx.update(e.grad, watched.opt_state, params, **e.extra_args)
+        # A sampler sees a wall only in the gradient
+        is_unseen = (watched.until_draws == 0) & ~jnp.isfinite(e.value) & all_finite(e.grad)
+        return apply_updates(params, updates, opt_state), _Watched(
+            opt_state,
+            jnp.maximum(watched.until_draws - 1, 0),
+            watched.unseen + is_unseen.astype(jnp.int32),
+        )
+
+    return step
+
+
+def _add_prior(
+    loss_fn: Callable[[Any, Any], jax.Array], log_prior: Callable[[Any], Any], num_data: int
+) -> Callable[[Any, Any], jax.Array]:
+    """Return the loss of a batch less one example's share of the log prior."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return loss_fn(params, batch) - log_prior(params) / num_data
+
+    return loss
+
+
+def _search_starts(
+    loss: Callable[[Any], jax.Array], params: optax.Params, key: jax.Array, num_chains: int
+) -> Any:
+    """Return an optimum for each chain, or the params themselves where there are many of them."""
+    if any(map(explicit_sharding, jax.tree.leaves(params))):
+        raise ValueError("params are on a mesh with explicit axes, where starts= must be passed.")
+    if optax.tree.size(params) > _MOST_TO_SEARCH:
+        return jax.tree.map(lambda p: jnp.stack([p] * num_chains), params)
+    begun = _spread(params, key, num_chains)
+    return jit_current(jax.vmap(functools.partial(_search, loss)))(begun)
+
+
+def _spread(params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return points in pairs on either side of params, so that both of two modes are tried."""
+    keys = jax.random.split(key, -(-num_chains // 2))
+    z = jax.vmap(lambda key: normal_like(jax.random.key_data(key), params))(keys)
+
+    def pairs(p: Any, z: jax.Array) -> jax.Array:
+        both = jnp.stack([p + _SPREAD * z, p - _SPREAD * z], axis=1)
+        return both.reshape(-1, *jnp.shape(p))[:num_chains].astype(jnp.result_type(p))
+
+    return jax.tree.map(pairs, params, z)
+
+
+def _cast_starts(starts: Any, params: optax.Params, key: jax.Array, num_chains: int) -> Any:
+    """Return a user's starts in the dtypes of the params."""
+    if callable(starts):
+        starts = jax.vmap(starts)(jax.random.split(key, num_chains))
+    wanted = jax.eval_shape(
+        jax.vmap(lambda _: jax.tree.map(jnp.asarray, params)), jnp.zeros(num_chains)
+    )
+    checks.check_same_tree("starts", starts, wanted, source="params", dtypes=False)
+    return cast_like(starts, wanted)
+
+
+def _search(loss_fn: Callable[[Any], jax.Array], params: optax.Params) -> Any:
+    """Return an optimum by L-BFGS, or the start if its loss is not higher."""
+    # Optax's line search needs losses and params of one dtype of more than 16 bits
+    dtype, given, tx = jnp.result_type(jnp.float32, *jax.tree.leaves(params)), params, optax.lbfgs()
+    params = optax.tree.cast(params, dtype)
+
+    def loss(params: Any) -> jax.Array:
+        return loss_fn(params).astype(dtype)
+
+    def step(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+        at, state = carry
+        value, grad = optax.value_and_grad_from_state(loss)(at, state=state)
+        updates, state = tx.update(grad, state, at, value=value, grad=grad, value_fn=loss)
+        new = optax.apply_updates(at, updates)
+        return optax.tree.where(all_finite(new), (new, state), carry), None
+
+    (found, _), _ = jax.lax.scan(step, (params, tx.init(params)), length=_SEARCHES)
+    is_lower = loss(found) < loss(params)
+    return cast_like(optax.tree.where(is_lower, found, params), given)

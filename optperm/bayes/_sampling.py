@@ -1,0 +1,314 @@
+"""Chains of a stochastic optimizer whose iterates sample a distribution."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.bayes._constant_sgd import ConstantSgdState
+from optperm.bayes._masters import wide_params
+from optperm.bayes._normal_noise import fold
+from optperm.bayes._report import NOISY, SAMPLERS, warn_of_draws
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import cast_like
+from optperm.core.keys import is_key
+from optperm.core.shardings import can_be_seen
+from optperm.core.states import check_runs, find_states, without_variables
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32, PyTree, Shaped
+
+# (params, opt_state, key) -> (params, opt_state), on a batch drawn with the key.
+StepFn = Callable[[optax.Params, Any, jax.Array], tuple[optax.Params, Any]]
+
+
+class Samples(NamedTuple):
+    """The draws of `draw_samples`, and the state from which the chains continue.
+
+    Attributes:
+      params: The draws; in float32 where a sampler of this library keeps a copy of 16-bit params.
+      last_params: The iterates at the end, whose leaves have a leading axis of chains.
+      last_opt_state: The optimizer states at the end, with the same axis.
+      next_step: Steps that each chain has taken; the `first_step` of a later call.
+      thinning: Steps from one draw to the next.
+      starts: The first params of the chains, on a leading axis of chains.
+    """
+
+    params: PyTree[Shaped[Array, "chain draw ..."]]
+    last_params: PyTree[Shaped[Array, "chain ..."]]
+    last_opt_state: PyTree[Shaped[Array, "chain ..."]]
+    next_step: Int32[Array, ""]
+    thinning: Int32[Array, ""]
+    starts: PyTree[Shaped[Array, "chain ..."]] = None
+
+
+def draw_samples(
+    step: StepFn,
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    *,
+    num_chains: int,
+    num_draws: int,
+    thinning: int = 1,
+    warmup: int | None = None,
+    stacked: bool = False,
+    first_step: int | jax.Array = 0,
+) -> Samples:
+    r"""Run several chains of a stochastic optimizer, and keep every k-th iterate of each.
+
+    Draw i, from 0, of a chain is :math:`\theta_{w + (i + 1) k}` with k the `thinning` and w the
+    `warmup`. Chain c takes its step t with the key `fold_in(fold_in(key, c), t)`, for any number of
+    chains and draws. So a run in two parts, the second from the end of the first, is the run in one::
+
+        first = draw_samples(step, params, opt_state, key, num_chains=4, num_draws=50)
+        second = draw_samples(step, first.last_params, first.last_opt_state, key,
+                              num_chains=4, num_draws=50, stacked=True, first_step=first.next_step)
+
+    Args:
+      step: `step(params, opt_state, key) -> (params, opt_state)`, one step on a batch that it draws with
+        the key. It must be traceable, and keep the form of its arguments.
+      params: The start of all chains; with `stacked`, of each chain, on a leading axis.
+      opt_state: The optimizer state to start from; with `stacked`, of each chain, on a leading axis.
+      key: A random key, typed or the raw data of one.
+      num_chains: Chains.
+      num_draws: Draws of each chain.
+      thinning: Steps from one draw to the next.
+      warmup: Steps of each chain before the first draw's. None for the steps in which
+        `optperm.constant_sgd` still learns, and 0 for other samplers.
+      stacked: Whether the leaves of `params` and `opt_state` have a leading axis of chains.
+      first_step: The t of the first step: 0, or `next_step` of the earlier `Samples` to continue.
+
+    Returns:
+      `Samples`. All draws are held in memory.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> def step(params, opt_state, key):  # constant SGD on a noisy parabola
+      ...     return params - 0.1 * (params + jax.random.normal(key)), opt_state
+      >>> samples = optperm.bayes.draw_samples(
+      ...     step, jnp.zeros(()), (), jax.random.key(0), num_chains=4, num_draws=2000, thinning=20
+      ... )
+      >>> samples.params.shape
+      (4, 2000)
+      >>> bool(abs(jnp.var(samples.params) - 0.1 / (2 - 0.1)) < 0.005)  # the stationary variance
+      True
+
+    Notes:
+      `jax.vmap` maps the chains, and one `jax.lax.scan` compiles `step` once. Each call traces `step`,
+      so that values that it reads from outside are the current ones (functions that it gives to
+      `jax.lax.scan` and the like keep what they read), and compiles a program only if it differs from
+      earlier programs. Draws of 16-bit params are the sampler's copy in float32
+      (`optperm.bayes.MasterState`), without the variance of rounding. `optperm.bayes.sample` owns
+      the loop.
+
+    Raises:
+      TypeError: If an argument is of the wrong type.
+      ValueError: If a count is below 1, or `warmup` or `first_step` below 0; if a sampler is in a phase
+        of `optperm.switch_after` that is not running; if leaves have an axis of
+        chains without `stacked`, or none of `num_chains` with it; if `step` changes the form of its
+        arguments.
+    """
+    checks.check_static_count("num_chains", num_chains)
+    checks.check_static_count("num_draws", num_draws)
+    checks.check_count("thinning", thinning)
+    if warmup is not None:
+        checks.check_count("warmup", warmup, minimum=0)
+    checks.check_count("first_step", first_step, minimum=0)
+    params, opt_state = without_variables(params), without_variables(opt_state)
+    samplers: list[Any] = find_states(opt_state, SAMPLERS)
+    if not stacked and any(jnp.ndim(state.count) for state in samplers):
+        raise ValueError("opt_state has an axis of chains: pass stacked=True and first_step=.")
+    check_runs(opt_state, SAMPLERS, method="The sampler")
+    if warmup is None:
+        warmup = steps_to_learn(opt_state)
+    run = make_runner(step, num_chains=num_chains, num_draws=num_draws, stacked=stacked)
+    samples = run(params, opt_state, key, thinning=thinning, warmup=warmup, first_step=first_step)
+    warn_of_draws(samples)
+    return samples
+
+
+def steps_to_learn(opt_state: Any) -> int:
+    """Return the number of steps in which a sampler still learns; 0 where that is traced."""
+    left = [
+        int(np.max(np.asarray(state.freeze_after) - np.asarray(state.count)))
+        for state in find_states(opt_state, ConstantSgdState)
+        if can_be_seen(state.freeze_after) and can_be_seen(state.count)
+    ]
+    return max(0, *left) if left else 0
+
+
+def make_runner(
+    step: StepFn, *, num_chains: int, num_draws: int, stacked: bool
+) -> Callable[..., Samples]:
+    """Return `run(params, opt_state, key, **counts)`, for checked arguments and without warnings.
+
+    A runner traces the step once, and takes all calls to one program.
+    """
+    programs: dict[tuple[bool, ...], Callable[..., Samples]] = {}
+
+    def run(
+        params: optax.Params, opt_state: Any, key: jax.Array, **counts: int | jax.Array
+    ) -> Samples:
+        leaves, form = jax.tree.flatten(opt_state)
+        # Counts that agree in all chains stay one number: vmap makes a select, which runs both branches
+        # in every step, of a conditional on a count of each chain
+        is_shared = tuple(not stacked or _is_shared(leaf, num_chains) for leaf in leaves)
+        if stacked:
+            pairs = zip(leaves, is_shared, strict=True)
+            opt_state = jax.tree.unflatten(form, [leaf[0] if one else leaf for leaf, one in pairs])
+        if is_shared not in programs:
+            static = num_chains, num_draws, stacked, is_shared
+            programs[is_shared] = jit_current(functools.partial(_run_chains, step, *static))
+        numbers = {name: jnp.asarray(count, jnp.int32) for name, count in counts.items()}
+        return programs[is_shared](params, opt_state, key, numbers)
+
+    return run
+
+
+def _run_chains(
+    step: StepFn,
+    num_chains: int,
+    num_draws: int,
+    stacked: bool,
+    is_shared: tuple[bool, ...],
+    params: optax.Params,
+    opt_state: Any,
+    key: jax.Array,
+    counts: dict[str, jax.Array],
+) -> Samples:
+    thinning, warmup, first_step = (counts[k] for k in ("thinning", "warmup", "first_step"))
+    chains = jnp.arange(num_chains, dtype=jnp.int32)
+    chain_keys = jax.vmap(lambda chain: jax.random.fold_in(key, chain))(chains)
+    axes = jax.tree.unflatten(
+        jax.tree.structure(opt_state), [None if shared else 0 for shared in is_shared]
+    )
+    opt_state, axes = _separate_noise(opt_state, axes, chain_keys)
+
+    def run_chain(
+        chain_key: jax.Array, params: optax.Params, opt_state: Any
+    ) -> tuple[Any, Any, Any]:
+
+        def take_step(t: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+            params, opt_state = carry
+            returned = step(params, opt_state, jax.random.fold_in(chain_key, first_step + t))
+            return _cast_step(returned, params, opt_state)
+
+        def draw(carry: tuple[Any, Any], index: jax.Array) -> tuple[tuple[Any, Any], Any]:
+            # The loop of the first draw takes the steps of the warmup too: one loop compiles one step
+            end = warmup + (index + 1) * thinning
+            start = jnp.where(index == 0, 0, end - thinning)
+            carry = jax.lax.fori_loop(start, end, take_step, carry)
+            return carry, wide_params(*carry)
+
+        # Without weak types, which a step need not return
+        carry = cast_like(params, params), cast_like(opt_state, opt_state)
+        carry, draws = jax.lax.scan(draw, carry, jnp.arange(num_draws, dtype=jnp.int32))
+        return draws, *carry
+
+    draws, last_params, last_opt_state = jax.vmap(
+        run_chain, in_axes=(0, 0 if stacked else None, axes)
+    )(chain_keys, params, opt_state)
+    next_step = first_step + warmup + num_draws * thinning
+    starts = params
+    if not stacked:
+        starts = jax.tree.map(lambda p: jnp.broadcast_to(p, (num_chains, *jnp.shape(p))), params)
+    return Samples(draws, last_params, last_opt_state, next_step, thinning, starts)
+
+
+def _is_shared(leaf: Any, num_chains: int) -> bool:
+    """Return whether an integer of each chain is the same in all chains."""
+    if isinstance(leaf, jax.core.Tracer) or jnp.shape(leaf) != (num_chains,):
+        return False
+    if is_key(leaf) or jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    values = np.asarray(leaf)
+    return bool(np.all(values == values[0]))
+
+
+def _separate_noise(opt_state: Any, axes: Any, chain_keys: jax.Array) -> tuple[Any, Any]:
+    """Return the states of all chains and their axes, each state with a key of its own."""
+
+    def separate(node: Any, axis: Any) -> tuple[Any, Any]:
+        if not isinstance(node, NOISY):
+            return node, axis
+        numbers = jax.vmap(lambda key: jax.random.bits(key, dtype=jnp.uint32))(chain_keys)
+        keys = jnp.broadcast_to(node.key, (len(chain_keys), node.key.shape[-1]))
+        own = jax.vmap(fold)(keys, numbers)
+        if axis.key is not None:
+            # Chains that continue have keys that differ, which stay. Of some equal keys all but the
+            # first are replaced; of all equal keys, each
+            equal = jnp.all(keys[:, None] == keys[None], axis=-1)
+            is_copy = jnp.any(jnp.tril(equal, k=-1), axis=1) | jnp.all(equal[0]) & (len(keys) > 1)
+            own = jnp.where(is_copy[:, None], own, keys)
+        return node._replace(key=own), axis._replace(key=0)
+
+    def is_noisy(node: Any) -> bool:
+        return isinstance(node, NOISY)
+
+    nodes, form = jax.tree.flatten(opt_state, is_leaf=is_noisy)
+    axes = jax.tree.leaves(axes, is_leaf=lambda node: is_noisy(node) or node is None)
+    pairs = [separate(*pair) for pair in zip(nodes, axes, strict=True)]
+    states, axes = zip(*pairs, strict=True) if pairs else ((), ())
+    return jax.tree.unflatten(form, states), jax.tree.unflatten(form, axes)
+
+
+def samples_as_dict(samples_params: optax.Params, *, separator: str = ".") -> dict[str, np.ndarray]:
+    """Return draws as a flat dictionary of arrays, which every version of ArviZ takes.
+
+    `arviz.rhat` and `arviz.ess` take::
+
+        arviz.convert_to_dataset(optperm.bayes.samples_as_dict(samples.params))
+
+    Args:
+      samples_params: The `params` of a `Samples`: a tree with leaves `(chain, draw, *shape)`.
+      separator: Joins the parts of a path to a name. ArviZ refuses a slash from version 1 on.
+
+    Returns:
+      NumPy arrays `(chain, draw, *shape)` by name, such as "dense.kernel"; the name of a tree that
+      is one array is "params". 16-bit floats become float32.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> optperm.bayes.samples_as_dict({"dense": {"bias": jnp.zeros((2, 1, 3))}})["dense.bias"].shape
+      (2, 1, 3)
+
+    Raises:
+      ValueError: If two leaves have the same name, or leaves differ in their axes of chains and draws.
+    """
+    samples_params = without_variables(samples_params)
+    check_draws(samples_params)
+    arrays: dict[str, np.ndarray] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(samples_params):
+        name = jax.tree_util.keystr(path, simple=True, separator=separator) or "params"
+        if name in arrays:
+            raise ValueError(f"Two leaves of samples_params have the name {name!r}: rename a key.")
+        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        arrays[name] = np.asarray(leaf, np.float32 if is_narrow else None)
+    return arrays
+
+
+def _cast_step(returned: Any, params: optax.Params, opt_state: Any) -> tuple[Any, Any]:
+    """Return what a step returned, without weak types; raise if it changed the form."""
+    new_params, new_state = without_variables(returned)
+    source = "what it was given"
+    checks.check_same_tree("the params that step returns", new_params, params, source=source)
+    checks.check_same_tree("the opt_state that step returns", new_state, opt_state, source=source)
+    return cast_like(new_params, params), cast_like(new_state, opt_state)
+
+
+def check_draws(samples_params: Any) -> None:
+    """Raise unless every leaf has the same two leading axes, of chains and of draws."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(samples_params)]
+    axes = {shape[:2] for shape in shapes}
+    if len(axes) != 1 or any(len(shape) < 2 or 0 in shape[:2] for shape in shapes):
+        raise ValueError(
+            f"samples_params must be arrays with the same axes of chains and draws, got {shapes}."
+        )

@@ -1,0 +1,160 @@
+"""SWAG: a normal distribution with the mean and the covariance of the params along a training run.
+
+W. J. Maddox, T. Garipov, P. Izmailov, D. Vetrov and A. G. Wilson, "A Simple Baseline for Bayesian
+Uncertainty in Deep Learning", NeurIPS 2019, arXiv 1902.02476.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
+from optperm.core.mapped_axes import cond
+from optperm.core.shardings import rows_like
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+
+class SwagState(NamedTuple):
+    r"""State of `swag`, in float32 or the parameter's dtype if wider.
+
+    Attributes:
+      count: Steps taken.
+      num_models: :math:`n`, the number of params collected.
+      mean: :math:`\bar\theta` (stochastic weight averaging).
+      squares: :math:`\sum_i (\theta_i - \bar\theta)^2`, by entry.
+      deviations: The last :math:`\theta_i - \bar\theta_i`: number i is in row i modulo the rank.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    num_models: Int32[Array, ""]
+    mean: PyTree[Float[Array, "?*shape"], "Params"]
+    squares: PyTree[Float[Array, "?*shape"], "Params"]
+    deviations: PyTree[Float[Array, "rank ?*shape"], "Params"]
+
+    def changes_updates(self) -> bool:
+        """Return that the updates pass unchanged."""
+        return False
+
+
+def swag(
+    every: int | jax.Array, *, rank: int = 20, start: int | jax.Array = 0
+) -> optax.GradientTransformationExtraArgs:
+    r"""Collect the mean and the covariance of the params, and leave the updates as they are.
+
+    The params :math:`\theta_1, \theta_2, \dots` at steps `start`, `start + every`, ... give
+
+    .. math::
+      \bar\theta = \frac1n \sum_i \theta_i, \qquad
+      \Sigma_{\mathrm{diag}} = \frac1n \sum_i (\theta_i - \bar\theta)^2, \qquad
+      D = (\theta_i - \bar\theta_i)_{i > n - K}
+
+    with :math:`\bar\theta_i` the mean of the first i of them, and the distribution
+
+    .. math::
+      \mathcal{N}\left(\bar\theta,\ \tfrac12 \Sigma_{\mathrm{diag}}
+      + \frac{1}{2 (K - 1)} D D^\top\right)
+
+    or, with rank 0, :math:`\mathcal{N}(\bar\theta, \Sigma_{\mathrm{diag}})`.
+
+    Args:
+      every: Steps from one collection to the next, for instance an epoch.
+      rank: :math:`K`, the number of deviations, 0 or at least 2. Each takes the memory of the params in
+        float32.
+      start: The step of the first collection.
+
+    Returns:
+      A transformation whose state is a `SwagState`. Its `update` needs `params`. Params that are not
+      finite are not collected.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.sgd(1.0), optperm.swag(every=1, rank=0))
+      >>> opt_state = tx.init(jnp.zeros(1))
+      >>> for w in (jnp.array([1.0]), jnp.array([3.0])):
+      ...     _, opt_state = tx.update(w, opt_state, w)
+      >>> optperm.bayes.swag_mean(opt_state).tolist(), (opt_state[1].squares / 2).tolist()
+      ([2.0], [1.0])
+
+    Notes:
+      In the covariance K is min(n, K), the number of deviations there are. One collection has no spread:
+      all draws are its params.
+
+      Collect at the end of a training by SGD, with a constant rate that is large enough to move around.
+      `optperm.bayes.sample_params` draws params, and `optperm.bayes.swag_mean` returns
+      :math:`\bar\theta`. Models with BatchNorm need new running statistics for the mean and for
+      each draw: one pass over training data.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+
+    References:
+      Maddox et al., `A Simple Baseline for Bayesian Uncertainty in Deep Learning
+      <https://arxiv.org/abs/1902.02476>`_, NeurIPS 2019
+    """
+    checks.check_count("every", every)
+    checks.check_count("start", start, minimum=0)
+    checks.check_static_count("rank", rank if rank else 1)
+    if rank == 1:
+        raise ValueError("rank must be 0 or at least 2, got 1.")
+
+    def init(params: optax.Params) -> SwagState:
+        return SwagState(
+            count=jnp.zeros([], jnp.int32),
+            num_models=jnp.zeros([], jnp.int32),
+            mean=wide_zeros(params),
+            squares=wide_zeros(params),
+            deviations=jax.tree.map(lambda p: rows_like(p, rank, accumulation_dtype(p)), params),
+        )
+
+    def update(
+        updates: optax.Updates, state: SwagState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, SwagState]:
+        def collect(state: SwagState) -> SwagState:
+            n = optax.safe_increment(state.num_models)
+
+            # mean <- mean + (theta - mean) / n
+            def next_mean(mean: jax.Array, theta: Any) -> jax.Array:
+                return mean + (theta.astype(mean.dtype) - mean) / n.astype(mean.dtype)
+
+            mean = jax.tree.map(next_mean, state.mean, params)
+
+            # squares <- squares + (theta - old mean) (theta - new mean): unlike E theta^2 - mean^2, this
+            # sum (Welford's) loses no digits where the params hardly move
+            def next_squares(squares: jax.Array, theta: Any, old: Any, new: Any) -> jax.Array:
+                theta = theta.astype(squares.dtype)
+                return squares + (theta - old) * (theta - new)
+
+            squares = jax.tree.map(next_squares, state.squares, params, state.mean, mean)
+
+            # D_n = theta - mean, over the oldest row
+            def write_row(rows: jax.Array, theta: Any, mean: jax.Array) -> jax.Array:
+                row = theta.astype(rows.dtype) - mean
+                return jax.lax.dynamic_update_index_in_dim(rows, row, state.num_models % rank, 0)
+
+            deviations = state.deviations
+            if rank:
+                deviations = jax.tree.map(write_row, state.deviations, params, mean)
+            return SwagState(state.count, n, mean, squares, deviations)
+
+        since = state.count - jnp.asarray(start, jnp.int32)
+        is_due = (since >= 0) & (since % jnp.asarray(every, jnp.int32) == 0)
+        new = cond(is_due & all_finite(params), collect, lambda state: state, state)
+        return updates, new._replace(count=optax.safe_increment(state.count))
+
+    return transformation(
+        init,
+        update,
+        method="swag",
+        like=lambda state: state.mean,
+        dtypes=False,
+        updates_like="updates",
+    )

@@ -1,0 +1,58 @@
+"""Cast dtypes and types of arrays, and check finiteness."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import shard_like
+
+
+def accumulation_dtype(tree: Any) -> Any:
+    """Return the dtype for sums and collectives: float64 if any leaf has it, else float32."""
+    is_double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
+    return jnp.float64 if is_double else jnp.float32
+
+
+def wide_zeros(tree: Any) -> Any:
+    """Return zeros like each leaf, sharded alike, in the dtype for sums."""
+    return jax.tree.map(lambda p: shard_like(jnp.zeros_like(p, accumulation_dtype(p)), p), tree)
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return a tree with the types of another: dtypes that are not weak, varying axes and shardings.
+
+    Varying axes are only added: values that vary over an axis cannot be made the same.
+    """
+
+    def cast(leaf: Any, wanted: Any) -> Any:
+        dtype, aval = jnp.result_type(wanted), jax.typeof(leaf)
+        if aval.dtype != dtype or aval.weak_type:
+            leaf = jax.lax.convert_element_type(leaf, dtype)
+        return shard_like(mark_varying(leaf, varying_axes(wanted)), wanted)
+
+    return jax.tree.map(cast, tree, like)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether every entry of every leaf is finite."""
+    # Zero times a finite number is zero. A sum is one pass over the leaf; a mask would be stored first.
+    flags = [jnp.isfinite(jnp.sum(leaf * 0)) for leaf in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, flags, jnp.ones([], jnp.bool_))
+
+
+def zero_if_not_finite(tree: Any) -> Any:
+    """Return a tree with zero for each entry that is not finite."""
+    return jax.tree.map(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0.0), tree)
+
+
+def as_arrays(tree: Any) -> Any:
+    """Return a tree that `jax.jit` takes: loaders may yield tensors of other libraries."""
+    # NumPy's types come first: isinstance of jax.Array is slow, and a loop calls it for every leaf.
+    known = (np.ndarray, jax.Array, np.generic, bool, int, float)
+    if all(isinstance(leaf, known) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, known) else np.asarray(leaf), tree)

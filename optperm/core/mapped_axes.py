@@ -1,0 +1,309 @@
+"""Conditionals, collectives and types over mapped axes, the same in every mapping.
+
+In the checked mode of `jax.shard_map` an array's type holds the mapped axes over which it varies.
+Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode) no array is marked as varying, and none has to be.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, auto_axes
+
+from optperm.core.shardings import explicit_sharding, shard_like, type_of, unshard
+
+Tree = TypeVar("Tree")
+AxisName = str | tuple[str, ...]
+
+
+def axis_names(axis_name: AxisName | None) -> tuple[str, ...]:
+    """Return the names of mapped axes as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+
+
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """Return the mapped axes over which any leaf of the trees is marked as varying."""
+    leaves = jax.tree.leaves(trees)
+    return frozenset().union(*(type_of(leaf).manual_axis_type.varying for leaf in leaves))
+
+
+def mark_varying(tree: Tree, axes: Iterable[str]) -> Tree:
+    """Mark every leaf as varying over the given axes, unless it already is."""
+
+    def mark(leaf: Any) -> Any:
+        missing = tuple(sorted(frozenset(axes) - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree)
+
+
+def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
+    """Mark `tree` as varying over the named axes over which `other` varies.
+
+    A gradient with respect to params that do not vary over an axis arrives summed over the axis. With
+    respect to params that are marked as varying like the batch, the gradient stays local.
+    """
+    return mark_varying(tree, varying_axes(other).intersection(axis_names(axis_name)))
+
+
+def cond(
+    predicate: jax.Array | bool,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """Call `jax.lax.cond` with branches whose types are made equal, leaf by leaf.
+
+    A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
+    as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
+    A Python bool chooses the branch while tracing.
+    """
+    if isinstance(predicate, bool):
+        return (true_fn if predicate else false_fn)(*operands)
+    # Only in shard_map and on explicit meshes do types have more than shape and dtype.
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.cond(predicate, true_fn, false_fn, *operands)
+    types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
+
+    def match_types(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: jax.tree.map(_add_types, branch(*operands), *types)
+
+    return jax.lax.cond(predicate, match_types(true_fn), match_types(false_fn), *operands)
+
+
+def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """Return `change(tree)` where a predicate holds, else the tree as it is.
+
+    This is a loop of at most one turn. XLA updates the carry of a loop in place; a conditional copies
+    each leaf that it returns, in every step. Types are made equal as in `cond`.
+
+    Args:
+      predicate: Whether to change the tree. A Python bool decides while tracing.
+      change: A function of the tree, which returns a tree of the same form.
+      tree: The tree.
+    """
+    if isinstance(predicate, bool):
+        return change(tree) if predicate else tree
+    mesh, types, is_due = jax.sharding.get_abstract_mesh(), tree, jnp.asarray(predicate)
+    if mesh.manual_axes or AxisType.Explicit in mesh.axis_types:
+        types = jax.eval_shape(change, tree)
+
+    def turn(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+        # Within a conditional, XLA does not hoist the change out of the loop into every step.
+        changed = cond(carry[0], change, lambda tree: tree, carry[1])
+        done = mark_varying(jnp.zeros([], jnp.bool_), varying_axes(is_due))
+        return done, jax.tree.map(_add_types, changed, carry[1])
+
+    start = is_due, jax.tree.map(_add_types, tree, types)
+    result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
+    return result
+
+
+def _add_types(leaf: Any, *others: Any) -> Any:
+    """Return a leaf with the varying axes and the sharding of others."""
+    return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
+
+
+def largest(tree: Tree, axis_name: AxisName | None) -> Tree:
+    """Return the maximum of each number over the named axes that `jax.vmap` maps.
+
+    Counts of steps are the same on all replicas, so their maximum stands for all. A predicate made of it
+    is not batched. `jax.vmap` turns a `jax.lax.cond` on a batched predicate into a selection, which runs
+    both branches and their collectives in every step. Axes of `jax.pmap` and `jax.shard_map` are left
+    alone: each device has a conditional of its own there.
+
+    Args:
+      tree: Numbers or flags, each a scalar on a replica.
+      axis_name: The axes over which the replicas are spread.
+
+    Raises:
+      ValueError: If a `jax.vmap` of size above 1 that is not a named axis maps the numbers.
+    """
+    if axis_name is None:
+        return tree
+    return _combine(tree, axis_names(axis_name), lambda x: jnp.max(x, axis=0), lambda x, _: x, None)
+
+
+def psum(tree: Tree, axis_name: AxisName) -> Tree:
+    """Sum over mapped axes. JAX 0.12 cannot batch its psum in a conditional on an explicit mesh."""
+
+    def sum_rows(x: Any) -> Any:
+        # Sums of integers would be wider.
+        return jnp.sum(x, axis=0, dtype=x.dtype)
+
+    return _combine(tree, axis_names(axis_name), sum_rows, jax.lax.psum, 0)
+
+
+def all_gather(tree: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
+    """Gather over mapped axes, with a result whose type does not vary over them."""
+
+    def gather(tree: Any, names: tuple[str, ...]) -> Any:
+        to = "invarying" if varying_axes(tree) else "varying"
+        return jax.lax.all_gather(tree, names, to=to) if names else tree
+
+    rows = _combine(tree, axis_names(axis_name), unshard, gather, 1)
+    if not tiled:
+        return rows
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+
+def reflect(tree: Tree, axis_name: str, shift: int) -> Tree:
+    """Return at each index i of an axis of size k the tree of index (shift - i) mod k.
+
+    However the axis is mapped, the compiled program permutes devices. `jax.vmap` would turn
+    `jax.lax.ppermute` into a gather, and a mesh would then gather everything.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def permute(tree: Any, index: Any) -> Any:
+        del index
+        size = jax.lax.axis_size(axis_name)
+        pairs = [(i, (shift - i) % size) for i in range(size)]
+        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis_name, pairs), tree)
+
+    @permute.def_vmap
+    def _(axis_size: int, in_batched: Any, tree: Any, index: Any) -> tuple[Any, Any]:
+        # Only the index of an axis that this vmap maps is batched.
+        del axis_size, index
+        are_mapped, is_own = in_batched
+        if not is_own:
+            return reflect(tree, axis_name, shift), are_mapped
+
+        def rows(leaf: Any, is_mapped: bool) -> Any:
+            return _reflect_rows(leaf, shift) if is_mapped else leaf
+
+        return jax.tree.map(rows, tree, are_mapped), are_mapped
+
+    result: Tree = permute(tree, jax.lax.axis_index(axis_name))
+    return result
+
+
+def _reflect_rows(leaf: Any, shift: int) -> Any:
+    """Return at each row i of k the row (shift - i) mod k."""
+
+    def rows(leaf: Any) -> Any:
+        return jnp.roll(jax.lax.rev(leaf, (0,)), shift + 1, axis=0)
+
+    sharding = explicit_sharding(leaf)
+    return rows(leaf) if sharding is None else auto_axes(rows, out_sharding=sharding)(leaf)
+
+
+def _combine(
+    tree: Any,
+    names: tuple[str, ...],
+    of_rows: Callable[[Any], Any],
+    of_devices: Callable[[Any, tuple[str, ...]], Any],
+    batch_axis: int | None,
+) -> Any:
+    """Combine a tree over named axes, of which `jax.vmap` maps some and devices the others.
+
+    Args:
+      tree: The tree of one replica.
+      names: The axes.
+      of_rows: Combines a leaf along its leading axis, the axis of a named `jax.vmap`.
+      of_devices: Combines a tree over the axes that no `jax.vmap` maps.
+      batch_axis: The axis of a result that the axis of any other `jax.vmap` becomes; None forbids it.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def combine(tree: Any, indices: Any) -> Any:
+        del indices
+        return of_devices(tree, names)
+
+    @combine.def_vmap
+    def _(axis_size: int, in_batched: Any, tree: Any, indices: Any) -> tuple[Any, Any]:
+        # Only the index of an axis that this vmap maps is batched.
+        del indices
+        is_mapped, is_own = in_batched
+        rest = tuple(name for name, own in zip(names, is_own, strict=True) if not own)
+        # A named vmap combines its rows, and the other axes are left to the mappings outside of it. So
+        # does an unnamed one of size 1, as in the block of a device.
+        if len(rest) < len(names) or (axis_size == 1 and batch_axis is None):
+
+            def rows(leaf: Any, mapped: bool) -> Any:
+                return of_rows(
+                    leaf if mapped else jnp.broadcast_to(leaf, (axis_size, *jnp.shape(leaf)))
+                )
+
+            result = _combine(
+                jax.tree.map(rows, tree, is_mapped), rest, of_rows, of_devices, batch_axis
+            )
+            return result, jax.tree.map(lambda _: False, result)
+        if batch_axis is None:
+            # The predicate would be batched, and the conditional a selection.
+            raise ValueError(
+                f"Counted steps in an unnamed jax.vmap over {axis_size} would exchange at every step: "
+                "name its axis to the optimizer if it maps replicas, else pass commit=."
+            )
+        # Any other vmap maps independent trees: combine each, and move its axis back to the front.
+        result = _combine(tree, names, of_rows, of_devices, batch_axis)
+        first = jax.tree.map(
+            lambda leaf, mapped: jnp.moveaxis(leaf, batch_axis, 0) if mapped else leaf,
+            result,
+            is_mapped,
+        )
+        return first, is_mapped
+
+    return combine(tree, tuple(jax.lax.axis_index(name) for name in names))
+
+
+def mean_of_function(
+    function: Callable[..., Any],
+    other: Any,
+    axis_name: AxisName | None,
+    place: Callable[[Any, Any, AxisName | None], Any],
+) -> Callable[..., Any]:
+    """Return a function of params that averages another one over the named axes.
+
+    Args:
+      function: The function of each replica, of params that are the same on all replicas.
+      other: A tree that varies over the axes, where varying axes are tracked.
+      axis_name: The axes; None for a single replica.
+      place: `shared`, or `varying_like` for a function that is itself a gradient.
+    """
+
+    @functools.wraps(function)  # Optax's line searches inspect the signature of value_fn
+    def mean(at: Any, **options: Any) -> Any:
+        result = function(place(at, other, axis_name), **options)
+        return result if axis_name is None else jax.lax.pmean(result, axis_name)
+
+    return mean
+
+
+def shared(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
+    """Return params at which to evaluate a function that is averaged over the named axes.
+
+    Where varying axes are not tracked, the derivative of the average with respect to plain params would
+    be the part of this replica alone. With respect to these params it is the derivative of the average.
+
+    Args:
+      tree: Params that are the same on every replica.
+      other: A tree that varies over the axes where varying axes are tracked, such as the batch.
+      axis_name: The axes over which the function's value is averaged.
+    """
+
+    def share(leaf: Any) -> Any:
+        local = varying_like(leaf, other, axis_name)
+        is_summed = varying_axes(local) != varying_axes(leaf)  # by the transpose of that mark
+        return local if axis_name is None or is_summed else _averaged_gradient(axis_name, local)
+
+    return jax.tree.map(share, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _averaged_gradient(axis_name: AxisName, leaf: Any) -> Any:
+    return leaf
+
+
+def _average_cotangent(axis_name: AxisName, _: None, cotangent: Any) -> tuple[Any]:
+    axes = varying_axes(cotangent)
+    if axes:
+        # In the checked mode the transpose of the average has already divided.
+        return (mark_varying(jax.lax.psum(cotangent, axis_name), axes),)
+    return (jax.lax.pmean(cotangent, axis_name),)
+
+
+_averaged_gradient.defvjp(lambda _, leaf: (leaf, None), _average_cotangent)

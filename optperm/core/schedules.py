@@ -1,0 +1,68 @@
+"""Numbers that may be schedules."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+
+# The step at which schedules are read in place of a state's own count.
+_STEP: ContextVar[jax.Array | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def schedules_at(step: jax.Array) -> Iterator[None]:
+    """Let `resolve_schedule` read schedules at another step than the count of the state.
+
+    A state that sees every tenth step counts what it has seen, while its schedules are of all steps.
+    """
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def resolve_schedule(
+    name: str,
+    number: optax.ScalarOrSchedule,
+    count: jax.Array,
+    dtype: Any = jnp.float32,
+    *,
+    low: float = 0.0,
+    high: float = float("inf"),
+) -> jax.Array:
+    """Return a number, or the value of a schedule at a step, as an array of the given dtype.
+
+    Args:
+      name: The argument's name, for messages.
+      number: The number, or the schedule.
+      count: The step.
+      dtype: The dtype of the result.
+      low: The least value allowed. A value that Python cannot see is moved to the nearest limit.
+      high: The largest value allowed.
+
+    Raises:
+      TypeError: Naming the argument whose schedule returns anything but one real number.
+      ValueError: Naming the argument whose value is seen to be out of range at this step.
+    """
+    if callable(number):
+        step = _STEP.get()
+        value = number(count if step is None else step)
+        what = f"What the schedule {name} returns"
+        kind = checks.dtype_of(what, value)
+        if jnp.ndim(value) or not checks.is_real(kind):
+            came = f"{kind}{list(jnp.shape(value))}"
+            raise TypeError(f"{what} must be a single real number, got {came}.")
+        if not isinstance(value, jax.core.Tracer):
+            checks.check_in_range(what, float(value), low, high)
+        number = value
+    # A traced value out of range cannot be refused, so it is moved to the nearest limit.
+    number = jnp.asarray(number, dtype)
+    return jnp.clip(number, jnp.asarray(low, dtype), None if np.isinf(high) else high)

@@ -1,0 +1,279 @@
+"""Find and replace the state of a method inside any composition of Optax states."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+from optperm.core.shardings import row_sharding
+
+State = TypeVar("State")
+_PHASED = "of optperm.switch_after, for example"
+
+
+@runtime_checkable
+class PhasedState(Protocol):
+    """A state of a wrapper whose parts take turns: some of them did not take the last step."""
+
+    def phases(self) -> list[tuple[Any, Any]]:
+        """Return each part, and a flag: whether it took the last step, or will take the first."""
+        ...
+
+
+def find_states(opt_state: Any, state_type: type[State] | tuple[type[State], ...]) -> list[State]:
+    """Return all states of a type inside any nesting of chain, masked, partition, MultiSteps and so on.
+
+    The search does not look inside a state that it has found, and it looks into every phase. States that
+    `flax.nnx` keeps as variables are returned as plain arrays.
+    """
+    return [without_variables(state) for state in _find_nodes(opt_state, state_type, _always)]
+
+
+def find_running_states(
+    opt_state: Any, state_type: type[State] | tuple[type[State], ...]
+) -> list[State]:
+    """Return the states that `find_states` finds, without those of a phase that is not running.
+
+    Raises:
+      ValueError: If a phase with such a state is not known, as it is traced by `jax.jit` or differs
+        between replicas.
+    """
+    return [without_variables(state) for state in _find_nodes(opt_state, state_type, _is_running)]
+
+
+def check_runs(opt_state: Any, state_type: Any, *, method: str) -> None:
+    """Raise if all states of a type are in phases that are not running."""
+    if find_states(opt_state, state_type) and not find_running_states(opt_state, state_type):
+        raise ValueError(f"{method} is in a phase ({_PHASED}) that is not running.")
+
+
+def _find_nodes(opt_state: Any, state_type: Any, may_look: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the nodes of a type, inside of phases only where the phase's flag allows it."""
+
+    def is_wanted(node: Any) -> bool:
+        return isinstance(node, state_type)
+
+    def is_end(node: Any) -> bool:
+        return is_wanted(node) or isinstance(node, PhasedState)
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_end):
+        if is_wanted(node):
+            yield node
+        elif isinstance(node, PhasedState):
+            for part, flag in node.phases():
+                within = list(_find_nodes(part, state_type, may_look))
+                # A flag is read only where it matters, as it may be traced.
+                if within and may_look(flag):
+                    yield from within
+
+
+def _always(_: Any) -> bool:
+    return True
+
+
+def _is_running(flag: Any) -> bool:
+    """Return the flag of a phase, one for all replicas."""
+    if isinstance(flag, jax.core.Tracer):
+        raise ValueError(
+            f"Which phase ({_PHASED}) is running is not known within jax.jit or jax.vmap: call this "
+            "outside of them, or pass the state of the phase."
+        )
+    # An array of several processes has values on this process as well.
+    values = {bool(each) for each in local_values(flag).ravel()}
+    if len(values) > 1:
+        raise ValueError(f"The states are in different phases ({_PHASED}): pass one.")
+    return values.pop()
+
+
+def local_values(array: Any) -> np.ndarray[Any, Any]:
+    """Return the entries of an array that this process holds, flat if they are not all."""
+    if not isinstance(array, jax.Array) or array.is_fully_addressable:
+        return np.asarray(array)
+    return np.concatenate([np.ravel(shard.data) for shard in array.addressable_shards])
+
+
+def find_state(
+    opt_state: Any, state_type: type[State] | tuple[type[State], ...], *, method: str
+) -> State:
+    """Return the only state of a type inside any nesting of Optax states, in a phase that is running.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      state_type: The NamedTuple to look for, or a tuple of several.
+      method: The public name of the transformation that makes such states, for the message.
+
+    Returns:
+      The state.
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or it is in a phase that is not running.
+    """
+    return without_variables(_find_node(opt_state, state_type, method))
+
+
+def _find_node(opt_state: Any, state_type: Any, method: str) -> Any:
+    found = list(_find_nodes(opt_state, state_type, _is_running))
+    if len(found) == 1:
+        return found[0]
+    types = state_type if isinstance(state_type, tuple) else (state_type,)
+    wanted = f"a {' or '.join(each.__name__ for each in types)} (the state of optperm.{method})"
+    if found:
+        advice = f"{len(found)}: pass the part that belongs to one of them"
+    elif find_states(opt_state, state_type):
+        advice = f"it only in a phase ({_PHASED}) that is not running"
+    else:
+        advice = "none: pass the state of an optimizer that is built with it"
+    raise ValueError(f"Looked for {wanted} in the optimizer state and found {advice}.")
+
+
+def replace_state(opt_state: Any, state_type: type[State], new: State, *, method: str) -> Any:
+    """Return the optimizer state with its only state of a type in a running phase replaced.
+
+    Args:
+      opt_state: The state of an optimizer, however composed.
+      state_type: The NamedTuple to look for.
+      new: The new state, of the same form: plain arrays, as `find_state` returns them. Where
+        `flax.nnx` keeps variables, new variables of the same kind hold them.
+      method: The public name of the transformation that makes such states, for the message.
+
+    Returns:
+      An optimizer state of the structure, shapes and dtypes of `opt_state`.
+
+    Raises:
+      ValueError: If there is no such state, or more than one, or it is in a phase that is not running,
+        or the new one is of another form.
+    """
+    place = _find_node(opt_state, state_type, method)
+    old = without_variables(place)
+    checks.check_same_tree(f"the new {state_type.__name__}", new, old, source="the optimizer state")
+    # The arrays of a state are strongly typed.
+    new = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), new)
+
+    def write(variable: Any, value: Any) -> Any:
+        return variable.replace(value) if _is_variable(variable) else value
+
+    # The same type may stand in another phase: the state is found again by its identity.
+    return jax.tree.map(
+        lambda node: (
+            jax.tree.map(write, node, new, is_leaf=_is_variable) if node is place else node
+        ),
+        opt_state,
+        is_leaf=lambda node: node is place,
+    )
+
+
+def _is_variable(node: Any) -> bool:
+    return hasattr(node, "get_value")
+
+
+def without_variables(tree: Any) -> Any:
+    """Return the tree with the array of each variable of `flax.nnx` in its place."""
+    return jax.tree.map(
+        lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
+    )
+
+
+def one_row(tree: Any) -> Any:
+    """Return the shapes, dtypes and shardings of a tree without the leading axis of its leaves."""
+
+    def row(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=row_sharding(leaf))
+
+    return jax.tree.map(row, tree)
+
+
+def is_masked(node: Any) -> bool:
+    """Return whether a node stands for params that a transformation does not see."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def mask_like(tree: Any, masked: Any) -> Any:
+    """Return the tree without the parts that are masked in another one.
+
+    A tree that does not fit under the mask is returned as it is: `checks.check_same_tree` names it.
+    """
+    try:
+        return jax.tree.map(
+            lambda mask, node: mask if is_masked(mask) else node, masked, tree, is_leaf=is_masked
+        )
+    except ValueError:
+        return tree
+
+
+def fill_masked(tree: Any, whole: Any) -> Any:
+    """Return the tree with the nodes of another one where it is masked or None."""
+
+    def is_absent(node: Any) -> bool:
+        return node is None or is_masked(node)
+
+    if not any(is_absent(node) for node in jax.tree.leaves(tree, is_leaf=is_absent)):
+        return tree
+    return jax.tree.map(
+        lambda node, filler: filler if is_absent(node) else node, tree, whole, is_leaf=is_absent
+    )
+
+
+def trained_part(params: Any) -> Any:
+    """Return a model made of dataclasses, as in Equinox, with None for each leaf that is not trained.
+
+    Real and complex floating arrays are trained. Any other tree is returned as it is.
+    """
+
+    def keep(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", None)
+        return leaf if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
+
+    nodes = jax.tree.leaves(params, is_leaf=dataclasses.is_dataclass)
+    if not any(map(dataclasses.is_dataclass, nodes)):
+        return params
+    return jax.tree.map(keep, params)
+
+
+class Match(NamedTuple):
+    """An array of an optimizer's state, and the parameter that it belongs to.
+
+    Attributes:
+      leaf: The array.
+      place: The number of the parameter among the leaves of the params; None for an array that is in no
+        tree like params, such as a count.
+      owner: The name of the state that the array is in.
+    """
+
+    leaf: Any
+    place: int | None
+    owner: str
+
+
+def match_params(state: Any, params: Any) -> list[Match]:
+    """Return for each leaf of an optimizer's state the parameter that it belongs to.
+
+    A parameter has an array wherever a part of the state has the tree structure of the params, perhaps
+    with `optax.MaskedNode` for some of them. Neither paths nor shapes count, as two params may share the
+    end of a path or a shape.
+    """
+    # Both trees hold numbers in place of arrays, so that nothing reads the arrays.
+    leaves, structure = jax.tree.flatten(state)
+    wanted: Any = jax.tree.structure(params)
+    places = wanted.unflatten(range(wanted.num_leaves))
+    found: list[Match] = []
+
+    def visit(node: Any, owner: str) -> None:
+        seen = mask_like(places, node)
+        own: Any = jax.tree.structure(node)
+        if own == jax.tree.structure(seen):
+            pairs = zip(jax.tree.leaves(node), jax.tree.leaves(seen), strict=True)
+            found.extend(Match(leaves[at], place, owner) for at, place in pairs)
+        elif isinstance(node, int):
+            found.append(Match(leaves[node], None, owner))
+        else:
+            owner = type(node).__name__ if hasattr(node, "_fields") else owner
+            for child in jax.tree.leaves(node, is_leaf=lambda each: each is not node):
+                visit(child, owner)
+
+    visit(jax.tree.unflatten(structure, range(len(leaves))), "state")
+    return found

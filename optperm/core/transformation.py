@@ -1,0 +1,139 @@
+"""Make every transformation of this library from two functions that hold its algorithm.
+
+The common promises are kept here, once: params are given and match the state, needed extra arguments are
+given, the mapped axis is bound, and results have the types of the inputs.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import cast_like
+from optperm.core.mapped_axes import AxisName
+from optperm.core.shardings import shard_like
+from optperm.core.states import mask_like
+
+_EVALUATE = (
+    "e = optperm.evaluate(loss_fn, params, batch{}), "
+    "then update(e.grad, state, params, **e.extra_args)"
+)
+# Further arguments of `optperm.evaluate` that an extra argument needs.
+_MORE = {"example_grad_fn": ", example=one_example"}
+_OTHER_LOOPS = "In a loop that cannot pass it: optperm.with_loss."
+_SOURCE = "the optimizer state"
+
+
+def transformation(
+    init: Callable[[optax.Params], Any],
+    update: Callable[..., tuple[optax.Updates, Any]],
+    *,
+    method: str,
+    like: Callable[[Any], Any] | None = None,
+    dtypes: bool = True,
+    needs: Mapping[str, str] | None = None,
+    needs_params: bool = True,
+    is_wrapper: bool = False,
+    updates_like: Literal["params", "updates"] = "params",
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation that checks its inputs and returns everything in the types of the inputs.
+
+    The type of an array is `jax.typeof(array)`: its dtype, the mapped axes over which it varies, and its
+    sharding on an explicit mesh. No type is weak. Outside of `jax.jit` any sharding is kept.
+
+    Args:
+      init: `init(params)`, the state.
+      update: `update(updates, state, params, **extra_args)`, the new updates and the new state. It names
+        the extra arguments that it uses.
+      method: The public name, for messages.
+      like: `like(state)`, a tree whose structure and shapes params and updates must have: a part of the
+        state, or `optperm.core.states.one_row` of a part. None if the state has no such part: then,
+        and where the tree is masked, updates must match params.
+      dtypes: Whether the dtypes of params must be the dtypes of that tree too.
+      needs: The extra arguments that `update` needs, each with its description. `grad_fn` is made from
+        `value_fn` where only `value_fn` is given.
+      needs_params: Whether `update` needs params.
+      is_wrapper: Whether `update` only calls other transformations, which check dtypes and trees
+        themselves.
+      updates_like: Whether the new updates have the types of params, if given, or of the updates.
+      axis_name: The mapped axis that must be bound where `update` is called.
+
+    Returns:
+      The transformation.
+    """
+    wanted = needs or {}
+
+    def init_fn(params: optax.Params) -> Any:
+        if not is_wrapper:
+            checks.check_real_floating("params", params)
+        state = init(params)
+        # Strong types: a weak one would become strong in the first step, which breaks a jax.lax.scan.
+        return cast_like(state, state)
+
+    def update_fn(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        if params is None and needs_params:
+            raise ValueError(f"{method} needs params: call update(updates, state, params).")
+        # Params and updates must fit the state: JAX would broadcast other shapes to a wrong result.
+        if like is not None:
+            expected = like(state)
+            if params is not None:
+                seen = mask_like(params, expected)
+                checks.check_same_tree("params", seen, expected, source=_SOURCE, dtypes=dtypes)
+            seen = mask_like(updates, expected)
+            checks.check_same_tree("updates", seen, expected, source=_SOURCE, dtypes=False)
+        if params is not None and not is_wrapper:
+            checks.check_same_tree("updates", updates, params, source="params", dtypes=False)
+        value_fn = extra_args.get("value_fn")
+        if "grad_fn" in wanted and extra_args.get("grad_fn") is None and value_fn is not None:
+            extra_args["grad_fn"] = _make_grad_fn(value_fn, method)
+        _check_extras(method, wanted, extra_args)
+        checks.check_axis_is_bound(axis_name)
+        if params is not None and not is_wrapper:
+            # Operations on an explicit mesh refuse gradients that are sharded unlike the params.
+            updates = jax.tree.map(shard_like, updates, params)
+        new_updates, new_state = update(updates, state, params, **extra_args)
+        # The method may compute in other dtypes: the form of state and updates never changes.
+        other = params if updates_like == "params" and params is not None else updates
+        return cast_like(new_updates, other), cast_like(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def known_extra_args(tx: Any, extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra arguments that a transformation takes; `optax.contrib.sam` takes only one."""
+    parameters = inspect.signature(tx.update).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return dict(extra_args)
+    return {name: value for name, value in extra_args.items() if name in parameters}
+
+
+def _check_extras(method: str, needs: Mapping[str, str], extra_args: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names all extra arguments that are missing."""
+    missing = [name for name in needs if extra_args.get(name) is None]
+    if missing:
+        named = ", and ".join(f"{name}, {needs[name]}" for name in missing)
+        needed = f"the extra argument{'s' * (len(missing) > 1)} {named}"
+        code = _EVALUATE.format("".join(_MORE.get(name, "") for name in missing))
+        raise ValueError(f"{method} needs {needed}: {code}. {_OTHER_LOOPS}")
+
+
+def _make_grad_fn(value_fn: Callable[..., Any], method: str) -> Callable[..., optax.Updates]:
+    """Return `grad_fn` for loops that pass only `value_fn`, such as loops for Optax's L-BFGS."""
+
+    def grad_fn(params: optax.Params, **part: Any) -> optax.Updates:
+        if part:
+            # The gradient over the whole batch would pass for the gradient over a part.
+            needed = (
+                "grad_fn, which takes a part of the batch (start=, size=), as value_fn does not"
+            )
+            code = _EVALUATE.format("")
+            raise ValueError(f"{method} needs the extra argument {needed}: {code}. {_OTHER_LOOPS}")
+        return jax.grad(value_fn)(params)
+
+    return grad_fn

@@ -1,0 +1,236 @@
+"""Combine the contributions of all replicas into one step of the center, in one collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.mapped_axes import (
+    AxisName,
+    all_gather,
+    axis_names,
+    mark_varying,
+    psum,
+    varying_axes,
+)
+
+Commit = Literal["mean", "sum", "sequential", "pairs"]
+# (center, state of its optimizer)
+Center = tuple[optax.Params, Any]
+# (center, gradient, whether there is one) -> center
+CenterStep = Callable[[Center, optax.Updates, jax.Array], Center]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The mapped axes over which replicas are spread, and over which each of them is sharded."""
+
+    axis_name: AxisName | None
+    shard_axes: AxisName
+
+    def check_are_local(
+        self, grads: optax.Updates | None, params: optax.Params, method: str
+    ) -> None:
+        """Raise where `jax.shard_map` has summed the gradients over the replicas, by their types."""
+        if self.axis_name is None:
+            return
+        tracked = varying_axes(jax.lax.axis_index(self.axis_name)) & set(axis_names(self.axis_name))
+        grads = params if grads is None else grads
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+        if tracked - varying_axes(grads) or any(tracked - varying_axes(*pair) for pair in pairs):
+            cast = f"jax.lax.pcast(params, {self.axis_name!r}, to='varying')"
+            raise ValueError(
+                f"The updates given to {method} do not vary over the axis {self.axis_name!r}: "
+                f"jax.shard_map sums gradients over it unless params vary over it. Use {cast}."
+            )
+
+    def agree(self, flag: jax.Array, tree: optax.Updates) -> jax.Array:
+        """Return whether a flag is True on all shards of one replica's tree."""
+        checks.check_axis_is_bound(self.shard_axes, name="shard_axes")
+        within = varying_axes(tree).union(axis_names(self.shard_axes))
+        axes = tuple(sorted(within.difference(axis_names(self.axis_name))))
+        if not axes:
+            return flag
+        # Where varying axes are tracked, only an array that varies can be reduced.
+        counted = mark_varying(flag.astype(jnp.int32), varying_axes(jax.lax.axis_index(axes)))
+        return jax.lax.pmin(counted, axes) > 0
+
+    def are_finite(self, tree: optax.Updates) -> jax.Array:
+        """Return whether every entry of one replica's tree is finite, on all of its shards."""
+        return self.agree(all_finite(tree), tree)
+
+    def cast_gradient(
+        self, n: optax.Updates, center: optax.Params
+    ) -> tuple[optax.Updates, jax.Array]:
+        """Return a contribution in the dtypes of the center, and whether it is finite there."""
+        gradient = optax.tree.cast_like(n, center)
+        return gradient, self.are_finite(gradient)
+
+    def make_center(self, params: optax.Params) -> optax.Params:
+        """Return one center for all replicas: their params where they agree, else the mean.
+
+        Replicas whose params are not finite have no part in the mean. Where the axis is not mapped, as
+        in `init` outside of the mapping, the params are one replica's, and the center of all.
+        """
+        name = self.axis_name
+        if name is None or not checks.is_bound(name):
+            return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
+        local = mark_varying(params, varying_axes(jax.lax.axis_index(name)))
+        # The params of the first replica, by their bits: a sum of floats would lose the sign of -0.0.
+        bits = jax.tree.map(_as_bits, local)
+        is_first = jax.lax.axis_index(name) == 0
+        of_first = psum(jax.tree.map(lambda b: jnp.where(is_first, b, 0), bits), name)
+        others = jax.tree.map(lambda b, f: jnp.any(b != f).astype(jnp.int32), bits, of_first)
+        # Every part is divided before the sum, which cannot overflow.
+        is_finite = self.are_finite(local).astype(accumulation_dtype(local))
+        w = is_finite / jax.lax.axis_size(name)
+        wide = jax.tree.map(lambda p: p.astype(accumulation_dtype(p)), local)
+        total, weight, differ = psum((scale(wide, w), w, others), name)
+
+        def choose(p: jax.Array, first: jax.Array, mean: jax.Array, differs: jax.Array) -> Any:
+            first = jax.lax.bitcast_convert_type(first.astype(_bits_dtype(p)), p.dtype)
+            one = jnp.where((differs > 0) & (weight > 0), mean.astype(p.dtype), first)
+            # The center of pairs varies from the first commit on.
+            return mark_varying(one, varying_axes(p))
+
+        return jax.tree.map(choose, params, of_first, divide(total, weight), differ)
+
+
+def _bits_dtype(array: jax.Array) -> Any:
+    return jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+
+
+def _as_bits(array: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(array, _bits_dtype(array))
+    return bits if array.dtype.itemsize >= 4 else bits.astype(jnp.uint32)
+
+
+def weigh(weight: Any, is_finite: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a replica's weight, zero if it is left out, and whether its contribution is valid.
+
+    A weight of zero is valid. A weight that is negative or not finite leaves the replica out.
+    """
+    if weight is None:
+        return is_finite.astype(dtype), is_finite
+    w = jnp.asarray(weight, dtype)
+    is_valid = is_finite & (w >= 0) & jnp.isfinite(w)
+    return jnp.where(is_valid, w, 0), is_valid
+
+
+def check_weight(weight: Any) -> None:
+    """Raise unless a weight is None or one number, which is finite and not negative if concrete."""
+    if weight is not None:
+        checks.check_in_range("weight", weight, 0.0, float("inf"), may_be_schedule=False)
+        if jnp.ndim(weight):
+            raise ValueError(
+                "weight must be a single number for each replica: map it with the params."
+            )
+
+
+def scale(tree: Any, weight: jax.Array) -> Any:
+    """Return w n, and zeros where the weight is zero, even if n is not finite."""
+    return jax.tree.map(
+        lambda x: jnp.where(weight > 0, weight.astype(x.dtype) * x, jnp.zeros_like(x)), tree
+    )
+
+
+def divide(total: Any, weights: jax.Array) -> Any:
+    """Return sum w n / sum w; zero without any weight, NaN if the sum of weights overflows."""
+    over = jnp.where(jnp.isfinite(weights), jnp.where(weights > 0, weights, 1), jnp.nan)
+    return jax.tree.map(lambda x: x / over.astype(x.dtype), total)
+
+
+# (center, contribution, step, replicas, weight) -> center, whether this replica took part
+Rule = Callable[[Center, optax.Updates, CenterStep, Replicas, Any], tuple[Center, jax.Array]]
+
+
+def _step_by_sum(
+    at: Center,
+    n: optax.Updates,
+    step: CenterStep,
+    replicas: Replicas,
+    weight: Any,
+    *,
+    is_mean: bool,
+) -> tuple[Center, jax.Array]:
+    """Make one step by sum w n, or sum w n / sum w, in one all-reduce."""
+    # A replica whose n is not finite, or overflows in the dtype of the center, weighs nothing.
+    _, is_finite = replicas.cast_gradient(n, at[0])
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    total, weights = scale(n, w), w
+    if replicas.axis_name is not None:
+        # Tree and weight in one call are one collective for each dtype, and shards stay where they are.
+        total, weights = psum((total, weights), replicas.axis_name)
+    # Finite numbers may overflow in their sum.
+    n = divide(total, weights) if is_mean else total
+    gradient, is_valid = replicas.cast_gradient(n, at[0])
+    has_any = weights > 0
+    return step(at, gradient, is_valid & has_any), takes_part & (is_valid | ~has_any)
+
+
+def _step_in_turn(
+    at: Center, n: optax.Updates, step: CenterStep, replicas: Replicas, weight: Any
+) -> tuple[Center, jax.Array]:
+    """Make a step by w n of each replica in turn, after one all-gather."""
+    _, is_finite = replicas.cast_gradient(n, at[0])
+    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
+    given = optax.tree.cast_like(scale(n, w), at[0]), w
+
+    def take_turn(at: Center, row: tuple[optax.Updates, jax.Array]) -> tuple[Center, None]:
+        return step(at, row[0], row[1] > 0), None
+
+    if replicas.axis_name is None:
+        return take_turn(at, given)[0], takes_part
+    # Every replica makes the same steps in the same order, so the centers stay the same without another
+    # collective.
+    rows = _gather_trees(given, replicas.axis_name)
+    return jax.lax.scan(take_turn, at, rows)[0], takes_part
+
+
+def _gather_trees(tree: Any, axis_name: AxisName) -> Any:
+    """Return the trees of all replicas along a leading axis, in one collective."""
+    if set(jax.sharding.get_abstract_mesh().axis_names).issubset(axis_names(axis_name)):
+        packed, unpack = ravel_pytree(tree)
+        return jax.vmap(unpack)(gather(packed, axis_name))
+    # A replica may be sharded, and packing it into one vector would gather its shards. A sum of rows
+    # moves the shards as they are.
+    return _sum_rows(tree, axis_name)
+
+
+def gather(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Return a vector of all replicas along a leading axis."""
+    names = axis_names(axis_name)
+    if len(names) > 1 and not set(names) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        # JAX gathers over one axis of jax.vmap at a time.
+        return _sum_rows(array, axis_name)
+    # On TPUs XLA compiles an all-gather of anything but whole 1,024 bytes to an all-reduce of all rows.
+    padding = -array.size % (1024 // array.dtype.itemsize)
+    return all_gather(jnp.pad(array, (0, padding)), axis_name)[:, : array.size]
+
+
+def _sum_rows(tree: Any, axis_name: AxisName) -> Any:
+    """Return the trees of all replicas along a leading axis, as a sum of padded rows."""
+    is_own = jnp.arange(jax.lax.axis_size(axis_name)) == jax.lax.axis_index(axis_name)
+
+    def make_row(leaf: jax.Array) -> jax.Array:
+        mine = jnp.expand_dims(is_own, range(1, leaf.ndim + 1))
+        return jnp.where(mine, leaf[None], jnp.zeros_like(leaf)[None])
+
+    return psum(jax.tree.map(make_row, tree), axis_name)
+
+
+# Of all replicas; `pairs.step_in_pairs` is the rule of two.
+RULES: dict[Commit, Rule] = {
+    "mean": functools.partial(_step_by_sum, is_mean=True),
+    "sum": functools.partial(_step_by_sum, is_mean=False),
+    "sequential": _step_in_turn,
+}

@@ -1,0 +1,345 @@
+"""Compress contributions with error feedback into bytes for one all-gather.
+
+A. Sarfi et al., "SparseLoCo: Communication Efficient Training with Sparse, Quantized Pseudo-Gradients",
+arXiv 2508.15706, 2025; error feedback by F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+from optperm.core.mapped_axes import AxisName, varying_axes
+from optperm.distributed._commits import Replicas, gather, scale, weigh
+
+_BITS = (1, 2, 4, 8)
+# The number of entries that share a scale, and of which a fixed number is sent.
+_CHUNK = 4096
+_DENSE_CHUNK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """Encoder of leaves into bytes, from `compress_quantized` or `compress_top_k`.
+
+    Attributes:
+      fraction: The share of the entries that is sent; None for all.
+      bits: Bits of each entry that is sent; None for float32.
+      decay: The factor of the residual, before the next contribution is added to it.
+    """
+
+    fraction: float | None
+    bits: int | None
+    decay: float | jax.Array
+
+    def encode(self, leaf: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the bytes of a leaf: codes, scales and indices, each an array of uint8."""
+        if not leaf.size:
+            return ()
+        chunks = self._split(leaf)
+        places: tuple[jax.Array, ...] = ()
+        if self.fraction is not None:
+            index = _find_largest(jnp.abs(chunks), self._count_sent(chunks.shape[1]))
+            chunks = jnp.take_along_axis(chunks, index, axis=1)
+            if self.bits == 1:
+                # One bit has no zero: a chosen zero is sent as the largest entry once more.
+                index = _repeat_first(index, chunks == 0)
+            places = (_as_bytes(index.astype(jnp.uint16)),)
+        if self.bits is None:
+            return (_as_bytes(chunks), *places)
+        if self.bits == 1:
+            # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
+            # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
+            if self.fraction is None:
+                starts = self._width(leaf.size) * np.arange(len(chunks), dtype=np.float32)
+                number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
+            else:
+                number = jnp.maximum(jnp.sum(chunks != 0, axis=1, keepdims=True), 1)
+                number = number.astype(jnp.float32)
+            scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
+            signed = chunks if self.fraction is None else _repeat_first(chunks, chunks == 0)
+            codes = (signed >= 0).astype(jnp.uint8)
+        else:
+            # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
+            scale, levels = (
+                jnp.max(jnp.abs(chunks), axis=1, keepdims=True),
+                _count_levels(self.bits),
+            )
+            # XLA divides by a reciprocal, which for the largest numbers is subnormal and becomes zero.
+            factor = jnp.where(scale > 1, 1 / 16, 1)
+            unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
+            codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
+        return (_pack(codes, self.bits), _as_bytes(scale), *places)
+
+    def decode(self, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
+        """Return the float32 leaf of the bytes of `encode`."""
+        if not encoded:
+            return jnp.zeros(shape, jnp.float32)
+        size, width = math.prod(shape), self._width(math.prod(shape))
+        number = -(-size // width)
+        if self.bits is None:
+            values, rest = _from_bytes(encoded[0], jnp.float32).reshape(number, -1), encoded[1:]
+        else:
+            scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
+            codes = _unpack(encoded[0], self.bits).reshape(number, -1).astype(jnp.int32)
+            # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
+            levels = 1 if self.bits == 1 else _count_levels(self.bits)
+            signed = 2 * codes - 1 if self.bits == 1 else codes - levels
+            values = signed.astype(jnp.float32) / levels * scale
+        if rest:
+            index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
+            rows = jnp.arange(number)[:, None]
+            values = jnp.zeros((number, width), jnp.float32).at[rows, index].set(values)
+        return values.reshape(-1)[:size].reshape(shape)
+
+    def _width(self, size: int) -> int:
+        """Return the length of the chunks of a leaf, a multiple of 8."""
+        longest = _DENSE_CHUNK if self.fraction is None else _CHUNK
+        return min(longest, -(-size // 8) * 8)
+
+    def _count_sent(self, width: int) -> int:
+        """Return the number of entries of a chunk that are sent: a multiple of 8, which fills bytes."""
+        return min(width, max(8, round(width * (self.fraction or 0) / 8) * 8))
+
+    def _split(self, leaf: jax.Array) -> jax.Array:
+        """Return the chunks of a leaf, the last one padded with zeros."""
+        width = self._width(leaf.size)
+        flat = leaf.reshape(-1).astype(jnp.float32)
+        return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+
+
+def _count_levels(bits: int) -> int:
+    """Return the number of levels above zero."""
+    return int(2 ** (bits - 1) - 1)
+
+
+def _repeat_first(rows: jax.Array, where: jax.Array) -> jax.Array:
+    """Return rows with their first entry where a condition holds."""
+    return jnp.where(where, rows[:, :1], rows)
+
+
+def _find_largest(sizes: jax.Array, number: int) -> jax.Array:
+    """Return the indices of the largest entries of each row, equal entries in order."""
+
+    @jax.custom_batching.custom_vmap
+    def find(sizes: jax.Array) -> jax.Array:
+        return jax.lax.top_k(sizes, number)[1]
+
+    @find.def_vmap
+    def _(axis_size: int, in_batched: Any, sizes: jax.Array) -> tuple[jax.Array, bool]:
+        # XLA gathers rows on several devices for a top_k; a sort leaves them where they are.
+        if axis_size == 1:
+            return find(sizes[0])[None], True
+        return jnp.argsort(-sizes, axis=-1, stable=True)[..., :number], True
+
+    result: jax.Array = find(sizes)
+    return result
+
+
+# TPUs pad a last axis to 128, so the bytes of one number are on a leading axis, far apart in memory.
+
+
+def _as_bytes(array: jax.Array) -> jax.Array:
+    """Return the bytes of numbers: the first byte of each, then the second of each, and so on."""
+    width = array.dtype.itemsize
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * width}").reshape(-1)
+    return jnp.concatenate([(bits >> (8 * i)).astype(jnp.uint8) for i in range(width)])
+
+
+def _from_bytes(array: jax.Array, dtype: Any) -> jax.Array:
+    """Return the numbers of the bytes of `_as_bytes`."""
+    width = jnp.dtype(dtype).itemsize
+    parts = array.reshape(width, -1).astype(f"uint{8 * width}")
+    return jax.lax.bitcast_convert_type(_join(parts, 8), dtype)
+
+
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Pack codes of a few bits, several in a byte."""
+    # Reshaping by way of one axis is possible for batched arrays on explicit meshes.
+    return _join(codes.reshape(-1).reshape(8 // bits, -1), bits)
+
+
+def _join(parts: jax.Array, bits: int) -> jax.Array:
+    """Join rows of parts of a few bits, the first row in the lowest bits."""
+    shifted = [part << (bits * i) for i, part in enumerate(parts)]
+    return functools.reduce(jnp.bitwise_or, shifted)
+
+
+def _unpack(packed: jax.Array, bits: int) -> jax.Array:
+    """Return the codes of a result of `_pack`."""
+    mask = jnp.uint8(2**bits - 1)
+    return jnp.concatenate([(packed >> shift) & mask for shift in range(0, 8, bits)])
+
+
+def sum_compressed(
+    compress: Compression,
+    contribution: optax.Updates,
+    residual: optax.Updates,
+    is_finite: jax.Array,
+    replicas: Replicas,
+    weight: Any = None,
+) -> tuple[optax.Updates, jax.Array, optax.Updates, jax.Array]:
+    r"""Return the weighted sum of the compressed contributions of all replicas, by one all-gather.
+
+    .. math::
+      e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
+
+    Args:
+      compress: The encoder.
+      contribution: :math:`\Delta` of this replica, a tree of floats.
+      residual: :math:`e` of this replica, a tree of floats.
+      is_finite: Whether this replica's contribution is finite. If not, its :math:`e` stays.
+      replicas: The mapped axes of the replicas.
+      weight: This replica's weight; None for 1.
+
+    Returns:
+      The sum of :math:`w s` over all valid replicas, the sum of their :math:`w`, the new :math:`e`, and
+      whether this replica is valid. If :math:`e` or :math:`s` overflows, it is not, and :math:`e` begins
+      again at zero. A replica of weight zero has sent nothing: its :math:`e` stays.
+    """
+    # e <- beta e + Delta
+    e = jax.tree.map(lambda e, n: compress.decay * e + n, residual, contribution)
+    leaves, structure = jax.tree.flatten(e)
+    codes = [compress.encode(leaf) for leaf in leaves]
+
+    def decode(codes: list[tuple[jax.Array, ...]]) -> optax.Updates:
+        pairs = zip(codes, leaves, strict=True)
+        s = [compress.decode(code, leaf.shape).astype(leaf.dtype) for code, leaf in pairs]
+        return jax.tree.unflatten(structure, s)
+
+    # s = Q(top_k(e)), e <- e - s
+    own = decode(codes)
+    rest = optax.tree.sub(e, own)
+    is_sent = replicas.are_finite((own, rest))
+    w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
+    rest_if_sent = optax.tree.where(w > 0, rest, residual)
+    rest = optax.tree.where(is_sent, rest_if_sent, optax.tree.zeros_like(rest))
+    rest = optax.tree.where(is_finite, rest, residual)
+    if replicas.axis_name is None:
+        return scale(own, w), w, rest, takes_part
+
+    # sum_i w_i s_i, one replica after another: decoding all at once would take memory for all of them.
+    rows, weights = gather_codes(codes, w, replicas.axis_name)
+
+    def add(total: optax.Updates, row: Any) -> tuple[optax.Updates, None]:
+        return optax.tree.add(total, scale(decode(row[0]), row[1])), None
+
+    first, others = (
+        jax.tree.map(lambda leaf, part=part: leaf[part], (rows, weights))
+        for part in (0, slice(1, None))
+    )
+    total = jax.lax.scan(add, scale(decode(first[0]), first[1]), others)[0]
+    return total, jnp.sum(weights), rest, takes_part
+
+
+def gather_codes(codes: Any, weight: jax.Array, axis_name: AxisName) -> tuple[Any, jax.Array]:
+    """Return the bytes and the weights of all replicas along a leading axis, by one all-gather.
+
+    Where JAX tracks varying axes, leaves that vary over different axes are gathered separately.
+    """
+    parts, structure = jax.tree.flatten((codes, _as_bytes(weight.reshape(1))))
+    rows: list[Any] = [None] * len(parts)
+
+    def list_axes(index: int) -> list[str]:
+        return sorted(varying_axes(parts[index]))
+
+    for _, group in itertools.groupby(sorted(range(len(parts)), key=list_axes), key=list_axes):
+        places = list(group)
+        joined = gather(jnp.concatenate([parts[i] for i in places]), axis_name)
+        ends = list(itertools.accumulate(parts[i].size for i in places))
+        for i, row in zip(places, jnp.split(joined, ends[:-1], axis=1), strict=True):
+            rows[i] = row
+    all_codes, weights = jax.tree.unflatten(structure, rows)
+    return all_codes, jax.vmap(lambda row: _from_bytes(row, jnp.float32)[0])(weights)
+
+
+def compress_quantized(bits: int, decay: float = 1.0) -> Compression:
+    r"""Send every entry in a few bits, for `compress=` of `optperm.diloco`.
+
+    .. math::
+      e \leftarrow \beta e + \Delta, \qquad s = Q(e), \qquad e \leftarrow e - s
+
+    with :math:`\Delta` the next contribution and :math:`s` what is sent: rounding errors are sent later.
+
+    Args:
+      bits: :math:`b`, 1, 2, 4 or 8, of each entry.
+      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`.
+
+    Returns:
+      A `Compression`.
+
+    Example:
+      >>> import optax, optperm
+      >>> tx = optperm.diloco(
+      ...     optax.adamw(1e-3), sync_every=100, compress=optperm.distributed.compress_quantized(bits=4)
+      ... )
+
+    Notes:
+      Runs of 256 entries of a leaf share a scale, their largest magnitude. :math:`Q` rounds to
+      :math:`2^b - 1` evenly spaced levels from minus to plus the scale, with zero among them. With one
+      bit the scale is the mean magnitude and :math:`Q` is the sign, which has no zero: entries that do
+      not move are moved back and forth.
+
+    Raises:
+      TypeError: If `decay` is not a number.
+      ValueError: If an argument is out of range.
+
+    References:
+      Douillard et al., `Streaming DiLoCo with overlapping communication
+      <https://arxiv.org/abs/2501.18512>`_, 2025
+    """
+    _check_bits(bits)
+    checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)
+    return Compression(None, bits, decay)
+
+
+def compress_top_k(fraction: float, bits: int | None = None, decay: float = 0.95) -> Compression:
+    r"""Send only the largest entries, for `compress=` of `optperm.diloco`.
+
+    .. math::
+      e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
+
+    with :math:`\Delta` the next contribution and :math:`s` what is sent: other entries are sent later.
+
+    Args:
+      fraction: The share of entries that is sent, in (0, 1].
+      bits: 1, 2, 4 or 8, of each entry that is sent; None for float32.
+      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`.
+
+    Returns:
+      A `Compression`.
+
+    Example:
+      >>> import optax, optperm
+      >>> compress = optperm.distributed.compress_top_k(1 / 32, bits=2)
+      >>> tx = optperm.diloco(optax.adamw(1e-3), sync_every=100, compress=compress)
+
+    Notes:
+      The largest entries are chosen in each run of 4,096 entries of a leaf, a multiple of 8 per run. The
+      index of an entry takes two bytes. An entry of zero stays zero, also with one bit.
+
+    Raises:
+      TypeError: If `fraction` or `decay` is not a number.
+      ValueError: If an argument is out of range.
+
+    References:
+      Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025
+    """
+    checks.check_positive("fraction", fraction, 1.0)
+    if bits is not None:
+        _check_bits(bits)
+    checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)
+    return Compression(float(fraction), bits, decay)
+
+
+def _check_bits(bits: object) -> None:
+    checks.check_static_count("bits", bits)
+    if bits not in _BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, _BITS))}, got {bits!r}.")

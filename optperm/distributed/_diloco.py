@@ -1,0 +1,395 @@
+"""DiLoCo: many local steps of an inner optimizer, and rare steps of an outer one on their sum.
+
+A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv 2311.08105, 2023; in fragments that may arrive some steps later, "Streaming DiLoCo with
+overlapping communication: Towards a Distributed Free Lunch", arXiv 2501.18512, 2025.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import AxisName
+from optperm.core.shardings import shard_like
+from optperm.core.transformation import transformation
+from optperm.distributed._commits import Replicas, check_weight
+from optperm.distributed._compression import Compression
+from optperm.distributed._exchanges import NOTHING, Exchanger
+from optperm.distributed._fragments import FragmentOf, Fragments
+from optperm.distributed._local_steps import (
+    Period,
+    check_can_be_pulled,
+    check_period,
+    ends_period,
+    finish,
+    is_commit_only,
+    keep_exact,
+    make_center_step,
+    make_local_step,
+    replace_center,
+)
+from optperm.distributed._pairs import check_can_be_paired
+from optperm.distributed._plans import Due, Every, Exchange, resolve_due
+from optperm.exact import Exact, apply_updates, exact_entries, placing_states
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+
+class DilocoState(NamedTuple):
+    """State of `diloco`, one on each replica.
+
+    Attributes:
+      count: Steps taken.
+      since_commit: Steps since a step that exchanged all params.
+      commits: Steps that exchanged all params.
+      local_state: State of the inner optimizer.
+      center_state: For each fragment the state of the outer optimizer.
+      center: The params that all replicas agree on.
+      in_flight: The mean of the last contributions; empty without a delay.
+      weights: For each fragment the sum of the weights of the last contributions; -1 if nothing is in
+        flight.
+      residual: The part of the contributions that compression has not sent yet; empty without it.
+      pulled: For each leaf, or each slice of a leaf, whether the last step put it on the center.
+      skipped: Exchanges without this replica's contribution, because its params or the sum of all
+        contributions were not finite.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    since_commit: Int32[Array, ""]
+    commits: Int32[Array, ""]
+    local_state: Any
+    center_state: Any
+    center: PyTree[Float[Array, "..."]]
+    in_flight: PyTree[Float[Array, "..."]]
+    weights: Float[Array, " fragments"]
+    residual: PyTree[Float[Array, "..."]]
+    pulled: Bool[Array, "leaves slices"]
+    skipped: Int32[Array, ""]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the local optimizer and, overriding its targets, the center."""
+        stack, longest = self.count.ndim, self.pulled.shape[-1]
+        leaves, structure = jax.tree.flatten(self.center)
+
+        def flag(index: int, leaf: jax.Array) -> jax.Array:
+            row = self.pulled[..., index, :]
+            # The row of a whole leaf holds the same flag everywhere.
+            length = leaf.shape[stack] if leaf.ndim > stack and leaf.shape[stack] <= longest else 1
+            length = 1 if longest == 1 else length
+            shape = leaf.shape[:stack] + (length,) * (leaf.ndim > stack)
+            row = row[..., :length].reshape(*shape, *(1,) * (leaf.ndim - len(shape)))
+            return row if length == 1 else shard_like(jnp.broadcast_to(row, leaf.shape), leaf)
+
+        flags = [flag(index, leaf) for index, leaf in enumerate(leaves)]
+        where = jax.tree.unflatten(structure, flags)
+        return [*exact_entries(self.local_state), Exact(self.center, where, is_target=True)]
+
+    def steps_since_commit(self) -> jax.Array:
+        """Return the number of steps that the center lacks."""
+        return self.since_commit
+
+    def replace_targets(self, other: Any) -> DilocoState:
+        """Return this state with the center of another, and with the targets of its optimizers.
+
+        Args:
+          other: A state of the same form.
+        """
+        # What is in flight, or was not sent, belongs to the center of before.
+        return replace_center(self, other)._replace(
+            weights=jnp.full_like(self.weights, NOTHING),
+            residual=optax.tree.zeros_like(self.residual),
+        )
+
+
+def diloco(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None = None,
+    sync_every: Period | Every = 500,
+    *,
+    axis_name: AxisName | None = None,
+    commit: Literal["mean", "pairs"] = "mean",
+    mixing: float | jax.Array = 0.0,
+    compress: Compression | None = None,
+    center_dtype: Any = None,
+    fragment_of: FragmentOf | None = None,
+    shard_axes: AxisName = (),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Make many local steps on every replica, then one outer step by their mean displacement.
+
+    Replica :math:`i` trains its params :math:`\theta^i` with the inner optimizer. After every :math:`H`
+    steps the outer optimizer gets the displacement from the center :math:`c` *as a gradient*, and every
+    replica is pulled to the new center:
+
+    .. math::
+      \Delta = \frac{1}{k} \sum_{i=1}^{k} (c - \theta^i), \qquad
+      c \leftarrow c + u_{\text{outer}}(\Delta), \qquad \theta^i \leftarrow c
+
+    An outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
+
+    With a plan, `sync_every=optperm.distributed.Every(period, fragments, delay)`, the params are
+    exchanged in fragments, one after another, each received `delay` steps after it is sent
+    (Streaming DiLoCo):
+
+    .. math::
+      c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
+      \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
+
+    With `commit="pairs"` no replica waits for all others (NoLoCo). Each has a center :math:`c^i` and, at
+    an exchange, a partner :math:`j` that is drawn from the number of the step. The displacement from the
+    params of both also brings their centers together:
+
+    .. math::
+      \Delta^i = \tfrac{1}{2} \sum_{l \in \{i, j\}} (c^i - \theta^l)
+
+    Args:
+      inner: The optimizer of the local steps; AdamW in the paper.
+      outer: The optimizer of the center. None for the paper's,
+        `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
+      sync_every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the
+        number of commits made; or an `optperm.distributed.Every`.
+      axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
+        spread, or several. None for a single replica.
+      commit: `"mean"`, or `"pairs"` for gossip.
+      mixing: :math:`\alpha` in [0, 1], the share of its own params that a replica keeps in a pull.
+      compress: `optperm.distributed.compress_top_k(...)` or
+        `optperm.distributed.compress_quantized(...)`, which sends a part of the displacement, with
+        error feedback. None sends all of it in float32.
+      center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
+        params. None for the dtypes of the params.
+      fragment_of: The fragment of each leaf in a plan: a function `(path, leaf)`, or a tree like params,
+        of integers below `fragments`, or of sequences with an integer for each slice of the leaf's
+        leading axis, such as layers in a `jax.lax.scan`. None for `fragments` runs of whole leaves of
+        about equal size.
+      shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
+        with `check_vma=False`. Elsewhere the types of arrays name them.
+
+    Returns:
+      A transformation whose state is a `DilocoState`. Its `update` needs `params`, the local ones.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0, momentum=0.9), sync_every=2)
+      >>> params = jnp.array(1.0)
+      >>> opt_state = tx.init(params)
+      >>> for _ in range(4):  # on a slope of 1: -0.2 after two steps, then -0.2 and 0.9 of the last -0.2
+      ...     updates, opt_state = tx.update(jnp.array(1.0), opt_state, params)
+      ...     params = optperm.apply_updates(params, updates, opt_state)
+      ...     print(round(float(params), 4))
+      0.9
+      0.8
+      0.7
+      0.42
+
+    Notes:
+      Local gradients, `commit=` and `weight=` of `update`, extra arguments, replicas that begin apart,
+      wrappers (around `inner`, not around `diloco`), zeros and held entries of the center, and exact
+      params by `optperm.apply_updates` are as in `optperm.agn`. Only a replica whose params are not
+      finite is left out of an exchange: entries of a gradient that are not finite count as zero. The
+      pull puts such params back on the center, for any `mixing`, but only by `optperm.apply_updates`:
+      NaN plus an update is NaN.
+
+      With a plan `commit=plan.at(step)` says while tracing which fragments a step exchanges. True and
+      `"only"` exchange all fragments at once, without a delay, and replace what is in flight. With more
+      than one fragment the outer optimizer gets no extra arguments: a loss is a function of all params.
+
+      With `commit="pairs"` `optperm.distributed.center_params` is the replica's own, and `value_fn`
+      and the like belong to its own batch. An outer momentum without `nesterov` must be below the
+      learning rate, or the centers may never come together. Centers stay apart by about the rounding of
+      their dtype.
+
+      The outer momentum of the paper needs many commits, and less of it is good if replicas move fast:
+      with forty commits `optax.sgd(0.8, momentum=0.5, nesterov=True)` did best on a small transformer
+      (`examples/byte_transformer.py`), with twenty commits averaging by `optax.sgd(1.0)`. MuLoCo is
+      `diloco(optax.contrib.muon(...))`, for which the same outer optimizers are good.
+
+    Raises:
+      TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
+        gradients arrive there summed over it, the trees passed to `update` do not match, or a pull would
+        not move the points to which `inner` leads params (`optax.contrib.schedule_free` and the others
+        that `optperm.agn` names).
+
+    References:
+      Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
+      <https://arxiv.org/abs/2311.08105>`_, 2023
+
+      Douillard et al., `Streaming DiLoCo with overlapping communication
+      <https://arxiv.org/abs/2501.18512>`_, 2025
+
+      Kolehmainen et al., `NoLoCo: No-all-reduce Low Communication Training Method for Large Models
+      <https://arxiv.org/abs/2506.10911>`_, 2025
+    """
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    replicas = Replicas(axis_name or None, shard_axes or ())
+    is_paired, axis_name = commit == "pairs", replicas.axis_name
+    _check_options(commit, axis_name, mixing, compress, center_dtype)
+    if not isinstance(sync_every, Every):
+        check_period("sync_every", sync_every)
+    plan = sync_every if isinstance(sync_every, Every) else Every(1)
+    local_optimizer = optax.with_extra_args_support(inner)
+    center_optimizer = optax.with_extra_args_support(outer)
+    # Extra arguments of a step of the center are averaged over these replicas.
+    extras_axis = None if is_paired else axis_name
+    is_mixed = not (isinstance(mixing, int | float) and mixing == 0)
+    pull = functools.partial(_pull, mixing if is_mixed else None)
+    is_one = plan.fragments == 1
+    is_plain = is_one and not (plan.delay or is_mixed or compress or center_dtype)
+
+    def init(params: optax.Params) -> DilocoState:
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        local_state = local_optimizer.init(params)
+        if placing_states(local_state) and not is_plain:
+            # Its targets would disagree with a pull of a part of the params, or to other values.
+            allowed = "one fragment without delay, mixing, compress or center_dtype"
+            raise ValueError(
+                f"The inner optimizer places params, which diloco only allows with {allowed}."
+            )
+        center = optax.tree.cast(replicas.make_center(params), center_dtype)
+        parts = [fragments.take_rows(center, p) for p in range(plan.fragments)]
+        center_state = tuple(map(center_optimizer.init, parts))
+        check_can_be_pulled(local_state, center_state, "diloco")
+        wide = jax.tree.map(lambda p: jnp.zeros_like(p, accumulation_dtype(p)), params)
+        return DilocoState(
+            count=jnp.zeros([], jnp.int32),
+            since_commit=jnp.zeros([], jnp.int32),
+            commits=jnp.zeros([], jnp.int32),
+            local_state=local_state,
+            center_state=center_state,
+            center=center,
+            in_flight=wide if plan.delay else (),
+            weights=jnp.full([plan.fragments], NOTHING, accumulation_dtype(params)),
+            residual=jax.tree.map(jnp.copy, wide) if compress is not None else (),
+            pulled=fragments.tabulate_flags([False] * plan.fragments),
+            skipped=jnp.zeros([], jnp.int32),
+        )
+
+    def update(
+        grads: optax.Updates,
+        state: DilocoState,
+        params: optax.Params,
+        *,
+        commit: bool | Literal["only"] | jax.Array | Exchange | None = None,
+        weight: float | jax.Array | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DilocoState]:
+        has_step = not is_commit_only(commit)
+        grads = grads if has_step else None
+        replicas.check_are_local(grads, params, "diloco")
+        check_weight(weight)
+        _check_same_plan(state, plan)
+        due = _find_due(commit, state, sync_every, axis_name)
+
+        # theta <- theta + u(g; s)
+        step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
+
+        # Within a conditional an exchange computes the local step again: as an input of the conditional,
+        # the moves would be stored and copied in every step.
+        is_traced = any(not isinstance(flag, bool) for pair in due for flag in pair)
+        known = None if is_traced else step(state.local_state)
+
+        # Delta_p = c_p - theta_p, c_p <- c_p + u(Delta_p; s_c), for each fragment p that is due
+        fragments = Fragments(params, plan.fragments, fragment_of)
+        move = make_center_step(center_optimizer, extra_args if is_one else {}, params, extras_axis)
+
+        exchanger = Exchanger(
+            fragments,
+            move,
+            plan.delay,
+            compress,
+            replicas,
+            weight,
+            theta=lambda: apply_updates(params, *(known or step(state.local_state))),
+            pair_count=state.count if is_paired else None,
+        )
+        exchanged, outcomes = exchanger.exchange(state, due)
+        # The barrier orders the local step after the exchange: so XLA updates the local state in place,
+        # when the exchange has read it.
+        tied = (state.local_state, exchanged.weights)
+        moves, local_state = known or step(jax.lax.optimization_barrier(tied)[0])
+
+        arrived, bad, missed = zip(*outcomes, strict=True)
+        exchanged = exchanged._replace(
+            center=keep_exact(
+                exchanged.center,
+                state.center,
+                local_state,
+                functools.reduce(operator.or_, arrived),
+                extras_axis,
+            )
+        )
+
+        # theta_p <- alpha theta_p + (1 - alpha) c_p, for each fragment p that has arrived
+        flags = fragments.spread_flags(arrived, params), fragments.spread_flags(bad, params)
+        updates = jax.tree.map(pull, *flags, exchanged.center, moves, params)
+        is_whole = functools.reduce(operator.and_, [flag for pair in due for flag in pair])
+        placed = [a & (b if is_mixed else True) for a, b in zip(arrived, bad, strict=True)]
+        new_state = DilocoState(
+            count=optax.safe_increment(state.count) if has_step else state.count,
+            since_commit=jnp.where(is_whole, 0, optax.safe_increment(state.since_commit)),
+            commits=jnp.where(is_whole, optax.safe_increment(state.commits), state.commits),
+            local_state=local_state,
+            **exchanged._asdict(),
+            pulled=fragments.tabulate_flags(placed),
+            skipped=state.skipped + sum(each.astype(jnp.int32) for each in missed),
+        )
+        return finish(updates, new_state, state, has_step, axis_name)
+
+    return transformation(
+        init,
+        update,
+        method="diloco",
+        like=lambda state: state.center,
+        dtypes=center_dtype is None,
+        axis_name=axis_name,
+    )
+
+
+def _find_due(
+    commit: object, state: DilocoState, sync_every: Period | Every, axis_name: AxisName | None
+) -> list[Due]:
+    """Return for each fragment whether this step sends it, and whether the step receives it."""
+    if isinstance(sync_every, Every):
+        return resolve_due(commit, sync_every, state.count, axis_name)
+    is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
+    return [(is_commit, is_commit)]
+
+
+def _pull(
+    mixing: Any, arrived: Any, is_bad: Any, c: jax.Array, move: jax.Array, p: jax.Array
+) -> Any:
+    """Return the update of a leaf: to alpha theta + (1 - alpha) c where its fragment has arrived."""
+    if arrived is False:
+        return move
+    if mixing is not None:
+        # Local params that are not finite are replaced.
+        c = jnp.where(is_bad, c, mixing * (p + move) + (1 - mixing) * c)
+    return jnp.where(arrived, c.astype(p.dtype) - p, move)
+
+
+def _check_options(
+    commit: str, axis_name: AxisName | None, mixing: Any, compress: object, center_dtype: Any
+) -> None:
+    checks.check_choice("commit", commit, ("mean", "pairs"))
+    checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
+    if commit == "pairs":
+        check_can_be_paired(axis_name)
+    if commit == "pairs" and compress is not None:
+        raise ValueError('compress needs commit="mean", a sum over all replicas.')
+    if center_dtype is not None and not jnp.issubdtype(center_dtype, jnp.floating):
+        raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
+
+
+def _check_same_plan(state: DilocoState, plan: Every) -> None:
+    has_delay = bool(jax.tree.leaves(state.in_flight)) or not jax.tree.leaves(state.center)
+    if len(state.center_state) != plan.fragments or has_delay < bool(plan.delay):
+        fragments = len(state.center_state)
+        raise ValueError(f"The state is of another plan, of {fragments} fragments, than {plan}.")

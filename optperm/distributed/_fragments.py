@@ -1,0 +1,133 @@
+"""Fragments of a tree of params: whole leaves, or slices of a leading axis, such as scanned layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core.shardings import explicit_sharding
+
+# A function of a leaf's path and the leaf, or a tree like params: the fragment of a leaf, or a sequence
+# with the fragment of each slice of its leading axis.
+FragmentOf: TypeAlias = Callable[[Any, Any], int | Sequence[int]] | Any
+
+
+class Fragments:
+    """A tree in a number of fragments."""
+
+    def __init__(self, tree: Any, number: int, fragment_of: FragmentOf | None = None) -> None:
+        """Assign the leaves of the tree to fragments.
+
+        Args:
+          tree: The tree.
+          number: The number of fragments.
+          fragment_of: The fragment of a leaf or of each of its slices. None makes runs of whole leaves
+            of about equal size; with fewer leaves than fragments some fragments are empty.
+        """
+        self.number = number
+        self._structure: Any = jax.tree.structure(tree)
+        if fragment_of is None:
+            # Leaf l is in fragment floor(P x), with x the middle of l in the sizes of all leaves.
+            sizes = np.array([np.size(leaf) for leaf in jax.tree.leaves(tree)], float)
+            middles = (np.cumsum(sizes) - sizes / 2) / max(float(sizes.sum()), 1.0)
+            self._of: list[Any] = list(np.minimum((middles * number).astype(int), number - 1))
+        else:
+            self._of = _assign(tree, number, fragment_of)
+
+    def _map(self, function: Callable[..., Any], fragment: int, *trees: Any) -> Any:
+        """Map `function(rows, *leaves)` over the leaves of a fragment; rows is None for a whole leaf."""
+        columns = zip(*map(self._structure.flatten_up_to, trees), strict=True)
+        out = []
+        for of, leaves in zip(self._of, columns, strict=True):
+            if not np.any(of == fragment):
+                out.append(optax.MaskedNode())
+                continue
+            out.append(function(np.flatnonzero(of == fragment) if np.ndim(of) else None, *leaves))
+        return jax.tree.unflatten(self._structure, out)
+
+    def take_rows(self, tree: Any, fragment: int) -> Any:
+        """Return a fragment of a tree, with `optax.MaskedNode` for other leaves."""
+        return self._map(
+            lambda rows, leaf: leaf if rows is None else _take(leaf, rows), fragment, tree
+        )
+
+    def take_leaves(self, tree: Any, fragment: int) -> Any:
+        """Return the whole leaves that have slices in a fragment, with `optax.MaskedNode` for others."""
+        return self._map(lambda rows, leaf: leaf, fragment, tree)
+
+    def write_rows(self, tree: Any, part: Any, fragment: int) -> Any:
+        """Return a result of `take_leaves` with the rows of a result of `take_rows`."""
+
+        def write(rows: Any, leaf: Any, new: Any) -> Any:
+            if rows is None:
+                return new
+            # A selection is defined on all meshes, a scatter is not. It only runs in an exchange.
+            order, is_new = np.zeros(len(leaf), int), np.zeros(len(leaf), bool)
+            order[rows], is_new[rows] = np.arange(len(rows)), True
+            return jnp.where(is_new.reshape(-1, *[1] * (leaf.ndim - 1)), _take(new, order), leaf)
+
+        return self._map(write, fragment, tree, part)
+
+    def replace_leaves(self, tree: Any, part: Any) -> Any:
+        """Return the tree with the leaves of a result of `take_leaves` or `write_rows`."""
+        pairs = zip(*map(self._structure.flatten_up_to, (tree, part)), strict=True)
+        leaves = [old if isinstance(new, optax.MaskedNode) else new for old, new in pairs]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def spread_flags(self, values: Sequence[bool | jax.Array], like: Any) -> Any:
+        """Return for each leaf the flag of its fragment, or flags that broadcast against its slices."""
+
+        def flag_leaf(of: Any, leaf: Any) -> bool | jax.Array:
+            if not np.ndim(of):
+                return values[int(of)]
+            own = [values[p] for p in of]
+            if all(each is False for each in own):
+                return False
+            return jnp.stack(_arrays(own)).reshape(-1, *[1] * (leaf.ndim - 1))
+
+        leaves = zip(self._of, self._structure.flatten_up_to(like), strict=True)
+        return jax.tree.unflatten(self._structure, [flag_leaf(*pair) for pair in leaves])
+
+    def tabulate_flags(self, values: Sequence[bool | jax.Array]) -> jax.Array:
+        """Return the flags of all slices, (leaves, slices); a row of a whole leaf holds one flag."""
+        width = max([len(of) for of in self._of if np.ndim(of)], default=1)
+        rows = [
+            np.pad(of, (0, width - len(of))) if np.ndim(of) else np.full(width, of)
+            for of in self._of
+        ]
+        return jnp.stack(_arrays(values))[np.array(rows, int).reshape(len(rows), width)]
+
+
+def _assign(tree: Any, number: int, fragment_of: FragmentOf) -> list[Any]:
+    """Return the fragment of each leaf, or of each of its slices, as the user assigns them."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    structure: Any = jax.tree.structure(tree)
+    if callable(fragment_of):
+        given = [fragment_of(path, leaf) for path, leaf in leaves]
+    else:
+        given = structure.flatten_up_to(fragment_of)
+    result = [np.asarray(each) for each in given]
+    for (path, leaf), of in zip(leaves, result, strict=True):
+        is_one = of.ndim == 0 or of.shape == np.shape(leaf)[:1]
+        is_fragment = np.issubdtype(of.dtype, np.integer) and np.all((of >= 0) & (of < number))
+        if not (is_one and is_fragment):
+            name, shape = f"params{jax.tree_util.keystr(path)}", np.shape(leaf)
+            wanted = f"an integer in [0, {number}), or one for each slice of shape {shape}"
+            raise ValueError(f"fragment_of for {name} must be {wanted}, got {of.tolist()!r}.")
+    missing = set(range(number)) - {int(p) for of in result for p in of.reshape(-1)}
+    if missing and leaves:
+        raise ValueError(f"fragment_of gives nothing to the plan's fragments {sorted(missing)}.")
+    return result
+
+
+def _arrays(values: Sequence[bool | jax.Array]) -> list[jax.Array]:
+    return [jnp.asarray(value, jnp.bool_) for value in values]
+
+
+def _take(leaf: Any, rows: Any) -> Any:
+    """Return rows of a leaf, whose other axes stay sharded as they are."""
+    sharding = explicit_sharding(leaf)
+    return leaf[rows] if sharding is None else leaf.at[rows].get(out_sharding=sharding)

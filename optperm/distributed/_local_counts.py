@@ -1,0 +1,158 @@
+"""Counts of the center's optimizer: schedules count local steps, bias correction counts gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core.schedules import schedules_at
+from optperm.core.states import find_states
+from optperm.switching import SwitchAfterState
+
+# States with a count for schedules beside other arrays, and its name.
+_FOLLOWED = {
+    "InjectHyperparamsState": "count",
+    "InjectStatefulHyperparamsState": "count",
+    "ScaleByAdemamixState": "count_m2",
+    "ConditionallyTransformState": "step",
+    "ConditionallyMaskState": "step",
+    "SwitchAfterState": "count",
+}
+# States of Optax whose counts are of the gradients that the arrays beside them have seen. Some of the
+# types are not public.
+_OF_GRADIENTS = (
+    "ScaleByAdamState",
+    "ScaleByAmsgradState",
+    "ScaleByBeliefState",
+    "ScaleByRmsWithCountState",
+    "ScaleByNovogradState",
+    "ScaleByLionState",
+    "ScaleByAdanState",
+    "ScaleByLBFGSState",
+    "ZoomLinesearchInfo",
+    "BacktrackingLinesearchInfo",
+    "EmaState",
+    "FactoredState",
+    "MuonState",
+    "SophiaState",
+    "GaLoreState",
+    "ApplyIfFiniteState",
+    "SAMState",
+    "LookaheadState",
+    "ReduceLROnPlateauState",
+)
+# Values, not states.
+_VALUES = ("hyperparams", "measurements", "measurement")
+
+
+def check_schedules(center_state: Any, params: optax.Params) -> None:
+    """Raise if a state has one count for schedules and for moments, which cannot be told apart."""
+    _, unclear = _find_counts(center_state, params)
+    if unclear:
+        raise ValueError(
+            f"{unclear[0]} has one count for its moments and perhaps for a schedule, of which agn needs "
+            "two. Pass a center_optimizer, whose schedules count commits: it may be the same optimizer."
+        )
+    for state in find_states(center_state, SwitchAfterState):
+        if _has_count((state.first, state.then), params):
+            # The schedules of the second phase count from the switch, of which the center knows nothing.
+            raise ValueError(
+                "Schedules within switch_after: write optperm.switch_after around agn."
+            )
+
+
+def advance_schedules(new: Any, old: Any, steps: jax.Array, params: optax.Params) -> Any:
+    """Return the new state with the counts for schedules of the old state, advanced by some steps."""
+    places, _ = _find_counts(new, params)
+
+    def advance(path: Any, leaf: Any, start: Any) -> Any:
+        if path not in places:
+            return leaf
+        largest = jnp.iinfo(leaf.dtype).max
+        return jnp.where(start > largest - steps, largest, start + steps).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(advance, new, old)
+
+
+def count_local_steps(
+    optimizer: optax.GradientTransformationExtraArgs, state: Any, steps: jax.Array, has_step: bool
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer of the center with schedules at the last local step.
+
+    Args:
+      optimizer: The optimizer.
+      state: The state of `agn` before this update.
+      steps: The local steps since the last commit, with this one.
+      has_step: Whether this update makes a local step before the commit.
+    """
+    old, last = state.center_state, jnp.maximum(state.count - int(not has_step), 0)
+
+    def update(n: Any, at: Any, params: Any, **extra_args: Any) -> Any:
+        at = advance_schedules(at, old, steps - 1, params)
+        with schedules_at(last):
+            return optimizer.update(n, at, params, **extra_args)
+
+    return optimizer._replace(update=update)
+
+
+def _find_counts(state: Any, params: optax.Params) -> tuple[set[Any], list[str]]:
+    """Return the paths of the counts that schedules read, and the types of states with unclear counts.
+
+    A state of counts alone is one for schedules. A tree like params holds no counts.
+    """
+    types = {type(node) for node in _list_nodes(params)} - {dict, list, tuple}
+    places, unclear = set[Any](), list[str]()
+
+    def visit(node: Any, path: Any, is_own: bool) -> None:
+        name, children = type(node).__name__, _children(node)
+        if type(node) not in (dict, list, tuple):
+            # A state of this library reads schedules by `schedules_at`: its counts are other ones.
+            is_own = type(node).__module__.split(".")[0] == "optperm"
+        counts = [key for key, child in children.items() if _is_count(child)]
+        if name in _FOLLOWED:
+            counts = [key for key in counts if key.name == _FOLLOWED[name]]
+        elif is_own or name in _OF_GRADIENTS:
+            counts = []
+        elif counts and _has_numbers(node):
+            counts = []
+            unclear.append(name)
+        places.update((*path, key) for key in counts)
+        for key, child in children.items():
+            if getattr(key, "name", None) not in _VALUES and type(child) not in types:
+                visit(child, (*path, key), is_own)
+
+    visit(state, (), False)
+    return places, unclear
+
+
+def _has_count(state: Any, params: optax.Params) -> bool:
+    """Return whether schedules may be read within a state."""
+    own = [each for each in _list_nodes(state) if type(each).__module__.startswith("optperm")]
+    return bool(own) or bool(_find_counts(state, params)[0])
+
+
+def _children(node: Any) -> dict[Any, Any]:
+    """Return what a node of a tree holds."""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+    return {path[0]: child for path, child in pairs if path}
+
+
+def _list_nodes(tree: Any) -> list[Any]:
+    """Return a tree, the trees within it, and so on, without leaves."""
+    children = _children(tree)
+    within = [node for child in children.values() for node in _list_nodes(child)]
+    return [tree, *within] if children else within
+
+
+def _is_count(node: Any) -> bool:
+    dtype = getattr(node, "dtype", None)
+    return dtype is not None and jnp.ndim(node) == 0 and jnp.issubdtype(dtype, jnp.integer)
+
+
+def _has_numbers(node: Any) -> bool:
+    """Return whether a node has floating arrays, such as moments."""
+    leaves = jax.tree.leaves(node)
+    return any(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) for leaf in leaves)

@@ -1,0 +1,108 @@
+"""Plans of exchanges: which fragments of the params are sent and received at the end of a step."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from optperm.core import checks
+from optperm.core.mapped_axes import AxisName, largest
+from optperm.distributed._local_steps import resolve_flag
+
+# Whether a fragment is sent, and whether it is received.
+Due = tuple[bool | jax.Array, bool | jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """The fragments that one step sends, and the fragments that it receives."""
+
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Every:
+    r"""A plan of exchanges: every fragment once a period, one after another.
+
+    Fragment :math:`p` of :math:`P` is sent at the end of each step :math:`s` with
+    :math:`(s - \lfloor p H / P \rfloor) \bmod H = 0`, and received `delay` steps later.
+
+    Attributes:
+      period: :math:`H`, steps from one exchange of a fragment to its next.
+      fragments: :math:`P`, parts of about equal size into which whole leaves are divided, in order,
+        unless `fragment_of` of `optperm.diloco` assigns them.
+      delay: Steps between sending and receiving, below `period`.
+
+    Example:
+      >>> import optperm
+      >>> plan = optperm.distributed.Every(period=4, fragments=2, delay=1)
+      >>> [(plan.at(step).send, plan.at(step).receive) for step in (1, 2, 3, 4, 5)]
+      [((), ()), ((1,), ()), ((), (1,)), ((0,), ()), ((), (0,))]
+
+    Raises:
+      TypeError: If an argument is not an integer.
+      ValueError: If an argument is out of range.
+    """
+
+    period: int
+    fragments: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        checks.check_static_count("period", self.period)
+        checks.check_static_count("fragments", self.fragments)
+        checks.check_count("delay", self.delay, minimum=0)
+        if self.fragments > self.period or self.delay >= self.period:
+            raise ValueError(f"fragments must be at most period and delay below it, got {self}.")
+
+    def due(self, step: int | jax.Array) -> list[Due]:
+        """Return for each fragment whether a step sends it, and whether the step receives it.
+
+        Args:
+          step: The number of the step; the first step is step 1.
+
+        Returns:
+          Pairs of bools, traced if `step` is.
+        """
+
+        def is_sent(step: int | jax.Array, fragment: int) -> bool | jax.Array:
+            # (s - floor(p H / P)) mod H = 0; nothing is received that was sent before step 1.
+            offset = fragment * self.period // self.fragments
+            return (step > 0) & ((step - offset) % self.period == 0)
+
+        return [(is_sent(step, p), is_sent(step - self.delay, p)) for p in range(self.fragments)]
+
+    def at(self, step: int) -> Exchange:
+        """Return the exchanges of a step, for its `commit=`.
+
+        Args:
+          step: The number of the step, known while tracing; the first step is step 1.
+
+        Returns:
+          A hashable value, for a static argument of `jax.jit`.
+        """
+        checks.check_count("step", step)
+        send, receive = zip(*self.due(step), strict=True)
+        return Exchange(
+            tuple(np.flatnonzero(send).tolist()), tuple(np.flatnonzero(receive).tolist())
+        )
+
+
+def resolve_due(
+    commit: object, plan: Every, count: jax.Array, axis_name: AxisName | None
+) -> list[Due]:
+    """Return for each fragment whether this step sends it, and whether the step receives it."""
+    if commit is None:
+        return plan.due(largest(count, axis_name) + 1)
+    if not isinstance(commit, Exchange):
+        flag = resolve_flag(
+            commit, axis_name, "diloco", 'plan.at(step), True, False, "only" or None'
+        )
+        return [(flag, flag)] * plan.fragments
+    is_known = {*commit.send, *commit.receive} <= set(range(plan.fragments))
+    # Without a delay a fragment that is sent is received in the same step.
+    if not is_known or (not plan.delay and set(commit.send) != set(commit.receive)):
+        raise ValueError(f"{commit} is no step of the plan {plan}.")
+    return [(p in commit.send, p in commit.receive) for p in range(plan.fragments)]

@@ -1,0 +1,212 @@
+"""APOLLO: scale the gradient by an optimizer's step on a random projection of the gradient.
+
+H. Zhu et al., "APOLLO: SGD-like Memory, AdamW-level Performance", MLSys 2025, arXiv 2412.05270.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import unshard
+from optperm.core.transformation import transformation
+from optperm.memory._directions import (
+    check_limit,
+    compute_direction,
+    compute_gains,
+    find_sign,
+    limit_growth,
+)
+from optperm.memory._matrices import (
+    DimensionNumbers,
+    Matrix,
+    check_rank,
+    make_batch_zeros,
+    make_low_rank_leaf,
+    make_low_rank_tree,
+    map_plans,
+    plan_matrices,
+    project_leaf,
+    record_leaves,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int8, Int32, PyTree
+
+By = Literal["channel", "tensor"]
+
+
+class ApolloState(NamedTuple):
+    """State of `apollo`.
+
+    Attributes:
+      count: Number of steps taken.
+      norm: q, the norm of the last step of each matrix before `scale`, (...); 0 before the first step,
+        and for leaves at full rank.
+      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while this is unknown.
+      inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    norm: PyTree[Float[Array, "..."], "Params"]
+    sign: Int8[Array, ""]
+    inner_state: Any
+
+
+def apollo(
+    inner: optax.GradientTransformation | None = None,
+    rank: int | float = 1 / 4,
+    *,
+    update_every: int | jax.Array = 200,
+    by: By = "channel",
+    scale: float | jax.Array | Literal["auto"] = "auto",
+    limit: float | jax.Array | None = 1.01,
+    dimension_numbers: DimensionNumbers | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scale each gradient as an optimizer scales a random projection of it.
+
+    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
+    :math:`R = B^\top G`, where the entries of B, d x r, are drawn from :math:`\mathcal N(0, 1 /
+    r)`, so that its moments have r x k numbers. With N its direction on R, each column j, or
+    channel, of the gradient is scaled as its projection was,
+
+    .. math::
+      U_j = \text{scale} \, G_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert},
+
+    or the whole matrix by one number, and the norm of the step grows by at most the factor `limit`
+    per step. B changes every `update_every` steps. It is drawn in each step and never stored, and
+    moments are kept over a change, since only norms are used.
+
+    APOLLO-Mini is `optperm.apollo(rank=1, by="tensor", scale=128**0.5)`. The learning rate and
+    weight decay come after it, and the leaves to project are chosen as in `optperm.low_rank`::
+
+      optax.chain(
+          optperm.apollo(rank=1 / 4), optax.add_decayed_weights(0.1),
+          optax.scale_by_learning_rate(3e-3)
+      )
+
+    Args:
+      inner: The optimizer, a direction that gets no params; None for `optax.scale_by_adam()`. A
+        complete optimizer works too: the step takes its sign.
+      rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
+      update_every: The number of steps with the same projection, at least 1.
+      by: The part of a gradient that is scaled by one number: each "channel", or the "tensor".
+      scale: A factor on the steps of projected leaves. N has r entries per column where Adam's step
+        has d; "auto", :math:`\sqrt{d / r}`, corrects for this, so that the rate of AdamW can be
+        used. The option of the authors' code is the square of this number.
+      limit: The factor by which the norm of the step grows at most, at least 1; None for no limit.
+      dimension_numbers: The axes of leaves to project, as in `optperm.low_rank`.
+      seed: Seed of the projections.
+
+    Returns:
+      A transformation whose state is an `ApolloState`. Its `update` needs no params.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optperm.apollo(optax.trace(0.9), 2), optax.scale_by_learning_rate(0.1))
+      >>> params = {"kernel": jnp.ones((8, 16))}
+      >>> opt_state = tx.init(params)
+      >>> updates, opt_state = tx.update(params, opt_state)
+      >>> updates["kernel"].shape, opt_state[0].inner_state.trace["kernel"].shape
+      ((8, 16), (2, 16))
+
+    Notes:
+      With Adam a projected leaf takes 2 r k words in place of 2 d k. By channel a matrix whose
+      columns are sharded needs only the communication of the limiter's norms; sharded rows cost an
+      all-reduce of R. 1e-8 is added to :math:`\lVert R_j \rVert`, so columns whose norm is below about
+      1e-8 hardly move.
+
+      Numbers that are not finite are passed on to `inner`, whose moments keep them: put
+      `optax.apply_if_finite` outside.
+
+    Raises:
+      TypeError: If `inner` is not a transformation, a number has another type, entries of
+        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
+        or one that does not exist, or `inner` needs params.
+
+    References:
+      Zhu et al., `APOLLO: SGD-like Memory, AdamW-level Performance
+      <https://arxiv.org/abs/2412.05270>`_, 2024
+    """
+    inner = optax.scale_by_adam() if inner is None else inner
+    checks.check_transformation("inner", inner)
+    check_rank(rank)
+    checks.check_count("update_every", update_every)
+    checks.check_choice("by", by, get_args(By))
+    if not isinstance(scale, str) or scale != "auto":
+        checks.check_positive("scale", scale)
+    check_limit(limit)
+    checks.check_seed("seed", seed)
+    optimizer = optax.with_extra_args_support(inner)
+
+    def plan(tree: optax.Updates) -> list[Matrix | None]:
+        return plan_matrices(tree, rank, "smaller", dimension_numbers)
+
+    def init(params: optax.Params) -> ApolloState:
+        plans = plan(params)
+        low = map_plans(make_low_rank_leaf, params, plans)
+        inner_state = inner.init(low)
+        record_leaves(params, plans)
+        norm = map_plans(make_batch_zeros, params, plans)
+        sign = mark_varying(jnp.zeros([], jnp.int8), varying_axes(params))
+        return ApolloState(jnp.zeros([], jnp.int32), norm, sign, inner_state)
+
+    def update(
+        updates: optax.Updates, state: ApolloState, _: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ApolloState]:
+        leaves = jax.tree.leaves(updates)
+        structure: Any = jax.tree.structure(updates)
+        plans, norms = plan(updates), structure.flatten_up_to(state.norm)
+        number = state.count // jnp.asarray(update_every, jnp.int32)
+
+        # R = B' G, with entries of B from N(0, 1 / r), and N, inner <- inner(R)
+        exact = [
+            leaf
+            if m is None
+            else project_leaf(m, draw_gaussian_basis(seed, i, number, m, leaf), leaf)
+            for i, (m, leaf) in enumerate(zip(plans, leaves, strict=True))
+        ]
+        low = make_low_rank_tree(updates, plans, exact)
+        direction, inner_state = compute_direction(
+            optimizer, low, state.inner_state, extra_args, "apollo"
+        )
+        sign = find_sign(direction, low, state.sign)
+
+        out = structure.flatten_up_to(direction)
+        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+            if m is None:
+                continue
+            g, n = m.turn(m.matrices(leaf)).astype(r.dtype), out[i].astype(r.dtype)
+            # S = G f, with f = |N| / |R| of each column or of the matrix
+            f = compute_gains(n, r, (m.rank_axis,) if by == "channel" else (-2, -1))
+            norm = unshard(jnp.sqrt(jnp.sum(jnp.square(f * g), axis=(-2, -1))))
+            # S <- S / L, so that |S| <= limit q
+            quotient, norms[i] = limit_growth(norm, norms[i], limit)
+            # U = scale S, with scale = sqrt(d / r) for "auto", along or against G as N along R
+            size = math.sqrt(m.d / m.rank) if isinstance(scale, str) else scale
+            factor = jnp.asarray(size, f.dtype) * sign.astype(f.dtype) / quotient
+            out[i] = m.leaf(m.turn(factor[..., None, None] * f * g))
+        count, norm = optax.safe_increment(state.count), structure.unflatten(norms)
+        return structure.unflatten(out), ApolloState(count, norm, sign, inner_state)
+
+    # An update needs the gradients alone; params only give the dtypes.
+    return transformation(init, update, method="apollo", needs_params=False)
+
+
+def draw_gaussian_basis(
+    seed: int | jax.Array, index: int, number: jax.Array, matrix: Matrix, leaf: jax.Array
+) -> jax.Array:
+    """Draw B, (..., d, r), of the leaf with this index for this number of changes."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+    shape, dtype = matrix.basis_shape, accumulation_dtype(leaf)
+    return jax.random.normal(jax.random.fold_in(key, number), shape, dtype) / math.sqrt(matrix.rank)

@@ -1,0 +1,96 @@
+"""The direction of an optimizer on low-rank gradients, its gain, and a limit on its growth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import cond
+
+# Added to norms in denominators; the authors' number.
+_EPS = 1e-8
+
+
+def compute_direction(
+    inner: optax.GradientTransformationExtraArgs, low: Any, state: Any, extra_args: Any, method: str
+) -> tuple[Any, Any]:
+    """Return N, the direction of an optimizer on low-rank gradients, and its new state.
+
+    The optimizer gets no params: they would be P'W, whose decay would act in the subspace alone.
+    """
+    try:
+        return inner.update(low, state, None, **extra_args)
+    except ValueError as error:
+        # Optax names params; JAX a tree of NoneType, where params or Muon's axes are None in a map.
+        if "params" not in str(error) and "NoneType" not in str(error):
+            raise
+        needs = "params" if "params" in str(error) else "params, or weight_dimension_numbers (Muon)"
+        advice = (
+            "pass a direction, such as optax.scale_by_adam() instead of optax.adamw, or "
+            "optax.contrib.scale_by_muon(weight_dimension_numbers=...) instead of "
+            f"optax.contrib.muon, and put optax.add_decayed_weights after {method}"
+        )
+        raise ValueError(f"inner of {method} needs {needs}: {advice}.") from error
+
+
+def find_sign(direction: Any, low: Any, known: jax.Array) -> jax.Array:
+    r"""Return the sign of :math:`\sum \langle N, R \rangle` over all leaves, unless it is known already.
+
+    The sign is 0 where the sum is 0 or not finite.
+    """
+    return cond(known == 0, lambda: _find_product_sign(direction, low), lambda: known)
+
+
+def _find_product_sign(direction: Any, low: Any) -> jax.Array:
+    dtype = accumulation_dtype(low)
+    products = jax.tree.map(lambda n, r: jnp.sum(n.astype(dtype) * r.astype(dtype)), direction, low)
+    total = sum(jax.tree.leaves(products), start=jnp.zeros([], dtype))
+    return jnp.where(jnp.isfinite(total), jnp.sign(total), 0.0).astype(jnp.int8)
+
+
+def compute_gains(direction: jax.Array, low: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    r"""Return :math:`f = \lVert N \rVert / (\lVert R \rVert + 10^{-8})`, with norms over some axes.
+
+    Args:
+      direction: N, a low-rank leaf.
+      low: R, of the same shape.
+      axes: The axes of the norms: both axes of a matrix, or its rank axis for one gain per column.
+    """
+    after, before = (
+        jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)) for x in (direction, low)
+    )
+    return after / (before + _EPS)
+
+
+def check_limit(limit: object) -> None:
+    """Raise unless the limit of growth is None, traced, or a number of at least 1."""
+    if limit is not None:
+        checks.check_in_range("limit", limit, 1.0, float("inf"), may_be_schedule=False)
+
+
+def limit_growth(
+    norm: jax.Array, last: jax.Array, limit: float | jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    r"""Return the divisor L with which a step grows by at most gamma, and the step's limited norm.
+
+    .. math::
+      L = \max(\lVert S \rVert / (q + 10^{-8}), \gamma) / \gamma \text{ if } q > 0 \text{ else } 1,
+      \qquad q \leftarrow \lVert S \rVert / L \text{ if that is above 0 and finite}
+
+    Args:
+      norm: The norm of the step S.
+      last: q, the norm of the last step; 0 before the first.
+      limit: :math:`\gamma`, or None for no limit.
+    """
+    if limit is None:
+        return jnp.ones_like(norm), last
+    gamma = jnp.asarray(limit, norm.dtype)
+    quotient = jnp.where(last > 0, jnp.maximum(norm / (last + _EPS), gamma) / gamma, 1.0)
+    after = norm / quotient
+    # q stays where |S| / L is 0 or not finite: later steps could grow only slowly from 0, or never.
+    return quotient, jnp.where((after > 0) & jnp.isfinite(after), after, last)

@@ -1,0 +1,450 @@
+"""Low rank: an optimizer whose state is in a small subspace of each matrix.
+
+J. Zhao et al., "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection", ICML 2024,
+arXiv 2403.03507; X. Chen et al., "Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank
+Constraint?", 2024, arXiv 2410.01623; T. Robert et al., "LDAdam: Adaptive Optimization from
+Low-Dimensional Gradient Statistics", ICLR 2025, arXiv 2410.16103.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+from optperm.core.mapped_axes import cond, mark_varying, varying_axes, when
+from optperm.core.shardings import shard_like, unshard
+from optperm.core.transformation import transformation
+from optperm.memory._directions import (
+    check_limit,
+    compute_direction,
+    compute_gains,
+    find_sign,
+    limit_growth,
+)
+from optperm.memory._matrices import (
+    DimensionNumbers,
+    Matrix,
+    Side,
+    check_rank,
+    lift,
+    make_basis_zeros,
+    make_batch_zeros,
+    make_low_rank_leaf,
+    make_low_rank_tree,
+    map_plans,
+    plan_matrices,
+    project_leaf,
+    record_leaves,
+)
+from optperm.memory._moments import (
+    Change,
+    Decays,
+    carry_moments,
+    check_moments,
+    join_moments,
+    split_moments,
+)
+from optperm.memory._projections import align_signs, gram_basis, power_basis, random_basis
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int8, Int32, PyTree
+
+Projection = Literal["svd", "random", "power"]
+Residual = Literal["scaled"]
+
+
+class LowRankState(NamedTuple):
+    """State of `low_rank`.
+
+    For leaves at full rank, `basis`, `next_refresh` and `norm` hold a single zero.
+
+    Attributes:
+      count: Number of steps taken.
+      basis: P of each leaf, (..., d, r), in float32, or float64 for float64 params; zero before the
+        first basis.
+      next_refresh: The step from which on each matrix, (...), is due for its next basis; 0 before
+        the first basis.
+      norm: q, the norm of the scaled residual of each matrix in its last step, (...); 0 before the
+        first step.
+      sign: 1 if `inner` points along the gradient, -1 if against it, 0 while this is unknown.
+      inner_state: State of `inner`, over low-rank leaves and leaves at full rank.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    basis: PyTree[Float[Array, "..."], "Params"]
+    next_refresh: PyTree[Int32[Array, "..."], "Params"]
+    norm: PyTree[Float[Array, "..."], "Params"]
+    sign: Int8[Array, ""]
+    inner_state: Any
+
+
+def low_rank(
+    inner: optax.GradientTransformation,
+    rank: int | float,
+    *,
+    update_every: int | jax.Array | Callable[[jax.Array], jax.Array] = 200,
+    projection: Projection = "random",
+    residual: Residual | None = "scaled",
+    carry: bool = True,
+    scale: float | jax.Array = 1.0,
+    side: Side = "smaller",
+    limit: float | jax.Array | None = 1.01,
+    dimension_numbers: DimensionNumbers | None = None,
+    decays: Decays = (0.9, 0.999),
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run an optimizer on the part of each gradient that is in a small subspace.
+
+    Of a matrix's gradient G, d x k with d its smaller side, the optimizer sees
+    :math:`R = P^\top G`, where P, d x r, is an orthonormal basis that changes every `update_every`
+    steps. So its moments have r x k numbers in place of d x k. With N its direction on R,
+
+    .. math::
+      U = \text{scale} \, (P N + S), \qquad
+      S_j = (G - P R)_j \frac{\lVert N_j \rVert}{\lVert R_j \rVert}
+
+    for each column j: the part outside the subspace is scaled as the part inside it (Fira), and the
+    norm of S grows by at most the factor `limit` per step. At a new basis moments are carried over by
+    :math:`C = P_{new}^\top P_{old}`: first moments by :math:`M \leftarrow C M`, Adam's second moment,
+    with :math:`c_i = 1 - \beta_i^t`, by LDAdam's estimate
+
+    .. math::
+      V \leftarrow c_2 \left| (C \circ C) \left(V / c_2 - (M / c_1)^2\right)
+      + (C M / c_1)^2 \right|.
+
+    The learning rate and weight decay come after it::
+
+      optax.chain(
+          optperm.low_rank(optax.scale_by_adam(), 1 / 4),
+          optax.add_decayed_weights(0.1),
+          optax.scale_by_learning_rate(3e-3),
+      )
+
+    Without `dimension_numbers`, all leaves of exactly two axes are projected whose state becomes
+    smaller; other leaves are trained by the same optimizer at full rank.
+    `optperm.memory.low_rank_report` lists them. **Leave embeddings out**, as the papers do: a
+    batch's gradient has as many nonzero rows as the batch has tokens, and frequent tokens would choose
+    the basis on their width.
+
+    Args:
+      inner: The optimizer, a direction such as `optax.scale_by_adam()`, `optax.scale_by_lion()` or
+        `optax.trace(0.9)`; `optax.contrib.scale_by_muon` needs `weight_dimension_numbers`. It gets no
+        params. A complete optimizer, such as `optax.adam(1e-3)`, works too: the residual takes its
+        sign, the sign of :math:`\sum \langle N, R \rangle` in the first step where this is not 0. Put
+        schedules outside, since the limiter would see their warm-up as growth.
+      rank: r, an integer of at least 1, or a share in (0, 1) of each leaf's smaller side.
+      update_every: The number of steps from one basis to the next, at least 1, or a schedule of this
+        number. All matrices get their first basis in step 0; later leaf i of L changes its basis at
+        i * update_every // L, modulo update_every.
+      projection: "random", uniformly distributed bases; "svd", the first singular vectors of the
+        gradient; or "power", the same for the first basis and then one step of subspace iteration
+        from the last basis, for `update_every` from 1 to 20.
+      residual: "scaled" for S, or None to lose the part outside the subspace. With a random basis
+        :math:`E P P^\top = (r / d) I`: a rate times d / r is then unbiased, and noisy.
+      carry: Whether to carry over moments of Adam (also RAdam and Yogi, which share its state and are
+        treated as Adam), Lion, EMA, trace, Muon and RMSProp. If False, moments stay as they are, and
+        each new basis vector has a nonnegative product with the last one. Adamax and ADOPT, which share
+        Adam's state with other moments, need False: `init` takes one step of `inner` on a few numbers to
+        find them. If `inner` cannot take this step, or makes all entries of one size
+        (signs) before, such a state counts as Adam's.
+      scale: A factor on the steps of projected leaves.
+      side: The side of a matrix for its basis: the "smaller" side, which is the columns of a square,
+        or the "larger" side, for a smaller state and a poorer subspace.
+      limit: The factor by which the norm of S grows at most, at least 1; None for no limit.
+      dimension_numbers: The axes of leaves to project: one `optax.contrib.GaLoreDimensionNumbers`
+        for all leaves of two axes and more; a tree like params of these and of None for full rank;
+        or a function from params to such a tree. Axes that are not named are batch axes, along
+        which each matrix has its own basis.
+      decays: :math:`(\beta_1, \beta_2)`, in [0, 1), of an Adam in `inner`, whose state does not hold
+        them; None carries over without bias corrections.
+      seed: Seed of random bases.
+
+    Returns:
+      A transformation whose state is a `LowRankState`. Its `update` needs no params.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> numbers = optax.contrib.GaLoreDimensionNumbers()
+      >>> def kernels(params):  # no embeddings, and no biases of attention, (heads, head_dim)
+      ...     def of(path, leaf):
+      ...         is_kernel = leaf.ndim == 2 and "kernel" in jax.tree_util.keystr(path)
+      ...         return numbers if is_kernel else None
+      ...
+      ...     return jax.tree_util.tree_map_with_path(of, params)
+      >>> tx = optax.chain(
+      ...     optperm.low_rank(optax.scale_by_lion(), 1 / 4, dimension_numbers=kernels),
+      ...     optax.scale_by_learning_rate(0.1),
+      ... )
+      >>> params = {"embed": jnp.ones((50, 8)), "kernel": jnp.ones((8, 16))}
+      >>> opt_state = tx.init(params)
+      >>> opt_state[0].inner_state.mu["kernel"].shape
+      (2, 16)
+      >>> updates, opt_state = tx.update(params, opt_state)
+      >>> updates["kernel"].shape
+      (8, 16)
+
+    Notes:
+      Published methods are choices of the arguments:
+
+      - GaLore: `projection="svd", residual=None, carry=False`. Multiply the rate of its scripts by
+        their scale, .25.
+      - Fira: `projection="svd", carry=False`.
+      - GoLore: `projection="random", residual=None, carry=False`.
+      - LDAdam without its buffer of errors: `projection="power", residual=None, update_every=1`.
+      - SubTrack++ and GrassJump are similar to `projection="power"` and `projection="random"`.
+
+      With Adam a projected leaf takes (d r + 2 r k) words in place of 2 d k. The gradient itself
+      stays whole. A step costs two products of 2 d k r operations, which on a CPU may take longer
+      than Adam's update, but little time compared with a gradient on some hundred tokens. A basis
+      costs a d x d Gram matrix and its eigenvectors, or a QR of d x r. Under `jax.vmap` over
+      independent trainings a basis is computed for all of them where it is due in any. An update has
+      no reverse-mode derivative, since moments change in a loop of at most one turn.
+
+      With "svd" and "power" a column nearly outside the subspace has a tiny :math:`\lVert R_j \rVert`,
+      and by Fira's formula its first step may be thousands of times Adam's; a column exactly outside
+      gets no step. Take "random", whose bases hardly ever miss a column, or `residual=None`.
+
+      1e-8 is added to :math:`\lVert R_j \rVert`: S is lost for columns with norms below about 1e-8.
+
+      A gradient that is zero or not finite makes no basis: the matrix keeps its basis and tries
+      again in the next step. Random bases need no gradient. Numbers that are not finite are passed on,
+      to `optax.apply_if_finite` for example.
+
+      If the gradient is sharded along k, a step reduces a few numbers, and a Gram matrix d x d; if it
+      is sharded along d, a step reduces R, and a Gram matrix gathers the gradient. Random bases need
+      no communication. Bases are sharded as the rows of the gradient.
+
+    Raises:
+      TypeError: If `inner` is not a transformation, a number has another type, entries of
+        `dimension_numbers` are of another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `rank` is above the smaller side of every matrix,
+        or of a leaf that `dimension_numbers` names, these are not like params, or name an axis twice
+        or one that does not exist, `carry` does not know a state of `inner` or its tree is not like
+        params (`optax.flatten`), or `inner` needs params.
+
+    References:
+      Zhao et al., `GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection
+      <https://arxiv.org/abs/2403.03507>`_, 2024
+
+      Chen et al., `Fira: Can We Achieve Full-rank Training of LLMs Under Low-rank Constraint?
+      <https://arxiv.org/abs/2410.01623>`_, 2024
+
+      Robert et al., `LDAdam: Adaptive Optimization from Low-Dimensional Gradient Statistics
+      <https://arxiv.org/abs/2410.16103>`_, 2024
+    """
+    checks.check_transformation("inner", inner)
+    _check_choices(projection, residual, side, decays)
+    check_rank(rank)
+    if not callable(update_every):
+        checks.check_count("update_every", update_every)
+    checks.check_positive("scale", scale)
+    check_limit(limit)
+    checks.check_seed("seed", seed)
+    optimizer = optax.with_extra_args_support(inner)
+
+    def plan(tree: optax.Updates) -> list[Matrix | None]:
+        return plan_matrices(tree, rank, side, dimension_numbers)
+
+    def make_basis(index: int, count: jax.Array, g: jax.Array, old: jax.Array, first: Any) -> Any:
+        if projection == "random":
+            # Another key for each leaf and step: leaves of one shape get different bases.
+            key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+            new = random_basis(jax.random.fold_in(key, count), old.shape, old.dtype)
+        else:
+            new = _find_basis(projection, g, old, first)
+        new = shard_like(new, old)
+        # Carried moments turn with the basis; kept ones need coordinates with the same signs.
+        return new if carry else align_signs(new, old)
+
+    refresh = functools.partial(
+        _refresh,
+        make_basis=make_basis,
+        update_every=update_every,
+        needs_gradient=projection != "random",
+        carry=functools.partial(carry_moments, decays=decays) if carry else None,
+    )
+
+    def init(params: optax.Params) -> LowRankState:
+        plans = plan(params)
+        low = map_plans(make_low_rank_leaf, params, plans)
+        inner_state = inner.init(low)
+        if carry:
+            check_moments(optimizer, inner_state, plans, low)
+        record_leaves(params, plans)
+        return LowRankState(
+            jnp.zeros([], jnp.int32),
+            map_plans(make_basis_zeros, params, plans),
+            map_plans(functools.partial(make_batch_zeros, dtype=jnp.int32), params, plans),
+            map_plans(make_batch_zeros, params, plans),
+            mark_varying(jnp.zeros([], jnp.int8), varying_axes(params)),
+            inner_state,
+        )
+
+    def update(
+        updates: optax.Updates, state: LowRankState, _: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, LowRankState]:
+        leaves, plans = jax.tree.leaves(updates), plan(updates)
+        structure: Any = jax.tree.structure(updates)
+
+        # P <- another basis, and M <- C M with C = P_new' P, for each matrix that is due
+        bases, dues, inner_state = refresh(plans, leaves, structure, state)
+
+        # R = P' G, and N, inner <- inner(R)
+        exact = [
+            leaf if m is None else project_leaf(m, basis, leaf)
+            for m, basis, leaf in zip(plans, bases, leaves, strict=True)
+        ]
+        low = make_low_rank_tree(updates, plans, exact)
+        direction, inner_state = compute_direction(
+            optimizer, low, inner_state, extra_args, "low_rank"
+        )
+        sign = state.sign if residual is None else find_sign(direction, low, state.sign)
+
+        # U = scale (P N + S), or scale P N without a residual, and N for leaves at full rank
+        out, norms = map(structure.flatten_up_to, (direction, state.norm))
+        for i, (m, leaf, r) in enumerate(zip(plans, leaves, exact, strict=True)):
+            if m is not None:
+                how = norms[i], sign, residual, limit
+                u, norms[i] = _compute_step(m, bases[i], leaf, r, out[i], *how)
+                out[i] = m.leaf(m.turn(jnp.asarray(scale, u.dtype) * u))
+        basis, due, norm = map(structure.unflatten, (bases, dues, norms))
+        count = optax.safe_increment(state.count)
+        return structure.unflatten(out), LowRankState(count, basis, due, norm, sign, inner_state)
+
+    # An update needs the gradients alone; params only give the dtypes.
+    return transformation(init, update, method="low_rank", needs_params=False)
+
+
+def _check_choices(projection: str, residual: str | None, side: str, decays: Decays) -> None:
+    checks.check_choice("projection", projection, get_args(Projection))
+    checks.check_choice("residual", residual or "scaled", get_args(Residual))
+    checks.check_choice("side", side, get_args(Side))
+    if decays is None:
+        return
+    if not isinstance(decays, tuple | list) or len(decays) != 2:
+        raise TypeError(f"decays must be two numbers in [0, 1), or None, got {decays!r}.")
+    for decay in decays:
+        checks.check_in_range("each of decays", decay, 0.0, 1.0, may_be_schedule=False)
+        # A bias correction 1 - 1^t would be 0.
+        if checks.is_concrete_number(decay) and np.float32(decay) == 1:
+            raise ValueError(f"each of decays must be in [0, 1), got {decay!r}.")
+
+
+def _plan_turns(plans: list[Matrix | None], count: jax.Array, every: jax.Array) -> list[jax.Array]:
+    """Return the step of each leaf's next refresh, if it has one in this step.
+
+    Leaf i of L projected leaves has its refreshes at i * every // L, modulo every, so that few leaves
+    have one in the same step.
+    """
+    number, before, turns = sum(m is not None for m in plans), 0, []
+    for m in plans:
+        # The first step after this one that is equal to the offset modulo `every`
+        offset = before * every // max(number, 1)
+        turns.append(count + 1 + (offset - count - 1) % every)
+        before += m is not None
+    return turns
+
+
+def _refresh(
+    plans: list[Matrix | None],
+    leaves: list[jax.Array],
+    structure: Any,
+    state: LowRankState,
+    *,
+    make_basis: Callable[..., jax.Array],
+    update_every: Any,
+    needs_gradient: bool,
+    carry: Callable[..., Any] | None,
+) -> tuple[list[jax.Array], list[jax.Array], Any]:
+    """Return each leaf's bases and their next refresh, and the state of `inner` in their coordinates.
+
+    A basis of the gradient is not made where the gradient is zero or not finite; the next step tries
+    again.
+    """
+    count, inner_state = state.count, state.inner_state
+    bases, dues = map(structure.flatten_up_to, (state.basis, state.next_refresh))
+    moments = split_moments(inner_state if carry else None, structure)
+    every = update_every(count) if callable(update_every) else update_every
+    turns = _plan_turns(plans, count, jnp.maximum(jnp.asarray(every, jnp.int32), 1))
+
+    def refresh_leaf(i: int, m: Matrix, old: jax.Array, due: jax.Array, moved: Any) -> Any:
+        is_due = count >= due
+        if needs_gradient:
+            is_due = cond(jnp.any(is_due), lambda: is_due & m.is_usable(leaves[i]), lambda: is_due)
+
+        def change(held: Any) -> Any:
+            old, due, moved = held
+            new = make_basis(i, count, m.matrices(leaves[i]), old, due == 0)
+            new = jnp.where(is_due[..., None, None], new, old)
+            after = carry(inner_state, Change(m, old, new, is_due), moved) if carry else moved
+            return new, jnp.where(is_due, turns[i], due), after
+
+        return when(jnp.any(is_due), change, (old, due, moved))
+
+    def refresh_leaves(held: Any) -> Any:
+        return {i: refresh_leaf(i, m, *held[i]) for i, m in enumerate(plans) if m is not None}
+
+    held: Any = {i: (bases[i], dues[i], moments[i]) for i, m in enumerate(plans) if m is not None}
+    for i, (old, _, _) in held.items():
+        if old.shape != (wanted := plans[i].basis_shape):
+            message = f"{plans[i].name} has a basis of shape {old.shape} in the state, not {wanted}"
+            raise ValueError(f"{message}: keep the rank, the side and the axes.")
+    # One condition for all leaves, and within it one for each: a device waits once for a usual step
+    are_due = [jnp.any(count >= due) for _, due, _ in held.values()]
+    held = when(functools.reduce(operator.or_, are_due, False), refresh_leaves, held)
+    for i, each in held.items():
+        bases[i], dues[i], moments[i] = each
+    return bases, dues, join_moments(inner_state, moments) if carry else inner_state
+
+
+def _find_basis(
+    projection: Projection, g: jax.Array, old: jax.Array, is_first: jax.Array
+) -> jax.Array:
+    """Return a basis of the largest directions of G."""
+    # G / max |G|, so that no square overflows or underflows
+    largest = jnp.max(jnp.abs(g), axis=(-2, -1), keepdims=True).astype(old.dtype)
+    g = g.astype(old.dtype) / jnp.where(largest > 0, largest, 1.0)
+    if projection == "svd":
+        return gram_basis(g, old.shape[-1])
+    # A power step needs a last basis.
+    first = is_first[..., None, None]
+
+    def with_first() -> jax.Array:
+        return jnp.where(first, gram_basis(g, old.shape[-1]), power_basis(g, old))
+
+    return cond(jnp.any(is_first), with_first, lambda: power_basis(g, old))
+
+
+def _compute_step(
+    m: Matrix,
+    basis: jax.Array,
+    leaf: jax.Array,
+    r: jax.Array,
+    direction: jax.Array,
+    last: jax.Array,
+    sign: jax.Array,
+    residual: Residual | None,
+    limit: float | jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return P N + S, in the orientation of the leaf, and the limited norm of S."""
+    g, n = m.turn(m.matrices(leaf)).astype(r.dtype), direction.astype(r.dtype)
+    if residual is None:
+        return lift(m, basis, n, g), last
+    # f_j = |N_j| / |R_j|, and S = (G - P R) f, of norm |S|^2 = sum_j f_j^2 (|G_j|^2 - |R_j|^2)
+    f = compute_gains(n, r, (m.rank_axis,))
+    whole, inside = (jnp.sum(jnp.square(f * x), axis=(-2, -1)) for x in (g, r))
+    # For a gradient within the subspace S is rounding, and its norm counts as 0.
+    is_seen = whole - inside > 100 * jnp.finfo(r.dtype).eps * whole
+    norm = unshard(jnp.sqrt(jnp.where(is_seen, whole - inside, 0.0)))
+    quotient, norm = limit_growth(norm, last, limit)
+    # P N + S / L = P (N - a R) + a G, with a = f / L, by one product instead of two
+    a = sign.astype(r.dtype) * f / quotient[..., None, None]
+    return lift(m, basis, n - a * r, g) + a * g, norm

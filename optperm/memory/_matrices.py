@@ -1,0 +1,341 @@
+"""The leaves of a tree as matrices: which leaves are projected, along which axes, and to what rank.
+
+All functions see matrices of shape (..., d, k), with the basis on the side of length d.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from optax.contrib import GaLoreDimensionNumbers
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
+from optperm.core.states import mask_like
+
+Side = Literal["smaller", "larger"]
+# `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.
+DimensionNumbers: TypeAlias = Any
+_WANTED_NUMBERS = (
+    "dimension_numbers must be an optax.contrib.GaLoreDimensionNumbers, a tree like params of these and "
+    "of None, or a function to such a tree"
+)
+# On accelerators float32 products lose half their digits by default.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A view of a leaf as matrices G, (..., d, k), whose rank is reduced on the side of d.
+
+    Attributes:
+      name: The path of the leaf, for messages.
+      shape: The shape of the leaf.
+      batch: The axes along which the leaf is a stack of matrices.
+      projected: The axes that are merged into d.
+      kept: The axes that are merged into k.
+      on_rows: Whether d is the matrix's first side: low-rank leaves are (..., r, k) then, else
+        (..., k, r).
+      rank: r.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    batch: tuple[int, ...]
+    projected: tuple[int, ...]
+    kept: tuple[int, ...]
+    on_rows: bool
+    rank: int
+
+    @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The lengths of the batch axes."""
+        return tuple(self.shape[axis] for axis in self.batch)
+
+    @property
+    def d(self) -> int:
+        """The length of the side of the basis."""
+        return math.prod(self.shape[axis] for axis in self.projected)
+
+    @property
+    def k(self) -> int:
+        """The length of the other side."""
+        return math.prod(self.shape[axis] for axis in self.kept)
+
+    @property
+    def basis_shape(self) -> tuple[int, ...]:
+        """(..., d, r)."""
+        return (*self.batch_shape, self.d, self.rank)
+
+    def matrices(self, leaf: jax.Array) -> jax.Array:
+        """Return the leaf as (..., d, k)."""
+        x = leaf.transpose(self.batch + self.projected + self.kept)
+        shape = (*self.batch_shape, self.d, self.k)
+        if x.shape == shape:
+            return x
+        sharding = explicit_sharding(x)
+        if sharding is None:
+            return x.reshape(shape)
+        # Of axes that are merged only the first can stay sharded.
+        start = len(self.batch)
+        heads = {*range(start), start, start + len(self.projected)}
+        spec = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+        some = [axis if i in heads else None for i, axis in enumerate(spec)]
+        x = jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*some)))
+        merged = PartitionSpec(*(axis for i, axis in enumerate(some) if i in heads))
+        return jax.lax.reshape(x, shape, out_sharding=sharding.update(spec=merged))
+
+    def leaf(self, matrices: jax.Array) -> jax.Array:
+        """Return matrices of shape (..., d, k) as a leaf."""
+        axes = self.batch + self.projected + self.kept
+        shape = tuple(self.shape[axis] for axis in axes)
+        if matrices.shape != shape:
+            sharding = explicit_sharding(matrices)
+            if sharding is not None:
+                *batch, d, k = sharding.spec
+                inner = [None] * (len(self.projected) - 1)
+                spec = PartitionSpec(*batch, d, *inner, k, *[None] * (len(self.kept) - 1))
+                sharding = sharding.update(spec=spec)
+            matrices = jax.lax.reshape(matrices, shape, out_sharding=sharding)
+        return matrices.transpose(tuple(int(i) for i in np.argsort(axes)))
+
+    def is_usable(self, leaf: jax.Array) -> jax.Array:
+        """Return which matrices of a leaf, (...), are finite and not zero."""
+        # A maximum is not finite, or nan, where an entry is.
+        largest = unshard(jnp.max(jnp.abs(leaf), axis=self.projected + self.kept))
+        return (largest > 0) & jnp.isfinite(largest)
+
+    @property
+    def rank_axis(self) -> int:
+        """The axis of a low-rank leaf along which R has its r rows."""
+        return -2 if self.on_rows else -1
+
+    def turn(self, x: jax.Array) -> jax.Array:
+        """Return R or G in the orientation of the leaf, or back: transposed if bases are on columns."""
+        return x if self.on_rows else jnp.swapaxes(x, -1, -2)
+
+
+def plan_matrices(
+    tree: optax.Updates, rank: float, side: Side, dimension_numbers: DimensionNumbers | None
+) -> list[Matrix | None]:
+    """Return for each leaf its view as matrices, or None if it stays at full rank.
+
+    Args:
+      tree: Params or updates.
+      rank: r, or r as a share of the smaller side.
+      side: The side of the bases; the columns of a square matrix are its smaller side.
+      dimension_numbers: The axes of the leaves to project; None for all leaves of two axes whose state
+        becomes smaller.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if _AT_FULL_RANK.get():
+        return [None] * len(leaves)
+    # One entry of axes for each leaf, None for full rank
+    numbers: Sequence[Any] = [None] * len(leaves)
+    if dimension_numbers is not None and leaves:
+        given = dimension_numbers(tree) if callable(dimension_numbers) else dimension_numbers
+        if isinstance(given, GaLoreDimensionNumbers):
+            given = jax.tree.map(lambda leaf: given if jnp.ndim(leaf) >= 2 else None, tree)
+        structure: Any = jax.tree.structure(tree)
+        try:
+            numbers = structure.flatten_up_to(mask_like(given, tree))
+        except ValueError as error:
+            raise ValueError(f"{_WANTED_NUMBERS}: {error}") from error
+    found: list[Matrix | None] = []
+    for (path, leaf), number in zip(leaves, numbers, strict=True):
+        name, shape = f"params{jax.tree_util.keystr(path)}", jnp.shape(leaf)
+        if number is not None:
+            if not isinstance(number, GaLoreDimensionNumbers):
+                raise TypeError(f"{_WANTED_NUMBERS}, got {number!r} for {name}.")
+            matrix = _make_matrix(name, shape, number, rank, side)
+            if rank > min(matrix.d, matrix.k):
+                smaller = f"the smaller side {min(matrix.d, matrix.k)} of {name}"
+                raise ValueError(f"rank={rank} is above {smaller}: give None for that leaf.")
+            found.append(matrix if matrix.rank < min(matrix.d, matrix.k) else None)
+        elif dimension_numbers is None and len(shape) == 2 and 0 not in shape:
+            matrix = _make_matrix(name, shape, GaLoreDimensionNumbers(), rank, side)
+            d, k, r = matrix.d, matrix.k, matrix.rank
+            # A basis and two moments, d r + 2 r k numbers, against two moments at full rank, 2 d k
+            found.append(matrix if r < min(d, k) and d * r + 2 * r * k < 2 * d * k else None)
+        else:
+            found.append(None)
+    sides = [min(jnp.shape(leaf)) for _, leaf in leaves if jnp.ndim(leaf) == 2 and jnp.size(leaf)]
+    if dimension_numbers is None and sides and rank > max(sides):
+        raise ValueError(f"rank={rank} is above the smaller side of every matrix, {max(sides)}.")
+    return found
+
+
+def _make_matrix(
+    name: str, shape: tuple[int, ...], numbers: GaLoreDimensionNumbers, rank: float, side: Side
+) -> Matrix:
+    given = [
+        (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
+        for axes in (numbers.reduction_axis, numbers.output_axis)
+    ]
+    own = range(-len(shape), len(shape))
+    rows, columns = (tuple(axis % len(shape) for axis in axes if axis in own) for axes in given)
+    number = sum(map(len, given))
+    if not rows or not columns or len({*rows, *columns}) < number:
+        raise ValueError(f"{numbers} must name different axes of {name} of shape {shape}.")
+    batch = tuple(axis for axis in range(len(shape)) if axis not in rows + columns)
+    m, n = (math.prod(shape[axis] for axis in axes) for axes in (rows, columns))
+    # Of a square, with m = n, the columns are the smaller side.
+    on_rows = (m < n) == (side == "smaller")
+    projected, kept = (rows, columns) if on_rows else (columns, rows)
+    r = int(rank) if rank >= 1 else max(1, round(rank * min(m, n)))
+    return Matrix(name, shape, batch, projected, kept, on_rows, r)
+
+
+def check_rank(rank: object) -> None:
+    """Raise unless the rank is a plain integer of at least 1, or a share in (0, 1)."""
+    if not isinstance(rank, float | np.floating):
+        checks.check_static_count("rank", rank)
+    elif not 0 < rank < 1:
+        raise ValueError(f"rank must be an integer, or a share in (0, 1), got {rank!r}.")
+
+
+class LeafPlan(NamedTuple):
+    """The name of a leaf that a low-rank method sees, its shape, and its view as matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: Matrix | None
+
+
+# `record_leaves` appends to this list while a report is made.
+_REPORT: contextvars.ContextVar[list[LeafPlan] | None] = contextvars.ContextVar(
+    "report", default=None
+)
+# Whether no leaf is projected, as a report compares with the same optimizer at full rank.
+_AT_FULL_RANK = contextvars.ContextVar("at_full_rank", default=False)
+
+
+def record_leaves(params: optax.Params, plans: Sequence[Matrix | None]) -> None:
+    """Append an entry for each leaf to the report, if one is being made."""
+    report = _REPORT.get()
+    if report is not None:
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        report.extend(
+            LeafPlan(jax.tree_util.keystr(path), jnp.shape(leaf), matrix)
+            for (path, leaf), matrix in zip(paths, plans, strict=True)
+        )
+
+
+@contextlib.contextmanager
+def collect_leaves(*, at_full_rank: bool = False) -> Iterator[list[LeafPlan]]:
+    """Collect the leaves of all low-rank transformations that are initialized within this context."""
+    report: list[LeafPlan] = []
+    tokens = _REPORT.set(report), _AT_FULL_RANK.set(at_full_rank)
+    try:
+        yield report
+    finally:
+        _REPORT.reset(tokens[0])
+        _AT_FULL_RANK.reset(tokens[1])
+
+
+def make_zeros(leaf: Any, shape: tuple[int, ...], dtype: Any, *spec: Any) -> jax.Array:
+    """Make zeros on the leaf's mesh, with the given spec of a sharding, or replicated."""
+    zeros = mark_varying(jnp.zeros(shape, dtype), varying_axes(leaf))
+    sharding = sharding_of(leaf)
+    if sharding is None:
+        return zeros
+    place = jax.sharding.reshard if isinstance(leaf, jax.core.Tracer) else jax.device_put
+    return place(zeros, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def make_basis_zeros(leaf: Any, matrix: Matrix | None) -> jax.Array:
+    """Make zeros for a leaf's bases, sharded as the rows of G, or a single zero at full rank."""
+    # An array without entries could not be saved: at full rank there is one number.
+    dtype = accumulation_dtype(leaf)
+    if matrix is None:
+        return make_zeros(leaf, (), dtype)
+    sharding = sharding_of(matrix.matrices(shard_like(jnp.zeros_like(leaf), leaf)))
+    spec = sharding.spec[:-1] if sharding else ()
+    return make_zeros(leaf, matrix.basis_shape, dtype, *spec)
+
+
+def project(basis: jax.Array, g: jax.Array) -> jax.Array:
+    r"""Return :math:`R = P^\top G`, (..., r, k), sharded as the columns of G."""
+    sharding = explicit_sharding(g)
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-2], None, spec[-1]))
+    return product("...dr,...dk->...rk", basis, g.astype(basis.dtype), sharding)
+
+
+def project_leaf(matrix: Matrix, basis: jax.Array, leaf: jax.Array) -> jax.Array:
+    r"""Return :math:`R = P^\top G` of a leaf as its low-rank leaf, in the dtype of the basis.
+
+    Where bases are on columns, R' = G' P is computed: the following operations then use the layout of
+    the leaf, since a loop over arrays of two layouts takes several times as long.
+    """
+    if matrix.on_rows:
+        return project(basis, matrix.matrices(leaf))
+    g = matrix.turn(matrix.matrices(leaf)).astype(basis.dtype)
+    sharding = explicit_sharding(g)
+    if sharding is not None:
+        spec = [*sharding.spec, *[None] * (g.ndim - len(sharding.spec))]
+        sharding = sharding.update(spec=PartitionSpec(*spec[:-1], None))
+    return product("...kd,...dr->...kr", g, basis, sharding)
+
+
+def lift(matrix: Matrix, basis: jax.Array, low: jax.Array, like: jax.Array) -> jax.Array:
+    """Return P R of a low-rank leaf, in the orientation of the leaf, sharded as another array."""
+    sharding = explicit_sharding(like)
+    if matrix.on_rows:
+        return product("...dr,...rk->...dk", basis, low, sharding)
+    return product("...kr,...dr->...kd", low, basis, sharding)
+
+
+def make_batch_zeros(leaf: Any, matrix: Matrix | None, dtype: Any = None) -> jax.Array:
+    """Make a zero for each matrix of a leaf, or a single zero at full rank."""
+    shape = matrix.batch_shape if matrix else ()
+    return make_zeros(leaf, shape, dtype or accumulation_dtype(leaf))
+
+
+def map_plans(
+    function: Callable[[Any, Matrix | None], Any],
+    tree: optax.Params,
+    plans: Sequence[Matrix | None],
+) -> optax.Params:
+    """Map a function of a leaf and its matrices over a tree."""
+    structure: Any = jax.tree.structure(tree)
+    return structure.unflatten(map(function, jax.tree.leaves(tree), plans))
+
+
+def make_low_rank_leaf(leaf: Any, matrix: Matrix | None) -> Any:
+    """Make the low-rank leaf that an optimizer is initialized with: zeros, sharded as R."""
+    if matrix is None:
+        return leaf
+    zeros = shard_like(jnp.zeros_like(leaf), leaf)
+    return project_leaf(matrix, make_basis_zeros(leaf, matrix), zeros).astype(zeros.dtype)
+
+
+def make_low_rank_tree(
+    updates: optax.Updates, plans: Sequence[Matrix | None], low: Sequence[jax.Array]
+) -> optax.Updates:
+    """Make the tree that an optimizer sees: low-rank leaves R in the dtypes of updates."""
+    structure: Any = jax.tree.structure(updates)
+    return structure.unflatten(
+        r if m is None else r.astype(leaf.dtype)
+        for leaf, m, r in zip(jax.tree.leaves(updates), plans, low, strict=True)
+    )
+
+
+def product(
+    subscripts: str, a: jax.Array, b: jax.Array, sharding: NamedSharding | None
+) -> jax.Array:
+    """Return a product of matrices in full precision, with the given sharding if there is one."""
+    return jnp.einsum(subscripts, a, b, precision=_PRECISION, out_sharding=sharding)

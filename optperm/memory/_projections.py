@@ -1,0 +1,64 @@
+"""Orthonormal bases, (..., d, r), of small subspaces for gradients G, (..., d, k)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from optperm.core.shardings import explicit_sharding
+from optperm.memory._matrices import product, project
+
+
+def gram_basis(g: jax.Array, rank: int) -> jax.Array:
+    """Return the first left singular vectors of G, by its Gram matrix on the smaller side.
+
+    A Gram matrix has half the digits: directions whose singular value is below the largest one times
+    the root of the machine's precision are arbitrary.
+    """
+    # G G' = U S^2 U'
+    if g.shape[-2] <= g.shape[-1]:
+        return _last_eigenvectors(_whole("...dk,...ek->...de", g, g), rank)
+    # G' G = V S^2 V' and G V = U S: the QR normalizes it, and completes it where G has a lower rank.
+    right = _last_eigenvectors(_whole("...dk,...dl->...kl", g, g), rank)
+    return jnp.linalg.qr(_whole("...dk,...kr->...dr", g, right))[0]
+
+
+def power_basis(g: jax.Array, basis: jax.Array) -> jax.Array:
+    r"""Return an orthonormal basis of :math:`G G^\top P`: one step of subspace iteration."""
+    return jnp.linalg.qr(_whole("...dk,...rk->...dr", g, project(basis, g)))[0]
+
+
+def random_basis(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return an orthonormal basis of a subspace that is uniformly distributed."""
+    return jnp.linalg.qr(jax.random.normal(key, shape, dtype))[0]
+
+
+def align_signs(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return the new basis, with nonnegative products of its columns with the old ones."""
+    products = jnp.sum(new * old, axis=-2, keepdims=True)
+    return jnp.where(products < 0, -new, new)
+
+
+def rotate(new: jax.Array, old: jax.Array, low: jax.Array, *, squared: bool = False) -> jax.Array:
+    r"""Return :math:`C M`, with :math:`C = P_{new}^\top P_{old}` or the squares of its entries.
+
+    Args:
+      new: The new basis, (..., d, r).
+      old: The old basis.
+      low: M, (..., r, k), in the coordinates of the old basis.
+      squared: Whether the entries of C are squared.
+    """
+    c = _whole("...dr,...ds->...rs", new, old)
+    return product("...rs,...sk->...rk", c * c if squared else c, low, explicit_sharding(low))
+
+
+def _last_eigenvectors(gram: jax.Array, rank: int) -> jax.Array:
+    """Return the eigenvectors of the largest eigenvalues, in descending order."""
+    return jnp.linalg.eigh(gram)[1][..., ::-1][..., :rank]
+
+
+def _whole(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return a product of matrices that every device holds in full."""
+    sharding = explicit_sharding(a)
+    return product(subscripts, a, b, sharding and sharding.update(spec=PartitionSpec()))

@@ -1,0 +1,225 @@
+"""A trained network as its initial weights and a permutation."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+from optperm.core.shardings import can_be_seen, shard_like, unshard
+from optperm.core.states import (
+    fill_masked,
+    find_state,
+    is_masked,
+    mask_like,
+    without_variables,
+)
+from optperm.permutation._exact_floats import move_bits
+from optperm.permutation._laperm import LapermState, synchronize_params
+from optperm.permutation._permute_by_cycles import PermuteByCyclesState
+from optperm.permutation._weight_vectors import (
+    OutputAxes,
+    permute_vectors,
+    sort_order,
+)
+
+# The states of methods that train by a permutation of the initial weights.
+PERMUTED_STATES = (PermuteByCyclesState, LapermState)
+
+
+def permuted_params(
+    opt_state: Any, params: optax.Params | None = None, *, output_axes: OutputAxes = (-1,)
+) -> optax.Params:
+    """Return the exact weights of a permutation method, bit for bit a permutation of the initial ones.
+
+    For `optperm.sgperm` these are the current weights. For `optperm.laperm` these are the given params,
+    synchronized, or without params the weights as last synchronized.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
+      params: Current params, for the leaves that the method does not train (masked to another
+        optimizer). Without params those leaves are `optax.MaskedNode`. For a `flax.nnx` model params
+        may be its variables.
+      output_axes: As given to `optperm.laperm`; unused for `optperm.sgperm`.
+
+    Returns:
+      A tree like params, of plain arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"bias": jnp.array([0.1, 0.3, 0.2])}
+      >>> opt_state = optperm.sgperm().init(params)
+      >>> bool(jnp.all(optperm.permutation.permuted_params(opt_state)["bias"] == params["bias"]))
+      True
+
+    Notes:
+      With plain `optax.apply_updates` the params of training are within one rounding of these weights.
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one, or `params` do not match.
+    """
+    state = _find_permutation_state(opt_state)
+    if params is None:
+        return state.weights
+    params = without_variables(params)
+    trained, _ = _weights_and_ranks(state, params, output_axes)
+    return fill_masked(trained, params)
+
+
+def export_permutation(
+    initial_params: optax.Params,
+    opt_state: Any,
+    params: optax.Params | None = None,
+    *,
+    output_axes: OutputAxes = (-1,),
+) -> Any:
+    """Return the permutation that takes the initial params to the trained ones.
+
+    Args:
+      initial_params: The params that `init` was called with.
+      opt_state: The state of an optimizer with `optperm.sgperm` or `optperm.laperm` somewhere in it.
+      params: Current params, to export `permuted_params(opt_state, params)`. For `optperm.laperm` that
+        differs from the export without params.
+      output_axes: As given to the method.
+
+    Returns:
+      A tree like params of int32 indices into the flattened initial parameter, such that
+      `trained.ravel() == initial.ravel()[indices.ravel()]`. Leaves that the method does not train
+      are `optax.MaskedNode`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> initial = {"bias": jnp.array([0.1, 0.3, 0.2])}
+      >>> tx = optperm.sgperm(aggressiveness=1.0)
+      >>> grads = {"bias": jnp.array([-1.0, 1.0, 0.0])}
+      >>> _, opt_state = tx.update(grads, tx.init(initial), initial)
+      >>> optperm.permutation.export_permutation(initial, opt_state)["bias"].tolist()
+      [1, 0, 2]
+
+    Raises:
+      ValueError: If `opt_state` holds no permutation state, or more than one; if `initial_params` or
+        `params` have another structure, shape or dtype; if the trained weights are no permutation of
+        the initial ones.
+    """
+    state = _find_permutation_state(opt_state)
+    trained, ranks = state.weights, state.ranks
+    if params is not None:
+        trained, ranks = _weights_and_ranks(state, without_variables(params), output_axes)
+    initial = mask_like(without_variables(initial_params), state.weights)
+    checks.check_same_tree("initial_params", initial, state.weights, source="the optimizer state")
+    locations = jax.tree.map(_flat_indices, initial)
+
+    # indices = argsort(initial)[ranks] in each weight vector: the weight of rank k comes from where the
+    # initial weight of rank k was.
+    def export(
+        _: int, locations: jax.Array, ranks: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        by_rank = jnp.take_along_axis(locations, sort_order(weights), axis=0)
+        return jnp.take_along_axis(by_rank, ranks, axis=0), ranks
+
+    permutation, _ = permute_vectors(export, output_axes, locations, ranks, initial)
+    for (path, leaf), indices, exact in zip(
+        jax.tree_util.tree_leaves_with_path(initial),
+        jax.tree.leaves(permutation),
+        jax.tree.leaves(trained),
+        strict=True,
+    ):
+        if any(isinstance(array, jax.core.Tracer) for array in (leaf, indices, exact)):
+            continue
+        # The proof of every promise here: the export gives the trained weights, bit for bit.
+        if not _is_permutation(indices) or not _same_bits(_permute(leaf, indices), exact):
+            says = "is not what the optimizer began with: pass the params of init, and its output_axes."
+            raise ValueError(f"initial_params{jax.tree_util.keystr(path)} {says}")
+    return permutation
+
+
+def apply_permutation(initial_params: optax.Params, permutation: Any) -> optax.Params:
+    """Rebuild trained weights, bit for bit, from the initial ones and a permutation.
+
+    Args:
+      initial_params: A tree of parameters.
+      permutation: The result of `export_permutation`. Where a leaf is `optax.MaskedNode`, the initial
+        parameter is returned unchanged.
+
+    Returns:
+      A tree like `initial_params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> weights, permutation = jnp.array([0.1, 0.3, 0.2]), jnp.array([1, 0, 2])
+      >>> optperm.permutation.apply_permutation(weights, permutation).tolist()
+      [0.30000001192092896, 0.10000000149011612, 0.20000000298023224]
+
+    Raises:
+      TypeError: If an index is not an integer.
+      ValueError: If the trees do not match, or the indices of a leaf are not a permutation.
+    """
+    checks.check_arrays("initial_params", initial_params)
+    initial = mask_like(initial_params, permutation)
+    checks.check_same_tree(
+        "permutation", permutation, initial, source="initial_params", dtypes=False
+    )
+
+    def apply(path: tuple[Any, ...], indices: jax.Array, leaf: Any) -> Any:
+        if is_masked(indices):
+            return leaf
+        name, dtype = f"permutation{jax.tree_util.keystr(path)}", jnp.result_type(indices)
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(f"{name} must hold integers, got {dtype}.")
+        if not isinstance(indices, jax.core.Tracer) and not _is_permutation(indices):
+            raise ValueError(f"{name} must hold each index from 0 to {jnp.size(indices) - 1} once.")
+        return _permute(jnp.asarray(leaf), jnp.asarray(indices))
+
+    return jax.tree_util.tree_map_with_path(apply, permutation, initial_params, is_leaf=is_masked)
+
+
+def _find_permutation_state(opt_state: Any) -> PermuteByCyclesState | LapermState:
+    state: Any = find_state(opt_state, PERMUTED_STATES, method="sgperm or optperm.laperm")
+    count = getattr(state, "mismatches", None)
+    if count is not None and can_be_seen(count) and (most := int(np.max(count))):
+        warnings.warn(
+            f"{most} step{'s were' if most > 1 else ' was'} given other params than sgperm placed: they "
+            "may be no permutation. A wrapper moves them, or they were reset without the state.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return state
+
+
+def _weights_and_ranks(
+    state: PermuteByCyclesState | LapermState, params: optax.Params, output_axes: OutputAxes
+) -> tuple[optax.Params, Any]:
+    """Return the exact weights at given params, masked where the state is, and their ranks."""
+    trained = mask_like(params, state.weights)
+    checks.check_same_tree("params", trained, state.weights, source="the optimizer state")
+    if isinstance(state, LapermState):
+        return synchronize_params(state, trained, output_axes)
+    return state.weights, state.ranks
+
+
+def _flat_indices(leaf: jax.Array) -> jax.Array:
+    return shard_like(jnp.arange(leaf.size, dtype=jnp.int32).reshape(leaf.shape), leaf)
+
+
+def _permute(leaf: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the entries of a leaf at indices into the flattened leaf, sharded like the leaf."""
+
+    def permute(bits: jax.Array) -> jax.Array:
+        whole, places = unshard((bits, indices))
+        return shard_like(jnp.ravel(whole)[jnp.ravel(places)].reshape(leaf.shape), bits)
+
+    return move_bits(permute, leaf)
+
+
+def _is_permutation(indices: jax.Array) -> bool:
+    flat = jnp.ravel(unshard(indices))
+    return bool(jnp.all(jnp.sort(flat) == jnp.arange(flat.size, dtype=flat.dtype)))
+
+
+def _same_bits(array: jax.Array, other: jax.Array) -> bool:
+    integers = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    bits, other_bits = (jax.lax.bitcast_convert_type(each, integers) for each in (array, other))
+    return bool(jnp.all(bits == other_bits))

@@ -1,0 +1,219 @@
+"""LaPerm: training with any optimizer, and periodically re-sorting the initial weights.
+
+Y. Qiu and R. Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
+NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.export import register_namedtuple_serialization
+
+from optperm.core import checks
+from optperm.core.dtypes import cast_like, zero_if_not_finite
+from optperm.core.mapped_axes import cond
+from optperm.core.schedules import resolve_schedule
+from optperm.core.states import mask_like
+from optperm.core.transformation import transformation
+from optperm.exact import Exact, exact_entries
+from optperm.permutation import _cycles as cycles
+from optperm.permutation._weight_vectors import (
+    OutputAxes,
+    init_ranks,
+    order_keys,
+    permute_vectors,
+    warn_of_constant_vectors,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+# An integer, or a schedule: from the number of a step to one.
+SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
+
+
+@functools.partial(
+    register_namedtuple_serialization, serialized_name="optperm.permutation.LapermState"
+)
+class LapermState(NamedTuple):
+    """State of `laperm`.
+
+    It holds the sorted values of each weight vector: the value of rank k is where `ranks` is k.
+
+    Attributes:
+      count: Steps taken.
+      inner_state: State of the optimizer that moves the weights.
+      weights: The weights as last synchronized, a permutation of the initial ones in each weight vector.
+      ranks: The rank of each of these weights in its weight vector.
+      synchronized: Whether the last step ended with a synchronization, so that params are `weights`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    inner_state: Any
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    synchronized: Bool[Array, ""]
+
+    def exact(self) -> list[Exact]:
+        """Return the synchronized weights; scalars, which never move, are not placed either."""
+        where = jax.tree.map(
+            lambda w: self.synchronized if w.ndim else optax.MaskedNode(), self.weights
+        )
+        return [Exact(mask_like(self.weights, where), where, is_target=True)]
+
+    def replace_targets(self, other: "LapermState") -> "LapermState":
+        """Return this state with the weights of another state.
+
+        Args:
+          other: A state whose weights are a permutation of the same values.
+        """
+        return self._replace(weights=other.weights, ranks=other.ranks)
+
+
+def laperm(
+    optimizer: optax.GradientTransformation,
+    sync_every: SyncEvery,
+    *,
+    output_axes: OutputAxes = (-1,),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train a network by permuting its initial weights into the order that an optimizer finds (LaPerm).
+
+    The optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a multiple
+    of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
+
+    .. math::
+      w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)],
+
+    with the smallest initial value where the smallest weight is now, and so on; ties by location. So the
+    network holds its initial weights, bit for bit, in another order.
+
+    Args:
+      optimizer: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
+        does, hold some, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
+      sync_every: :math:`k \ge 1`, the steps from one synchronization to the next: an integer, or a
+        schedule of t.
+      output_axes: As in `optperm.permute_by_cycles`.
+
+    Returns:
+      A transformation whose state is a `LapermState`. Its `update` needs `params`, and the extra
+      arguments of the optimizer.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.laperm(optax.sgd(1.0), sync_every=2)
+      >>> w = jnp.array([0.5, 1.0, 2.0])
+      >>> opt_state = tx.init(w)
+      >>> for _ in range(2):
+      ...     updates, opt_state = tx.update(jnp.array([-0.5, 0.0, 0.75]), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     print(w.tolist(), optperm.permutation.permuted_params(opt_state, w).tolist())
+      [1.0, 1.0, 1.25] [0.5, 1.0, 2.0]
+      [2.0, 1.0, 0.5] [2.0, 1.0, 0.5]
+
+    Notes:
+      Between two synchronizations the params are no permutation.
+      `optperm.permutation.permuted_params(opt_state)` returns the network as last synchronized;
+      `optperm.permutation.permuted_params(opt_state, params)` synchronizes the params first: use it
+      to test or keep a network between two synchronizations.
+
+      If k is too small, no weight passes its neighbors before it is put back, and nothing is learned.
+      Try a range from a few synchronizations per epoch to one in a few epochs. Initialize biases at
+      random, or train them with another optimizer (`optax.partition`). Scalars keep their value. The
+      optimizer's state is neither reset nor permuted: it stays with the location.
+
+      A gradient entry that is not finite counts as zero. A weight vector that holds a NaN when it is
+      synchronized returns to its last synchronized order. The sort runs only in steps that synchronize,
+      but under `jax.vmap` in every step.
+
+      It must be the last of its chain: a transformation after it changes updates, not the weights that
+      it places. `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they
+      are within one rounding of these, without ever drifting.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If `sync_every` is below 1, the optimizer places params, holds them or keeps
+        zeros, or the trees passed to `update` do not match.
+
+    References:
+      Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
+      NeurIPS 2020
+    """
+    checks.check_transformation("optimizer", optimizer)
+    if not callable(sync_every):
+        checks.check_count("sync_every", sync_every)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> LapermState:
+        warn_of_constant_vectors(params, output_axes)
+        inner_state = inner.init(params)
+        if exact_entries(inner_state):
+            raise ValueError(
+                "optimizer places params itself, holds some or keeps zeros: use one that moves all."
+            )
+        return LapermState(
+            count=jnp.zeros([], jnp.int32),
+            inner_state=inner_state,
+            weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            ranks=init_ranks(params, output_axes),
+            synchronized=jnp.zeros([], jnp.bool_),
+        )
+
+    def update(
+        g: optax.Updates, state: LapermState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, LapermState]:
+        # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
+        # zero, or it would stay in the inner state for ever.
+        g = zero_if_not_finite(g)
+        moves, inner_state = inner.update(g, state.inner_state, params, **extra_args)
+        moves = cast_like(moves, params)
+        moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)
+
+        # If t is a multiple of k, w <- sort(w_0)[rank(w + move)] in each weight vector.
+        def synchronize() -> tuple[optax.Updates, optax.Params, Any]:
+            moved = optax.apply_updates(params, moves)
+            weights, ranks = synchronize_params(state, moved, output_axes)
+            return optax.tree.sub(weights, params), weights, ranks
+
+        k = resolve_schedule("sync_every", sync_every, state.count, jnp.int32, low=1)
+        t = optax.safe_increment(state.count)
+        is_due = t % k == 0
+        moves, weights, ranks = cond(
+            is_due, synchronize, lambda: (moves, state.weights, state.ranks)
+        )
+        return moves, LapermState(t, inner_state, weights, ranks, synchronized=is_due)
+
+    return transformation(init, update, method="laperm", like=lambda s: s.weights)
+
+
+def synchronize_params(
+    state: LapermState, params: optax.Params, output_axes: OutputAxes
+) -> tuple[optax.Params, Any]:
+    """Put the initial values of each weight vector in the order of the params.
+
+    Args:
+      state: The state, which holds the values.
+      params: A tree like `state.weights`.
+      output_axes: As given to `laperm`.
+
+    Returns:
+      The weights and their ranks.
+    """
+
+    def reorder(
+        _: int, weights: jax.Array, ranks: jax.Array, w: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        # sort(w_0)[rank(w)], where sort(w_0) = weights[argsort(ranks)].
+        new_weights, new_ranks = cycles.reorder_rows(order_keys(w), weights, ranks)
+        is_ordered = ~jnp.any(jnp.isnan(w), axis=0)
+        return (
+            jnp.where(is_ordered, new_weights, weights),
+            jnp.where(is_ordered, new_ranks, ranks),
+        )
+
+    return permute_vectors(reorder, output_axes, state.weights, state.ranks, params)

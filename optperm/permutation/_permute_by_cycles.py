@@ -1,0 +1,239 @@
+"""The step of SGPerm: permute weight vectors along cycles.
+
+Y. Qiu and R. Suda, "Permute to Train: A New Dimension to Training Deep Neural Networks",
+arXiv 2003.02570, 2020.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.export import register_namedtuple_serialization
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.keys import as_key, key_data
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.schedules import resolve_schedule
+from optperm.core.states import mask_like
+from optperm.core.transformation import transformation
+from optperm.exact import Exact
+from optperm.permutation import _cycles as cycles
+from optperm.permutation._weight_vectors import (
+    OutputAxes,
+    init_ranks,
+    permute_vectors,
+    warn_of_constant_vectors,
+)
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, PyTree, UInt32
+
+
+@functools.partial(
+    register_namedtuple_serialization, serialized_name="optperm.permutation.PermuteByCyclesState"
+)
+class PermuteByCyclesState(NamedTuple):
+    """State of `permute_by_cycles`.
+
+    Attributes:
+      count: Steps taken.
+      key: Data of the threefry key from which every partition is drawn.
+      weights: The exact weights, a permutation of the initial ones in each weight vector.
+      ranks: The rank of each weight in its weight vector.
+      share_moved: The share of all weights that the last step moved.
+      mismatches: Steps whose params differed from the weights of the step before by more than
+        rounding: something else moves the params, and they are no permutation.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    weights: PyTree[Float[Array, "?*shape"], "Params"]
+    ranks: PyTree[Int32[Array, "?*shape"], "Params"]
+    share_moved: Float32[Array, ""]
+    mismatches: Int32[Array, ""]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact weights; scalars, which are not permuted, are not placed either."""
+        where = jax.tree.map(lambda w: True if w.ndim else optax.MaskedNode(), self.weights)
+        return [Exact(mask_like(self.weights, where), where, is_target=True)]
+
+    def replace_targets(self, other: "PermuteByCyclesState") -> "PermuteByCyclesState":
+        """Return this state with the weights and mismatches of another state.
+
+        Args:
+          other: A state whose weights are a permutation of the same values.
+        """
+        return self._replace(weights=other.weights, ranks=other.ranks, mismatches=other.mismatches)
+
+
+def permute_by_cycles(
+    aggressiveness: optax.ScalarOrSchedule,
+    partition_ratio: optax.ScalarOrSchedule,
+    *,
+    min_partition_size: int = 10,
+    include_remainder: bool = True,
+    centralize: bool = False,
+    seed: int | jax.Array = 0,
+    output_axes: OutputAxes = (-1,),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Permute each weight vector along cycles in which every weight moves as recommended.
+
+    The incoming updates are a recommendation :math:`m`: negative where the weight should rise,
+    positive where it should fall. A weight vector is all weights that enter one output unit, with
+    :math:`n` entries and :math:`A = \max - \min`. One step, for each:
+
+    1. Split it at random into disjoint subsets of
+       :math:`P = \max(P_{\min}, \lfloor \lambda n \rfloor)` entries, the last one smaller. Entries whose
+       recommendation is zero or not finite sit out, which leaves :math:`s` of a subset.
+    2. A weight :math:`w` may move to the place of any in :math:`[w, w + \epsilon)` if it should rise, in
+       :math:`[w - \epsilon, w)` if it should fall, with :math:`\epsilon = A (\alpha + 1/s)`.
+    3. In descending order of :math:`|m|`, find from each entry a cycle of such moves through entries
+       that are in no cycle yet: depth first, nearest weight first. Every entry on it moves one on.
+
+    So each weight vector keeps its values bit for bit, and every moved weight moved the way its
+    recommendation asked, by at most :math:`\epsilon`.
+
+    Args:
+      aggressiveness: :math:`\alpha \ge 0`, a number or a schedule of the step.
+      partition_ratio: :math:`\lambda \in [0, 1]`, a number or a schedule of the step.
+      min_partition_size: :math:`P_{\min} \ge 1`, in entries.
+      include_remainder: Whether a last subset of fewer than :math:`P` entries takes part.
+      centralize: Whether to subtract a pivot from :math:`m`: :math:`\bar m + z \sigma / 2` with the
+        mean and standard deviation of the weight vector's :math:`m`, and :math:`z \sim N(0, 1)` drawn
+        in each step. No permutation can follow the mean, since all have the same sum; and of two
+        weights that should rise, the one with the larger :math:`|m|` can pass the other when the pivot
+        is between them. Entries whose :math:`m` is zero then take part; platforms may round the pivot
+        differently.
+      seed: Seed of the random partitions. The same seed gives the same training on every platform.
+      output_axes: The axes of a parameter that index output units: an integer or several, or a
+        function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
+        are one weight vector.
+
+    Returns:
+      A transformation whose state is a `PermuteByCyclesState`. Its `update` needs `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> params = {"bias": jnp.array([0.5, -0.5, 0.0, 0.25])}
+      >>> tx = optperm.permute_by_cycles(aggressiveness=1.0, partition_ratio=1.0)
+      >>> opt_state = tx.init(params)
+      >>> wishes = {"bias": jnp.array([0.0, -2.0, 1.0, 1.0])}  # the second up, the last two down
+      >>> updates, opt_state = tx.update(wishes, opt_state, params)
+      >>> optperm.apply_updates(params, updates, opt_state)["bias"].tolist()
+      [0.5, 0.0, -0.5, 0.25]
+      >>> float(opt_state.share_moved)
+      0.5
+
+    Notes:
+      It computes updates from targets in its state, so nothing may follow it in a chain.
+      `optperm.apply_updates` places the weights bit for bit; with `optax.apply_updates` they are within
+      one rounding of these, without ever drifting. Scalars keep their value.
+
+    Raises:
+      TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+
+    References:
+      Qiu and Suda, `Permute to Train: A New Dimension to Training Deep Neural Networks
+      <https://arxiv.org/abs/2003.02570>`_, 2020
+    """
+    checks.check_in_range("aggressiveness", aggressiveness, 0.0, float("inf"))
+    checks.check_in_range("partition_ratio", partition_ratio, 0.0, 1.0)
+    checks.check_count("min_partition_size", min_partition_size)
+    checks.check_flag("include_remainder", include_remainder)
+    checks.check_flag("centralize", centralize)
+    checks.check_seed("seed", seed)
+
+    def init(params: optax.Params) -> PermuteByCyclesState:
+        warn_of_constant_vectors(params, output_axes)
+        return PermuteByCyclesState(
+            count=jnp.zeros([], jnp.int32),
+            key=key_data(seed),
+            weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            ranks=init_ranks(params, output_axes),
+            # Of the type that an update gives them, for a scan inside `jax.shard_map`.
+            share_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
+            mismatches=mark_varying(jnp.zeros([], jnp.int32), varying_axes(params)),
+        )
+
+    def update(
+        m: optax.Updates, state: PermuteByCyclesState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, PermuteByCyclesState]:
+        alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
+        ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
+        key = as_key(state.key)
+        step_key = jax.random.fold_in(key, state.count)
+        moved: list[jax.Array] = []
+
+        def permute(
+            index: int, w: jax.Array, ranks: jax.Array, m: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            # Step 1: P = max(P_min, floor(lambda n)). The kernel draws the subsets from the seeds.
+            size = _compute_partition_size(ratio, w.shape[0], min_partition_size)
+            leaf_key = jax.random.fold_in(step_key, index)
+            m = _centralize(m, jax.random.fold_in(leaf_key, 1)) if centralize else m
+            seeds = jax.random.bits(leaf_key, (*w.shape[1:], 2), jnp.uint32)
+            # Steps 2 and 3: cycles of moves by at most A (alpha + 1 / s), by descending |m|.
+            w, ranks, num_moved = cycles.permute_rows(
+                m, w, ranks, seeds, alpha, size, drop_remainder=not include_remainder
+            )
+            moved.append(jnp.sum(num_moved).astype(jnp.float32))
+            return w, ranks
+
+        # The kernel writes over the weights. Without the barrier XLA would copy them for the comparison.
+        is_mismatch, weights = jax.lax.optimization_barrier(
+            (_are_elsewhere(params, state.weights), state.weights)
+        )
+        weights, ranks = permute_vectors(permute, output_axes, weights, state.ranks, m)
+        size = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim)
+        is_counted = is_mismatch & (state.mismatches < jnp.iinfo(jnp.int32).max)
+        new_state = state._replace(
+            count=optax.safe_increment(state.count),
+            weights=weights,
+            ranks=ranks,
+            share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
+            mismatches=state.mismatches + is_counted.astype(jnp.int32),
+        )
+        # From the targets, not from the moves: rounding in the params is undone by the next step.
+        return optax.tree.sub(weights, params), new_state
+
+    return transformation(init, update, method="permute_by_cycles", like=lambda s: s.weights)
+
+
+def _are_elsewhere(params: optax.Params, weights: optax.Params) -> jax.Array:
+    """Return whether params differ from weights by more than the rounding of a step."""
+
+    def is_elsewhere(p: jax.Array, w: jax.Array) -> jax.Array:
+        wide = accumulation_dtype(w)
+        largest = jnp.max(jnp.abs(w), initial=0.0).astype(wide)
+        distance = jnp.max(jnp.abs(p.astype(wide) - w.astype(wide)), initial=0.0)
+        # Distances from infinite or NaN weights are NaN: such leaves are not checked
+        is_near = distance <= 4 * jnp.finfo(w.dtype).eps.astype(wide) * largest
+        return jnp.isfinite(largest) & ~is_near
+
+    # Another transformation may move scalars.
+    found = jax.tree.map(lambda p, w: is_elsewhere(p, w) if w.ndim else False, params, weights)
+    return functools.reduce(jnp.logical_or, jax.tree.leaves(found), jnp.zeros([], jnp.bool_))
+
+
+def _centralize(m: jax.Array, key: jax.Array) -> jax.Array:
+    """Return m, (n, *outputs), less mean + z / 2 std of each weight vector, on a scale of its own."""
+    wide = m.astype(accumulation_dtype(m))
+    # Times a power of two, so that squares neither underflow nor overflow. Only the order of m counts.
+    largest = jnp.max(jnp.abs(wide), 0, where=jnp.isfinite(wide), initial=0, keepdims=True)
+    wide = jnp.ldexp(wide, -jnp.frexp(largest)[1])
+    mean, std = (f(wide, 0, where=jnp.isfinite(wide), keepdims=True) for f in (jnp.mean, jnp.std))
+    z = jax.random.normal(key, std.shape, wide.dtype)
+    return (wide - mean - 0.5 * z * std).astype(m.dtype)
+
+
+def _compute_partition_size(ratio: jax.Array, n: int, minimum: int | jax.Array) -> jax.Array:
+    """Return P = max(P_min, floor(ratio * n)), at most n."""
+    # In float32 the product with a ratio of 1 is not n where n is above 2^24
+    size = jnp.where(ratio < 1, jnp.floor(ratio * n).astype(jnp.int32), n)
+    return jnp.clip(size, jnp.minimum(jnp.asarray(minimum, jnp.int32), n), n)

@@ -1,0 +1,276 @@
+"""Gradual pruning: the share of zeros rises while the network trains.
+
+M. Zhu and S. Gupta, "To prune, or not to prune", arXiv 1710.01878.
+"""
+
+import functools
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.mapped_axes import (
+    AxisName,
+    cond,
+    mark_varying,
+    varying_axes,
+    varying_like,
+)
+from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import shard_like
+from optperm.core.states import mask_like
+from optperm.core.transformation import transformation
+from optperm.exact import check_no_averages
+from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._shares import (
+    Groups,
+    Include,
+    Scope,
+    check_excluded,
+    flag_leaves,
+    group_leaves,
+    nearest_count,
+)
+from optperm.sparsity._sparse_state import (
+    SparseState,
+    check_places_nothing,
+    make_masks,
+    mask_updates,
+    zero_dead,
+)
+from optperm.sparsity._structures import NOfM, Structure, check_fits, num_units, pool, spread
+
+Criterion = Literal["magnitude", "saliency", "movement"]
+
+
+def prune_gradually(
+    optimizer: optax.GradientTransformation,
+    sparsity: Any,
+    ramp: optax.ScalarOrSchedule,
+    *,
+    every: int | jax.Array = 100,
+    criterion: Criterion = "magnitude",
+    scope: Scope = "erk",
+    include: Include | None = None,
+    structure: Structure | None = None,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train with an optimizer while the share of zeros rises to its final value.
+
+    In the end Z entries of each leaf, or of all leaves together, are zero. In step
+    :math:`t = 0, 1, \dots`, with the ramp :math:`r_t` from 0 to 1, the mask m, the scores s and the
+    step u of the optimizer:
+
+    .. math::
+      \text{if } t \bmod \text{every} = 0:\quad &
+      m \leftarrow \text{the } n - \lfloor r_t Z + \tfrac12 \rfloor \text{ highest of } s
+      \text{ where } m \\
+      & u \leftarrow u(g \text{ where } m, \text{ else } 0) \\
+      & \theta \leftarrow \theta + u \text{ where } m, \text{ else } 0
+
+    The scores are :math:`|\theta|` before the step ("magnitude"); :math:`|\theta g|` with the batch's
+    gradient ("saliency"); or S with :math:`S \leftarrow S - \theta g` in each step ("movement": weights
+    that move away from zero score high). Of equal scores the first stays. If the score of a live entry
+    is not finite, or for "movement" its gradient, all masks stay until the next multiple of `every`.
+
+    Args:
+      optimizer: Any optimizer. It sees gradients with zeros in place of pruned entries, so that clipping
+        inside it uses the norm of the live entries; clipping in front of this transformation, in an
+        `optax.chain`, uses the norm of all entries.
+      sparsity: The final share of zeros, in [0, 1]; or a tree of shares like params, or a prefix of such
+        a tree.
+      ramp: r, a schedule from 0 to 1, or a number. Zhu and Gupta's ramp is
+        `optax.polynomial_schedule(0.0, 1.0, 3, num_steps, first_step)`.
+      every: The number of steps between changes of the mask.
+      criterion: `"magnitude"`, `"saliency"` or `"movement"`.
+      scope: `"erk"`, shares of the leaves by `optperm.sparsity.erk_sparsity`; `"leaf"`, the same
+        share of each leaf; or `"global"`, a share of all leaves together.
+      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      structure: `optperm.sparsity.Blocks` or `optperm.sparsity.Units`, to prune groups of entries,
+        which are then counted instead of entries. None for single entries.
+      axis_name: The mapped axis over which scores are averaged when the mask changes, for replicas whose
+        params or gradients differ. None where they agree.
+
+    Returns:
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs
+      `params`. It must be the last of its chain; with `optperm.apply_updates` zeros stay zero
+      wherever it stands.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> ramp = optax.polynomial_schedule(0.0, 1.0, 3, 4)
+      >>> tx = optperm.prune_gradually(optax.sgd(0.1), 0.75, ramp, every=2)
+      >>> w = jnp.array([[4.0, -3.0], [2.0, 1.0]])
+      >>> opt_state = tx.init(w)
+      >>> for step in range(5):
+      ...     updates, opt_state = tx.update(jnp.zeros_like(w), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     print(step, w.ravel().tolist())
+      0 [4.0, -3.0, 2.0, 1.0]
+      1 [4.0, -3.0, 2.0, 1.0]
+      2 [4.0, 0.0, 0.0, 0.0]
+      3 [4.0, 0.0, 0.0, 0.0]
+      4 [4.0, 0.0, 0.0, 0.0]
+
+    Notes:
+      Masks only shrink, so that a ramp that falls has no effect. The final share is reached at the first
+      multiple of `every` at or after the end of the ramp. `optperm.sparsity.prune` prunes more by
+      hand, and `optperm.sparsity.reset_masks` frees all entries.
+
+      Products stay dense: training is not faster. A step whose mask may change costs a selection while
+      the ramp rises; under `jax.vmap` every step does. "movement" reads and writes S, a float32 number
+      for each entry, in every step. An average of the params outside, such as `optax.ema`'s, is not
+      sparse where masks change; `optperm.rigl` also takes an `optax.contrib.schedule_free` inside.
+
+    Raises:
+      TypeError: If `optimizer` is not a transformation, a share or the ramp is not a number, or a
+        parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
+        a structure does not fit a leaf, if the optimizer places params or keeps averages of them
+        (`optax.contrib.schedule_free`, `optax.contrib.mechanize`, `optax.lookahead`), if `axis_name` is
+        not bound where `update` is called, or if trees do not match.
+
+    References:
+      Zhu and Gupta, `To prune, or not to prune: exploring the efficacy of pruning for model compression
+      <https://arxiv.org/abs/1710.01878>`_, 2017; Sanh et al., `Movement Pruning
+      <https://arxiv.org/abs/2005.07683>`_, NeurIPS 2020
+    """
+    checks.check_transformation("optimizer", optimizer)
+    checks.check_in_range("ramp", ramp, 0.0, 1.0)
+    checks.check_count("every", every)
+    checks.check_choice("criterion", criterion, get_args(Criterion))
+    checks.check_choice("scope", scope, get_args(Scope))
+    if isinstance(structure, NOfM):
+        raise ValueError(
+            "structure must not be an NOfM, which has no ramp: use optperm.sparsity.keep_top."
+        )
+    inside = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> SparseState:
+        flags = flag_leaves(include, params, share=sparsity)
+        check_excluded("sparsity", sparsity, flags)
+        check_fits(structure, params, flags)
+        mask = make_masks(flags, params)
+        _group(mask, sparsity, scope, structure)  # refuses shares that do not fit
+        scores = None
+        if criterion == "movement":
+            scores = jax.tree.map(_make_zeros, mask_like(params, mask))
+        inner = inside.init(params)
+        check_places_nothing(inner)
+        check_no_averages(inner, "prune_gradually")
+        return SparseState(jnp.zeros([], jnp.int32), mask, inner, scores)
+
+    def update(
+        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SparseState]:
+        mask, scores = state.mask, state.scores
+        w, g = mask_like(params, mask), mask_like(grads, mask)
+        if scores is not None:
+            # S <- S - w g where m
+            scores = jax.tree.map(_accumulate, scores, mask, w, g)
+
+        # s = |w|, |w g| or S, at the params before the step
+        def rank() -> Any:
+            wide = accumulation_dtype(w)
+            if criterion == "magnitude":
+                ranked = jax.tree.map(lambda p: jnp.abs(jnp.asarray(p, wide)), w)
+            elif criterion == "saliency":
+                ranked = jax.tree.map(
+                    lambda p, d: jnp.abs(jnp.asarray(p, wide) * jnp.asarray(d, wide)), w, g
+                )
+            else:
+                # S, and NaN where it takes no part in this step
+                ranked = jax.tree.map(
+                    lambda s, d: jnp.where(jnp.isfinite(d), s, jnp.nan), scores, g
+                )
+            # Replicas rank the same scores, so that their masks agree.
+            if axis_name is None:
+                return ranked
+            return jax.lax.pmean(varying_like(ranked, (w, g), axis_name), axis_name)
+
+        # m <- the n - round(r_t Z) highest of s where m
+        groups = _group(mask, sparsity, scope, structure)
+        r = resolve_schedule("ramp", ramp, state.count, high=1.0)
+        zeros = _stack_counts([nearest_count(r, z) for z in groups.zeros])
+
+        # Scores are computed only where the ramp asks for more zeros than there are.
+        def shrink() -> Any:
+            has_more = jnp.any(zeros > _count_zeros(mask, groups, structure))
+            select = functools.partial(_keep_highest, mask, groups, zeros, structure)
+            return cond(has_more, lambda: select(rank()), lambda: mask)
+
+        is_multiple = state.count % jnp.asarray(every, jnp.int32) == 0
+        mask = cond(is_multiple, shrink, lambda: state.mask)
+
+        # u(g where m, else 0), then w + u where m, else 0
+        updates, inner = inside.update(zero_dead(mask, grads), state.inner, params, **extra_args)
+        count = optax.safe_increment(state.count)
+        return mask_updates(mask, updates, params), SparseState(count, mask, inner, scores)
+
+    return transformation(
+        init,
+        update,
+        method="prune_gradually",
+        like=lambda state: state.mask,
+        dtypes=False,
+        axis_name=axis_name,
+    )
+
+
+def _make_zeros(p: jax.Array) -> jax.Array:
+    return shard_like(mark_varying(jnp.zeros_like(p, jnp.float32), varying_axes(p)), p)
+
+
+def _accumulate(s: jax.Array, m: jax.Array, w: jax.Array, g: jax.Array) -> jax.Array:
+    """Return S - w g where m, and S where that is not finite."""
+    # In float32: sums in 16 bits would lose small products.
+    product = jnp.asarray(w, jnp.float32) * jnp.asarray(g, jnp.float32)
+    return jnp.where(m & jnp.isfinite(product), s - product, s)
+
+
+def _group(mask: Any, sparsity: Any, scope: Scope, structure: Structure | None) -> Groups:
+    sizes = [num_units(structure, leaf.shape) for leaf in jax.tree.leaves(mask)]
+    flags = jax.tree.map(lambda _: True, mask)
+    return group_leaves("sparsity", sparsity, scope, mask, flags, sizes)
+
+
+def _live_units(mask: Any, structure: Structure | None) -> list[jax.Array]:
+    """Return whether each unit has a live entry, leaf by leaf."""
+    return [
+        m if structure is None else pool(structure, m.astype(jnp.float32)) > 0
+        for m in jax.tree.leaves(mask)
+    ]
+
+
+def _count_zeros(mask: Any, groups: Groups, structure: Structure | None) -> jax.Array:
+    """Return the number of units of each group without a live entry."""
+    zeros = [jnp.sum(~live, dtype=jnp.int32) for live in _live_units(mask, structure)]
+    of_groups = [sum(zeros[index] for index in group) for group in groups.leaves]
+    return _stack_counts(of_groups)
+
+
+def _stack_counts(counts: list[Any]) -> jax.Array:
+    # The zero in front makes an array of no counts too.
+    return jnp.stack([jnp.zeros([], jnp.int32), *map(jnp.asarray, counts)])[1:]
+
+
+def _keep_highest(
+    mask: Any, groups: Groups, zeros: jax.Array, structure: Structure | None, scores: Any
+) -> Any:
+    """Return the mask of live entries when each group has the given number of zero units."""
+    leaves, treedef = jax.tree.flatten(mask)
+    units = _live_units(mask, structure)
+    # Scores that are not finite would be ranked by place.
+    zeros = jnp.where(all_finite(zero_dead(mask, scores)), zeros, 0)
+    # A dead unit has code 0 and so stays dead: all codes of live units are above 0.
+    codes = [order_codes(pool(structure, s)) for s in jax.tree.leaves(scores)]
+    codes = [jnp.where(live, c, jnp.zeros_like(c)) for live, c in zip(units, codes, strict=True)]
+    totals = [sum(units[index].size for index in group) for group in groups.leaves]
+    counts = [total - zeros[number] for number, total in enumerate(totals)]
+    kept = keep_highest(codes, groups.leaves, counts)
+    kept = [m & spread(structure, k, m) for m, k in zip(leaves, kept, strict=True)]
+    return jax.tree.unflatten(treedef, kept)

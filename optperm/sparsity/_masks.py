@@ -1,0 +1,372 @@
+"""A mask for each element of the params: pruning and freezing under any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import shard_like
+from optperm.core.states import fill_masked, find_state, replace_state, without_variables
+from optperm.core.transformation import transformation
+from optperm.exact import Exact
+from optperm.sparsity._choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
+from optperm.sparsity._shares import Include, flag_leaves, select_masked
+from optperm.sparsity._sparse_state import SparseState
+from optperm.sparsity._structures import Structure
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, PyTree
+
+PruneCriterion = Literal["magnitude", "random"]
+FreezeCriterion = Literal["gradient", "preconditioned_gradient", "random"]
+
+
+@runtime_checkable
+class PreconditioningState(Protocol):
+    """A state that multiplies gradients by its preconditioner H, for `freeze`."""
+
+    def preconditioned(self, grads: optax.Updates) -> optax.Updates:
+        """Return H g.
+
+        Args:
+          grads: g, a tree like params, with all leaves or with `optax.MaskedNode` in place of the leaves
+            that this state does not see.
+
+        Returns:
+          A tree like the params that this state sees.
+        """
+        ...
+
+
+class MaskElementsState(NamedTuple):
+    """State of `mask_elements`.
+
+    Attributes:
+      mask: Whether each entry may move.
+    """
+
+    mask: PyTree[Bool[Array, "?*shape"], "Params"]
+
+    def exact(self) -> list[Exact]:
+        """Return that masked entries keep their values."""
+        return [Exact(None, jax.tree.map(jnp.logical_not, self.mask))]
+
+
+def mask_elements(
+    mask: Any | Callable[[optax.Params], Any] = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Hold the masked entries of the params at their values.
+
+    .. math::
+      u_i \leftarrow \begin{cases} u_i & \text{if } m_i \\ -0 & \text{else} \end{cases}
+
+    Each entry has its own boolean :math:`m_i`, where `optax.masked` has one for each leaf.
+    `optperm.sparsity.prune`, `optperm.sparsity.freeze` and `optperm.sparsity.reset_masks` change
+    the booleans between steps, inside `jax.jit` too, without a new compilation. A masked update may
+    be any number, NaN included.
+
+    Args:
+      mask: The entries that may move at first: a tree of booleans like params, each for a whole leaf or
+        of the leaf's shape; a prefix of such a tree; or a function from params to such a tree. None for
+        all entries.
+
+    Returns:
+      A transformation whose state is a `MaskElementsState`. Its `update` does not need `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.sgd(0.5, momentum=0.9), optperm.mask_elements())
+      >>> w = jnp.array([[3.0, -1.0], [2.0, 4.0]])
+      >>> w, opt_state = optperm.sparsity.prune(w, tx.init(w), fraction=0.5)
+      >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
+      >>> optperm.apply_updates(w, updates, opt_state).tolist()
+      [[2.5, 0.0], [0.0, 3.5]]
+
+    Notes:
+      It must be the last of its chain: with `optax.apply_updates`, weight decay after it, for instance,
+      would move masked entries. With `optperm.apply_updates` masked entries keep their bits wherever it
+      stands: under a method that places weights (`optperm.sgperm`, `optperm.agn`), under
+      `optax.MultiSteps` and `optax.apply_if_finite`, whose own zeros turn -0.0 into 0.0, and where the
+      processor flushes subnormal numbers. A placing method does not know the masks: what it reports
+      from its own state, such as `optperm.distributed.center_params`, is not masked.
+
+    Raises:
+      TypeError: If a parameter is not of a real floating dtype, or the mask is not of booleans.
+      ValueError: If the mask does not fit params, or the trees passed to `update` do not match.
+    """
+
+    def init(params: optax.Params) -> MaskElementsState:
+        given = mask(params) if callable(mask) else mask
+        return MaskElementsState(_spread_mask(True if given is None else given, params))
+
+    def update(
+        updates: optax.Updates, state: MaskElementsState, params: optax.Params | None, **_: Any
+    ) -> tuple[optax.Updates, MaskElementsState]:
+        del params
+
+        # u_i where m_i, else -0: adding it leaves 0.0 and -0.0 as they are
+        def hold(is_trainable: jax.Array, u: Any) -> jax.Array:
+            return jnp.where(is_trainable, u, jnp.array(-0.0, jnp.result_type(u)))
+
+        return jax.tree.map(hold, state.mask, updates), state
+
+    return transformation(
+        init,
+        update,
+        method="mask_elements",
+        like=lambda state: state.mask,
+        dtypes=False,
+        needs_params=False,
+        updates_like="updates",
+    )
+
+
+def _spread_mask(mask: Any, params: optax.Params) -> Any:
+    """Return a mask, or a prefix of a mask, as an array of booleans for each leaf."""
+
+    def spread(allowed: Any, leaf: jax.Array) -> jax.Array:
+        if checks.dtype_of("mask", allowed) != jnp.bool_:
+            raise TypeError(f"mask must be of booleans, got {jnp.result_type(allowed)}.")
+        shape, wanted = jnp.shape(allowed), jnp.shape(leaf)
+        if shape not in ((), wanted):
+            raise ValueError(f"mask has shape {shape} for a parameter of shape {wanted}.")
+        allowed = jnp.broadcast_to(jnp.asarray(allowed), jnp.shape(leaf))
+        return mark_varying(shard_like(allowed, leaf), varying_axes(leaf))
+
+    try:
+        mask = jax.tree.broadcast(mask, params)
+    except ValueError as error:
+        raise ValueError(f"mask must be a tree like params, or a prefix of one: {error}") from error
+    return jax.tree.map(spread, mask, params)
+
+
+def prune(
+    params: optax.Params,
+    opt_state: Any,
+    fraction: Any,
+    *,
+    criterion: PruneCriterion = "magnitude",
+    scope: UnitScope = "erk",
+    scores: Any = None,
+    key: jax.Array | None = None,
+    include: Include | None = None,
+    structure: Structure | None = None,
+) -> tuple[optax.Params, Any]:
+    r"""Set a fraction of the weights to zero, and mask them so that they stay zero.
+
+    For the fraction p, the :math:`n - \lfloor p n + \tfrac12 \rfloor` highest scores of n entries stay.
+    The scores are :math:`|w|`, or `scores` with their signs. Of equal scores the first stays, and NaN
+    stays before all others, so that the count is exact for any scores. The n entries are the entries
+    of a leaf, with a p for each leaf by `optperm.sparsity.erk_sparsity` (`"erk"`) or the same p for
+    all leaves (`"leaf"`); of all leaves together (`"global"`); or of the inputs of one output unit
+    (`"unit"`: a slice along the last axis). With a structure units are counted instead of entries.
+
+    All entries are ranked, masked ones too, and none becomes free: masks accumulate. By magnitude pruned
+    entries rank lowest, so that pruning .5 and then .6 leaves .4. A weight that is frozen at another
+    value is set to zero if it ranks low. With `optperm.prune_gradually` and `optperm.rigl` all dead
+    entries are set to zero: `prune(params, opt_state, 0.0)` before the first step makes the first
+    gradient the gradient of the sparse network.
+
+    Args:
+      params: All params. Where the mask is inside `optax.masked` or `optax.partition`, the params that
+        it does not see stay as they are.
+      opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
+        `optperm.rigl` anywhere in it: chained, masked, partitioned, injected into, or kept as variables
+        by `flax.nnx.Optimizer`. It is not changed.
+      fraction: p, in [0, 1]; or a tree of fractions like params, or a prefix of such a tree, one
+        fraction for each leaf, 0 for a leaf that is not included. None with `optperm.sparsity.NOfM`.
+      criterion: `"magnitude"`; or `"random"`, a random order that depends on the key alone, so that with
+        the same key a larger fraction contains a smaller one.
+      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`.
+      scores: A tree like params; None for the magnitude of the params. Criterion `"random"` ignores it.
+      key: A key of `jax.random` for `"random"`. All replicas need the same. `"magnitude"` ignores it.
+      include: The leaves to prune: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
+        None for single entries.
+
+    Returns:
+      The params with 0.0 (never -0.0) in place of pruned entries, and the optimizer state with the
+      masks; both of the same structure, shapes and dtypes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.adam(0.1), optperm.mask_elements())
+      >>> params = {"kernel": jnp.array([[0.3, -0.1], [0.2, -0.4]]), "bias": jnp.array([0.0, 1.0])}
+      >>> pruned, opt_state = optperm.sparsity.prune(params, tx.init(params), 0.5)
+      >>> [[round(x, 1) for x in row] for row in pruned["kernel"].tolist()]
+      [[0.3, 0.0], [0.0, -0.4]]
+      >>> pruned["bias"].tolist()
+      [0.0, 1.0]
+
+    Notes:
+      It works inside `jax.jit`, `jax.vmap` and `jax.lax.scan` (but not on a state of
+      `optperm.switch_after`, whose phase is not known there), with a traced fraction and key. A Python
+      or NumPy fraction is the decimal number that it is printed as; a JAX array, traced or not, is
+      rounded to a multiple of :math:`2^{-24}`. A traced fraction that is out of range counts as the
+      nearest limit, and NaN as 0.
+
+      Scores of 16 bits tie often, and then the place decides. On a mesh nothing is gathered, except for
+      `NOfM` and `Blocks`.
+
+    Raises:
+      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
+      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `key` is missing, a tree does not match the masks, a structure does not fit a
+        leaf, `include` is None and no leaf has rank 2 or more, or there is not exactly one state with
+        masks.
+
+    References:
+      Han et al., `Learning both Weights and Connections for Efficient Neural Networks
+      <https://arxiv.org/abs/1506.02626>`_, NeurIPS 2015
+    """
+    checks.check_choice("criterion", criterion, get_args(PruneCriterion))
+    state = _find_masked_state(opt_state)
+    plain = without_variables(params)
+    weights = select_masked("params", plain, state.mask)
+    flags = flag_leaves(include, state.mask, plain, share=fraction)
+    if criterion == "random":
+        codes = draw_codes(state.mask, flags, structure, key)
+    else:
+        if scores is None:
+            ranked = jax.tree.map(jnp.abs, widen_scores("params", weights, state.mask))
+        else:
+            ranked = widen_scores("scores", scores, state.mask)
+        codes = encode_scores(ranked, flags, structure)
+    kept = keep("fraction", codes, fraction, scope, state.mask, flags, structure)
+    # m <- m and kept: masks accumulate
+    mask = jax.tree.map(_intersect, state.mask, kept)
+    # A dead entry of a `SparseState` is zero; `mask_elements` may hold an entry at any value.
+    stays = mask if isinstance(state, SparseState) else kept
+    pruned = jax.tree.map(
+        lambda is_kept, w: jnp.where(shard_like(is_kept, w), w, jnp.zeros_like(w)), stays, weights
+    )
+    leaves = jax.tree.leaves(fill_masked(pruned, plain))
+    new_state = replace_state(
+        opt_state, type(state), state._replace(mask=mask), method="mask_elements"
+    )
+    return jax.tree.unflatten(jax.tree.structure(params), leaves), new_state
+
+
+def freeze(
+    opt_state: Any,
+    fraction: Any,
+    *,
+    scores: Any = None,
+    criterion: FreezeCriterion = "gradient",
+    scope: UnitScope = "erk",
+    key: jax.Array | None = None,
+    include: Include | None = None,
+) -> Any:
+    r"""Mask a fraction of the weights so that they stay at their values.
+
+    The weights with the smallest :math:`|g_i|` or :math:`|(H g)_i|`, or random ones, are masked, with g
+    the gradient over all examples and H the preconditioner that `optperm.constant_sgd` has learned.
+    Numbers and ties are as in `optperm.sparsity.prune`, and masks accumulate.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.mask_elements` anywhere in it: chained, masked,
+        partitioned, injected into, or kept as variables by `flax.nnx.Optimizer`. It is not changed.
+      fraction: p, in [0, 1], or a tree of fractions, as in `optperm.sparsity.prune`.
+      scores: g, a tree like params, from `optperm.variance.full_gradient` for instance. Criterion
+        `"random"` ignores it.
+      criterion: `"gradient"`; `"preconditioned_gradient"`, for an optimizer with
+        `optperm.constant_sgd` or `optperm.mandt_sgd` in it; or `"random"`, which needs no scores: with
+        the same key a larger fraction contains a smaller one.
+      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
+      key: A key of `jax.random` for `"random"`. All replicas need the same. Other criteria ignore it.
+      include: The leaves to freeze: a tree of booleans like params, a prefix of such a tree, or a
+        function to such a tree from the masks, which have the structure and shapes of the params. None
+        for all leaves of rank 2 and more.
+
+    Returns:
+      The optimizer state with the new masks, of the same structure, shapes and dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.sgd(1.0), optperm.mask_elements())
+      >>> w = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+      >>> full_grad = jnp.array([[0.1, -3.0], [-0.2, 1.0]])
+      >>> opt_state = optperm.sparsity.freeze(tx.init(w), 0.5, scores=full_grad)
+      >>> updates, opt_state = tx.update(jnp.ones((2, 2)), opt_state, w)
+      >>> optperm.apply_updates(w, updates, opt_state).tolist()
+      [[1.0, 1.0], [3.0, 3.0]]
+
+    Raises:
+      TypeError: If a fraction is not a number, or scores are not of a real floating dtype.
+      ValueError: If `fraction` is out of range, or not 0 for a leaf that is not included, `criterion` or
+        `scope` is unknown, `scores` or `key` is missing, a tree does not match the masks, or there is
+        not exactly one state of `mask_elements`, or of a preconditioner where the criterion needs one.
+
+    References:
+      Mandt, Hoffman and Blei, `Stochastic Gradient Descent as Approximate Bayesian Inference
+      <https://arxiv.org/abs/1704.04289>`_, 2017, for H
+    """
+    checks.check_choice("criterion", criterion, get_args(FreezeCriterion))
+    state = find_state(opt_state, MaskElementsState, method="mask_elements")
+    flags = flag_leaves(include, state.mask)
+    if criterion == "random":
+        codes = draw_codes(state.mask, flags, None, key)
+    else:
+        if scores is None:
+            raise ValueError(
+                f"criterion {criterion!r} needs scores, from optperm.variance.full_gradient."
+            )
+        # |g|, or |H g|
+        name, grads = "scores", scores
+        if criterion == "preconditioned_gradient":
+            preconditioner = find_state(
+                opt_state,
+                PreconditioningState,
+                method="constant_sgd or optperm.mandt_sgd",
+            )
+            grads = preconditioner.preconditioned(without_variables(scores))
+            name = "the preconditioned scores"
+        ranked = jax.tree.map(jnp.abs, widen_scores(name, grads, state.mask))
+        codes = encode_scores(ranked, flags, None)
+    kept = keep("fraction", codes, fraction, scope, state.mask, flags, None)
+    new = MaskElementsState(jax.tree.map(_intersect, state.mask, kept))
+    return replace_state(opt_state, MaskElementsState, new, method="mask_elements")
+
+
+def reset_masks(opt_state: Any) -> Any:
+    """Return the optimizer state with masks of True: all entries may move again.
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.mask_elements`, `optperm.prune_gradually` or
+        `optperm.rigl` anywhere in it. It is not changed.
+
+    Returns:
+      The whole optimizer state, of the same structure, shapes and dtypes.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> opt_state = optperm.mask_elements().init(jnp.array([[1.0, 2.0]]))
+      >>> opt_state = optperm.sparsity.freeze(opt_state, 0.5, scores=jnp.array([[3.0, 0.0]]))
+      >>> opt_state.mask.tolist()
+      [[True, False]]
+      >>> optperm.sparsity.reset_masks(opt_state).mask.tolist()
+      [[True, True]]
+
+    Raises:
+      ValueError: If there is not exactly one state with masks.
+    """
+    state = _find_masked_state(opt_state)
+    new = state._replace(mask=jax.tree.map(jnp.ones_like, state.mask))
+    return replace_state(opt_state, type(state), new, method="mask_elements")
+
+
+def _find_masked_state(opt_state: Any) -> MaskElementsState | SparseState:
+    types: tuple[type[Any], ...] = (MaskElementsState, SparseState)
+    state: MaskElementsState | SparseState = find_state(opt_state, types, method="mask_elements")
+    return state
+
+
+def _intersect(is_trainable: jax.Array, is_kept: jax.Array) -> jax.Array:
+    return is_trainable & shard_like(is_kept, is_trainable)

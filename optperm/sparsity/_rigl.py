@@ -1,0 +1,304 @@
+"""RigL: drop weights by magnitude and grow others by gradient, at a constant number of weights.
+
+U. Evci et al., "Rigging the Lottery: Making All Tickets Winners", arXiv 1911.11134. With random
+growth it is SET: D. Mocanu et al., arXiv 1707.04780.
+"""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.keys import as_key
+from optperm.core.mapped_axes import AxisName, cond
+from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import shard_like
+from optperm.core.states import is_masked, mask_like, match_params
+from optperm.core.transformation import transformation
+from optperm.sparsity._selection import keep_highest, order_codes
+from optperm.sparsity._shares import (
+    Include,
+    check_excluded,
+    flag_leaves,
+    group_leaves,
+    nearest_count,
+)
+from optperm.sparsity._sparse_state import (
+    SparseState,
+    check_places_nothing,
+    make_masks,
+    mask_updates,
+    zero_dead,
+)
+
+Grow = Literal["gradient", "random"]
+
+
+def rigl(
+    optimizer: optax.GradientTransformation,
+    sparsity: Any,
+    *,
+    end: int | jax.Array,
+    key: jax.Array,
+    every: int | jax.Array = 100,
+    drop_fraction: optax.ScalarOrSchedule = 0.3,
+    grow: Grow = "gradient",
+    include: Include | None = None,
+    skip_step: bool = False,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train a network that is always sparse, and move its weights to where gradients are large.
+
+    The first mask is random. In step t with :math:`t \bmod \text{every} = 0` and :math:`0 < t < T`,
+    :math:`k = \lfloor \alpha_t n + \tfrac12 \rfloor` of the n live weights of each leaf move:
+
+    .. math::
+      \text{kept} &= \text{the } n - k \text{ live entries with the highest } |\theta| \\
+      \text{grown} &= \text{the } k \text{ other entries with the highest } |g| \\
+      m &\leftarrow \text{kept} \cup \text{grown}, \qquad
+      \alpha_t = \tfrac{1}{2} \alpha \, (1 + \cos(\pi t / T))
+
+    A weight that is dropped and grown in the same step keeps its value and its state. Other grown
+    weights start at 0, with the optimizer state that `init` gives; dropped weights are set to 0. The
+    optimizer sees gradients and params with 0 in place of dead entries. Each leaf keeps its number of
+    live weights. With `grow="random"` places are random (SET); with `drop_fraction=0` the mask stays.
+    With `grow="gradient"` all masks stay in a step with a gradient that is not finite.
+
+    Args:
+      optimizer: Any optimizer whose state is made of trees like params, and of scalars, counts and keys:
+        without `optax.flatten`, factored moments, or a low rank. Clipping inside it uses the norm of the
+        live entries; clipping in front of this transformation, in an `optax.chain`, uses the norm of all
+        entries.
+      sparsity: The share of zeros, in [0, 1], distributed by `optperm.sparsity.erk_sparsity`; or a
+        tree of shares like params, or a prefix of such a tree. `init` alone uses it: in a resumed
+        training `optperm.sparsity.prune` raises the share.
+      end: T, the step from which on the mask stays: about three quarters of the training.
+      key: A key of `jax.random` for the first mask and for random growth. All replicas need the same.
+      every: The number of steps between changes of the mask.
+      drop_fraction: :math:`\alpha`, in [0, 1]; or a schedule, which is used as :math:`\alpha_t` itself.
+      grow: `"gradient"` or `"random"`.
+      include: The leaves that are sparse: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      skip_step: Whether live weights and the optimizer's state stay as they are in a step that changes
+        the mask, as in the paper's code.
+      axis_name: The mapped axis over which magnitudes and gradients are averaged when the mask changes,
+        for replicas whose params or gradients differ. None where they agree.
+
+    Returns:
+      A transformation whose state is an `optperm.sparsity.SparseState`. Its `update` needs
+      `params`. It must be the last of its chain; with `optperm.apply_updates` zeros stay zero
+      wherever it stands.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.rigl(optax.sgd(0.5), 0.5, end=10, key=jax.random.key(0), every=1)
+      >>> w = jnp.ones((2, 4))
+      >>> opt_state = tx.init(w)
+      >>> target = jnp.arange(8.0).reshape(2, 4)
+      >>> for _ in range(20):
+      ...     updates, opt_state = tx.update(w - target, opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      >>> w.round(1).tolist()  # the four largest
+      [[0.0, 0.0, 0.0, 0.0], [4.0, 5.0, 6.0, 7.0]]
+
+    Notes:
+      The gradient must be the gradient of all entries, which `jax.grad` gives since dead weights are
+      zeros in the params. Do not multiply by a mask in the model: the gradient would be zero there, and
+      the first places would grow. To average gradients over batches, put `optax.MultiSteps` outside.
+
+      Until the first update the params are dense, unless they are made sparse before by
+      `params, opt_state = optperm.sparsity.prune(params, opt_state, 0.0)`.
+
+      Products and gradients are dense: training is not faster, and gradual pruning, at the same cost
+      here, reaches a better accuracy. Under Adam a fresh weight moves further than an old one, since
+      its moments are fresh and their count is not: 3.2 times as far at once and 6.6 times at most, for
+      decays of .9 and .999. Use b2=.99 where that hurts.
+
+      Under `jax.vmap` every step costs a selection. Within `jax.lax.scan` a step in which the mask stays
+      costs as much as a step of the optimizer with `optperm.mask_elements`. A program of a single step
+      also allocates, in every call, the memory of a selection, four times the bytes of the params.
+
+    Raises:
+      TypeError: If an argument has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, if `include` is None and no leaf has rank 2 or more, if
+        a state of `optimizer` is not like params, if `axis_name` is not bound where `update` is called,
+        or if trees do not match.
+
+    References:
+      Evci et al., `Rigging the Lottery: Making All Tickets Winners <https://arxiv.org/abs/1911.11134>`_,
+      ICML 2020; Mocanu et al., `Scalable training of artificial neural networks with adaptive sparse
+      connectivity <https://arxiv.org/abs/1707.04780>`_, 2018
+    """
+    checks.check_transformation("optimizer", optimizer)
+    checks.check_key("key", key)
+    checks.check_count("end", end)
+    checks.check_count("every", every)
+    checks.check_in_range("drop_fraction", drop_fraction, 0.0, 1.0)
+    checks.check_choice("grow", grow, get_args(Grow))
+    is_known = all(map(checks.is_concrete_number, (end, every, drop_fraction)))
+    if is_known and drop_fraction > 0 and end <= every:
+        raise ValueError(f"end must be above every={every}, or drop_fraction 0, got {end}.")
+    inside = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> SparseState:
+        raw = jax.random.bits(key, (2,), jnp.uint32)
+        flags = flag_leaves(include, params, share=sparsity)
+        check_excluded("sparsity", sparsity, flags)
+        mask = make_masks(flags, params)
+        leaves, treedef = jax.tree.flatten(mask)
+        flags = jax.tree.map(lambda _: True, mask)
+        groups = group_leaves("sparsity", sparsity, "erk", mask, flags, [m.size for m in leaves])
+        counts = [m.size - zeros for m, zeros in zip(leaves, groups.zeros, strict=True)]
+        # The first mask uses the random bits of step 0, in which nothing grows.
+        codes = _draw_codes(leaves, raw, jnp.zeros([], jnp.int32))
+        kept = keep_highest(codes, groups.leaves, counts)
+        inner = inside.init(params)
+        check_places_nothing(inner)
+        if (unlike := _find_unlike_params(inner, mask, params)) is not None:
+            raise ValueError(
+                f"rigl restarts the state of each weight that grows, but optimizer keeps {unlike}, "
+                "which is not like params: leave out optax.flatten, factored moments and low rank."
+            )
+        return SparseState(
+            count=jnp.zeros([], jnp.int32),
+            mask=jax.tree.unflatten(treedef, [m & k for m, k in zip(leaves, kept, strict=True)]),
+            inner=inner,
+            key=raw if grow == "random" else None,
+        )
+
+    def update(
+        grads: optax.Updates, state: SparseState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, SparseState]:
+        t, before = state.count, state.mask
+        last = jnp.asarray(end, jnp.int32)
+        # w where m, else 0; where not m the optimizer's state is as `init` gives it
+        live = zero_dead(before, params)
+        inner = _restart_dead(inside, before, state.inner, live)
+
+        def move() -> Any:
+            # alpha_t = alpha / 2 (1 + cos(pi t / T))
+            alpha = resolve_schedule("drop_fraction", drop_fraction, t, high=1.0)
+            if not callable(drop_fraction):
+                done = t.astype(jnp.float32) / last.astype(jnp.float32)
+                alpha = alpha / 2 * (1 + jnp.cos(jnp.pi * done))
+            # m <- kept (by |w|) and grown (by |g|, or at random)
+            w, g = _compute_magnitudes(before, params, grads, axis_name)
+            if state.key is not None:
+                return _move(before, w, _draw_codes(before, state.key, t), alpha)
+            # Gradients that are not finite would be ranked by place.
+            alpha = jnp.where(all_finite(g), alpha, 0)
+            return _move(before, w, [order_codes(x) for x in g], alpha)
+
+        # By the count alone, which is the same on all replicas, so that a selection stays rare.
+        due = (t % jnp.asarray(every, jnp.int32) == 0) & (t > 0) & (t < last)
+        mask = cond(due, move, lambda: before)
+
+        # u(g where m, else 0), by the new mask; then w + u where m, from 0 where it is new, else 0
+        def step() -> tuple[optax.Updates, Any]:
+            u, new_inner = inside.update(zero_dead(mask, grads), inner, live, **extra_args)
+            return cast_like(u, params), cast_like(new_inner, inner)
+
+        def stay() -> tuple[optax.Updates, Any]:
+            return jax.tree.map(jnp.zeros_like, params), inner
+
+        u, inner = cond(due, stay, step) if skip_step else step()
+        updates = mask_updates(mask, u, params, before)
+        return updates, state._replace(count=optax.safe_increment(t), mask=mask, inner=inner)
+
+    return transformation(
+        init,
+        update,
+        method="rigl",
+        like=lambda state: state.mask,
+        dtypes=False,
+        axis_name=axis_name,
+    )
+
+
+def _compute_magnitudes(
+    mask: Any, params: Any, grads: Any, axis_name: AxisName | None
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return |w| and |g| of the included leaves, averaged over the named axes."""
+    w, g = (jax.tree.leaves(mask_like(tree, mask)) for tree in (params, grads))
+    wide = accumulation_dtype(w)
+    w, g = ([jnp.abs(jnp.asarray(leaf, wide)) for leaf in leaves] for leaves in (w, g))
+    return (w, g) if axis_name is None else jax.lax.pmean((w, g), axis_name)
+
+
+def _draw_codes(leaves: Any, raw: jax.Array, t: jax.Array) -> list[jax.Array]:
+    """Draw random codes above 0, which depend on the key, the step and the place of a leaf."""
+    key = jax.random.fold_in(as_key(raw), t)
+    return [
+        shard_like(
+            jnp.maximum(jax.random.bits(jax.random.fold_in(key, index), leaf.shape), 1), leaf
+        )
+        for index, leaf in enumerate(jax.tree.leaves(leaves))
+    ]
+
+
+def _move(
+    mask: Any, magnitudes: list[jax.Array], grow_codes: list[jax.Array], alpha: jax.Array
+) -> Any:
+    """Return the mask of kept and grown entries, with as many live entries in each leaf as before."""
+    leaves, treedef = jax.tree.flatten(mask)
+    alone = [[index] for index in range(len(leaves))]
+    live = [jnp.sum(m, dtype=jnp.int32) for m in leaves]
+    moving = [nearest_count(alpha, n) for n in live]
+    # kept: the n - k highest |w| among live entries; dead ones have code 0, below all live codes.
+    codes = [order_codes(w) for w in magnitudes]
+    codes = [jnp.where(m, c, jnp.zeros_like(c)) for m, c in zip(leaves, codes, strict=True)]
+    kept = keep_highest(codes, alone, [n - k for n, k in zip(live, moving, strict=True)])
+    # grown: the k highest |g| among the entries that are not kept, the dropped ones included.
+    codes = [jnp.where(m, jnp.zeros_like(c), c) for m, c in zip(kept, grow_codes, strict=True)]
+    grown = keep_highest(codes, alone, moving)
+    return jax.tree.unflatten(treedef, [a | b for a, b in zip(kept, grown, strict=True)])
+
+
+def _restart_dead(
+    optimizer: optax.GradientTransformation, mask: Any, inner: Any, params: optax.Params
+) -> Any:
+    """Return the optimizer's state with the entries of a fresh state where the mask is False.
+
+    Dead entries are restarted in every step, so that an entry is fresh when it grows.
+    """
+    masks = _match_masks(inner, mask, params)
+    fresh = jax.tree.leaves(optimizer.init(params))
+    new = [
+        leaf if is_live is None else jnp.where(is_live, leaf, jnp.asarray(first, leaf.dtype))
+        for (leaf, is_live, _), first in zip(masks, fresh, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(inner), new)
+
+
+def _match_masks(
+    inner: Any, mask: Any, params: optax.Params
+) -> list[tuple[Any, jax.Array | None, str | None]]:
+    """Return each array of the optimizer's state with its mask, if it has one number for each entry.
+
+    The last item is the name of the state if the array may hold numbers of masked entries in another
+    form, else None: scalars, counts and keys hold none.
+    """
+    structure: Any = jax.tree.structure(params)
+    masks = structure.flatten_up_to(mask)
+    found: list[tuple[Any, jax.Array | None, str | None]] = []
+    for leaf, place, owner in match_params(inner, params):
+        own = None if place is None else masks[place]
+        if is_masked(own):
+            found.append((leaf, None, None))
+        elif own is not None and jnp.shape(leaf) == own.shape:
+            found.append((leaf, own, None))
+        else:
+            holds_none = jnp.size(leaf) <= 1 or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            found.append((leaf, None, None if holds_none else owner))
+    return found
+
+
+def _find_unlike_params(inner: Any, mask: Any, params: optax.Params) -> str | None:
+    """Return the shape and the state of the first array that may hold numbers of masked entries."""
+    for leaf, _, owner in _match_masks(inner, mask, params):
+        if owner is not None:
+            return f"an array of shape {jnp.shape(leaf)} in a {owner}"
+    return None

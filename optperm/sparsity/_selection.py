@@ -1,0 +1,131 @@
+"""Select the k highest of many scores, exactly, by counting instead of sorting.
+
+The threshold is found bit by bit from the top: a bit stays if at least k codes reach the threshold with
+it. On a mesh each round sums one number, where a sort would gather all scores.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import shard_like
+
+_LARGEST_INT32 = 2**31 - 1
+
+
+def order_codes(scores: jax.Array) -> jax.Array:
+    """Return unsigned integers in the order of the scores, all of them above 0.
+
+    -0 equals 0, and NaN is above infinity. Scores of 16 bits are cast to float32. Only bits are
+    compared, so that a processor that flushes subnormal numbers gives the same order.
+
+    Args:
+      scores: An array of a real floating dtype.
+
+    Returns:
+      An array of the same shape, uint64 for float64 and else uint32.
+    """
+    is_double = scores.dtype == jnp.float64
+    word, wide = (jnp.uint64, jnp.float64) if is_double else (jnp.uint32, jnp.float32)
+    top = jnp.array(1 << (63 if is_double else 31), word)
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(scores, wide), word)
+    infinity = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, wide), word)
+    bits = jnp.where(bits == top, jnp.zeros_like(bits), bits)
+    # Negative numbers are ordered by their flipped bits, below all others.
+    codes = jnp.where(bits < top, bits | top, ~bits)
+    return jnp.where((bits & ~top) > infinity, ~jnp.zeros_like(bits), codes)
+
+
+def keep_highest(
+    codes: Sequence[jax.Array], groups: Sequence[Sequence[int]], counts: Sequence[int | jax.Array]
+) -> list[jax.Array]:
+    """Return whether each entry is among the highest of its group, of equal ones the first.
+
+    Args:
+      codes: Arrays of unsigned integers of one dtype.
+      groups: For each group the indices of the arrays that are ranked together, in order. No array is
+        in two groups.
+      counts: The number of entries of each group to keep, from 0 to the size of the group.
+
+    Returns:
+      Booleans shaped like the codes, True for an array of no group.
+
+    Raises:
+      ValueError: If a group has more entries than int32 can count.
+    """
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    if max(sizes, default=0) > _LARGEST_INT32:
+        raise ValueError(f"At most 2**31 - 1 entries can be ranked together, got {max(sizes)}.")
+    if max(sizes, default=0) == 0:
+        return [jnp.ones_like(code, bool) for code in codes]
+    wanted = jnp.stack([jnp.asarray(k, jnp.int32) for k in counts])
+    return [*_select(list(codes), wanted, tuple(map(tuple, groups)))]
+
+
+# Compiled once for all calls outside jax.jit.
+@functools.partial(jax.jit, static_argnames="groups")
+def _select(
+    codes: list[jax.Array], wanted: jax.Array, groups: tuple[tuple[int, ...], ...]
+) -> list[jax.Array]:
+    sizes = [sum(codes[index].size for index in group) for group in groups]
+    places = _places(codes, groups)
+    word, bits = codes[0].dtype, 8 * codes[0].dtype.itemsize
+    axes = varying_axes(codes, wanted)
+    wanted = mark_varying(wanted, axes)
+
+    def count(is_counted: Any) -> jax.Array:
+        """Return how many entries of each group satisfy a condition on the array and its group."""
+        sums = [
+            [jnp.sum(is_counted(index, number), dtype=jnp.int32) for index in group]
+            for number, group in enumerate(groups)
+        ]
+        zero = jnp.zeros([], jnp.int32)
+        return mark_varying(jnp.stack([sum(each, start=zero) for each in sums]), axes)
+
+    # t, the code of the k-th highest entry: the largest code that at least k codes reach.
+    def find_threshold(step: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t | (jnp.ones([], word) << (bits - 1 - step).astype(word))
+        reached = count(lambda index, number: codes[index] >= candidate[number])
+        return jnp.where(reached >= wanted, candidate, t)
+
+    none = mark_varying(jnp.zeros(len(groups), word), axes)
+    t = jax.lax.fori_loop(0, bits, find_threshold, none)
+
+    # Of the entries that equal t the first r are kept: those before the place e.
+    r = wanted - count(lambda index, number: codes[index] > t[number])
+    num_bits = max(sizes).bit_length()
+
+    def find_end(step: jax.Array, e: jax.Array) -> jax.Array:
+        candidate = e | (jnp.ones([], jnp.int32) << (num_bits - 1 - step))
+        before = count(
+            lambda index, number: (codes[index] == t[number]) & (places[index] < candidate[number])
+        )
+        return jnp.where(before <= r, candidate, e)
+
+    e = jax.lax.fori_loop(0, num_bits, find_end, jnp.zeros_like(wanted))
+    kept = [jnp.ones_like(code, bool) for code in codes]
+    for number, group in enumerate(groups):
+        for index in group:
+            is_first = (codes[index] == t[number]) & (places[index] < e[number])
+            kept[index] = (wanted[number] > 0) & ((codes[index] > t[number]) | is_first)
+    return kept
+
+
+def _places(codes: Sequence[jax.Array], groups: Sequence[Sequence[int]]) -> dict[int, jax.Array]:
+    """Return the place of each entry within its group, in C order."""
+    places = {}
+    for group in groups:
+        start = 0
+        for index in group:
+            code, stride = codes[index], 1
+            place = jnp.full(code.shape, start, jnp.int32)
+            for axis in reversed(range(code.ndim)):
+                place += stride * jax.lax.broadcasted_iota(jnp.int32, code.shape, axis)
+                stride *= code.shape[axis]
+            places[index] = shard_like(place, code)
+            start += code.size
+    return places

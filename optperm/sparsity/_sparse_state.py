@@ -1,0 +1,90 @@
+"""The state of wrappers that train sparse networks, and updates that end exactly at zero."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core.mapped_axes import mark_varying, varying_axes
+from optperm.core.shardings import shard_like
+from optperm.core.states import is_masked
+from optperm.exact import Exact, exact_entries, placing_states
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float32, Int32, PyTree, UInt32
+
+
+class SparseState(NamedTuple):
+    """State of `prune_gradually` and of `rigl`.
+
+    Attributes:
+      count: Number of steps taken.
+      mask: Whether each entry is live; `optax.MaskedNode` for a leaf that is not included.
+      inner: The state of the wrapped optimizer.
+      scores: S of criterion "movement", like the mask; None for the other criteria.
+      key: The raw data of the key of `grow="random"`; None for `grow="gradient"`.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    mask: PyTree[Bool[Array, "..."]]
+    inner: Any
+    scores: PyTree[Float32[Array, "..."]] | None = None
+    key: UInt32[Array, "2"] | None = None
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the wrapped optimizer and, overriding them, the zeros."""
+        zeros = Exact(
+            jax.tree.map(lambda _: 0.0, self.mask), jax.tree.map(jnp.logical_not, self.mask)
+        )
+        return [*exact_entries(self.inner), zeros]
+
+
+def check_places_nothing(inner: Any) -> None:
+    """Raise if the wrapped optimizer places params, which zeros would take from their places."""
+    if placing_states(inner):
+        raise ValueError("optimizer places params itself: use one that moves them by its updates.")
+
+
+def make_masks(flags: Any, params: Any) -> Any:
+    """Make a mask of True for each included leaf, `optax.MaskedNode` for the others."""
+
+    def mask(flag: bool, leaf: Any) -> Any:
+        ones = mark_varying(jnp.ones_like(leaf, bool), varying_axes(leaf))
+        return shard_like(ones, leaf) if flag else optax.MaskedNode()
+
+    return jax.tree.map(mask, flags, params)
+
+
+def zero_dead(mask: Any, tree: Any) -> Any:
+    """Return the tree with 0 in place of each entry that is not live."""
+
+    # A selection instead of a product, since 0 * NaN is NaN
+    def zero_leaf(m: Any, leaf: Any) -> Any:
+        return leaf if is_masked(m) else jnp.where(m, leaf, jnp.zeros([], leaf.dtype))
+
+    return jax.tree.map(zero_leaf, mask, tree, is_leaf=is_masked)
+
+
+def mask_updates(mask: Any, updates: Any, params: Any, before: Any = None) -> Any:
+    """Return updates that move live entries and set the other entries to exactly 0.0.
+
+    Args:
+      mask: Whether each entry is live after this step.
+      updates: The updates of live entries.
+      params: The params before this step.
+      before: Whether each entry was live before; an entry that becomes live starts at 0, whatever its
+        value is. None for the mask.
+    """
+
+    # w + u where m, from 0 where w was not live, else w + (-w), which is +0.0 in every dtype
+    def mask_leaf(m: Any, u: Any, w: Any, was_live: Any) -> Any:
+        if is_masked(m):
+            return u
+        u = jnp.asarray(u, w.dtype)
+        return jnp.where(m, jnp.where(was_live, u, u - w), -w)
+
+    before = mask if before is None else before
+    return jax.tree.map(mask_leaf, mask, updates, params, before, is_leaf=is_masked)

@@ -1,0 +1,88 @@
+"""Sparsity only in the forward pass: a straight-through estimator of top-k."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optperm.core import checks
+from optperm.core.states import without_variables
+from optperm.sparsity._choice import UnitScope, encode_scores, keep, widen_scores
+from optperm.sparsity._shares import Include, flag_leaves
+from optperm.sparsity._structures import Structure
+
+
+def keep_top(
+    params: Any,
+    sparsity: Any,
+    *,
+    scope: UnitScope = "erk",
+    include: Include | None = None,
+    structure: Structure | None = None,
+) -> Any:
+    r"""Return params with the smallest entries set to zero; gradients pass through unchanged.
+
+    .. math::
+      w_i \mapsto \begin{cases} w_i & \text{if } m_i \\ 0 & \text{else} \end{cases}, \qquad
+      \text{with the derivative } 1
+
+    Call it on the params inside the loss: the network is sparse, while the optimizer keeps all weights,
+    so that a weight that is zero now may come back. At the end `optperm.sparsity.prune` makes the
+    params sparse.
+
+    Args:
+      params: A tree of arrays, real floating where they are included.
+      sparsity: The share of zeros as in `optperm.sparsity.prune`, a number or a tree of numbers. It
+        may be traced, such as `schedule(step)`. None with `optperm.sparsity.NOfM`.
+      scope: `"erk"`, `"leaf"`, `"global"` or `"unit"`, as in `optperm.sparsity.prune`.
+      include: The leaves that become sparse: a tree of booleans like params, a prefix of such a tree,
+        or a function from params to such a tree. None for all leaves of rank 2 and more.
+      structure: `optperm.sparsity.NOfM`, `optperm.sparsity.Blocks` or `optperm.sparsity.Units`.
+        None for single entries.
+
+    Returns:
+      A tree like params, whose entries are those of params or zero.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> w = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+      >>> optperm.sparsity.keep_top(w, 0.5).tolist()
+      [[0.0, -3.0], [2.0, 0.0]]
+      >>> jax.grad(lambda w: optperm.sparsity.keep_top(w, 0.5).sum())(w).tolist()
+      [[1.0, 1.0], [1.0, 1.0]]
+
+    Notes:
+      Every forward pass selects entries, which takes longer than the rest of a small network's step;
+      the selection of `NOfM` is cheap.
+
+    Raises:
+      TypeError: If an included parameter is not of a real floating dtype, a leaf is not an array, or a
+        share is not a number.
+      ValueError: If `sparsity` is out of range, or a structure or a tree does not fit.
+
+    References:
+      Bengio et al., `Estimating or Propagating Gradients Through Stochastic Neurons
+      <https://arxiv.org/abs/1308.3432>`_, 2013
+    """
+    plain = without_variables(params)
+    checks.check_arrays("params", plain)
+    flags = flag_leaves(include, plain)
+    fixed = jax.lax.stop_gradient(plain)
+    # A leaf that is not included may be of any dtype.
+    ranked = jax.tree.map(
+        lambda flag, w: w if flag else jnp.zeros(jnp.shape(w), jnp.float32), flags, fixed
+    )
+    scores = jax.tree.map(jnp.abs, widen_scores("params", ranked, fixed))
+    codes = encode_scores(scores, flags, structure)
+    kept = keep("sparsity", codes, sparsity, scope, fixed, flags, structure)
+    top = jax.tree.map(lambda flag, w, m: _pass_through(w, m) if flag else w, flags, plain, kept)
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(top))
+
+
+# w where m, else 0, with the derivative of w.
+@jax.custom_jvp
+def _pass_through(w: jax.Array, is_kept: jax.Array) -> jax.Array:
+    return jnp.where(is_kept, w, jnp.zeros_like(w))
+
+
+_pass_through.defjvps(lambda tangent, result, w, is_kept: tangent, None)

@@ -1,0 +1,327 @@
+"""DimReduce: quasi-Newton steps in a subspace of the params, with a line search.
+
+T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
+DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.mapped_axes import AxisName, cond, varying_axes
+from optperm.core.schedules import resolve_schedule
+from optperm.core.transformation import transformation
+from optperm.exact import apply_updates
+from optperm.subspace._line_searches import LINE_SEARCHES, Trial, after_search, search
+from optperm.subspace._phases import SEARCH_EXTRAS, mean_over_replicas, step_where
+from optperm.subspace._quasi_newton import QuasiNewtonState, dot, make_quasi_newton, norm
+from optperm.subspace._subspace import Subspace, coordinates, empty_subspace, lift
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+# A residual of at most this many roundings of the gradient counts as zero.
+_ROUNDINGS = 16
+
+
+class DimReduceState(NamedTuple):
+    r"""State of `dim_reduce`, one on each replica.
+
+    Attributes:
+      count: Number of calls of `update`, skipped steps included.
+      subspace: The basis :math:`P`.
+      residual: :math:`m`, the part of the gradients outside the subspace, with momentum.
+      quasi_newton: :math:`B`, :math:`s` and :math:`g_k^{\text{last}}`, and the number of line searches
+        in a row that found no step.
+      step_length: :math:`c`, the length that the line search accepted in this step, or 0.
+      num_trials: Number of trials of this line search.
+      inner_state: State of the optimizer.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    subspace: Subspace
+    residual: PyTree[Float[Array, "?*shape"], "Params"]
+    quasi_newton: QuasiNewtonState
+    step_length: Float[Array, ""]
+    num_trials: Int32[Array, ""]
+    inner_state: Any
+
+    def if_followed(self) -> str:
+        """Return a warning for a transformation that changes the updates after this method."""
+        return (
+            "A transformation stands in an optax.chain after dim_reduce: steps that it changes, or "
+            "entries that it holds, spoil the curvature. Pass it as the optimizer, with a basis that is "
+            "zero at held entries: optperm.dim_reduce(optax.chain(optax.sgd(0.1), ...), ...)."
+        )
+
+
+def dim_reduce(
+    optimizer: optax.GradientTransformation | None = None,
+    *,
+    n_components: int,
+    rho: optax.ScalarOrSchedule = 0.55,
+    gamma: optax.ScalarOrSchedule = 0.9,
+    alpha: optax.ScalarOrSchedule = 1e-3,
+    sigma: optax.ScalarOrSchedule = 0.4,
+    max_search_steps: int | jax.Array | None = None,
+    line_search: Literal["safeguarded", "mindspore"] = "safeguarded",
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train by quasi-Newton steps in a subspace, and small gradient steps outside it.
+
+    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
+    `optperm.dldr`. With :math:`f` the loss on this batch, :math:`g` its gradient and :math:`u` the
+    step of `optimizer`:
+
+    .. math::
+      g_k &= P g, \qquad y = g_k - g_k^{\text{last}} \\
+      T &= I - \frac{y s^\top}{y^\top s}, \qquad
+      B \leftarrow T^\top B T + \frac{s s^\top}{y^\top s}
+      \quad \text{if } y^\top s > \epsilon |y| |s| \\
+      d &= -B g_k, \qquad v(c) = u(-c P^\top d) \\
+      c &= \text{the first length tried with } f(\theta + v(c)) < f(\theta) + \sigma g^\top v(c) \\
+      m &\leftarrow \gamma m + g - P^\top g_k, \qquad
+      \theta \leftarrow \theta + u(\alpha m - c P^\top d)
+
+    then :math:`s \leftarrow c d` and :math:`g_k^{\text{last}} \leftarrow g_k`. If no length satisfies
+    the inequality, :math:`c = 0`, and :math:`B`, :math:`s` and :math:`g_k^{\text{last}}` do not change.
+    :math:`\alpha = 0` keeps the params in the subspace through their current values (P-BFGS). Until a
+    basis is set only the residual moves the params.
+
+    Args:
+      optimizer: :math:`u`, any optimizer, which sees :math:`\alpha m - c P^\top d` as the gradient;
+        None for `optax.sgd(1.0)`.
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
+      rho: :math:`\rho \in [0, 1]`, the largest ratio of a length to the rejected length before it.
+      gamma: :math:`\gamma \in [0, 1]`, the momentum of the residual.
+      alpha: :math:`\alpha \ge 0`, the learning rate of the residual.
+      sigma: :math:`\sigma \in [0, 1]`, the share of the predicted decrease that a trial has to reach.
+      max_search_steps: :math:`i_{\max} \ge 1`, the maximum number of trials of one line search; None
+        for 10, or 2 with `"mindspore"`.
+      line_search: `"safeguarded"` or `"mindspore"`.
+      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the rows of the basis and the batch are distributed. None for a single replica.
+
+    Returns:
+      A transformation whose state is a `DimReduceState`. Its `update` needs `params` and the extra
+      arguments `value` and `value_fn`, as `optperm.evaluate` makes them. `rho`, `gamma`, `alpha` and
+      `sigma` may be schedules of the step; a traced value out of range counts as the nearest limit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> scales = jnp.array([1.0, 10.0, 100.0])  # a valley
+      >>> loss_fn = lambda w, batch: jnp.sum(scales * (w - batch) ** 2)
+      >>> target = jnp.array([3.0, 2.0, 1.0])
+      >>> tx = optperm.dim_reduce(n_components=3)
+      >>> w = jnp.zeros(3)
+      >>> opt_state = optperm.subspace.set_basis(tx.init(w), jnp.eye(3))
+      >>> for _ in range(30):
+      ...     e = optperm.evaluate(loss_fn, w, target)
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      >>> [round(x, 3) for x in w.tolist()]
+      [3.0, 2.0, 1.0]
+
+    Notes:
+      `line_search="safeguarded"` does not depend on the scale of the loss or of the params, and does not
+      stall. :math:`B` is :math:`(s^\top y / y^\top y) I` before the first pair. The first length is 1,
+      or :math:`|f| / |g_k|^2` while there is no pair. Each further length is at the minimum of the
+      parabola through both losses, but at most :math:`\rho` times and at least 0.1 times the length
+      before it. After `max_search_steps` failed trials the next step continues with the next length;
+      after two such steps :math:`B` is forgotten. On a smooth loss with the same batch in all steps,
+      and a linear `optimizer` (SGD without momentum, of any rate), a step is found until the rounding of
+      the loss hides the decrease. The search knows no curvature condition: where the curvatures in the
+      subspace differ by 1e4 or more it takes several times as many steps as BFGS in SciPy. A residual
+      :math:`g - P^\top g_k` of the size of its own rounding counts as zero.
+
+      Entries that `optperm.mask_elements` holds, inside or in front of this method, must be zero in the
+      basis, as they are in one of a trajectory under the same mask. With another basis the search
+      stalls: it tries steps that are not taken.
+
+      `line_search="mindspore"` is the search of MindSpore, which may stall forever (from a curvature of
+      2.2 on, with its two trials):
+
+      .. math::
+        c = \max \{\rho^i : f(\theta + v(\rho^i)) < f(\theta) + \sigma \rho^i g_k^\top d,\
+        0 \le i < i_{\max} \}
+
+      with :math:`B = I` at first and pairs of :math:`y^\top s > 10^{-20}`. `quasi_newton.rejections` in
+      the state counts the steps in a row for which the search failed.
+
+      A step costs two passes over :math:`P`, and one evaluation of the loss for each trial. Trials do
+      not change the state of `optimizer`. A trial whose loss is not finite is rejected, and there are
+      no trials if the loss itself is not finite. If the gradient or its projection is not finite, the
+      step is skipped: only the count changes.
+
+      Inside `optax.MultiSteps` it would search along the mean gradient of several batches by the loss of
+      the last batch. `optperm.subspace.set_basis` refuses that; inside `optperm.dldr` it cannot be
+      detected. For large batches evaluate the mean loss over microbatches once, in the memory of one
+      microbatch:
+
+      .. code-block:: python
+
+        def mean_loss(params, microbatches):  # leaves of shape (number, size, ...)
+            part = jax.checkpoint(lambda microbatch: loss_fn(params, microbatch))
+            return jnp.mean(jax.lax.map(part, microbatches))
+
+        e = optperm.evaluate(mean_loss, params, microbatches)
+        updates, opt_state = tx.update(e.grad, opt_state, params, **e.extra_args)
+
+      Each of :math:`R` replicas holds :math:`\lceil k / R \rceil` rows of :math:`P`, and everything else
+      in full. A step then makes an all-gather of k numbers, one all-reduce of :math:`P^\top d` and
+      :math:`P^\top g_k` together, and averages of the loss and the gradient. The params must be the
+      same on all replicas, and `update` takes the extra arguments of the replica's own batch. Call
+      `init` within the mapped function, where the number of replicas is known:
+
+      .. code-block:: python
+
+        opt_state = jax.pmap(tx.init, axis_name="replica")(params)
+        opt_state = jax.pmap(optperm.subspace.set_basis, in_axes=(0, None))(opt_state, basis)
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument, or a value of a schedule where Python can see it, is out of range, an
+        extra argument is missing, `axis_name` is not bound where `init` or `update` is called, or the
+        trees passed to `update` do not match.
+
+    References:
+      Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
+      <https://arxiv.org/abs/2103.11154>`_, 2023
+    """
+    inner = optax.with_extra_args_support(optax.sgd(1.0) if optimizer is None else optimizer)
+    checks.check_static_count("n_components", n_components)
+    numbers = {"rho": rho, "gamma": gamma, "alpha": alpha, "sigma": sigma}
+    limits = dict.fromkeys(numbers, 1.0) | {"alpha": float("inf")}
+    for name, number in numbers.items():
+        checks.check_in_range(name, number, 0.0, limits[name])
+    checks.check_choice("line_search", line_search, tuple(LINE_SEARCHES))
+    rule = LINE_SEARCHES[line_search]
+    max_trials = rule.max_trials if max_search_steps is None else max_search_steps
+    checks.check_count("max_search_steps", max_trials)
+
+    def init(params: optax.Params) -> DimReduceState:
+        dtype = accumulation_dtype(params)
+        return DimReduceState(
+            count=jnp.zeros([], jnp.int32),
+            subspace=empty_subspace(params, n_components, axis_name),
+            residual=optax.tree.zeros_like(params),
+            quasi_newton=make_quasi_newton(n_components, dtype),
+            step_length=jnp.zeros([], dtype),
+            num_trials=jnp.zeros([], jnp.int32),
+            inner_state=inner.init(params),
+        )
+
+    def update(
+        updates: optax.Updates, state: DimReduceState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, DimReduceState]:
+        P, previous, dtype = state.subspace, state.quasi_newton, state.step_length.dtype
+        # f, its function and g, averaged over replicas
+        g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+        f, f_at = extras["value"], extras["value_fn"]
+        rho_t, gamma_t, alpha_t, sigma_t = (
+            resolve_schedule(name, number, state.count, dtype, high=limits[name])
+            for name, number in numbers.items()
+        )
+
+        # g_k = P g
+        gk = coordinates(P, g, dtype)
+        # y = g_k - g_k^last, T = I - y s' / y's, B <- T' B T + s s' / y's
+        current = rule.learn(previous, gk)
+        # d = -B g_k
+        d = -dot(current.inverse_hessian, gk)
+        # P'd and P'g_k, by one pass over P
+        p_d, p_gk = lift(P, jnp.stack([d, gk]))
+        # m <- gamma m + g - P'g_k
+        r = optax.tree.sub(g, p_gk)
+        size = norm(gk)
+        length = jnp.where(size > 0, size, jnp.ones_like(size))
+        is_finite, is_rounding = _examine_residual(r, size)
+        share = rule.share_of_residual(is_rounding)
+        m = jax.tree.map(_decay(gamma_t, share, is_finite), state.residual, r)
+        # Otherwise XLA computes m again for the step, from a copy of the old one.
+        m = jax.lax.optimization_barrier(m)
+
+        def u(direction: optax.Updates) -> tuple[optax.Updates, Any]:
+            return step_where(is_finite, inner, direction, state.inner_state, params, extras)
+
+        # c = the first length with f(theta + v(c)) < f(theta) + sigma g'v(c), v(c) = u(-c P'd)
+        def try_length(c: jax.Array) -> tuple[jax.Array, jax.Array]:
+            step, stepped = u(_scale(-c, p_d))
+            trial = jnp.asarray(f_at(apply_updates(params, step, stepped)), dtype)
+            # c g_k'd, in this order so that nothing overflows at any scale of the loss.
+            predicted = length * dot(gk / length, c * d)
+            if optimizer is not None:
+                predicted = rule.predict(predicted, lambda: _predict_change(g, step, f))
+            return rule.step(Trial(c, trial, f, predicted), sigma_t, rho_t)
+
+        # No trials before a basis is set, or where f or g is not finite
+        first = rule.init(current, f, gk)
+        num_trials = jnp.where(is_finite & jnp.isfinite(f) & P.is_set, max_trials, 0)
+        found = search(try_length, first, num_trials, varying_axes(f, gk, num_trials))
+        c = found.step_length
+        # theta <- theta + u(alpha m - c P'd)
+        within = optax.tree.where(found.is_accepted, _scale(-c, p_d), optax.tree.zeros_like(p_d))
+        moves, inner_state = u(jax.tree.map(_axpy(alpha_t), m, within))
+        # s <- c d and g_k^last <- g_k, or s, g_k^last and B stay as they were
+        new = after_search(previous, current, rule.after(previous, found), found, d, gk)
+        count = optax.safe_increment(state.count)
+        return moves, DimReduceState(count, P, m, new, c, found.num_trials, inner_state)
+
+    return transformation(
+        init,
+        update,
+        method="dim_reduce",
+        like=lambda state: state.residual,
+        needs=SEARCH_EXTRAS,
+        axis_name=axis_name,
+    )
+
+
+def _axpy(c: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the function c x + y of two leaves, in the dtype of y."""
+    return lambda x, y: c.astype(y.dtype) * x.astype(y.dtype) + y
+
+
+def _decay(
+    gamma: jax.Array, share: jax.Array, is_finite: jax.Array
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return the function gamma m + share r of two leaves, in the dtype of m, or m if it overflows."""
+
+    def add(m: jax.Array, r: jax.Array) -> jax.Array:
+        new = _axpy(gamma)(m, share.astype(r.dtype) * r).astype(m.dtype)
+        return jnp.where(is_finite & jnp.isfinite(new), new, m)
+
+    return add
+
+
+def _examine_residual(r: optax.Updates, size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return whether a residual is finite, and whether it is the rounding of a gradient of this size."""
+    # |r / |g_k||^2, so that no square of a small gradient underflows
+    is_known = (size > 0) & jnp.isfinite(size)
+    scale = 1 / jnp.where(is_known, size, jnp.ones_like(size))
+    parts = [jnp.sum((leaf.astype(size.dtype) * scale) ** 2) for leaf in jax.tree.leaves(r)]
+    squares = sum(parts, start=jnp.zeros_like(size))
+    # The sum of squares answers both, unless squares of finite numbers overflow.
+    is_finite = cond(jnp.isfinite(squares), lambda: jnp.ones([], jnp.bool_), lambda: all_finite(r))
+    limit = (_ROUNDINGS * jnp.finfo(size.dtype).eps) ** 2
+    return is_finite, is_known & (squares <= limit)
+
+
+def _predict_change(g: optax.Updates, step: optax.Updates, f: jax.Array) -> jax.Array:
+    """Return g'v, the change of the loss that the gradient predicts for a step."""
+    parts = jax.tree.map(lambda x, y: jnp.sum(x.astype(f.dtype) * y.astype(f.dtype)), g, step)
+    total = sum(jax.tree.leaves(parts), start=jnp.zeros_like(f))
+    # The value is the same on all replicas, but its type may vary over the axes of the params.
+    axes = tuple(sorted(varying_axes(total) - varying_axes(f)))
+    return jax.lax.pmean(total, axes) if axes else total
+
+
+def _scale(c: jax.Array, tree: optax.Updates) -> optax.Updates:
+    return jax.tree.map(lambda leaf: c.astype(leaf.dtype) * leaf, tree)

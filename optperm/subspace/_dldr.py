@@ -1,0 +1,360 @@
+"""DLDR: train all params, then in the subspace that the trajectory spans, with one optimizer.
+
+T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
+DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.mapped_axes import cond
+from optperm.core.shardings import rows_like
+from optperm.core.states import one_row
+from optperm.core.transformation import transformation
+from optperm.exact import Exact, exact_entries, placing_states
+from optperm.subspace._pca import principal_rows
+from optperm.subspace._phases import mean_over_replicas, step_where
+from optperm.subspace._subspace import Subspace
+from optperm.subspace._trajectory import write_row
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree
+
+Restart = Literal["last", "first", "mean"]
+
+
+class DldrState(NamedTuple):
+    """State of `dldr`.
+
+    Until the last snapshot is taken, the rows of the second phase's basis hold the first snapshots.
+
+    Attributes:
+      count: Number of steps taken.
+      optimizer_state: State of the optimizer of the first phase.
+      further_snapshots: The snapshots that do not fit into the rows of the basis.
+      second: State of the subspace optimizer.
+      restart_point: The start of the second phase: the first snapshot, or the mean of the snapshots so
+        far, in float32 or float64; without leaves for the last snapshot.
+      is_restarted: Whether the last step placed the params there.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    optimizer_state: Any
+    further_snapshots: PyTree[Float[Array, "further ?*shape"], "Params"]
+    second: Any
+    restart_point: Any
+    is_restarted: Bool[Array, ""]
+
+    def phases(self) -> list[tuple[Any, jax.Array | bool]]:
+        """Return the state of the optimizer of the first phase, until it is over, and of the second."""
+        (subspace,) = _find_subspaces(self.second)
+        return [(self.optimizer_state, ~subspace.is_set), (self.second, subspace.is_set)]
+
+    def exact(self) -> list[Exact]:
+        """Return the exact entries of the phase, and the start of the second one."""
+        (subspace,) = _find_subspaces(self.second)
+        is_second = subspace.is_set & ~self.is_restarted
+        first, second = map(exact_entries, (self.optimizer_state, self.second))
+        within = [each.only_if(~subspace.is_set) for each in first]
+        within += [each.only_if(is_second) for each in second]
+        where = jax.tree.map(lambda _: self.is_restarted, self.restart_point)
+        return [
+            *within,
+            *([Exact(self.restart_point, where, True)] if jax.tree.leaves(where) else []),
+        ]
+
+    def replace_targets(self, other: DldrState) -> DldrState:
+        """Return this state with the restart point of another state.
+
+        Args:
+          other: The other state.
+        """
+        return self._replace(restart_point=other.restart_point)
+
+
+def dldr(
+    optimizer: optax.GradientTransformation,
+    subspace_optimizer: optax.GradientTransformation,
+    *,
+    sample_every: int | jax.Array,
+    num_samples: int,
+    start: int | jax.Array = 0,
+    restart: Restart = "last",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train with any optimizer, then in the subspace of the largest components of its trajectory.
+
+    The params at steps :math:`t_0, t_0 + T, \dots, t_0 + (m - 1) T` are recorded. At the last of these
+    steps the basis :math:`P` of their first :math:`k` principal components is computed
+    (`optperm.subspace.pca_basis`), and from that step on the subspace optimizer moves the params:
+
+    - `optperm.dim_reduce`, quasi-Newton steps with a line search (P-BFGS if its `alpha` is 0);
+    - `optperm.project`, an optimizer that sees the projected gradient :math:`P^\top P g` (P-SGD);
+    - `optperm.twa`, whose basis spans the snapshots themselves, not their differences (TWA);
+    - or any transformation that contains one of these, such as a chain, or `optax.partition`, where the
+      snapshots and the basis hold the part of the params that it trains.
+
+    Args:
+      optimizer: The optimizer of the first phase, which must not place params, as `optperm.sgperm` does.
+      subspace_optimizer: The optimizer of the second phase, in which its schedules start. Its
+        `n_components` is k, and its `axis_name` is the axis of both phases.
+      sample_every: :math:`T \ge 1`, the number of steps from one snapshot to the next.
+      num_samples: m, the number of snapshots, after which the second phase starts: at least k + 1, or k
+        for `optperm.twa`.
+      start: :math:`t_0 \ge 0`, the step of the first snapshot.
+      restart: The start of the second phase: the `"last"` snapshot, the `"first"` snapshot as in the
+        authors' code, or the `"mean"` of all snapshots.
+
+    Returns:
+      A transformation whose state is a `DldrState`. Its `update` needs `params`, and in both phases the
+      extra arguments that the subspace optimizer needs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> scales = jnp.array([1.0, 30.0, 1000.0])  # a valley
+      >>> loss_fn = lambda w, batch: jnp.sum(scales * (w - batch) ** 2) / 2
+      >>> target = jnp.array([3.0, 2.0, 1.0])
+      >>> tx = optperm.dldr(
+      ...     optax.sgd(1e-3), optperm.dim_reduce(n_components=3), sample_every=2, num_samples=5
+      ... )
+      >>> def step(carry, _):
+      ...     w, opt_state = carry
+      ...     e = optperm.evaluate(loss_fn, w, target)
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     return (optperm.apply_updates(w, updates, opt_state), opt_state), e.value
+      >>> w = jnp.zeros(3)
+      >>> (w, opt_state), values = jax.lax.scan(step, (w, tx.init(w)), length=40)
+      >>> [round(x, 3) for x in w.tolist()]  # 8 steps of SGD, then 32 in the subspace
+      [3.0, 2.0, 1.0]
+
+    Notes:
+      Both phases are one optimizer with one state of fixed form: it runs in a `jax.lax.scan` through the
+      switch, and resumes from a checkpoint at any step. Snapshots take the memory of m params, and the
+      basis is written over them. Under `jax.vmap` over independent trainings (not over an axis of
+      replicas) both phases and the basis are computed in every step. If the snapshots do not differ
+      (for `twa`: are zero) or are not finite, there is no subspace, and the first phase continues;
+      `subspace.is_set` in the state of the subspace optimizer is False then.
+
+      With `restart="last"` the second phase continues from the params at the last snapshot, in the same
+      step. Otherwise this step places the params at the other point, exactly (with
+      `optperm.apply_updates`), and the state holds a copy of the params until then.
+
+      If the gradient is not finite, the step is skipped, in both phases. If the subspace optimizer has
+      an `axis_name`, gradients are averaged over it in both phases, all replicas record snapshots, and
+      each holds its rows of the basis; call `init` within the mapped function.
+
+      The paper's setting for CIFAR takes one snapshot per epoch by SGD, 81 in all, and then 20 epochs
+      with batches of 1024 (for ImageNet m = 121, k = 120 and 4 epochs):
+
+      .. code-block:: python
+
+        optperm.dldr(
+            optax.sgd(0.1, momentum=0.9),
+            optperm.dim_reduce(
+                n_components=40, rho=0.4, alpha=0.0, max_search_steps=20, line_search="mindspore"
+            ),
+            sample_every=steps_per_epoch, num_samples=81, restart="first",
+        )
+
+      If none of the 20 trials is accepted, the authors take the last of them, 1e-8 of the step; this
+      function takes none.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, the subspace optimizer does not hold one subspace,
+        there are too few samples for it, an extra argument is missing, its `axis_name` is not bound
+        where `init` or `update` is called, or the trees passed to `update` do not match.
+
+    References:
+      Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
+      <https://arxiv.org/abs/2103.11154>`_, 2023
+    """
+    checks.check_count("sample_every", sample_every)
+    checks.check_static_count("num_samples", num_samples)
+    checks.check_count("start", start, minimum=0)
+    checks.check_choice("restart", restart, get_args(Restart))
+    last_step = start + (num_samples - 1) * sample_every
+    checks.check_count("start + (num_samples - 1) * sample_every", last_step, minimum=0)
+    first = optax.with_extra_args_support(optimizer)
+    then = optax.with_extra_args_support(subspace_optimizer)
+
+    def init(params: optax.Params) -> DldrState:
+        optimizer_state, second = first.init(params), then.init(params)
+        subspace = _find_subspace(second, num_samples)
+        if placing_states(optimizer_state):
+            raise ValueError(
+                "optimizer places params, and would place them in the second phase too."
+            )
+        # At least one row: an array without entries cannot be saved.
+        further = jax.tree.map(
+            lambda rows: rows_like(rows[0], max(num_samples - rows.shape[0], 1), rows.dtype),
+            subspace.rows,
+        )
+        point = () if restart == "last" else jax.tree.map(_make_wide_zeros, params)
+        count, is_restarted = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_)
+        return DldrState(count, optimizer_state, further, second, point, is_restarted)
+
+    def update(
+        updates: optax.Updates, state: DldrState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, DldrState]:
+        # Record theta at t_0, t_0 + T, ..., t_0 + (m - 1) T, the first snapshots in the rows of P
+        last = jnp.asarray(start + (num_samples - 1) * sample_every, jnp.int32)
+        subspace, further, point = _record(state, params, start, sample_every, last, restart)
+        # P = the first k components of all snapshots, at the last of these steps
+        is_switch = (state.count == last) & ~subspace.is_set
+        subspace = _compute_components(subspace, further, num_samples, is_switch)
+
+        # First phase: theta <- theta + u(g), the optimizer's step
+        def in_full() -> tuple[optax.Updates, Any, Any]:
+            axis_name = subspace.axis_name
+            g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+            moves, new = step_where(all_finite(g), first, g, state.optimizer_state, params, extras)
+            return moves, new, _replace_subspace(state.second, _Placeholder())
+
+        # Second phase: the step of the subspace optimizer
+        def in_subspace() -> tuple[optax.Updates, Any, Any]:
+            second = _replace_subspace(state.second, subspace)
+            moves, new = then.update(updates, second, params, **extra_args)
+            new = _replace_subspace(cast_like(new, second), _Placeholder())
+            return cast_like(moves, params), state.optimizer_state, new
+
+        # At the switch theta <- the first snapshot, or the mean of all snapshots: by these updates up to
+        # rounding, by `apply_updates` exactly
+        def at_restart() -> tuple[optax.Updates, Any, Any]:
+            moves = jax.tree.map(lambda to, p: to - p.astype(to.dtype), point, params)
+            second = _replace_subspace(state.second, _Placeholder())
+            return cast_like(moves, params), state.optimizer_state, second
+
+        # Without a restart point the program has no branch for it.
+        is_restarted = (
+            jnp.zeros([], jnp.bool_) if restart == "last" else is_switch & subspace.is_set
+        )
+
+        def onwards() -> tuple[optax.Updates, Any, Any]:
+            return cond(subspace.is_set, in_subspace, in_full)
+
+        branches = (is_restarted, at_restart, onwards)
+        moves, new, second = onwards() if restart == "last" else cond(*branches)
+        second, count = _replace_subspace(second, subspace), optax.safe_increment(state.count)
+        return moves, DldrState(count, new, further, second, point, is_restarted)
+
+    return transformation(
+        init,
+        update,
+        method="dldr",
+        like=lambda state: one_row(_find_subspaces(state.second)[0].rows),
+        dtypes=False,
+    )
+
+
+def _find_subspaces(second: Any) -> list[Subspace]:
+    """Return all subspaces in the state of the subspace optimizer, with the containers of the params."""
+
+    def is_subspace(node: Any) -> bool:
+        return isinstance(node, Subspace)
+
+    return [node for node in jax.tree.leaves(second, is_leaf=is_subspace) if is_subspace(node)]
+
+
+class _Placeholder(NamedTuple):
+    """Replaces the subspace in states that a conditional returns, so that no branch copies it."""
+
+
+def _replace_subspace(second: Any, subspace: Any) -> Any:
+    """Return the state of the subspace optimizer with another subspace."""
+
+    def is_place(node: Any) -> bool:
+        return isinstance(node, Subspace | _Placeholder)
+
+    return jax.tree.map(lambda node: subspace if is_place(node) else node, second, is_leaf=is_place)
+
+
+def _find_subspace(second: Any, num_samples: int) -> Subspace:
+    """Return the subspace of the subspace optimizer, which must have enough samples."""
+    found = _find_subspaces(second)
+    if len(found) != 1:
+        names = "dim_reduce, project or twa"
+        raise ValueError(f"subspace_optimizer must hold one of {names}, got {len(found)}.")
+    k = found[0].determined.size
+    # Centered snapshots span one direction fewer.
+    least = k + found[0].is_centered
+    if num_samples < least:
+        raise ValueError(
+            f"n_components={k} needs num_samples of at least {least}, got {num_samples}."
+        )
+    return found[0]
+
+
+def _make_wide_zeros(leaf: Any) -> jax.Array:
+    return rows_like(leaf, 1, accumulation_dtype(leaf))[0]
+
+
+def _record(
+    state: DldrState,
+    params: optax.Params,
+    start: int | jax.Array,
+    every: int | jax.Array,
+    last: jax.Array,
+    restart: Restart,
+) -> tuple[Subspace, optax.Params, Any]:
+    """Record the params if a snapshot is due, and update the start of the second phase.
+
+    Returns the subspace, whose rows hold the first snapshots, the further snapshots, and the start.
+    """
+    (subspace,) = _find_subspaces(state.second)
+    further = state.further_snapshots
+    # The rows of P hold the first snapshots until the basis is written over them.
+    room = next((leaf.shape[0] for leaf in jax.tree.leaves(subspace.rows)), 0)
+    since = state.count - jnp.asarray(start, jnp.int32)
+    period = jnp.asarray(every, jnp.int32)
+    is_due = (since >= 0) & (since % period == 0) & (state.count <= last) & ~subspace.is_set
+    index = since // period
+    rows = write_row(subspace.rows, params, index, is_due & (index < room))
+    further = write_row(further, params, index - room, is_due & (index >= room))
+
+    # point <- the first snapshot, or the mean of the snapshots so far: point + (theta - point) / (i + 1)
+    def move(point: Any) -> Any:
+        def toward(to: jax.Array, leaf: Any) -> jax.Array:
+            number = (index + 1).astype(to.dtype) if restart == "mean" else 1.0
+            return to + (jnp.asarray(leaf).astype(to.dtype) - to) / number
+
+        return jax.tree.map(toward, point, params)
+
+    is_part = is_due & ((index == 0) | (restart == "mean"))
+    point = state.restart_point
+    point = point if restart == "last" else cond(is_part, move, lambda point: point, point)
+    return subspace._replace(rows=rows), further, point
+
+
+def _compute_components(
+    subspace: Subspace, further: optax.Params, num_samples: int, is_switch: jax.Array
+) -> Subspace:
+    """Write the components of all samples over the rows of the subspace, at the step of the switch."""
+    k = subspace.determined.size
+
+    def write_components(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+        # P = Lambda_k^(-1/2) U_k' X, in place of the first snapshots
+        rows, rank = principal_rows(
+            rows,
+            (further,),
+            k,
+            num_snapshots=jnp.asarray(num_samples, jnp.int32),
+            first_row=subspace.own_first_row,
+            in_place=True,
+            is_centered=subspace.is_centered,
+        )
+        if subspace.axis_name is not None:  # The same on all replicas, also by its type.
+            rank = jax.lax.pmin(rank, subspace.axis_name)
+        return rows, jnp.arange(k, dtype=jnp.int32) < rank
+
+    def keep(rows: optax.Params) -> tuple[optax.Params, jax.Array]:
+        return rows, subspace.determined
+
+    rows, determined = cond(is_switch, write_components, keep, subspace.rows)
+    return subspace._replace(rows=rows, determined=determined)

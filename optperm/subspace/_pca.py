@@ -1,0 +1,350 @@
+"""Principal components of snapshots of the params, from the Gram matrix of the snapshots.
+
+The axes of a leaf are split into pieces, so that each device holds whole pieces. Sums within pieces stay
+on their devices: only m x m numbers of the Gram matrix are communicated.
+
+The inner products are summed in float64 for snapshots of all dtypes: with fewer digits the small
+components, orders of magnitude below the first, are lost in the rounding of the large components.
+`jax.enable_x64` gives float64 with any setting outside it, for operations of XLA itself. Operations that
+JAX rewrites when it lowers them, outside that scope, use float32 here.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import cond, mark_varying, varying_axes
+from optperm.core.shardings import explicit_sharding, rows_like
+from optperm.subspace._subspace import own_rows
+
+# The float64 numbers of a slice through all snapshots, which fit into a core's cache.
+_CHUNK = 2**18
+# The factor by which a slice may be larger, where an axis is too short to be sliced as finely.
+_SLACK = 2
+
+
+def pca_basis(
+    snapshots: optax.Params,
+    n_components: int,
+    *,
+    num_snapshots: int | jax.Array | None = None,
+) -> optax.Params:
+    r"""Compute the first principal components of the snapshots, as orthonormal rows.
+
+    With :math:`X` the matrix of the snapshots :math:`\theta_1, \dots, \theta_m` as rows, less their
+    mean:
+
+    .. math::
+      X X^\top = U \Lambda U^\top, \qquad P = \Lambda_k^{-1/2} U_k^\top X
+
+    with the :math:`k` largest eigenvalues, in descending order. The inner products :math:`X X^\top` are
+    sums over all leaves. Each row points towards the snapshot that is furthest out along it.
+
+    Args:
+      snapshots: A tree like params whose leaves have a leading axis of m snapshots, of any real floating
+        dtypes, such as the result of `optperm.subspace.trajectory`.
+      n_components: k, at most m - 1, since the mean is subtracted.
+      num_snapshots: The number of valid snapshots, from the first; None for all.
+
+    Returns:
+      A tree like `snapshots` whose leaves have a leading axis of k rows, in float32 or the leaf's dtype
+      if wider. The rows of all leaves together are orthonormal. In a traced call, where Python cannot
+      see the rank, rows that the snapshots do not determine are zero.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> snapshots = {"w": jnp.array([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]), "b": jnp.zeros((3,))}
+      >>> basis = optperm.subspace.pca_basis(snapshots, 1)  # they lie on a line
+      >>> [round(x, 4) for x in basis["w"][0].tolist()], basis["b"].tolist()
+      ([0.7071, 0.7071], [0.0])
+
+    Notes:
+      The products are summed over slices of the leaves, so that the snapshots are not copied. The same
+      snapshots give the same signs; of two equally distant snapshots the later one decides. In
+      float64, rows whose singular values are below 3e-5 of the largest are orthonormal to float32 only.
+
+    Raises:
+      TypeError: If a leaf is not of a real floating dtype, or `n_components` is not an integer.
+      ValueError: If there are too few snapshots, the leaves hold different numbers of snapshots, or the
+        snapshots are not finite or span fewer than k directions about their mean.
+    """
+    checks.check_static_count("n_components", n_components)
+    checks.check_real_floating("snapshots", snapshots, advice="Leave the others out.")
+    total = checks.count_examples("snapshots", snapshots)
+    valid: Any = total if num_snapshots is None else num_snapshots
+    checks.check_count("num_snapshots", valid, minimum=0)
+    is_traced = isinstance(valid, jax.core.Tracer)
+    available = total if is_traced else min(int(valid), total)
+    if available < n_components + 1:
+        least = f"at least {n_components + 1} snapshots"
+        raise ValueError(f"n_components={n_components} needs {least}, got {available}.")
+    count = None if num_snapshots is None else jnp.asarray(valid, jnp.int32)
+    basis, rank = _pca(snapshots, count, n_components)
+    if not isinstance(rank, jax.core.Tracer) and rank < n_components:
+        spanned = f"The snapshots span {int(rank)} directions (0 if their squares are not finite)"
+        raise ValueError(f"{spanned}, fewer than n_components={n_components}.")
+    return basis
+
+
+@functools.partial(jax.jit, static_argnames="n_components")
+def _pca(
+    snapshots: optax.Params, num_snapshots: jax.Array | None, n_components: int
+) -> tuple[optax.Params, jax.Array]:
+    def make_rows(leaf: jax.Array) -> jax.Array:
+        rows = rows_like(leaf[0], n_components, accumulation_dtype(leaf))
+        return mark_varying(rows, varying_axes(snapshots, num_snapshots))
+
+    rows = jax.tree.map(make_rows, snapshots)
+    return principal_rows(rows, (snapshots,), n_components, num_snapshots=num_snapshots)
+
+
+def principal_rows(
+    rows: optax.Params,
+    blocks: tuple[optax.Params, ...],
+    n_components: int,
+    *,
+    num_snapshots: jax.Array | None = None,
+    first_row: jax.Array | int = 0,
+    in_place: bool = False,
+    is_centered: bool = True,
+) -> tuple[optax.Params, jax.Array]:
+    """Write principal components over `rows`, as many as it has rows.
+
+    Args:
+      rows: A tree of leaves with a leading axis, to write over.
+      blocks: The snapshots, in one or more trees of consecutive snapshots.
+      n_components: The number of components.
+      num_snapshots: The number of valid snapshots; None for all.
+      first_row: The component of the first row. Rows past the last component become zero.
+      in_place: Whether `rows` holds the first snapshots, before the snapshots in `blocks`.
+      is_centered: Whether components are of differences from the mean, or of the snapshots themselves.
+
+    Returns:
+      The rows, and the number of components that the snapshots determine.
+    """
+    rows, blocks = _refuse_derivatives((rows, blocks))
+    outs, structure = jax.tree.flatten(rows)
+    blocks = (rows, *blocks) if in_place else blocks
+    columns = list(
+        zip(*([_split(leaf) for leaf in jax.tree.leaves(b)] for b in blocks), strict=True)
+    )
+    with jax.enable_x64(True):
+        axes = varying_axes(rows, blocks, num_snapshots, first_row)
+        total = sum(part.shape[0] for part in columns[0]) if columns else n_components + 1
+        is_valid = None
+        if num_snapshots is not None:
+            is_valid = jnp.arange(total, dtype=jnp.int32) < num_snapshots
+        read = functools.partial(_read_differences, is_valid=is_valid, is_centered=is_centered)
+        # X X' of the differences from the first snapshot; the center is subtracted afterwards
+        gram = mark_varying(jnp.zeros((total, total), jnp.float64), axes)
+        for parts in columns:
+            gram += _sum_over_chunks(read, _products, parts)
+        valid = jnp.ones(total) if is_valid is None else is_valid.astype(jnp.float64)
+        center = _make_centering(valid) if is_centered else jnp.diag(valid)
+        coefficients, rank, needs_care = _find_coefficients(gram, n_components, center)
+
+        # P <- L^-1 P with P P' = L L', where small eigenvalues have left P less orthonormal
+        def orthonormalize() -> jax.Array:
+            products = mark_varying(jnp.zeros((n_components, n_components), jnp.float64), axes)
+            for parts in columns:
+                products += _sum_over_chunks(
+                    read, lambda x: _products(_combine(coefficients, x)), parts
+                )
+            # The products are near the identity, so that float32 is enough; rows of zeros stay zero.
+            is_zero = (jnp.arange(n_components, dtype=jnp.int32) >= rank).astype(jnp.float32)
+            factor = jnp.linalg.cholesky(products.astype(jnp.float32) + jnp.diag(is_zero))
+            identity = jnp.eye(n_components, dtype=jnp.float32)
+            inverse = jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
+            new = _combine(inverse.astype(jnp.float64), coefficients)
+            return jnp.where(jnp.all(jnp.isfinite(new)), new, coefficients)
+
+        coefficients = cond(needs_care, orthonormalize, lambda: coefficients)
+        written = []
+        for out, parts in zip(outs, columns, strict=True):
+            # P = coefficients X, one replica's rows of it
+            mine = own_rows(coefficients, first_row, out.shape[0])
+            written.append(_write_combinations(read, mine, out, parts, in_place=in_place))
+        return jax.tree.unflatten(structure, written), rank
+
+
+@jax.custom_jvp
+def _refuse_derivatives(snapshots: Any) -> Any:
+    """Return the snapshots; raise a TypeError where a derivative is asked for."""
+    return snapshots
+
+
+@_refuse_derivatives.defjvp
+def _raise(*_: Any) -> Any:
+    raise TypeError("A basis has no derivative: pass jax.lax.stop_gradient(snapshots).")
+
+
+def _make_centering(valid: jax.Array) -> jax.Array:
+    """Make the matrix that subtracts the mean of the valid snapshots from each of them."""
+    return jnp.diag(valid) - jnp.outer(valid, valid) / jnp.maximum(jnp.sum(valid), 1.0)
+
+
+def _find_coefficients(
+    gram: jax.Array, n_components: int, center: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the matrix, (k, m), whose product with the snapshots is the basis.
+
+    Args:
+      gram: The inner products of the snapshots.
+      n_components: k.
+      center: A matrix to multiply the snapshots by first, (m, m).
+
+    Returns:
+      The matrix, the number of its rows that are not zero, and whether an eigenvalue is so small that
+      the rounding of the Gram matrix makes its row less orthogonal to the others.
+    """
+    m = gram.shape[0]
+    gram = jnp.where(jnp.all(jnp.isfinite(gram)), gram, 0.0)
+    # C G C' = U Lambda U'
+    values, vectors = jnp.linalg.eigh(_combine(_combine(center, gram), center))
+    values, vectors = values[::-1][:n_components], vectors[:, ::-1][:, :n_components].T
+    largest = jnp.maximum(values[0], jnp.finfo(jnp.float64).tiny)
+    determined = values > 16 * m * jnp.finfo(jnp.float64).eps * largest
+
+    # Lambda_k^(-1/2) U_k' C, each row with the sign of its furthest snapshot
+    sides = jax.vmap(_find_side)(vectors.astype(jnp.float32)).astype(jnp.float64)
+    scales = jnp.where(determined, 1.0 / jnp.sqrt(jnp.where(determined, values, 1.0)), 0.0)
+    coefficients = (sides * scales)[:, None] * _combine(vectors, center)
+    needs_care = jnp.any(determined & (values < 1e-9 * largest))
+    return coefficients, jnp.sum(determined, dtype=jnp.int32), needs_care
+
+
+def _find_side(vector: jax.Array) -> jax.Array:
+    """Return the sign of the largest entry, or of the last of several equally large entries."""
+    distance = jnp.abs(vector) * np.linspace(1.0, 1.0 + 1e-5, vector.size).astype(vector.dtype)
+    furthest = jnp.where(distance == jnp.max(distance), vector, jnp.zeros_like(vector))
+    return jnp.where(jnp.sum(furthest) < 0, -1.0, 1.0)
+
+
+# The operator @ names float64, which is refused where jax.vmap rewrites it outside the scope.
+
+
+def _combine(coefficients: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return a linear combination of the rows for each row of coefficients."""
+    return jax.lax.dot_general(coefficients, rows, (((1,), (0,)), ((), ())))
+
+
+def _products(rows: jax.Array) -> jax.Array:
+    """Return the inner products of all pairs of rows, piece by piece: (*pieces, rows, rows)."""
+    within, pieces = tuple(range(1, rows.ndim, 2)), tuple(range(2, rows.ndim, 2))
+    return jax.lax.dot_general(rows, rows, ((within, within), (pieces, pieces)))
+
+
+def _split(rows: jax.Array) -> jax.Array:
+    """Split a leaf's axes into pieces: (m, within, pieces, within, pieces, within, ...).
+
+    An axis that cannot be sharded is merged with the axis before it.
+    """
+    sharding = explicit_sharding(rows)
+    sizes, spec = [rows.shape[0], 1], [None, None]
+    for axis, size in enumerate(rows.shape[1:], start=1):
+        # Where the sharding is unknown, pieces fit a sharding over all devices.
+        if sharding is None:
+            names, pieces = None, math.gcd(size, jax.device_count())
+        else:
+            names = sharding.spec[axis]
+            each = (names,) if isinstance(names, str) else names or ()
+            pieces = math.prod(sharding.mesh.shape[name] for name in each)
+        if pieces == 1:
+            sizes[-1] *= size
+        else:
+            sizes += [pieces, size // pieces]
+            spec += [names, None]
+    split = sharding and NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return jax.lax.reshape(rows, sizes, out_sharding=split)
+
+
+def _plan_slices(parts: tuple[jax.Array, ...]) -> tuple[int, int, int]:
+    """Return the axis to slice, the width of a slice, and the number of whole slices.
+
+    It is the first axis within pieces with small enough slices: slices are then long runs of memory.
+    """
+    shape, total = parts[0].shape, sum(part.size for part in parts)
+    within = range(1, len(shape), 2)
+    is_fine = (axis for axis in within if total <= _SLACK * _CHUNK * shape[axis])
+    axis = next(is_fine, max(within, key=lambda axis: shape[axis]))
+    width = min(shape[axis], max(_CHUNK * shape[axis] // max(total, 1), 1))
+    return axis, width, shape[axis] // max(width, 1)
+
+
+def _read_differences(
+    parts: tuple[jax.Array, ...],
+    axis: int,
+    start: Any,
+    width: int,
+    *,
+    is_valid: jax.Array | None,
+    is_centered: bool,
+) -> jax.Array:
+    """Return a slice through all snapshots; if centered, as exact differences from the first snapshot.
+
+    Snapshots that are not valid become zero.
+    """
+    slices = [jax.lax.dynamic_slice_in_dim(part, start, width, axis) for part in parts]
+    wide = jnp.concatenate([each.astype(jnp.float64) for each in slices])
+    wide = wide - wide[:1] if is_centered else wide
+    if is_valid is None:
+        return wide
+    return jnp.where(jnp.expand_dims(is_valid, tuple(range(1, wide.ndim))), wide, 0.0)
+
+
+def _sum_over_chunks(
+    read: Callable[..., jax.Array],
+    function: Callable[[jax.Array], jax.Array],
+    parts: tuple[jax.Array, ...],
+) -> jax.Array:
+    """Sum a function of slices through all snapshots, over slices and then over pieces."""
+    axis, width, whole = _plan_slices(parts)
+
+    def compute(start: Any, width: int) -> jax.Array:
+        return function(read(parts, axis, start, width))
+
+    def add(index: Any, total: jax.Array) -> jax.Array:
+        return total + compute(index * np.int32(width), width)
+
+    zero = compute(np.int32(0), 0)
+    total = jax.lax.fori_loop(np.int32(0), np.int32(whole), add, zero)
+    rest = parts[0].shape[axis] - whole * width
+    total = total + compute(np.int32(whole * width), rest) if rest else total
+    return jnp.sum(total, axis=tuple(range(total.ndim - 2)))
+
+
+def _write_combinations(
+    read: Callable[..., jax.Array],
+    coefficients: jax.Array,
+    out: jax.Array,
+    parts: tuple[jax.Array, ...],
+    *,
+    in_place: bool,
+) -> jax.Array:
+    """Write coefficients @ snapshots over `out`, slice by slice; `out` may be the first part."""
+    axis, width, whole = _plan_slices(parts)
+    rows = parts[0] if in_place else _split(out)
+    # A row of zero coefficients is zero, also if snapshots are not finite.
+    is_row = jnp.expand_dims(jnp.any(coefficients != 0, axis=1), tuple(range(1, rows.ndim)))
+
+    def write(rows: jax.Array, start: Any, width: int) -> jax.Array:
+        now = (rows, *parts[1:]) if in_place else parts
+        product = _combine(coefficients, read(now, axis, start, width))
+        product = jnp.where(is_row, product, 0.0)
+        return jax.lax.dynamic_update_slice_in_dim(rows, product.astype(rows.dtype), start, axis)
+
+    rest = rows.shape[axis] - whole * width
+    rows = write(rows, np.int32(whole * width), rest) if rest else rows
+    rows = jax.lax.fori_loop(
+        np.int32(0), np.int32(whole), lambda i, rows: write(rows, i * np.int32(width), width), rows
+    )
+    return jax.lax.reshape(rows, out.shape, out_sharding=explicit_sharding(out))

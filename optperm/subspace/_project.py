@@ -1,0 +1,109 @@
+"""P-SGD: an optimizer that sees only the part of the gradient in a subspace.
+
+T. Li, L. Tan, Z. Huang, Q. Tao, Y. Liu and X. Huang, "Low Dimensional Trajectory Hypothesis is True:
+DNNs Can Be Trained in Tiny Subspaces", TPAMI 2023, arXiv 2103.11154.
+"""
+
+from typing import Any, NamedTuple
+
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite
+from optperm.core.mapped_axes import AxisName
+from optperm.core.states import one_row
+from optperm.core.transformation import transformation
+from optperm.subspace._phases import mean_over_replicas, step_where
+from optperm.subspace._subspace import Subspace, coordinates, empty_subspace, lift
+
+
+class ProjectState(NamedTuple):
+    """State of `project`.
+
+    Attributes:
+      subspace: The basis :math:`P`.
+      inner_state: State of the optimizer that sees the projected gradient.
+    """
+
+    subspace: Subspace
+    inner_state: Any
+
+
+def project(
+    n_components: int,
+    optimizer: optax.GradientTransformation,
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Run an optimizer on the part of the gradient in a subspace.
+
+    :math:`P` has :math:`k` orthonormal rows over all params, given by `optperm.subspace.set_basis` or by
+    `optperm.dldr`. With :math:`u` the step of `optimizer`:
+
+    .. math::
+      \theta \leftarrow \theta + u(P^\top P g)
+
+    With SGD, with or without momentum, the params stay in the subspace through their current values:
+    this is P-SGD. Until a basis is set the optimizer sees a gradient of zero.
+
+    Args:
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`.
+      optimizer: :math:`u`, any optimizer.
+      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
+        single replica.
+
+    Returns:
+      A transformation whose state is a `ProjectState`. Its `update` needs `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.project(1, optax.sgd(0.5))
+      >>> w = jnp.array([4.0, 2.0])
+      >>> opt_state = optperm.subspace.set_basis(tx.init(w), jnp.array([[1.0, 0.0]]))
+      >>> updates, opt_state = tx.update(w, opt_state, w)
+      >>> (w + updates).tolist()
+      [2.0, 2.0]
+
+    Notes:
+      An optimizer that is not linear in the gradient leaves the subspace; `optperm.twa` trains the
+      coordinates themselves, by any optimizer. If the gradient or its projection is not finite, the step
+      is skipped.
+
+    Raises:
+      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
+
+    References:
+      Li et al., `Low Dimensional Trajectory Hypothesis is True: DNNs Can Be Trained in Tiny Subspaces
+      <https://arxiv.org/abs/2103.11154>`_, 2023
+    """
+    checks.check_static_count("n_components", n_components)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> ProjectState:
+        subspace = empty_subspace(params, n_components, axis_name)
+        return ProjectState(subspace, inner.init(params))
+
+    def update(
+        updates: optax.Updates, state: ProjectState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, ProjectState]:
+        g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+        # g_k = P g
+        gk = coordinates(state.subspace, g, accumulation_dtype(params))
+        # theta <- theta + u(P' g_k)
+        (p_gk,) = lift(state.subspace, gk[None])
+        moves, inner_state = step_where(
+            all_finite(p_gk), inner, p_gk, state.inner_state, params, extras
+        )
+        return moves, state._replace(inner_state=inner_state)
+
+    return transformation(
+        init,
+        update,
+        method="project",
+        like=lambda state: one_row(state.subspace.rows),
+        dtypes=False,
+        axis_name=axis_name,
+    )

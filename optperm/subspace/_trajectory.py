@@ -1,0 +1,171 @@
+"""Snapshots of the params along a training trajectory, kept in the optimizer state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import cond
+from optperm.core.shardings import rows_like
+from optperm.core.states import find_state, mask_like, one_row
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int32, PyTree
+
+
+class TrajectoryState(NamedTuple):
+    """State of `record_trajectory`.
+
+    Attributes:
+      count: Number of steps taken.
+      num_recorded: Number of snapshots taken, including overwritten ones.
+      snapshots: A ring buffer: the i-th snapshot is in row i modulo the capacity.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    num_recorded: Int32[Array, ""]
+    snapshots: PyTree[Float[Array, "capacity ?*shape"], "Params"]
+
+    def changes_updates(self) -> bool:
+        """Return that the updates pass unchanged."""
+        return False
+
+
+def record_trajectory(
+    every: int | jax.Array, capacity: int, *, dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Record snapshots of the params, and return the updates unchanged.
+
+    The params passed to `update` at steps 0, every, 2 * every, ... are recorded; the last `capacity`
+    snapshots are kept.
+
+    Args:
+      every: The number of steps from one snapshot to the next, at least 1.
+      capacity: The maximum number of snapshots, at least 1. Each takes the memory of the params.
+      dtype: The dtype of the snapshots; None for float32, and float64 for float64 params. With
+        `jnp.bfloat16` they take half the memory, and changes below about 0.4 % of a weight are lost.
+
+    Returns:
+      A transformation whose state is a `TrajectoryState`. Its `update` needs `params`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> tx = optax.chain(optax.sgd(0.5), optperm.record_trajectory(every=2, capacity=10))
+      >>> w = jnp.array([8.0])
+      >>> opt_state = tx.init(w)
+      >>> for _ in range(4):
+      ...     updates, opt_state = tx.update(w, opt_state, w)
+      ...     w = optax.apply_updates(w, updates)
+      >>> snapshots, count = optperm.subspace.trajectory(opt_state)
+      >>> snapshots[:count].tolist()  # at steps 0 and 2
+      [[8.0], [2.0]]
+
+    Notes:
+      Steps without a snapshot cost nothing if the state is donated
+      (`jax.jit(step, donate_argnums=...)`) or carried by a `jax.lax.scan`: snapshots are then written
+      in place.
+
+    Raises:
+      TypeError: If a count is not an integer, or `dtype` or a parameter is not real floating.
+      ValueError: If an argument is out of range, or the trees passed to `update` do not match.
+    """
+    checks.check_count("every", every)
+    checks.check_static_count("capacity", capacity)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a real floating dtype such as jnp.bfloat16, got {dtype!r}.")
+
+    def init(params: optax.Params) -> TrajectoryState:
+        def make_ring(leaf: Any) -> jax.Array:
+            return rows_like(leaf, capacity, accumulation_dtype(leaf) if dtype is None else dtype)
+
+        return TrajectoryState(
+            count=jnp.zeros([], jnp.int32),
+            num_recorded=jnp.zeros([], jnp.int32),
+            snapshots=jax.tree.map(make_ring, params),
+        )
+
+    def update(
+        updates: optax.Updates, state: TrajectoryState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, TrajectoryState]:
+        # snapshots[i mod capacity] <- theta, at every `every`-th step
+        is_due = state.count % jnp.asarray(every, jnp.int32) == 0
+        snapshots = write_row(state.snapshots, params, state.num_recorded % capacity, is_due)
+        recorded = jnp.where(is_due, optax.safe_increment(state.num_recorded), state.num_recorded)
+        return updates, TrajectoryState(optax.safe_increment(state.count), recorded, snapshots)
+
+    return transformation(
+        init,
+        update,
+        method="record_trajectory",
+        like=lambda state: one_row(state.snapshots),
+        dtypes=False,
+        updates_like="updates",
+    )
+
+
+def write_row(
+    rows: optax.Params, params: optax.Params, index: jax.Array, is_due: jax.Array
+) -> optax.Params:
+    """Write the params that the rows do not mask over one row if this is due."""
+    params = mask_like(params, rows)
+
+    def write(row: jax.Array, leaf: Any) -> jax.Array:
+        new = jnp.asarray(leaf).astype(row.dtype)
+        return jax.lax.dynamic_update_index_in_dim(row, new, index, 0)
+
+    return cond(is_due, lambda rows: jax.tree.map(write, rows, params), lambda rows: rows, rows)
+
+
+def trajectory(opt_state: Any) -> tuple[optax.Params, jax.Array]:
+    """Return the snapshots of `optperm.record_trajectory`, oldest first, and their number.
+
+    `optperm.subspace.pca_basis` takes both: `pca_basis(snapshots, k, num_snapshots=count)`. To use
+    them in another run, save them with Orbax like any tree of arrays, in bfloat16 if memory is short.
+
+    Args:
+      opt_state: The optimizer state, in any nesting.
+
+    Returns:
+      A tree like params whose leaves have a leading axis of the capacity, with the valid rows first and
+      zeros after them, and the number of valid rows, int32 (). The results of a state that `jax.vmap` or
+      `jax.pmap` has made for many trainings have the leading axes of the state, as if the function had
+      been mapped: `jax.vmap(lambda s, n: pca_basis(s, k, num_snapshots=n))(snapshots, count)`.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> tx = optperm.record_trajectory(every=1, capacity=2)
+      >>> opt_state = tx.init(jnp.zeros(1))
+      >>> for w in (jnp.array([1.0]), jnp.array([2.0]), jnp.array([3.0])):
+      ...     _, opt_state = tx.update(w, opt_state, w)
+      >>> snapshots, count = optperm.subspace.trajectory(opt_state)
+      >>> snapshots.tolist(), int(count)
+      ([[2.0], [3.0]], 2)
+
+    Raises:
+      ValueError: If there is not exactly one such state in `opt_state`.
+    """
+    state = find_state(opt_state, TrajectoryState, method="record_trajectory")
+    sort = _sort_rings
+    for _ in range(state.num_recorded.ndim):  # the axes of many trainings
+        sort = jax.vmap(sort)
+    return sort(state.snapshots, state.num_recorded)
+
+
+def _sort_rings(rings: optax.Params, num_recorded: jax.Array) -> tuple[optax.Params, jax.Array]:
+    """Return the rows of ring buffers, oldest first, and the number of valid rows."""
+
+    def sort_ring(ring: jax.Array) -> jax.Array:
+        capacity = ring.shape[0]
+        # The oldest snapshot is in the row that is overwritten next, if the ring is full.
+        start = jnp.where(num_recorded > capacity, num_recorded % capacity, 0)
+        return jnp.roll(ring, -start, axis=0)
+
+    capacity = next((leaf.shape[0] for leaf in jax.tree.leaves(rings)), 0)
+    valid = jnp.minimum(num_recorded, jnp.asarray(capacity, jnp.int32))
+    return jax.tree.map(sort_ring, rings), valid

@@ -1,0 +1,134 @@
+"""TWA: train the weights of an average of snapshots.
+
+T. Li, Z. Huang, Q. Tao, Y. Wu and X. Huang, "Trainable Weight Averaging: Efficient Training by
+Optimizing Historical Solutions", ICLR 2023, arXiv 2205.13104.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.mapped_axes import AxisName
+from optperm.core.states import one_row
+from optperm.core.transformation import transformation
+from optperm.subspace._phases import mean_over_replicas
+from optperm.subspace._subspace import Span, Subspace, coordinates, empty_subspace, lift
+
+
+class TwaState(NamedTuple):
+    r"""State of `twa`.
+
+    Attributes:
+      subspace: The basis :math:`P` of the span of the snapshots.
+      inner_state: State of the optimizer of the coordinates :math:`\beta`, k numbers.
+    """
+
+    subspace: Subspace
+    inner_state: Any
+
+
+def twa(
+    n_components: int,
+    optimizer: optax.GradientTransformation,
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train the weights of an average of snapshots, as coordinates in their span.
+
+    :math:`P` has :math:`k` orthonormal rows over all params, which span the snapshots
+    :math:`\theta_1, \dots, \theta_m` themselves (completely for :math:`k = m`), not their differences.
+    The coordinates and the step of `optimizer` on them are
+
+    .. math::
+      \beta = P \theta, \qquad \theta \leftarrow \theta + P^\top u(P g, \beta)
+
+    so that any optimizer stays in the span, with a state for :math:`k` numbers. Trainable weight
+    averaging starts at the mean of the snapshots:
+
+    .. code-block:: python
+
+      tx = optperm.dldr(
+          optax.sgd(0.1), optperm.twa(10, optax.sgd(schedule, momentum=0.9)),
+          sample_every=100, num_samples=10, restart="mean",
+      )
+
+    where a schedule starts with the second phase.
+
+    Args:
+      n_components: :math:`k \ge 1`, the number of rows of :math:`P`, at most the number of snapshots.
+      optimizer: :math:`u`, any optimizer of an array of shape (k,), in float32, or float64 if any
+        parameter is. `value` is its only extra argument.
+      axis_name: The axis, or a tuple of axes, of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which
+        the rows of the basis and the batch are distributed, as in `optperm.dim_reduce`. None for a
+        single replica.
+
+    Returns:
+      A transformation whose state is a `TwaState`. Its `update` needs `params`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> tx = optperm.dldr(
+      ...     optax.sgd(1.0), optperm.twa(2, optax.sgd(0.5)),
+      ...     sample_every=1, num_samples=2, restart="mean",
+      ... )
+      >>> target = jnp.array([1.0, 2.0, 3.0])
+      >>> def step(carry, t):
+      ...     w, opt_state = carry
+      ...     gradient = jnp.where(t < 2, jnp.array([-1.0, -1.0, 0.0]), w - target)
+      ...     updates, opt_state = tx.update(gradient, opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      ...     return (w, opt_state), w
+      >>> w = jnp.array([1.0, 0.0, 0.0])
+      >>> _, trail = jax.lax.scan(step, (w, tx.init(w)), jnp.arange(30))
+      >>> trail[1].tolist()  # the mean of the snapshots, (1, 0, 0) and (2, 1, 0)
+      [1.5, 0.5, 0.0]
+      >>> [round(x, 3) for x in trail[-1].tolist()]  # the part of the target in their span
+      [1.0, 2.0, 0.0]
+
+    Notes:
+      `optperm.subspace.set_basis` sets any orthonormal rows. Until a basis is set nothing moves. If
+      the gradient or its projection is not finite, the step is skipped.
+
+    Raises:
+      TypeError: If `n_components` is not an integer, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `axis_name` is not bound where `init` or `update` is
+        called, or the trees passed to `update` do not match.
+
+    References:
+      Li et al., `Trainable Weight Averaging: Efficient Training by Optimizing Historical Solutions
+      <https://arxiv.org/abs/2205.13104>`_, 2023
+    """
+    checks.check_static_count("n_components", n_components)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> TwaState:
+        beta = jnp.zeros(n_components, accumulation_dtype(params))
+        return TwaState(empty_subspace(params, n_components, axis_name, Span), inner.init(beta))
+
+    def update(
+        updates: optax.Updates, state: TwaState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Updates, TwaState]:
+        g, extras = mean_over_replicas(updates, params, extra_args, axis_name)
+        dtype = accumulation_dtype(params)
+        # beta = P theta and the gradient with respect to it, P g
+        beta, gk = (coordinates(state.subspace, tree, dtype) for tree in (params, g))
+        # theta <- theta + P' u(P g, beta)
+        step, new = inner.update(gk, state.inner_state, beta, value=extras["value"])
+        # Rows of zeros have no coordinate to move.
+        is_finite = all_finite(gk)
+        step = jnp.where(is_finite & state.subspace.determined, step, 0.0)
+        (moves,) = lift(state.subspace, step[None])
+        new = optax.tree.where(is_finite, cast_like(new, state.inner_state), state.inner_state)
+        return moves, state._replace(inner_state=new)
+
+    return transformation(
+        init,
+        update,
+        method="twa",
+        like=lambda state: one_row(state.subspace.rows),
+        dtypes=False,
+        axis_name=axis_name,
+    )

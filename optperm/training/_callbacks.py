@@ -1,0 +1,174 @@
+"""Callbacks of `fit`: the event that a callback receives, early stopping, and metrics for writers."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from optperm.core import checks
+from optperm.training._history import History
+
+Mode = Literal["min", "max"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A moment between two steps, as a callback sees it.
+
+    `state` is a copy of what has been trained so far, as `fit` would return it. The `flax.nnx` model
+    that was passed to `fit` changes only when training ends.
+
+    Attributes:
+      epoch: The epoch of the last step, from 1.
+      step: The number of steps done.
+      history: The history so far.
+      is_row: True for a row of `history.epochs`, False for a call by `every`.
+      metrics: That row, or with `every={n: f}` the means over the last n steps.
+    """
+
+    epoch: int
+    step: int
+    history: History
+    is_row: bool
+    _metrics: Callable[[], Mapping[str, float]] = dataclasses.field(repr=False)
+    _trained: Callable[[], Any] = dataclasses.field(repr=False)
+    _evaluate: Callable[[], dict[str, float]] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers of the moment. Reading them waits for the steps, so read them only if needed."""
+        return self._metrics()
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """What has been trained so far, as a new `TrainState` or a new model of `flax.nnx`.
+
+        With `optperm.agn` and `optperm.diloco` all processes have to read it, as it takes a commit.
+        """
+        return self._trained()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of `eval_fn` on `eval_data` now. All processes have to call it."""
+        return self._evaluate()
+
+
+Callback = Callable[[Event], bool | None]
+Names = Iterable[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStopping:
+    """Stop training once a metric of the history's rows has not improved for some time.
+
+    An epoch is a row, and with `eval_every` so is an evaluation within an epoch. The decision depends
+    on the rows alone, so a resumed run stops where the uninterrupted run would have stopped.
+
+    Attributes:
+      monitor: A column of `History.epochs`, such as `"eval_loss"`.
+      patience: The number of rows without an improvement after which training stops, at least 1.
+      mode: `"min"` if smaller is better, `"max"` if larger is better.
+      min_delta: The least improvement over the best row so far that counts, at least 0.
+
+    Example:
+      >>> from optperm.training import EarlyStopping, fit
+      >>> stop = EarlyStopping("eval_loss", patience=3)  # fit(..., on_epoch_end=stop)
+    """
+
+    monitor: str
+    patience: int
+    mode: Mode = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.check_count("patience", self.patience)
+        checks.check_choice("mode", self.mode, get_args(Mode))
+        checks.check_in_range("min_delta", self.min_delta, 0.0, math.inf, may_be_schedule=False)
+
+    def __call__(self, event: Event) -> bool:
+        """Return True to stop; raise a ValueError if rows lack the column."""
+        if epochs := event.history.epochs:
+            check_columns([self.monitor], epochs, epochs)
+        sign = 1.0 if self.mode == "min" else -1.0
+        best, since = math.inf, 0
+        # A NaN never compares as smaller, so it counts as a row without an improvement.
+        for value in sign * epochs.get(self.monitor, np.zeros(0)):
+            improved = value < best - self.min_delta
+            best, since = (float(value), 0) if improved else (best, since + 1)
+        return since >= self.patience
+
+
+def check_columns(monitored: Names, of_evaluation: Names | None, of_steps: Names | None) -> None:
+    """Raise a ValueError for a column that rows lack; None stands for columns not known yet."""
+    for name in monitored:
+        known = of_evaluation if name.startswith("eval_") else of_steps
+        if known is not None and name not in known:
+            raise ValueError(f"EarlyStopping or keep_best names {name!r}; rows have {[*known]}.")
+
+
+@dataclasses.dataclass
+class MetricsWriter:
+    """The callback that `metrics_writer` makes."""
+
+    writer: Any
+    # The steps of the last metrics of steps and of the last row: a tag has one value per step.
+    _written: dict[bool, int] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, event: Event) -> None:
+        """Write what is new, in process 0."""
+        if jax.process_index():
+            return
+        row, scalars = event.history.last, dict[str, float]()
+        if not event.is_row and self._written.get(False) != event.step:
+            self._written[False], scalars = event.step, dict(event.metrics)
+        if row.get("step") == event.step != self._written.get(True):
+            self._written[True] = event.step
+            for name in row.keys() - {"epoch", "step", "seconds"}:
+                scalars[name if name.startswith("eval_") else f"epoch_{name}"] = row[name]
+        if scalars and hasattr(self.writer, "write_scalars"):
+            return self.writer.write_scalars(event.step, scalars)
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, event.step)
+
+
+def metrics_writer(writer: Any) -> MetricsWriter:
+    """Make a callback for `every` and `on_epoch_end` that passes metrics to a writer, in process 0.
+
+    Means over the steps between two calls by `every` keep their names (`loss`, and `learning_rate`
+    of `optax.inject_hyperparams`). The means of a row of `history.epochs` are named `epoch_loss` and
+    so on; its evaluation is `eval_loss` and so on.
+
+    Args:
+      writer: An object with `write_scalars(step, scalars)`, such as clu's, or with
+        `add_scalar(name, value, step)`, such as TensorBoard's.
+
+    Example:
+      >>> from optperm.training import metrics_writer
+      >>> class Printer:
+      ...     def write_scalars(self, step, scalars):
+      ...         print(step, scalars)
+      >>> write = metrics_writer(Printer())  # fit(..., every={100: write}, on_epoch_end=write)
+    """
+    return MetricsWriter(writer)
+
+
+# Callbacks of `on_epoch_end` that are also called at rows within epochs.
+OF_ROWS = EarlyStopping, MetricsWriter
+
+
+def as_callbacks(value: Any) -> tuple[Callback, ...]:
+    """Return one callback, or a sequence of callbacks, or None as a tuple."""
+    return () if value is None else tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def wants_to_stop(name: str, callbacks: tuple[Callback, ...], event: Event) -> bool:
+    """Call all callbacks; return True if one of them asks to stop."""
+    answers = [callback(event) for callback in callbacks]
+    for answer in answers:
+        # A number or an array would stop training by accident, or would not stop it.
+        if not isinstance(answer, bool | np.bool_ | None):
+            raise TypeError(f"{name} must return True to stop, else None or False, got {answer!r}.")
+    return any(answers)

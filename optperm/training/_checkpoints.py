@@ -1,0 +1,140 @@
+"""Checkpoints by Orbax's manager: each holds all that a run needs to resume.
+
+The items of a checkpoint are `state`, the arrays of the carry; `best`, the arrays of the best row with
+`keep_best`; `history`, the rows of the steps as one float32 array; and `run`, everything else as JSON.
+Orbax writes a checkpoint under another name and renames it at the end, so a run that dies while it
+writes leaves the earlier checkpoints whole.
+"""
+
+import contextlib
+import json
+import math
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from optperm.core.optional import import_optional
+
+_DROPPED = ".dropped"
+_LONGEST = 300  # characters of an error of Orbax, which may quote its whole configuration
+TAKE_ANOTHER = "resume=STEP takes another"
+_ADVICE = f"was not written by this version of optperm; {TAKE_ANOTHER}"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read.
+
+    Attributes:
+      result: The `FitResult` of what was trained before the error; None if nothing was.
+    """
+
+    result: Any = None
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder."""
+
+    def __init__(self, where: Any, keep: int | None) -> None:
+        what: Any = {"needed_by": "A checkpoint", "install": "optperm[training]"}
+        self._ocp = ocp = import_optional("orbax.checkpoint", **what)
+        if set(str(where)) & {*"*?[]"}:  # Orbax would read a pattern, and lose what it writes
+            raise ValueError(f"checkpoints must be a folder without *, ?, [ and ], got {where}.")
+        self._last_kept = math.inf
+        with _errors(f"cannot write checkpoints to {where}"):
+            path = import_optional("etils.epath", **what).Path(where).expanduser()
+            self.folder = path if "://" in str(where) else path.absolute()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # A folder that exists may be of another user, or on a file system that is read only.
+            trial = self.folder / f".trial-{jax.process_index()}-{os.getpid()}"
+            trial.write_text("")
+            trial.unlink()
+            # Orbax renames a checkpoint before it deletes it, so that the rest is whole at any moment.
+            options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=_DROPPED)
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def choose(self, resume: bool | int) -> int | None:
+        """Return the step of the checkpoint from which a run resumes, or None."""
+        known = sorted(self._manager.all_steps())
+        if resume is False and any(known):
+            says = f"{self.folder} holds checkpoints of an earlier run ({known})"
+            raise ValueError(f"{says}: pass resume=True, or another folder.")
+        if isinstance(resume, bool):
+            return known[-1] if resume and known else None
+        if (step := operator.index(resume)) not in known:
+            raise ValueError(f"resume={resume} is none of the steps {known} in {self.folder}.")
+        return step
+
+    def read(self, step: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the `run` that `write` wrote after a step; raise a ValueError if its facts differ."""
+        path, args = self.folder / str(step), self._ocp.args
+        with _errors(f"{path} is damaged or {_ADVICE}"):
+            run = self._manager.restore(step, args=args.Composite(run=args.JsonRestore())).run
+        if which := describe_differences(run["facts"], json.loads(json.dumps(facts))):
+            raise ValueError(f"The checkpoint {path} is of another run: {which}.")
+        return dict(run)
+
+    def read_arrays(self, step: int, like: Mapping[str, Any]) -> tuple[Any, np.ndarray]:
+        """Read trees by name, placed like `like`, and the rows; `write` then drops later checkpoints."""
+        restore = self._ocp.args.StandardRestore
+        forms = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, dict(like))
+        trees = {name: restore(tree) for name, tree in forms.items()}
+        items = self._ocp.args.Composite(**trees, history=restore())
+        with _errors(f"{self.folder / str(step)} is damaged or {_ADVICE}"):
+            arrays = self._manager.restore(step, args=items)
+        self._last_kept = step
+        return arrays, np.asarray(arrays.history["steps"])
+
+    def write(
+        self, step: int, trees: Mapping[str, Any], rows: np.ndarray, run: dict[str, Any]
+    ) -> None:
+        """Write the checkpoint of a step, unless there is one. All processes have to call this.
+
+        `rows` are the metrics of all steps, float32 (metrics, steps); `run` holds JSON values, of which
+        `facts` identify the run. Nothing may change while Orbax writes in the background.
+        """
+        if step == self._last_kept:  # the resumed run has not made a step
+            return
+        save = self._ocp.args.StandardSave
+        items = {name: save(tree) for name, tree in trees.items()}
+        items["history"] = save({"steps": rows})
+        args = self._ocp.args.Composite(**items, run=self._ocp.args.JsonSave(run))
+        with _errors(f"cannot write {self.folder / str(step)}"):
+            # Later checkpoints of an earlier branch go only now, when the new branch has one of its own.
+            for later in [each for each in self._manager.all_steps() if each > self._last_kept]:
+                self._manager.delete(later)
+            self._last_kept = math.inf
+            self._wait()
+            if step not in self._manager.all_steps():
+                self._manager.save(step, args=args, force=True)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        with _errors(f"cannot write to {self.folder}"):
+            self._wait()
+            self._manager.check_for_errors()
+            self._manager.close()
+
+    def _wait(self) -> None:
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            (self.folder / _DROPPED).rmtree(missing_ok=True)
+
+
+def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Name the facts of a run that differ, with both values; empty if none does."""
+    which = {name: (there.get(name), fact) for name, fact in here.items()}
+    return "; ".join(f"{k} is {a} there and {b} here" for k, (a, b) in which.items() if a != b)
+
+
+@contextlib.contextmanager
+def _errors(says: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each file system has its own, and each kind of damage
+        why = str(error).strip().partition("\n")[0]
+        why = why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ..."
+        raise CheckpointError(f"{says} ({type(error).__name__}: {why}).") from error

@@ -1,0 +1,179 @@
+"""The params of a run with replicas that train apart: those after a commit on a copy of the carry."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import Partial
+
+from optperm.core.dtypes import cast_like
+from optperm.core.mapped_axes import mark_varying
+from optperm.core.states import fill_masked, find_running_states, find_states, local_values
+from optperm.core.transformation import known_extra_args
+from optperm.distributed._center import LOCAL_STATES
+from optperm.evaluation import evaluate
+from optperm.exact import only_commits
+from optperm.training._layout import Layout
+from optperm.training._steps import compile_on_replicas, unwrap_keys, wrap_keys
+from optperm.training._train_state import Model, TrainState
+
+# Calls after which `optax.MultiSteps` has passed one on, if it does at all.
+_MOST_CALLS = 1000
+_FAR = 2**30  # more steps since a commit than any period has
+
+
+def steps_since_commit(opt_state: Any) -> int:
+    """Return the largest number of steps that the center of a running phase lacks; 0 without one."""
+    found = _running_centers(opt_state)
+    return max((int(local_values(state.since_commit).max()) for state in found), default=0)
+
+
+def _running_centers(opt_state: Any) -> list[Any]:
+    """Return the states with a center in the phases that are running."""
+    return list[Any](find_running_states(opt_state, LOCAL_STATES))
+
+
+def _are_apart(carry: TrainState, layout: Layout) -> bool:
+    """Return True if each replica trains its own params; a mapped method may also keep them equal."""
+    return layout.own and bool(find_states(carry.opt_state, LOCAL_STATES))
+
+
+def commit(call: Callable[..., Any], carry: TrainState, batch: Any, layout: Layout) -> TrainState:
+    """Return a copy of the carry after a commit without a local step; `call` is of `compile_commit`.
+
+    Only the states of the methods that commit change: a commit is no step of the other optimizers. The
+    methods get the extra arguments of some batch; None if there is no batch.
+    """
+    now = carry
+    with layout.context():
+        for _ in range(_MOST_CALLS if find_states(carry.opt_state, optax.MultiStepsState) else 1):
+            now = call(now, (), batch)[0]
+            if not steps_since_commit(now.opt_state):
+                break
+
+    return carry.replace(opt_state=only_commits(now.opt_state, carry.opt_state))
+
+
+def compile_commit(model: Model, layout: Layout, carry: TrainState) -> Callable[..., Any]:
+    """Compile the commit of carries with the placement of this one, for `commit`."""
+
+    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Any]:
+        return _commit(carry, batch, model, layout), ()
+
+    return compile_on_replicas(one, layout, carry, 0, donate=False)
+
+
+def _commit(state: TrainState, batch: Any, model: Model, layout: Layout) -> TrainState:
+    """Return the state with the optimizer state after a commit."""
+    extras: dict[str, Any] = {"commit": "only"}
+    if batch is not None:
+        averaged = None if layout.own else layout.mapped or None
+        bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
+        e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
+        extras |= e.extra_args
+    # The gradient is not used; it only has to be one of this replica's params.
+    grads = optax.tree.sub(state.params, state.params)
+    extras = known_extra_args(state.tx, extras)
+    new = state.replace(
+        opt_state=state.tx.update(grads, state.opt_state, state.params, **extras)[1]
+    )
+    before, after = unwrap_keys(state), unwrap_keys(new)
+    return mark_varying(wrap_keys(cast_like(after, before), state), layout.apart)
+
+
+def merge_replicas(carry: TrainState, layout: Layout) -> TrainState:
+    """Return the carry at its center, one state for all replicas.
+
+    Params without a center are the mean over replicas, as at the switch to a method that commits.
+    """
+    found = _running_centers(carry.opt_state)
+    if not (found or layout.own):
+        return carry
+    with layout.context():
+        centers = tuple(state.center for state in found)
+        return _center(carry, centers, layout, _are_apart(carry, layout))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _center(
+    carry: TrainState, centers: tuple[Any, ...], layout: Layout, are_apart: bool
+) -> TrainState:
+    """Return the first replica's state with the centers' params and the mean of what has none."""
+    first, params = carry, carry.params
+    if layout.own:
+        first, centers = jax.tree.map(lambda leaf: leaf[0], (carry, centers))
+        params = jax.tree.map(_average, carry.params) if are_apart else first.params
+        first = first.replace(model_state=jax.tree.map(_average, carry.model_state))
+    for center in centers:
+        params = fill_masked(center, params)
+    # A center may have more digits than the params.
+    state = first.replace(params=optax.tree.cast_like(params, first.params))
+    return state if layout.mesh is None else _share(state, layout)
+
+
+def _share(state: TrainState, layout: Layout) -> TrainState:
+    shared: TrainState = jax.lax.with_sharding_constraint(state, layout.sharding())
+    return shared
+
+
+def _average(leaf: jax.Array) -> jax.Array:
+    """Return the mean over the leading axis of floats, and where all are equal their bits."""
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return leaf[0]
+    return jnp.where(jnp.all(leaf == leaf[:1], axis=0), leaf[0], jnp.mean(leaf, axis=0))
+
+
+def warn_of_lost_steps(carry: TrainState, merged: TrainState, layout: Layout, where: int) -> None:
+    """Warn if the merged params lack local steps, or are a mean of replicas that have no center."""
+    if steps := steps_since_commit(merged.opt_state):
+        says = f"The params that fit returns lack (parts of) the last {steps} steps"
+        advice = "a wrapper keeps the last commit from agn or diloco; put it around their inner one"
+        warnings.warn(f"{says}: {advice}.", stacklevel=where)
+    if _are_apart(carry, layout) and not _running_centers(carry.opt_state):
+        says = "The phase of switch_after in which training ended has no commits"
+        advice = "fit returns the mean of the params of its replicas, which train apart"
+        warnings.warn(f"{says}: {advice}.", stacklevel=where)
+
+
+def ends_before_commit(carry: TrainState, steps: float, layout: Layout) -> bool:
+    """Return True if a number of further steps ends before the first commit, found without a step.
+
+    A plan of exchanges does not look at the steps since a commit, and is never found.
+    """
+    found = _running_centers(carry.opt_state)
+    if not found or any(local_values(state.commits).max() for state in found):
+        return False
+    done = steps_since_commit(carry.opt_state)
+
+    def count(state: TrainState, last: jax.Array, _: Any) -> tuple[Any, Any]:
+        """Return the steps since a commit after the step that follows on `last`; XLA drops the rest."""
+
+        def begin(node: Any) -> Any:
+            if not isinstance(node, LOCAL_STATES):
+                return node
+            return node._replace(since_commit=cast_like(last, node.since_commit))
+
+        at = jax.tree.map(begin, state.opt_state, is_leaf=lambda x: isinstance(x, LOCAL_STATES))
+        zero = optax.tree.sub(state.params, state.params)
+
+        def loss_fn(params: Any, _: Any) -> jax.Array:
+            total: Any = sum(jnp.sum(jnp.real(leaf)) for leaf in jax.tree.leaves(params))
+            return jnp.asarray(total)
+
+        e = evaluate(loss_fn, state.params, jnp.zeros(1))
+        after = state.tx.update(zero, at, state.params, **known_extra_args(state.tx, e.extra_args))
+        states = list[Any](find_states(after[1], LOCAL_STATES))
+        return state, [each.since_commit for each in states]
+
+    ends = jax.jit(lambda *given: layout.map_replicas(count, 0)(*given)[1])
+    lasts = [jnp.int32(min(n, _FAR)) for n in (done + steps - 1, _FAR)]
+    try:
+        with layout.context():
+            at_end, far = ([int(x) for x in jax.device_get(ends(carry, n, ()))] for n in lasts)
+    except Exception:  # this loss is not the user's, so a method may refuse it
+        return False
+    return any(late and not early for late, early in zip(at_end, far, strict=True))

@@ -1,0 +1,302 @@
+"""The batches of an epoch, from arrays or a stream, and the calls of the compiled steps on them."""
+
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optperm.core import checks
+from optperm.core.dtypes import as_arrays
+from optperm.training import _processes as processes
+from optperm.training._layout import Layout
+from optperm.training._terminal import Interrupt, wait_for
+
+# Far from the step counts that a method may fold into the key of the same seed.
+_SHUFFLE_STREAM = 0x5348_5546
+END = object()
+# Least number of rows of metrics that a call returns, so that one program serves most call lengths.
+_ROWS = 1024
+_GRADIENT_CHUNK = 1000  # examples on a device at once, for a full gradient
+_SOON = 0.05  # seconds
+# Calls that may be queued on the devices; of single batches, twice as many.
+AHEAD = 8
+
+
+def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) -> jax.Array:
+    """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
+
+    A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
+    out. The order depends on these arguments alone, and on no flag of JAX.
+
+    Args:
+      seed: The seed of `fit`, in [0, 2**32).
+      epoch: The number of the epoch, from 1.
+      num_examples: The number of examples.
+      replace: If True, draw each example from all of them, as `fit` does for a method that samples.
+
+    Example:
+      >>> from optperm.training import shuffled
+      >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
+      [0, 1, 2, 3]
+    """
+    # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
+    with jax.threefry_partitionable(True):
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
+        key = jax.random.fold_in(key, epoch)
+        if replace:
+            return jax.random.randint(key, (num_examples,), 0, num_examples, jnp.int32)
+        return jax.random.permutation(key, jnp.arange(num_examples, dtype=jnp.int32))
+
+
+def is_arrays(name: str, data: Any) -> bool:
+    """Return True for a tree of arrays that agree in their leading axis, False for a stream."""
+    kinds = jax.Array | np.ndarray
+    if isinstance(data, kinds | Mapping | tuple) and all(
+        isinstance(leaf, kinds) for leaf in jax.tree.leaves(data)
+    ):
+        checks.check_arrays(name, data)
+        return checks.count_examples(name, data) > 0
+    is_stream = isinstance(data, Iterable) or (callable(data) and takes_epoch(data))
+    # A dict of lists is iterable too: its batches would be its keys.
+    if not is_stream or isinstance(data, str | Mapping):
+        wanted = "arrays (in a dict or tuple), an iterable of batches, or lambda epoch: ..."
+        raise TypeError(f"{name} must be {wanted}, got {type(data).__name__}.")
+    return False
+
+
+def takes_epoch(function: Callable[..., Any]) -> bool:
+    """Return True if a function can be called with the number of an epoch alone."""
+    try:
+        inspect.signature(function).bind(1)
+    except (TypeError, ValueError):  # a ValueError for a builtin without a signature
+        return False
+    return True
+
+
+def read_all(name: str, data: Any, epoch: int, size: int | None, layout: Layout) -> Iterator[Any]:
+    """Place all of some data on the devices, batch by batch; arrays by `size` examples at once."""
+    if is_arrays(name, data):
+        total, parts = checks.count_examples(name, data), layout.parts
+        step = max((size or total) // parts * parts, parts)
+        for low in range(0, total, step):
+            part = jax.tree.map(lambda leaf, low=low: leaf[low : low + step], data)
+            yield layout.put_batch(part, local=False)
+        return
+    iterator, count, is_alone = open_stream(name, data, epoch), 0, jax.process_count() == 1
+    while (batch := pull(name, iterator, is_alone)) is not END:
+        count += 1
+        yield layout.put_batch(batch, local=True)
+    if not count:
+        raise no_batch(name, epoch)
+
+
+def open_stream(name: str, source: Any, epoch: int) -> Iterator[Any]:
+    """Return the batches of an epoch, from an iterable or a function that returns an iterable."""
+    return iter(source if hasattr(source, "__iter__") else source(epoch))
+
+
+def no_batch(name: str, epoch: int) -> ValueError:
+    """Return the error for an epoch without a batch."""
+    advice = "an iterator can be used only once, so pass a list, a loader or lambda epoch: ..."
+    return ValueError(f"{name} gives no batch in epoch {epoch}: {advice}")
+
+
+def pull(name: str, iterator: Iterator[Any], is_alone: bool) -> Any:
+    """Return the next batch, or `END` if a process has none. All processes have to call this."""
+    batch, size, failure = END, 0, None
+    if is_alone:  # one process
+        return batch if (batch := next(iterator, END)) is END else as_arrays(batch)
+    try:
+        if (batch := next(iterator, END)) is not END:
+            batch = as_arrays(batch)
+            size = checks.count_examples(f"A batch of {name}", batch, has_scalars=True)
+    except Exception as error:
+        size, failure = -1, error
+    sizes = processes.gather(np.int32(size))
+    if failure is not None:
+        raise failure
+    if sizes.min() < 0:
+        raise RuntimeError(f"{name}: another process could not load a batch, see its error.")
+    # Of unequal parts the mean over processes would not be the mean over examples.
+    if sizes.min() and sizes.min() != sizes.max():
+        says = f"A batch of {name} has {sizes.tolist()} examples in the processes"
+        raise ValueError(f"{says}: all need equally many.")
+    return batch if sizes.min() else END
+
+
+class Position(NamedTuple):
+    """The steps done, the epoch of the next step, and the steps done within that epoch."""
+
+    step: int = 0
+    epoch: int = 1
+    offset: int = 0
+
+
+class Fed(NamedTuple):
+    """The outcome of some steps."""
+
+    carry: Any
+    columns: dict[str, Any]  # float32, one row per step, perhaps with unused rows at the end
+    steps: int
+    is_over: bool  # True if the epoch ends with these steps
+    error: Exception | None = None  # raised in place of the next step
+
+
+class ArrayFeed:
+    """Examples in memory, shuffled in each epoch; each device keeps all of them.
+
+    With `replace` they are drawn with replacement, as batches of one shuffle are not independent.
+    """
+
+    def __init__(
+        self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
+    ) -> None:
+        size, parts = checks.count_examples("train_data", data), layout.parts
+        checks.check_count("batch_size", batch_size, maximum=size)
+        if batch_size % parts:
+            says = "counts the examples of all devices together, and must be a multiple of"
+            raise ValueError(f"batch_size {says} {parts}, got {batch_size}.")
+        self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self._replace = replace
+        self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
+        self.rows = min(max(_ROWS, most), self.steps_per_epoch)
+        self._examples, self._epoch = jax.tree.map(layout.put, data), 0
+        self._calls: list[tuple[dict[str, Any], int]] = []  # calls that may still be running
+        self._began = -math.inf
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that identify the batches."""
+        forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
+        facts = {"seed": self._seed, "batch_size": self._batch_size, "train_data": str(forms)}
+        facts |= {"batches": "drawn with replacement"} if self._replace else {}
+        return facts | {"the digest of train_data": processes.digest(self._data)}
+
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+        """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
+        if at.epoch != self._epoch:
+            order = np.asarray(shuffled(self._seed, at.epoch, self._size, self._replace))
+            order = order[: self.steps_per_epoch * self._batch_size]
+            order = order.reshape(self.steps_per_epoch, -1)
+            self._order = self._layout.put(order, None, *self._layout.batch[:1])
+            self._epoch = at.epoch
+        first, last = at.offset, min(at.offset + limit, self.steps_per_epoch)
+        shared = self._examples, np.int32(first), np.int32(last)
+        with self._layout.context():
+            carry, columns = steps[0](carry, shared, self._order)
+        self._calls.append((columns, last - first))
+        before, self._began = self._began, time.perf_counter()
+        # Short calls are queued, so that the devices never idle between them. A long call is waited for:
+        # a signal then takes effect after it, and its rows leave the device.
+        while len(self._calls) > (AHEAD if self._began - before < _SOON else 0):
+            done, count = self._calls.pop(0)
+            wait_for(done["loss"])
+            done |= {name: np.array(rows[:count]) for name, rows in jax.device_get(done).items()}
+        return Fed(carry, columns, last - first, last == self.steps_per_epoch)
+
+    def example(self) -> Any:
+        """Return a batch, placed on the devices."""
+        first = jax.tree.map(lambda leaf: leaf[: self._batch_size], self._data)
+        return self._layout.put_batch(first, local=False)
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """Place all examples, including the last ones, which fill no batch of an epoch."""
+        size = _GRADIENT_CHUNK * self._layout.parts
+        return read_all("train_data", self._data, epoch, size, self._layout)
+
+
+class StreamFeed:
+    """Batches from an iterable, or from a callable that returns an iterable for each epoch.
+
+    A batch is requested only for its step, so the batches that are left stay in the iterator.
+    """
+
+    steps_per_epoch, rows = None, 1
+
+    def __init__(self, source: Any, batch_size: Any, layout: Layout) -> None:
+        if batch_size is not None:
+            raise ValueError("batch_size is for arrays: train_data gives batches of its own sizes.")
+        self._source, self._layout = source, layout
+        self._iterator: Any = None
+        self._last: Any = None  # the batch of the last step
+        self._at: tuple[int, int] | None = None  # the epoch and offset of the iterator, if known
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that identify the batches: of a stream, none but its kind."""
+        return {"train_data": "an iterable of batches"}
+
+    def go_to(self, at: Position, states: list[str] | None = None) -> None:
+        """Move the iterator to a step of an epoch, by a state from `states` or by dropping batches."""
+        epoch, offset = at.epoch, at.offset
+        if self._at == (epoch, offset):
+            return
+        self._iterator = open_stream("train_data", self._source, epoch)
+        self._at = epoch, offset
+        if states is not None:
+            state = json.loads(states[jax.process_index()])
+            self._iterator.set_state(state.encode("latin-1") if isinstance(state, str) else state)
+            return
+        for index in range(offset):
+            if next(self._iterator, END) is END:
+                says = f"train_data ended after {index} of {offset} batches of epoch {epoch}"
+                raise ValueError(f"{says}: to resume, pass a new iterator of the same batches.")
+
+    def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
+        """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
+        self.go_to(at)
+        self._at = None  # unknown until these steps are done, and if they fail
+        rows: list[dict[str, jax.Array]] = []
+        epoch, offset, is_over, failure = at.epoch, at.offset, False, None
+        length = len(self._source) if isinstance(self._source, list | tuple) else None
+        is_alone = jax.process_count() == 1  # several processes stop together, between calls
+        with self._layout.context():
+            while len(rows) < limit and not is_over and not (is_alone and interrupt.number):
+                try:
+                    batch = pull("train_data", self._iterator, is_alone)
+                    if is_over := batch is END:
+                        break
+                    if not offset + len(rows):
+                        checks.check_arrays("A batch of train_data", batch)
+                    self._layout.check_shares("A batch of train_data", batch)
+                    self._last = batch = self._layout.put_batch(batch, local=True)
+                    carry, row = steps[1](carry, (), batch)
+                except Exception as error:  # of the loader or of the loss function
+                    if not rows:
+                        raise
+                    failure = error  # raised once the steps before it are recorded
+                    break
+                rows.append(row)
+                is_over = offset + len(rows) == length
+                # Wait rarely, as waking up takes a while, but never run far ahead of the devices.
+                if len(rows) > AHEAD and len(rows) % AHEAD == 0:
+                    rows[-1 - AHEAD]["loss"].block_until_ready()
+        if is_over and not offset + len(rows):
+            raise no_batch("train_data", epoch)
+        self._at = None if failure else (epoch, offset + len(rows))
+        host = jax.device_get(rows)
+        names = dict.fromkeys(name for row in host for name in row)
+        columns = {x: np.array([row.get(x, np.nan) for row in host], np.float32) for x in names}
+        return Fed(carry, columns, len(rows), is_over, failure)
+
+    def example(self) -> Any:
+        """Return the last batch, placed on the devices; None if a resumed run has taken none."""
+        return self._last
+
+    def all_batches(self, epoch: int) -> Iterator[Any]:
+        """Place all batches of an epoch, read again from the source."""
+        return read_all("train_data", self._source, epoch, None, self._layout)
+
+    def states(self) -> list[str] | None:
+        """Return each process's state of an iterator that has one, such as Grain's, as JSON."""
+        state = None
+        # After a failed step the iterator is ahead of training, so its state would lose a batch.
+        if self._at is not None and hasattr(self._iterator, "set_state"):
+            state = self._iterator.get_state()
+        state = state.decode("latin-1") if isinstance(state, bytes) else state
+        texts = processes.gather_texts(json.dumps(state, default=int))
+        return None if "null" in texts else texts

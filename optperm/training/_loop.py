@@ -1,0 +1,225 @@
+"""`fit`: train a Flax model with any method."""
+
+import dataclasses
+import difflib
+import math
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Never, get_args
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from optperm.core import checks
+from optperm.training._callbacks import Mode
+from optperm.training._data import is_arrays
+from optperm.training._run import COUNTS, FitResult, Run
+from optperm.training._terminal import Interrupt, progress_bar
+
+# Arguments of Keras, and what does the same here.
+_ELSEWHERE = {
+    "validation_data": "Pass eval_data, and eval_fn, which says what to evaluate.",
+    "validation_freq": "Pass eval_every, in steps.",
+    "callbacks": "Pass on_epoch_end, or every={100: callback} for a callback by steps.",
+    "verbose": "Pass progress=True for a progress bar.",
+}
+# Arguments that need another argument.
+_TOGETHER = [("eval_fn", "eval_data"), ("eval_data", "eval_fn"), ("eval_every", "eval_fn")]
+_TOGETHER += [(name, "checkpoints") for name in ("resume", "checkpoint_every", "checkpoint_keep")]
+
+
+def fit(
+    state_or_model: Any,
+    loss_fn: Callable[..., Any],
+    train_data: Any,
+    *,
+    optimizer: nnx.Optimizer[Any] | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    has_aux: bool = False,
+    eval_fn: Callable[..., Any] | None = None,
+    eval_data: Any = None,
+    eval_batch_size: int | None = None,
+    eval_every: int | None = None,
+    keep_best: str | tuple[str, str] | None = None,
+    mesh: Mesh | NamedSharding | None = None,
+    devices: int | None = None,
+    every: Mapping[int, Any] | None = None,
+    epoch_start: Callable[..., Any] | None = None,
+    on_epoch_end: Any = None,
+    checkpoints: Any = None,
+    checkpoint_every: int | None = None,
+    checkpoint_keep: int | None = None,
+    resume: bool | int = False,
+    progress: bool = False,
+    steps_per_call: int = 100,
+    on_signal: Literal["raise", "return"] = "raise",
+    **unknown: Never,
+) -> FitResult:
+    r"""Train a linen `TrainState`, or a `flax.nnx` model with its optimizer.
+
+    Every step evaluates one batch (`optperm.evaluate`), calls the method's update with all extra
+    arguments that the method may need, and applies the updates (`optperm.apply_updates`).
+
+    Args:
+      state_or_model: A `TrainState`, which stays as it is, or a `flax.nnx` model, trained in place.
+      loss_fn: For a `TrainState`, `loss_fn(params, batch)`, the scalar mean loss as in
+        `optperm.evaluate`. If it also takes `model_state` by name, it returns
+        `(loss, new_model_state)`; if it takes `rng`, it gets a new key in each step. For a model,
+        `loss_fn(model, batch)`, which may change the model's state.
+      train_data: A tree of arrays that agree in their leading axis, an iterable of batches (a list, a
+        data loader; each process passes its part), or a function that takes the number of the epoch,
+        from 1, and returns an iterable. A batch must be new arrays: a buffer that a loader fills again
+        may change while it is still read. Mapped replicas need batches that they divide equally. See
+        Notes.
+      optimizer: The `nnx.Optimizer` of the model. Weights are placed exactly with any.
+      epochs: The epoch after which to end, counted from the start of the first run.
+      steps: The step after which to end, counted likewise. With both, training ends at the first.
+      batch_size: For arrays, the number of examples per step of all devices together.
+      seed: The seed of the shuffles, in [0, 2**32).
+      has_aux: If True, `loss_fn` also returns a dict of scalar metrics, means over the batch, as the
+        last entry of its tuple.
+      eval_fn: The metrics to compute at the end of each epoch: `eval_fn(params, batch)`, which may take
+        `model_state`, or `eval_fn(model, batch)` with a copy in eval mode. It returns a dict. A value
+        is a scalar, the mean over the batch, or a pair of scalars, a sum and a count; with masked or
+        weighted examples, return the sum of the weighted values and the sum of the weights.
+      eval_data: The data to evaluate on, as `train_data`. All devices share each batch. The params are
+        those that `fit` would return if training ended then.
+      eval_batch_size: For arrays, the number of examples per batch; by default `batch_size`.
+      eval_every: Evaluate after every so many steps as well, and add a row to `history.epochs`, which
+        `EarlyStopping` and `metrics_writer` see. Use it for a stream without an end.
+      keep_best: The column of `history.epochs` that chooses the result's `best_state`: a name such as
+        `"eval_loss"` if smaller is better, or a pair such as `("eval_accuracy", "max")`. The best state
+        has the params that were evaluated.
+      mesh: A `jax.sharding.Mesh`, whose first axis (or the axis that the method names) shards batches,
+        or the `NamedSharding` of a batch. By default the mesh on which the state is sharded, if any.
+      devices: Short for a mesh of this number of devices per process, with the axis `"replica"`. With
+        several processes (`jax.distributed`) the default is one device each.
+      every: Functions of an `Event`, or lists of functions, by the number of steps between their calls:
+        `{100: log, 1000: evaluate}`. A function that returns True stops training. With several
+        processes, all of them call the functions.
+      epoch_start: A function `change(opt_state, params, full_gradient)` that returns the optimizer state
+        with which each epoch begins, such as `optperm.variance.take_snapshot` for SVRG; the
+        gradient is over all training examples. Or a function of the epoch's number that returns such a
+        function, or None.
+      on_epoch_end: A function of an `Event`, or a list of functions, called after each epoch and its
+        evaluation. A function that returns True stops training. See `EarlyStopping`, `metrics_writer`.
+      checkpoints: The folder of the checkpoints, which are named by their steps. Any file system that
+        `etils.epath` knows will do, such as `gs://`.
+      checkpoint_every: The number of steps between checkpoints. A last checkpoint is written whenever
+        training ends, even by an error of a callback, of the data or of `loss_fn`, except by a
+        `KeyboardInterrupt`.
+      checkpoint_keep: The number of newest checkpoints to keep; None keeps all.
+      resume: If True, resume from the newest checkpoint, if there is one; a number resumes from the
+        checkpoint of that step. Later checkpoints are overwritten. See Notes.
+      progress: If True, show a progress bar.
+      steps_per_call: For arrays, the largest number of steps per call of a compiled program. Ctrl-C and
+        SIGTERM take effect after a call; a second Ctrl-C takes effect at once.
+      on_signal: What follows Ctrl-C or SIGTERM, after the last checkpoint: `"raise"` prints a line on
+        stderr and sends the signal again, which ends a program that does not handle it. `"return"` is
+        for a program that checks `result.ended`.
+      **unknown: None. An argument of another library is refused with its name here.
+
+    Returns:
+      A `FitResult`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax, optperm
+      >>> from optperm.training import TrainState, fit
+      >>> x = jax.random.normal(jax.random.key(0), (64, 3))
+      >>> data, model = {"x": x, "y": x @ jnp.array([[1.0], [-2.0], [0.5]])}, nn.Dense(1)
+      >>> subspace_optimizer = optperm.dim_reduce(n_components=4)
+      >>> tx = optperm.dldr(optax.sgd(0.1), subspace_optimizer, sample_every=2, num_samples=5)
+      >>> params = model.init(jax.random.key(1), x)["params"]
+      >>> state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
+      >>> result = fit(state, loss_fn, data, epochs=12, batch_size=32)
+      >>> bool(result.history.epochs["loss"][-1] < 1e-3)
+      True
+
+    Notes:
+      Line searches and second gradients within a step see the batch statistics and the random key of
+      that step; only the main evaluation's new statistics are kept.
+
+      On a mesh, one program runs on all devices: batches are sharded, the state stays where it is, and
+      BatchNorm and dropout see the whole batch. A method that was built with the name of a mapped axis
+      runs by `jax.shard_map` over that axis instead, and each device takes its part of a batch. With
+      `optperm.agn` and `optperm.diloco` each replica has its own params.
+
+      With these two, the params that `fit` returns, evaluates and passes to callbacks are the center
+      after a commit of the steps since the last one. The commit is made on a copy: training and
+      checkpoints do not change by it. In a phase of `optperm.switch_after` that does not commit, the
+      params are the mean over replicas, and a warning says so. The optimizer state that is returned
+      belongs to these params; to train as if nothing had happened, resume from a checkpoint.
+
+      Arrays are shuffled in each epoch by `seed` (`optperm.training.shuffled`), or drawn with
+      replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`); examples at the end that fill
+      no batch are left out. A batch of an iterable is requested only for its step. To `resume` within an
+      epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
+      iterator that has one.
+
+      On the same devices a resumed run ends with the same bits as an uninterrupted run. With another
+      number of replicas, these take the kept carries in turn. `fit` does not check that `loss_fn` and
+      the method's hyperparameters are the same as in the earlier run: a number that the optimizer state
+      holds (`optax.inject_hyperparams`) is the earlier run's, and any other number is that of this run.
+
+      Functions are traced in each call of `fit`, with the values that they read then; a value that
+      changes during the call has no effect. A program that an earlier call has compiled is used again.
+
+    Raises:
+      TypeError: If an argument has the wrong type, or a function returns something else than it must.
+      ValueError: If an argument is out of range or does not fit another one, data hold no examples, a
+        checkpoint is of another run, or several processes disagree on params, data or numbers.
+      CheckpointError: If a checkpoint cannot be read or written. `fit` tries to write before it trains.
+      ImportError: If an optional package is missing that the progress bar or checkpoints need.
+    """
+    keep_best = (keep_best, "min") if isinstance(keep_best, str) else keep_best
+    given = dict(locals())
+    _check(given)
+    run = Run(types.SimpleNamespace(**given))
+    most = math.inf if epochs is None else epochs, math.inf if steps is None else steps
+    total = min(most[0] * (run.feed.steps_per_epoch or math.inf), most[1])
+    run.warn_if_too_short(total)
+    with Interrupt() as interrupt, progress_bar(progress, total) as run.show:
+        ended = run.train(*most, interrupt)
+    result = dataclasses.replace(run.result(ended), signal=int(interrupt.number))
+    run.warn_of_result(result)
+    if interrupt.number and on_signal == "raise":
+        if jax.process_index() == 0:
+            where = "" if run.checkpoints is None else f", kept in {run.checkpoints.folder}"
+            name = signal.Signals(interrupt.number).name
+            says = f"fit was interrupted by {name} after step {result.step}{where}."
+            print(says, file=sys.stderr, flush=True)
+        signal.raise_signal(interrupt.number)
+    return result
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Check the arguments of `fit` that can be judged by themselves."""
+    for name in given["unknown"]:
+        near = difflib.get_close_matches(name, given, n=1)
+        hint = _ELSEWHERE.get(name, f"Did you mean {near[0]}?" if near else "")
+        raise TypeError(f"fit() got an unexpected keyword argument {name!r}. {hint}".strip())
+    counts = {name: given[name] for name in COUNTS if given[name] is not None}
+    for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
+        checks.check_count(name, value)
+    checks.check_seed("seed", given["seed"])
+    if not isinstance(given["resume"], bool):
+        checks.check_count("resume, unless True or False,", given["resume"], minimum=0)
+    checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))
+    if given["epochs"] is None and given["steps"] is None:
+        raise ValueError("Pass epochs or steps: how long to train.")
+    for name, needed in _TOGETHER:
+        if given[needed] is None and not (given[name] is None or given[name] is False):
+            raise ValueError(f"{name} goes with {needed}: pass {needed} as well.")
+    data = given["eval_data"]
+    if data is not None and not is_arrays("eval_data", data) and isinstance(data, Iterator):
+        raise TypeError("eval_data is an iterator, which can be read only once: pass a list.")
+    if given["keep_best"] is not None:
+        checks.check_choice("the mode of keep_best", given["keep_best"][1], get_args(Mode))

@@ -1,0 +1,51 @@
+"""Exchanges between the processes of a run. All processes have to call each of these functions."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from optperm.core.keys import is_key
+
+
+def gather(value: Any) -> np.ndarray:
+    """Stack the arrays of all processes."""
+    if jax.process_count() == 1:
+        return np.asarray(value)[None]
+    gathered = np.asarray(multihost_utils.process_allgather(np.asarray(value)))
+    return gathered.reshape(jax.process_count(), *np.shape(value))
+
+
+def gather_texts(text: str) -> list[str]:
+    """Return the text of each process."""
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = gather(np.int32(content.size))
+    rows = gather(np.pad(content, (0, int(sizes.max()) - content.size)))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Raise a ValueError that names the facts, JSON values, that differ between processes."""
+    others = [json.loads(text) for text in gather_texts(json.dumps(facts, default=str))]
+    values = {name: [other[name] for other in others] for name in facts}
+    which = "; ".join(f"{k} {v}" for k, v in values.items() if any(each != v[0] for each in v))
+    if which:
+        raise ValueError(f"The arguments of fit are not the same in all processes: {which}.")
+
+
+def digest(tree: Any) -> str:
+    """Return a digest of a tree's names and bits, without arrays that are spread over processes."""
+    hashed = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        hashed.update(jax.tree_util.keystr(path, simple=True, separator="/").encode())
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            if not leaf.is_fully_replicated:
+                continue
+            leaf = leaf.addressable_data(0)  # noqa: PLW2901
+        host = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        hashed.update(np.ascontiguousarray(host).tobytes())
+    return hashed.hexdigest()[:16]

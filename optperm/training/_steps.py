@@ -1,0 +1,211 @@
+"""The carry of a run, as one `TrainState`, and its compiled programs: steps and evaluations."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.tree_util import Partial
+
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import cast_like
+from optperm.core.keys import is_key
+from optperm.core.mapped_axes import mark_varying
+from optperm.core.states import find_states
+from optperm.evaluation import evaluate
+from optperm.permutation._permute_by_cycles import PermuteByCyclesState
+from optperm.training import _data as datas
+from optperm.training._layout import Layout, average_varying
+from optperm.training._train_state import Model, TrainState, convert_metrics, split_model
+
+Metrics = dict[str, jax.Array]
+# Columns of the history that a loss function must not return.
+_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
+_INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
+
+
+def wrap_model(
+    source: Any, optimizer: Any, loss_fn: Callable[..., Any], has_aux: bool
+) -> tuple[Model, TrainState]:
+    """Return the model with its loss function, and the state to carry, of the arguments of `fit`."""
+    if isinstance(source, TrainState):
+        if optimizer is not None:
+            raise ValueError("optimizer is for a flax.nnx model: a TrainState has its own.")
+        return Model(loss_fn, has_aux), source
+    if not (isinstance(source, nnx.Module) and isinstance(optimizer, nnx.Optimizer)):
+        wanted = "optperm.training.TrainState.create(...), or a flax.nnx model and its optimizer"
+        raise TypeError(f"fit takes {wanted}, got {type(source)} and {type(optimizer)}.")
+    graphdef, params, model_state = split_model(source, optimizer.wrt)
+    state = TrainState(
+        step=optimizer.step.get_value(),
+        apply_fn=None,  # type: ignore[arg-type]
+        params=params,
+        tx=optimizer.tx,
+        opt_state=nnx.as_pure(optimizer.opt_state),
+        model_state=model_state,
+    )
+    return Model(loss_fn, has_aux, graphdef, optimizer.wrt), state
+
+
+def unwrap_keys(tree: Any) -> Any:
+    """Replace random keys in a tree by their data."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def wrap_keys(tree: Any, like: Any) -> Any:
+    """Undo `unwrap_keys`; `like` is a tree with the keys."""
+
+    def wrap(key: Any, leaf: Any) -> Any:
+        if not is_key(key):
+            return leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(key))
+
+    return jax.tree.map(wrap, like, tree)
+
+
+def copy_arrays(tree: Any) -> Any:
+    """Copy a tree with its placement, so that a loop may donate the copy."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+_copy_at_once = jax.jit(copy_arrays)  # one program, where no sharding has to be kept
+
+
+def place_state(state: TrainState, layout: Layout) -> TrainState:
+    """Place a train state for a run, and initialize its optimizer state if it has none."""
+    here = wrap_keys(layout.place(unwrap_keys(state)), state)
+    with layout.context():
+        if here.opt_state is None and not layout.mapped:
+            here = here.replace(opt_state=here.tx.init(here.params))
+        here = layout.deal(here, own=False) if layout.own else here
+        if here.opt_state is not None:
+            return copy_arrays(here) if layout.mesh is not None else _copy_at_once(here)
+
+        def init(state: TrainState, _: Any, __: Any) -> tuple[TrainState, Any]:
+            return state.replace(opt_state=state.tx.init(state.params)), ()
+
+        return jax.jit(layout.map_replicas(init, 0))(here, (), ())[0]
+
+
+def compile_steps(model: Model, layout: Layout, carry: TrainState, rows: int) -> tuple[Any, Any]:
+    """Return the compiled steps for carries with the placement of this one.
+
+    `many(carry, (examples, first, last), order)` takes the steps from `first` to `last` on the examples
+    that `order` names; `one(carry, (), batch)` takes one step. Both return the next carry and metrics.
+    """
+
+    def one(carry: TrainState, _: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        return _step(carry, batch, model, layout)
+
+    def many(carry: TrainState, shared: Any, order: jax.Array) -> tuple[TrainState, Metrics]:
+        (examples, first, last), put = shared, jax.lax.dynamic_update_index_in_dim
+        step = jax.jit(one, inline=True)  # traced once, used twice
+
+        def batch(t: jax.Array) -> Any:
+            return layout.constrain(jax.tree.map(lambda leaf: leaf[order[t]], examples))
+
+        forms = jax.eval_shape(step, carry, (), batch(first))[1]
+        columns = {name: jnp.zeros((rows,), jnp.float32) for name in forms}
+
+        def body(t: jax.Array, now: tuple[TrainState, Metrics]) -> tuple[TrainState, Metrics]:
+            carry, row = step(now[0], (), batch(t))
+            return carry, {k: put(column, row[k], t - first, 0) for k, column in now[1].items()}
+
+        # The bounds are arguments, so one program takes the steps however they are grouped into calls:
+        # an interrupted run ends with the same bits as an uninterrupted one.
+        start = carry, mark_varying(columns, layout.apart)
+        return jax.lax.fori_loop(first, last, body, start)
+
+    return compile_on_replicas(many, layout, carry, 1), compile_on_replicas(one, layout, carry, 0)
+
+
+def compile_on_replicas(
+    function: Callable[..., Any], layout: Layout, carry: TrainState, axis: int, donate: bool = True
+) -> Callable[..., Any]:
+    """Compile `function(carry, shared, part)` on the replicas; the new carry is placed as this one."""
+    placed = None if layout.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return jit_current(
+        layout.map_replicas(function, axis),
+        donate_argnums=(0,) if donate else (),
+        out_shardings=None if placed is None else (placed, None),
+    )
+
+
+def _step(
+    state: TrainState, batch: Any, model: Model, layout: Layout
+) -> tuple[TrainState, Metrics]:
+    """Return the state after one step, with the same types, and float32 scalars by name."""
+    # In step, loss and gradient are means over the mapped axes; a replica by itself takes its own.
+    averaged = None if layout.own else layout.mapped or None
+    bound = Partial(model, state.model_state, state.step_rng(layout.mapped or None))
+    e = evaluate(bound, state.params, batch, has_aux=True, axis_name=averaged)
+    new = state.apply_gradients(grads=e.grad, model_state=e.aux.model_state, **e.extra_args)
+    metrics = {"loss": e.value.astype(jnp.float32)}
+    for each in find_states(new.opt_state, _INJECTED):
+        if "learning_rate" in each.hyperparams:
+            metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
+    for each in find_states(new.opt_state, PermuteByCyclesState):
+        metrics["share_moved"] = each.share_moved
+    if e.aux.aux is not None:
+        aux = convert_metrics("aux of loss_fn", e.aux.aux)
+        if taken := [name for name in aux if name in _RESERVED or name.startswith("eval_")]:
+            others = f"{', '.join(_RESERVED)} and eval_..."
+            raise ValueError(f"loss_fn returns a metric named {taken[0]!r}; {others} are reserved.")
+        metrics |= aux
+    before, after = unwrap_keys(state), unwrap_keys(new)
+    says = "The state after a step"
+    checks.check_same_tree(says, after, before, source="the state before it", dtypes=False)
+    # What each replica drew or counted by itself, such as batch statistics, becomes the same on all.
+    after = after if averaged is None else average_varying(after)
+    return mark_varying((wrap_keys(cast_like(after, before), state), metrics), layout.apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """The means of metrics over all examples of some data, from arrays by `batch_size` at once."""
+
+    eval_fn: Callable[..., Any]
+    data: Any
+    batch_size: int | None
+    model: Model = dataclasses.field(default_factory=Model)
+    layout: Layout = dataclasses.field(default_factory=Layout)
+
+    @functools.cached_property
+    def _compute(self) -> Callable[..., Any]:
+        def compute(state: TrainState, batch: Any) -> dict[str, Any]:
+            return self.model.compute_metrics(state, batch, self.eval_fn)
+
+        return jit_current(compute)
+
+    def columns(self, state: TrainState) -> list[str] | None:
+        """Return the columns of the history that this adds; None for a stream, which is not read."""
+        if not datas.is_arrays("eval_data", self.data):
+            return None
+        batch = next(datas.read_all("eval_data", self.data, 1, self.batch_size, self.layout))
+        with self.layout.context():
+            forms = jax.eval_shape(self.model.compute_metrics, state, batch, Partial(self.eval_fn))
+        return [f"eval_{name}" for name in forms]
+
+    def __call__(self, state: TrainState, epoch: int = 1) -> dict[str, float]:
+        """Return the means."""
+        rows = list[Any]()
+        with self.layout.context():
+            source = "eval_data", self.data, epoch, self.batch_size, self.layout
+            for batch in datas.read_all(*source):
+                rows.append(self._compute(state, batch))
+                # The next batches are loaded while a few are computed.
+                jax.block_until_ready(rows[: -datas.AHEAD][-1:])
+        host = jax.device_get(rows)
+        if different := [list(row) for row in host if row.keys() != host[0].keys()]:
+            says = f"got {list(host[0])} and {different[0]}"
+            raise ValueError(f"eval_fn must return the same metrics for every batch, {says}.")
+        table: dict[str, Any] = {k: np.array([row[k] for row in host]) for k in host[0]}
+        sums = {k: pairs.sum(axis=0, dtype=np.float64) for k, pairs in table.items()}
+        return {k: float(total / n) if n else math.nan for k, (total, n) in sums.items()}

@@ -1,0 +1,77 @@
+"""The terminal during training: the progress bar, Ctrl-C and SIGTERM."""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Self
+
+import jax
+
+from optperm.core.optional import import_optional
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def progress_bar(progress: bool, total: float) -> Iterator[Callable[[int], None] | None]:
+    """Yield a function that shows the steps done of a total, perhaps infinite; None without a bar."""
+    if not progress or jax.process_index():
+        yield None
+        return
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    with rich.Progress(*rich.Progress.get_default_columns(), rich.MofNCompleteColumn()) as bars:
+        task = bars.add_task("steps", total=int(total) if total < math.inf else None)
+        yield lambda step: bars.update(task, completed=step)
+
+
+def wait_for(array: jax.Array) -> None:
+    """Wait for an array, while Python still handles signals, unlike in `block_until_ready`."""
+    is_ready = threading.Event()
+
+    def block() -> None:
+        with contextlib.suppress(Exception):  # it is raised again when the array is read
+            array.block_until_ready()
+        is_ready.set()
+
+    threading.Thread(target=block, daemon=True).start()
+    is_ready.wait()
+
+
+class Interrupt:
+    """A context that notes SIGTERM and the first Ctrl-C; a second Ctrl-C raises KeyboardInterrupt.
+
+    Outside the main thread Python delivers no signals, so nothing is noted. Signals that the program
+    ignores, or handles outside of Python, keep their handlers.
+
+    Attributes:
+      number: The number of the signal; 0 for none.
+    """
+
+    number = 0
+
+    def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS if is_main}
+        self._previous = {n: h for n, h in handlers.items() if h not in (None, signal.SIG_IGN)}
+        for number in self._previous:
+            signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.number:
+            raise KeyboardInterrupt
+        says = b"SIGTERM: stopping after this step.\n"
+        if number == signal.SIGINT:
+            says = b"\nStopping after this step; Ctrl-C again to quit.\n"
+        self.number = number  # set before the message, which invites the second Ctrl-C
+        with contextlib.suppress(OSError):
+            os.write(2, says)

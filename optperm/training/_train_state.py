@@ -1,0 +1,300 @@
+"""Flax's train states, for methods that ask for more than gradients and place weights exactly."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from flax.training import train_state
+from jax.tree_util import Partial
+
+from optperm.core import checks
+from optperm.core.mapped_axes import AxisName
+from optperm.core.transformation import known_extra_args
+from optperm.evaluation import Evaluation, evaluate
+from optperm.exact import apply_updates
+
+
+class Outputs(NamedTuple):
+    """The outputs of an evaluation besides the loss: the new model state, and aux with `has_aux`."""
+
+    model_state: Any
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model and its loss function, as one function of model state, random key, params and batch.
+
+    With a `graphdef` this is a `flax.nnx` model: `wrt` selects its params, and its random keys and all
+    other state are the model state. Without one, it is a linen model.
+    """
+
+    loss_fn: Any = None
+    has_aux: bool = False
+    graphdef: Any = None
+    wrt: Any = None
+
+    def __call__(
+        self, model_state: Any, rng: jax.Array | None, params: optax.Params, batch: Any
+    ) -> tuple[jax.Array, Outputs]:
+        """Return the loss and the other outputs of `loss_fn`."""
+        takes: tuple[str, ...] = ()
+        if self.graphdef is not None:
+            model = nnx.merge(self.graphdef, params, *model_state)
+            out = self.loss_fn(model, batch)
+            # The keys stay the same, as in the model: their counts decide what is drawn next.
+            new = model_state[0], split_model(model, self.wrt)[2][1]
+        else:
+            takes, known = arguments_of(self.loss_fn), {"model_state": model_state, "rng": rng}
+            if "rng" in takes and rng is None:
+                raise ValueError("loss_fn takes rng: pass rng=jax.random.key(0) to create.")
+            out = self.loss_fn(params, batch, **{name: known[name] for name in takes})
+        names = ["loss", *(name for name in takes if name != "rng"), *["aux"] * self.has_aux]
+        if len(names) > 1 and not (isinstance(out, tuple) and len(out) == len(names)):
+            kind = "one array" if isinstance(out, jax.Array) else type(out).__name__
+            came = f"a tuple of {len(out)}" if isinstance(out, tuple) else kind
+            raise TypeError(f"loss_fn must return ({', '.join(names)}), got {came}.")
+        got = dict(zip(names, out if len(names) > 1 else (out,), strict=True))
+        if self.graphdef is None:
+            new = got.get("model_state", model_state)
+        says = "The model_state that loss_fn returned"
+        checks.check_same_tree(says, new, model_state, source="the one before")
+        return got["loss"], Outputs(new, got.get("aux"))
+
+    def unwrap(self, state: Any) -> Any:
+        """Return the state, or a new `flax.nnx` model of it."""
+        if self.graphdef is None:
+            return state
+        return nnx.merge(self.graphdef, state.params, *state.model_state)
+
+    def compute_metrics(
+        self, state: Any, batch: Any, eval_fn: Callable[..., Any]
+    ) -> dict[str, Any]:
+        """Return the metrics of a batch, (2,) each: a sum over examples and its divisor."""
+        if self.graphdef is not None:
+            model = self.unwrap(state)  # a new model: the mode of the trained model stays
+            model.eval()  # dropout off, running statistics
+            out = eval_fn(model, batch)
+        else:
+            takes = "model_state" in arguments_of(eval_fn)
+            known = {"model_state": state.model_state} if takes else {}
+            out = eval_fn(state.params, batch, **known)
+        metrics = convert_metrics("The result of eval_fn", out, pairs=True)
+        # A scalar is a mean, and weighs as much as its batch has examples.
+        size = checks.count_examples("A batch of eval_data", batch, has_scalars=True)
+        return {
+            name: jnp.stack(
+                value if isinstance(value, tuple) else [size * value, jnp.float32(size)]
+            )
+            for name, value in metrics.items()
+        }
+
+
+def split_model(model: Any, wrt: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+    """Split a model into its graph, its params, and its keys and other state, as plain arrays."""
+    graphdef, *states = nnx.split(model, wrt, nnx.RngKey, ...)
+    params, keys, rest = map(nnx.as_pure, states)
+    return graphdef, params, (keys, rest)
+
+
+def arguments_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return which of `model_state` and `rng` a function takes by name."""
+    parameters = inspect.signature(function).parameters
+    return tuple(name for name in ("model_state", "rng") if name in parameters)
+
+
+def convert_metrics(source: str, metrics: Any, *, pairs: bool = False) -> dict[str, Any]:
+    """Return metrics, scalars or pairs of scalars, as float32; raise a TypeError for others."""
+    is_dict = isinstance(metrics, Mapping)
+    for name, value in (metrics if is_dict else {"": metrics}).items():
+        is_pair = pairs and isinstance(value, tuple) and len(value) == 2
+        shapes = [jnp.shape(part) for part in (value if is_pair else (value,))]
+        if not is_dict or any(shapes):
+            came = f"{name!r} of shape {shapes[-1]}" if is_dict else type(metrics).__name__
+            raise TypeError(f"{source} must be a dict of scalar metrics, got {came}.")
+    return jax.tree.map(lambda value: jnp.asarray(value).astype(jnp.float32), dict(metrics))
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` for a linen model and any method.
+
+    Its `apply_gradients` passes extra arguments to the transformation and applies updates exactly
+    (`optperm.apply_updates`).
+
+    Attributes:
+      model_state: The non-trained collections by name, such as `{"batch_stats": ...}`.
+      rng: The random key from which `step_rng` derives the key of each step, or None.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optperm
+      >>> from optperm.training import TrainState
+      >>> class Model(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x, train):
+      ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
+      ...         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
+      >>> model, x = Model(), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+      >>> params = model.init(jax.random.key(0), x, train=False)
+      >>> stats = {"batch_stats": params.pop("batch_stats")}
+      >>> tx = optperm.dim_reduce(n_components=2)
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply, tx=tx, model_state=stats, rng=jax.random.key(1), **params
+      ... )
+      >>> def loss_fn(params, batch, *, model_state, rng):
+      ...     variables, rngs = {"params": params, **model_state}, {"dropout": rng}
+      ...     y, model_state = model.apply(variables, batch, True, mutable=["batch_stats"], rngs=rngs)
+      ...     return jnp.mean(y**2), model_state
+      >>> e = state.evaluate(loss_fn, x)
+      >>> new = e.aux.model_state
+      >>> state = state.apply_gradients(grads=e.grad, model_state=new, **e.extra_args)
+      >>> int(state.step)
+      1
+    """
+
+    model_state: Any = struct.field(default_factory=dict)
+    rng: jax.Array | None = None
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Any,
+        params: Any,
+        tx: Any,
+        model_state: Any = None,
+        rng: Any = None,
+        **fields: Any,
+    ) -> Self:
+        """Make a state before the first step.
+
+        Args:
+          apply_fn: Usually `model.apply`.
+          params: The initial params.
+          tx: The transformation, with or without extra arguments. If its `init` needs a mapped axis, as
+            `optperm.dim_reduce` does with `axis_name`, pass `opt_state=None` as well.
+          model_state: The non-trained collections by name.
+          rng: A random key for dropout and the like.
+          **fields: The fields of a subclass, and `opt_state` to replace `tx.init(params)`. If it is
+            None, `optperm.training.fit` initializes it on its devices.
+
+        Raises:
+          TypeError: If `tx` is no transformation.
+        """
+        checks.check_transformation("tx", tx)
+        if "opt_state" not in fields:
+            fields["opt_state"] = tx.init(params)
+        fields |= {"model_state": dict(model_state or {}), "rng": rng}
+        return cls(jnp.zeros([], jnp.int32), apply_fn=apply_fn, params=params, tx=tx, **fields)
+
+    def step_rng(self, axis_name: AxisName | None = None) -> jax.Array | None:
+        """Return the key of the next step, different for each replica of a mapped axis, or None."""
+        key = None if self.rng is None else jax.random.fold_in(self.rng, self.step)
+        if key is None or axis_name is None:
+            return key
+        return jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+
+    def evaluate(
+        self,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        has_aux: bool = False,
+        axis_name: AxisName | None = None,
+    ) -> Evaluation:
+        """Evaluate a loss at this state's params and model state, with the key of the step.
+
+        All closures of the result use the same model state and key, so what a method evaluates later
+        within the step does not change the model state.
+
+        Args:
+          loss_fn: `loss_fn(params, batch)`, the scalar mean loss. It may take `rng` by name. If it takes
+            `model_state` by name, it returns `(loss, new_model_state)`.
+          batch: As in `optperm.evaluate`.
+          has_aux: If True, `loss_fn` also returns aux, as the last entry of its tuple.
+          axis_name: As in `optperm.evaluate`.
+
+        Returns:
+          An `optperm.Evaluation`. Its `aux.model_state` is the new model state, to pass to
+          `apply_gradients`; its `aux.aux` is the aux of `loss_fn`.
+        """
+        loss = Partial(Model(loss_fn, has_aux), self.model_state, self.step_rng(axis_name))
+        return evaluate(loss, self.params, batch, has_aux=True, axis_name=axis_name)
+
+    def apply_gradients(
+        self, *, grads: optax.Updates, model_state: Any = None, **extra_args: Any
+    ) -> Self:
+        """Return the state after one step, from what `evaluate` returned.
+
+        Without `model_state`, the state keeps its own.
+        """
+        extras = known_extra_args(self.tx, extra_args)
+        updates, opt_state = self.tx.update(grads, self.opt_state, self.params, **extras)
+        return self.replace(
+            step=self.step + 1,
+            params=apply_updates(self.params, updates, opt_state),
+            opt_state=opt_state,
+            model_state=self.model_state if model_state is None else model_state,
+        )
+
+
+class Optimizer(nnx.Optimizer[Any]):
+    """`flax.nnx.Optimizer` that places weights exactly and makes the extra arguments of a method.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> from flax import nnx
+      >>> from optperm.training import Optimizer
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, optperm.dim_reduce(n_components=2), wrt=nnx.Param)
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean((model(batch) - 1.0) ** 2)
+      >>> @nnx.jit
+      ... def step(model, optimizer, batch):
+      ...     e = optimizer.evaluate(model, loss_fn, batch)
+      ...     optimizer.update(model, e.grad, **e.extra_args)
+      ...     return e.value
+      >>> first, second = (step(model, optimizer, jnp.eye(3)) for _ in range(2))
+      >>> bool(second < first)
+      True
+    """
+
+    def evaluate(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        batch: Any,
+        *,
+        has_aux: bool = False,
+        axis_name: Any = None,
+    ) -> Evaluation:
+        """Evaluate the loss of a model as `optperm.evaluate` does, and update the model's other state.
+
+        What a method evaluates later within the step starts from the state before this evaluation
+        (batch statistics, counts of random numbers), and does not change the model. `loss_fn(model,
+        batch)` returns the scalar mean loss, or `(loss, aux)` with `has_aux`.
+        """
+        graphdef, params, model_state = split_model(model, self.wrt)
+        loss = Partial(Model(loss_fn, has_aux, graphdef, self.wrt), model_state, None)
+        e = evaluate(loss, params, batch, has_aux=True, axis_name=axis_name)
+        nnx.update(model, e.aux.model_state[1])
+        return dataclasses.replace(e, aux=e.aux.aux)
+
+    def update(self, model: Any, grads: optax.Updates, /, **extra_args: Any) -> optax.Updates:
+        """Update the model as `nnx.Optimizer` does, and put placed weights on their exact values."""
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        opt_state = nnx.as_pure(self.opt_state)
+        # Gradients of `nnx.grad` hold variables, from which `wrt` selects; `evaluate` returns arrays.
+        leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        if any(isinstance(leaf, nnx.Variable) for leaf in leaves):
+            grads = nnx.as_pure(nnx.state(grads, self.wrt))
+        extras = nnx.as_pure(known_extra_args(self.tx, extra_args))
+        updates, opt_state = self.tx.update(grads, opt_state, params, **extras)
+        nnx.update(model, apply_updates(params, updates, opt_state))
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        self.step[...] += 1
+        return updates

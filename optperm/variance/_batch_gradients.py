@@ -1,0 +1,38 @@
+"""Gradients on the batch of a step at other params, and the order in which they are computed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.states import mask_like
+
+GradFn = Callable[[optax.Params], optax.Updates]
+BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}
+
+
+def evaluate_gradient(
+    params: optax.Params, grad_fn: GradFn, name: str = "grad_fn"
+) -> optax.Updates:
+    """Evaluate a gradient function of the given name at params, as a tree like params."""
+    grads = mask_like(grad_fn(params), params)
+    checks.check_same_tree(f"{name}(params)", grads, params, source="params", dtypes=False)
+    return grads
+
+
+def compute_in_order(first: Any, second: Any) -> tuple[Any, Any]:
+    """Return both trees; the first is computed, once, before the second is used.
+
+    Otherwise XLA computes the first again wherever it is used, from copies of the state.
+    """
+    return jax.lax.optimization_barrier((first, second))
+
+
+def keep_finite(new: optax.Params, old: optax.Params) -> optax.Params:
+    """Return the new tree, with entries of the old tree in place of entries that are not finite."""
+    return jax.tree.map(
+        lambda x, y: jnp.where(jnp.isfinite(x), jnp.asarray(x, y.dtype), y), new, old
+    )

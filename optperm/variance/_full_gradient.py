@@ -1,0 +1,312 @@
+"""The mean gradient over all examples, summed batch by batch."""
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import Partial
+
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.core.dtypes import accumulation_dtype, as_arrays, cast_like
+from optperm.core.keys import is_key
+from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes
+from optperm.core.optional import import_optional
+from optperm.core.shardings import shard_like, take
+from optperm.evaluation import LossFn, checked_loss, map_examples
+
+
+class _Sums(NamedTuple):
+    """Sums over examples.
+
+    Attributes:
+      grad: Sum of the weighted gradients, shaped like params, at least float32.
+      weight: Sum of the weights; NaN if a weight is negative or not finite.
+    """
+
+    grad: optax.Updates
+    weight: jax.Array
+
+
+def full_gradient(
+    loss_fn: LossFn,
+    params: optax.Params,
+    batches: Iterable[Any],
+    *,
+    weights: Iterable[Any] | None = None,
+    axis_name: AxisName | None = None,
+    has_aux: bool = False,
+    progress: bool = False,
+) -> optax.Updates:
+    r"""Compute the mean gradient over all examples of all batches.
+
+    .. math::
+      \mu = \frac{\sum_i w_i \nabla \ell(\theta, x_i)}{\sum_i w_i}
+
+    where :math:`i` runs over examples, not over batches: batches of unequal size count by their size.
+
+    Args:
+      loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
+        axis of the batch's leaves, or `(loss, aux)` with `has_aux`.
+      params: The parameters at which the gradient is evaluated.
+      batches: Any iterable of batches: a list, a generator, the iterator of a data loader; `[batch]` for
+        one batch. A list `[x, y]` of arrays is two batches. A batch is a tree of arrays, or of objects
+        that NumPy can convert to arrays. Leaves of rank 0, such as a typed random key, are shared by all
+        examples of a batch. Empty batches are skipped.
+      weights: One array of shape (batch,) for each batch: 1 for an example that counts, 0 for padding,
+        or any fraction. The loss of each example is then evaluated separately, as a batch of one, with
+        its own random key (see `optperm.evaluate`), and the values of an example of weight 0, such as
+        NaN, do not matter. `loss_fn` must be the plain mean: a loss that divides by its own weights,
+        per example or per token, has other gradients in each batch than its share of the whole; pass
+        those weights here instead. BatchNorm needs its running averages.
+      axis_name: A mapped axis, or a tuple of axes, over which sums and weights are summed.
+      has_aux: Whether `loss_fn` returns a pair of the loss and an auxiliary value.
+      progress: Whether to show a progress bar. Needs `rich`: `pip install 'optperm[progress]'`.
+
+    Returns:
+      The gradient, a tree like params, in float32 or in the dtype of a parameter if that is wider.
+
+    Example:
+      >>> import jax.numpy as jnp, optperm
+      >>> def loss_fn(params, batch):
+      ...     return jnp.mean((batch["x"] * params - batch["y"]) ** 2)
+      >>> batches = [
+      ...     {"x": jnp.array([1.0, 2.0]), "y": jnp.array([2.0, 2.0])},
+      ...     {"x": jnp.array([3.0]), "y": jnp.array([1.0])},
+      ... ]
+      >>> float(optperm.variance.full_gradient(loss_fn, jnp.array(1.0), batches))  # (-2 + 0 + 12) / 3
+      3.3333332538604736
+      >>> weights = [jnp.array([1.0, 0.0]), jnp.array([1.0])]
+      >>> float(optperm.variance.full_gradient(loss_fn, jnp.array(1.0), batches, weights=weights))
+      5.0
+
+    Notes:
+      The sums keep track of their own rounding errors (Knuth's TwoSum), so that a million batches lose
+      no more than one batch. The gradient of one batch is rounded once to the dtype of the params, as
+      `jax.grad` does.
+
+      Each call traces the loss once for each batch shape, so that values that `loss_fn` reads from
+      outside (a global, an attribute, batch statistics) are the current ones; but JAX itself keeps what
+      a function read that it gets in `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`. A program is
+      compiled only where it differs from earlier programs, and in each call if the loss calls functions
+      of the host or captures an array of more than 2**18 entries. Bind arrays that are large, or change
+      from call to call, by `jax.tree_util.Partial`: as arguments of the program they need no new
+      compilation.
+
+      Random numbers of a loss, such as dropout masks, are drawn once: the result is the gradient of
+      that draw, unbiased over draws, and not the mean over masks. For a mean over several masks pass
+      each batch several times, each time with another key.
+
+      There are two ways to use many devices. Under `jax.jit` batches may be arrays sharded over a mesh,
+      of one process or of many (`jax.make_array_from_process_local_data`), with params replicated over
+      it. Inside `jax.pmap` or `jax.shard_map` each device has its own batches, and `axis_name` sums
+      over devices. In both all processes need the same number of batches of the same shapes: pad the
+      missing ones, with weight 0.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, or
+        `batches` or `weights` is not an iterable of arrays.
+      ValueError: If `axis_name` is not bound, there are no examples, the leaves of a batch disagree in
+        their leading axis, weights do not match the batches in number or length, are negative, not
+        finite, or all zero, or with weights the loss is not the mean of the losses of its examples.
+        Traced values are not checked: if traced weights are wrong, the gradient is NaN.
+      ImportError: If `progress` is on and `rich` is not installed.
+
+    References:
+      Knuth, The Art of Computer Programming, volume 2, section 4.2.2, theorem B
+    """
+    checks.check_real_floating("params", params, advice="Differentiate the others separately.")
+    checks.check_axis_is_bound(axis_name)
+    if isinstance(batches, tuple) and batches and all(hasattr(b, "shape") for b in batches):
+        got = "a tuple of arrays, which may be one batch: pass [batch], or a list of arrays"
+        raise TypeError(f"batches must be an iterable of batches, got {got}.")
+
+    bound = loss_fn if isinstance(loss_fn, Partial) else Partial(loss_fn)
+    # The arrays that are bound to the loss are arguments of the program, its function is not.
+    arrays, structure = jax.tree.flatten(bound)
+
+    @jit_current
+    def sum_batch(params: optax.Params, batch: Any, weights: Any, arrays: list[Any]) -> _Sums:
+        bound = jax.tree.unflatten(structure, arrays)
+        return _sum_batch(params, batch, weights, bound, has_aux=has_aux)
+
+    total: tuple[_Sums, _Sums] | None = None
+    pairs = _pair_with_weights(_show_progress(batches) if progress else batches, weights)
+    for batch, of_batch in pairs:
+        if total is None and of_batch is not None:
+            gap = _measure_gap(bound, params, batch, of_batch, has_aux=has_aux)
+            if gap:
+                wanted = "the mean of what each example loses by itself (without BatchNorm)"
+                raise ValueError(f"With weights loss_fn must be {wanted}: it differs by {gap:.3g}.")
+        # sum_i w_i grad l(theta, x_i) and sum_i w_i over the batch
+        sums = sum_batch(params, batch, of_batch, arrays)
+        sums = sums._replace(grad=jax.tree.map(shard_like, sums.grad, params))
+        if total is None:
+            total = sums, optax.tree.zeros_like(sums)
+        else:
+            # One batch is computed while the next is loaded, but no more of them wait.
+            jax.block_until_ready(total)
+            total = _add(total, sums)
+    if total is None:
+        raise ValueError("There are no examples in batches: was this generator used before?")
+    grad, weight = _divide(*total, axis_name=axis_name)
+    if weights is not None and checks.is_concrete_number(weight) and not float(weight) > 0.0:
+        wanted = "finite and not negative, and not all zero"
+        raise ValueError(f"weights must be {wanted}, got the sum {float(weight)}.")
+    return grad
+
+
+def _sum_batch(
+    params: optax.Params, batch: Any, weights: Any, loss_fn: Partial, *, has_aux: bool
+) -> _Sums:
+    # In shard_map's checked mode the gradient with respect to params that do not vary is summed over
+    # devices: here it has to be the gradient on this device's batch.
+    local = mark_varying(params, varying_axes(batch, weights))
+    if weights is None:
+        size = float(_count_batch(batch))
+        grads = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=has_aux)[0])(local)
+        return _Sums(
+            jax.tree.map(lambda g: size * g.astype(accumulation_dtype(g)), grads),
+            jnp.asarray(size, float),
+        )
+
+    weights = jnp.asarray(weights, float)
+    counts = weights > 0.0
+    examples = _replace_padding(batch, counts)
+
+    def evaluate(params: optax.Params) -> jax.Array:
+        return _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
+
+    # The weights are divided by a power of two, exactly, so that no sum is larger than its terms. In a
+    # narrow dtype of the losses a second pullback adds what the first rounds off the weights.
+    kept = jnp.where(counts, weights, 0.0)
+    unit = jnp.ldexp(jnp.ones_like(weights[0]), jnp.frexp(jnp.sum(kept))[1])
+    shares = kept / unit
+    losses, pull = jax.vjp(evaluate, local)
+    parts = [shares.astype(losses.dtype)]
+    if losses.dtype.itemsize < 4:
+        parts.append((shares - parts[0].astype(shares.dtype)).astype(losses.dtype))
+
+    def add(*grads: jax.Array) -> jax.Array:
+        wide = functools.reduce(jnp.add, [g.astype(accumulation_dtype(g)) for g in grads])
+        return jnp.where(jnp.any(counts), unit.astype(wide.dtype) * wide, 0.0)
+
+    grads = jax.tree.map(add, *(pull(cast_like(part, losses))[0] for part in parts))
+    valid = jnp.all(jnp.isfinite(weights) & (weights >= 0.0))
+    return _Sums(grads, jnp.where(valid, jnp.sum(weights), jnp.nan))
+
+
+def _evaluate_examples(
+    loss_fn: Partial, params: optax.Params, examples: Any, *, has_aux: bool
+) -> jax.Array:
+    def evaluate_one(loss_fn: LossFn, example: Any) -> jax.Array:
+        return checked_loss(loss_fn, params, example, has_aux=has_aux)[0]
+
+    return map_examples(evaluate_one, loss_fn, examples)
+
+
+def _replace_padding(batch: Any, counts: jax.Array) -> Any:
+    """Replace each example that does not count by an example that counts."""
+    first = jnp.argmax(counts)
+
+    def fill(leaf: jax.Array) -> jax.Array:
+        if jnp.ndim(leaf) == 0:
+            return leaf
+        return jnp.where(counts.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, take(leaf, first)[None])
+
+    return jax.tree.map(fill, batch)
+
+
+def _measure_gap(
+    loss_fn: Partial, params: optax.Params, batch: Any, weights: Any, *, has_aux: bool
+) -> float:
+    """Return the gap between a loss and the mean over its examples, or 0 if it is only rounding.
+
+    The gap is 0 also for traced values, and where random keys would give the two losses other draws.
+    """
+    arrays, structure = jax.tree.flatten(loss_fn)
+    leaves = jax.tree.leaves((arrays, params, batch, weights))
+    if any(isinstance(leaf, jax.core.Tracer) or is_key(leaf) for leaf in leaves):
+        return 0.0
+
+    @jit_current
+    def compare(
+        params: optax.Params, batch: Any, weights: jax.Array, arrays: list[Any]
+    ) -> tuple[jax.Array, jax.Array]:
+        loss_fn = jax.tree.unflatten(structure, arrays)
+        examples = _replace_padding(batch, jnp.asarray(weights, float) > 0.0)
+        together = checked_loss(loss_fn, params, examples, has_aux=has_aux)[0]
+        losses = _evaluate_examples(loss_fn, params, examples, has_aux=has_aux)
+        wide = accumulation_dtype(losses)
+        error = jnp.abs(together.astype(wide) - jnp.mean(losses.astype(wide)))
+        rounding = float(jnp.finfo(losses.dtype).eps) ** 0.5
+        return error, rounding * jnp.max(jnp.abs(losses)).astype(wide)
+
+    error, rounding = compare(params, batch, weights, arrays)
+    return float(error) if error > rounding else 0.0
+
+
+@functools.partial(jax.jit, donate_argnames=("total",))
+def _add(total: tuple[_Sums, _Sums], new: _Sums) -> tuple[_Sums, _Sums]:
+    """Add to the sums, and add the rounding errors of these additions to the errors."""
+    old, errors = total
+    sums = jax.tree.map(operator.add, old, new)
+
+    # Knuth's TwoSum: s + error = a + b exactly, whichever of a and b is larger
+    def compute_error(a: jax.Array, b: jax.Array, s: jax.Array) -> jax.Array:
+        b_in_s = s - a
+        return (a - (s - b_in_s)) + (b - b_in_s)
+
+    lost = jax.tree.map(compute_error, old, new, sums)
+    return sums, jax.tree.map(operator.add, errors, lost)
+
+
+@functools.partial(jax.jit, static_argnames=("axis_name",))
+def _divide(
+    sums: _Sums, errors: _Sums, *, axis_name: AxisName | None
+) -> tuple[optax.Updates, jax.Array]:
+    if axis_name is not None:
+        sums, errors = jax.lax.psum((sums, errors), axis_name)
+    # mu = sum_i w_i grad l_i / sum_i w_i
+    grad, weight = jax.tree.map(operator.add, sums, errors)
+    return jax.tree.map(lambda g: g / weight.astype(g.dtype), grad), weight
+
+
+def _pair_with_weights(
+    batches: Iterable[Any], weights: Iterable[Any] | None
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the batches that have examples, as arrays, each with its weights or None."""
+    pairs = ((b, None) for b in batches) if weights is None else zip(batches, weights, strict=True)
+    for index, (batch, own) in enumerate(pairs):
+        arrays: Any = as_arrays(batch)
+        of_batch: Any = None if weights is None else as_arrays(own)
+        checks.check_arrays(f"batches[{index}]", arrays)
+        size = _count_batch(arrays)
+        if weights is not None and jnp.shape(of_batch) != (size,):
+            shape = jnp.shape(of_batch)
+            raise ValueError(f"weights[{index}] must be of shape ({size},), got shape {shape}.")
+        if size:
+            yield arrays, of_batch
+
+
+def _count_batch(batch: Any) -> int:
+    """Return the number of examples of a batch, 0 included."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[0] for shape in shapes if shape}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"batches must agree in their leading axis, got leaves of shapes {shapes}."
+        )
+    return int(sizes.pop())
+
+
+def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
+    extra = "optperm[progress]"
+    rich = import_optional("rich.progress", needed_by="progress=True", install=extra)
+    total = len(batches) if isinstance(batches, Sized) else None
+    bar: Iterable[Any] = rich.track(batches, description="full gradient", total=total)
+    return bar

@@ -1,0 +1,237 @@
+"""Find a learning rate for SVRG by the curvature of the loss and by short trials.
+
+O. Sebbouh, N. Gazagnadou, S. Jelassi, F. Bach and R. M. Gower, "Towards closing the gap between the
+theory and practice of SVRG", NeurIPS 2019.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.current import jit_current
+from optperm.evaluation import LossFn, checked_loss, evaluate
+from optperm.variance._svrg import svrg
+
+# Steps of the power iteration, and the maximum number of trials.
+_STEPS, _MOST, _MOST_HALVINGS = 8, 20, 40
+# By this share of itself a loss may rise by rounding.
+_ROUNDING = 1e-5
+
+
+def svrg_learning_rate(
+    loss_fn: LossFn,
+    params: optax.Params,
+    data: Any,
+    batch_size: int,
+    *,
+    num_passes: int = 6,
+    chunk_size: int = 256,
+    seed: int | jax.Array = 0,
+) -> float:
+    r"""Find a learning rate for `optax.sgd` after `optperm.svrg`, or for `optperm.katyusha`.
+
+    With :math:`L` the largest curvature of the mean loss of n examples and :math:`L_{\max}` the largest
+    curvature of a single example, batches of b without replacement have the expected smoothness
+
+    .. math::
+      \mathcal{L}_b = \frac{n (b - 1)}{b (n - 1)} L + \frac{n - b}{b (n - 1)} L_{\max}
+
+    Theory requires rates below :math:`1 / \mathcal{L}_b`, but the best rates are often far above: the
+    curvature along the way is less than at `params`, or is in other directions. So SVRG runs for some
+    passes at :math:`\eta = 1 / \mathcal{L}_b`. The rate is halved until the loss at the end is no higher
+    than at `params`. Then it is doubled for as long as the loss at the end falls, and halved in the same
+    way if the first doubling does not help.
+
+    Args:
+      loss_fn: As in `optperm.evaluate`: `loss_fn(params, batch)`, the scalar mean loss over the leading
+        axis of the batch's leaves. A penalty belongs to the loss of each example.
+      params: Where the training begins.
+      data: All examples, or a sample of them: a tree of arrays of shape (n, ...). Bind what examples
+        share, such as a random key, to `loss_fn`.
+      batch_size: b, the number of examples of a step.
+      num_passes: Passes of a trial over the examples, with a full gradient every two passes. With 0
+        the rate is :math:`1 / \mathcal{L}_b`, which may be a tenth too large: the curvatures come from
+        eight steps of power iteration.
+      chunk_size: The number of single examples that are evaluated together; the mean loss is evaluated
+        on all examples together.
+      seed: Seed of the batches, and of the start vectors of power iterations.
+
+    Returns:
+      The rate, a Python float.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optperm
+      >>> x = 100 * jax.random.normal(jax.random.key(0), (64, 2))  # raw features
+      >>> loss_fn = lambda w, batch: 0.5 * jnp.mean((batch[0] @ w - batch[1]) ** 2)
+      >>> data = x, x.sum(axis=1)
+      >>> rate = optperm.variance.svrg_learning_rate(loss_fn, jnp.zeros(2), data, 1, num_passes=0)
+      >>> bool(jnp.isclose(rate, 1 / jnp.max(jnp.sum(x**2, axis=1)), rtol=1e-2))  # 1 / L_max
+      True
+      >>> optperm.variance.svrg_learning_rate(loss_fn, jnp.zeros(2), data, 1) / rate  # after trials
+      0.25
+
+    Notes:
+      On five problems with batches of 1 and 16 the best rate of a grid was 1 or 2 times the rate that
+      this function found, and 4 times in one of the ten cases, with raw features
+      (`benchmarks/convex.py`).
+
+      Each call traces the loss, so that values that `loss_fn` reads from outside are the current ones,
+      but for functions that it gives to `jax.lax.scan`, `jax.lax.cond` or `jax.checkpoint`, whose
+      traces JAX keeps.
+
+    Raises:
+      TypeError: If the loss is not a real scalar, a parameter is not of a real floating dtype, a number
+        is not an integer, or it is called under `jax.jit`.
+      ValueError: If the examples' arrays disagree in length, there are fewer examples than in a batch,
+        the loss or its curvature at `params` is not finite, the curvature is zero, the loss is a sum
+        over examples, or no rate lowers the loss.
+
+    Warns:
+      RuntimeWarning: If the largest curvature is negative: the loss is not convex at these params.
+
+    References:
+      Sebbouh et al., `Towards closing the gap between the theory and practice of SVRG
+      <https://arxiv.org/abs/1908.02725>`_, NeurIPS 2019
+    """
+    checks.check_static_count("batch_size", batch_size)
+    checks.check_static_count("chunk_size", chunk_size)
+    checks.check_count("num_passes", num_passes, minimum=0)
+    checks.check_seed("seed", seed)
+    checks.check_real_floating("params", params)
+    n = checks.count_examples("data", data)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):
+        raise TypeError(
+            "svrg_learning_rate runs trials one after another: call it outside of jax.jit."
+        )
+    data = jax.tree.map(jnp.asarray, data)
+    if n < batch_size:
+        raise ValueError(f"data must hold at least batch_size={batch_size} examples, got {n}.")
+    _check_is_mean(loss_fn, params, jax.tree.map(lambda leaf: leaf[:batch_size], data))
+    key = jax.random.key(seed)
+    # L and L_max
+    measure = functools.partial(_measure_curvatures, loss_fn, min(chunk_size, n))
+    curvature, largest = jit_current(measure)(params, data, key)
+    if curvature < 0:
+        message = (
+            f"The loss is not convex here, of curvature {float(curvature):.2g}: rates may be wrong."
+        )
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    smoothness = _expect_smoothness(abs(float(curvature)), float(largest), n, batch_size)
+    # eta = 1 / L_b
+    rate, factor = 1 / smoothness, 2.0
+    if not num_passes:
+        return rate
+    here = float(jit_current(loss_fn)(params, data))
+    if not math.isfinite(here):
+        raise ValueError(f"The loss at these params must be finite, got {here}.")
+    trial = _make_trial(loss_fn, params, data, batch_size, num_passes, key)
+    # The curvature along the way may be larger than here: halve eta until the loss does not rise
+    lowest = trial(rate)
+    for _ in range(_MOST_HALVINGS):
+        if lowest <= here + _ROUNDING * abs(here):
+            break
+        rate, factor = rate / 2, 0.5
+        lowest = trial(rate)
+    else:
+        raise ValueError(f"No rate down to {rate:.2g} lowers the loss from {here:.6g}.")
+    # Then double it while the loss falls; halve it if the first doubling does not help
+    for index in range(_MOST):
+        loss = trial(rate * factor)
+        if loss < lowest:
+            rate, lowest = rate * factor, loss
+        elif index == 0 and factor > 1:
+            factor = 0.5
+        else:
+            break
+    return rate
+
+
+def _check_is_mean(loss_fn: LossFn, params: optax.Params, few: Any) -> None:
+    """Raise where the loss changes if each example is repeated, as a sum does."""
+    twice = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf]), few)
+    one, two = (
+        float(checked_loss(loss_fn, params, batch, has_aux=False)[0]) for batch in (few, twice)
+    )
+    if abs(two - one) > 0.01 * abs(one):
+        found = f"it is {one:.6g} for a batch, and {two:.6g} where each example is repeated"
+        raise ValueError(f"loss_fn must be a mean over examples: {found}.")
+
+
+def _expect_smoothness(curvature: float, largest: float, n: int, b: int) -> float:
+    """Return L_b, the expected smoothness of batches, of L and L_max."""
+    # L_b = n (b - 1) / (b (n - 1)) L + (n - b) / (b (n - 1)) L_max
+    rest = max(n - 1, 1)
+    smoothness = n * (b - 1) / (b * rest) * curvature
+    smoothness += (n - b) / (b * rest) * largest if n > 1 else largest
+    if not 0 < smoothness < float("inf"):
+        says = "The curvature of the loss at these params must be positive and finite"
+        raise ValueError(f"{says}, got {smoothness:g}.")
+    return smoothness
+
+
+def _make_trial(
+    loss_fn: LossFn, params: Any, data: Any, batch_size: int, num_passes: int, key: jax.Array
+) -> Callable[[float], float]:
+    """Make the function from a rate to the loss after some passes of SVRG, infinite for NaN."""
+    n = jax.tree.leaves(data)[0].shape[0]
+    steps = n // batch_size
+
+    @jit_current
+    def run(rate: jax.Array, params: Any, data: Any, key: jax.Array) -> jax.Array:
+        tx = optax.chain(svrg(refresh_every=2 * steps), optax.sgd(rate))
+
+        def full_grad_fn(w: optax.Params) -> optax.Updates:
+            return jax.grad(loss_fn)(w, data)
+
+        def step(carry: Any, indices: jax.Array) -> tuple[Any, None]:
+            w, state = carry
+            e = evaluate(loss_fn, w, jax.tree.map(lambda leaf: leaf[indices], data))
+            updates, state = tx.update(e.grad, state, w, full_grad_fn=full_grad_fn, **e.extra_args)
+            return (optax.apply_updates(w, updates), state), None
+
+        def one_pass(carry: Any, key: jax.Array) -> tuple[Any, None]:
+            order = jax.random.permutation(key, n)[: steps * batch_size]
+            return jax.lax.scan(step, carry, order.reshape(steps, batch_size))
+
+        keys = jax.random.split(key, num_passes)
+        (w, _), _ = jax.lax.scan(one_pass, (params, tx.init(params)), keys)
+        return loss_fn(w, data)
+
+    def trial(rate: float) -> float:
+        loss = float(run(rate, params, data, key))
+        return float("inf") if math.isnan(loss) else loss
+
+    return trial
+
+
+def _measure_curvatures(
+    loss_fn: Callable[[Any, Any], jax.Array], chunk: int, params: Any, data: Any, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the largest curvature of the mean loss, with its sign, and of single examples."""
+
+    def measure(batch: Any) -> jax.Array:
+        """Return the Hessian's eigenvalue of the largest magnitude, by power iteration."""
+        gradient = jax.grad(lambda p: checked_loss(loss_fn, p, batch, has_aux=False)[0])
+
+        def step(v: Any, _: None) -> tuple[Any, jax.Array]:
+            # v <- H v / |v|, and v' H v for the eigenvalue
+            for order in (jnp.inf, 2):  # by the largest entry first: squares may overflow
+                size = optax.tree.norm(v, ord=order)
+                v = optax.tree.scale(1 / jnp.where(size > 0, size, jnp.ones_like(size)), v)
+            product = jax.jvp(gradient, (params,), (v,))[1]
+            return product, optax.tree.vdot(v, product)
+
+        return jax.lax.scan(step, optax.tree.random_like(key, params), None, length=_STEPS)[1][-1]
+
+    def measure_one(example: Any) -> jax.Array:
+        return jnp.abs(measure(jax.tree.map(lambda leaf: leaf[None], example)))
+
+    of_each = jax.lax.map(measure_one, data, batch_size=chunk)
+    return measure(data), jnp.max(of_each)

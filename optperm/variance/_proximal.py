@@ -1,0 +1,165 @@
+"""Proximal steps: penalties and bounds that hold exactly, at the end of an optimizer's chain.
+
+N. Parikh and S. Boyd, "Proximal Algorithms", Foundations and Trends in Optimization 1 (3), 2014.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.schedules import resolve_schedule
+from optperm.core.transformation import transformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
+
+
+class ProximalState(NamedTuple):
+    """State of `proximal`.
+
+    Attributes:
+      count: Number of steps taken.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+
+
+def proximal(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    l1: float | jax.Array = 0.0,
+    l2: float | jax.Array = 0.0,
+    group: float | jax.Array | None = None,
+    group_axes: tuple[int, ...] = (0,),
+    lower: float | jax.Array | None = None,
+    upper: float | jax.Array | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Take the step of an optimizer, then the proximal step of a penalty.
+
+    With :math:`u_t` the incoming updates and :math:`\eta_t` the learning rate, the new params are
+
+    .. math::
+      \theta_{t+1} = \arg\min_\theta \; \tfrac{1}{2} \lVert \theta - (\theta_t + u_t) \rVert^2
+      + \eta_t h(\theta), \qquad
+      h(\theta) = \lambda_1 \lVert \theta \rVert_1 + \tfrac{\lambda_2}{2} \lVert \theta \rVert_2^2
+      + \lambda_g \sum_g \sqrt{|g|} \, \lVert \theta_g \rVert_2
+      \quad \text{within the bounds.}
+
+    Entries and groups that the penalty takes to zero are exactly 0.0. After SGD this is proximal
+    gradient descent (ISTA), after `optperm.svrg` and SGD it is ProxSVRG::
+
+      optax.chain(optperm.svrg(refresh_every=1000), optax.sgd(0.1), optperm.proximal(0.1, l1=1e-3))
+
+    Args:
+      learning_rate: :math:`\eta_t`, the length of a step in units of the gradient: the learning rate of
+        SGD, and :math:`\eta / (1 - \beta)` after SGD with momentum :math:`\beta`. A number or a schedule
+        of the step.
+      l1: :math:`\lambda_1 \ge 0` of the lasso; with `l2` the elastic net.
+      l2: :math:`\lambda_2 \ge 0` of ridge.
+      group: :math:`\lambda_g \ge 0` of the group lasso, or None for no groups. A group is weighted by
+        the root of its size. Leaves of one axis, such as biases, have no groups: to shrink a vector as
+        one group give it the shape (d, 1).
+      group_axes: The axes of the entries of one group: (0,) for the incoming weights of each output unit
+        of a dense kernel, (1,) for the outgoing weights of each input.
+      lower: The smallest value of an entry; 0.0 for non-negative params.
+      upper: The largest value of an entry.
+
+    Returns:
+      A transformation whose state is a `ProximalState`. Its `update` needs `params`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jnp.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+      >>> loss_fn = lambda w: 0.5 * jnp.mean((x @ w - jnp.array([2.0, 0.1, 2.1])) ** 2)
+      >>> tx = optax.chain(optax.sgd(0.5), optperm.proximal(0.5, l1=0.2))
+      >>> w = jnp.ones(2)
+      >>> opt_state = tx.init(w)
+      >>> for _ in range(100):
+      ...     updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
+      ...     w = optperm.apply_updates(w, updates, opt_state)
+      >>> [round(entry, 3) for entry in w.tolist()]
+      [1.75, 0.0]
+
+    Notes:
+      It must be the last of its chain, after SGD. With momentum the updates settle at
+      :math:`-\eta / (1 - \beta)` times the gradient, so with the bare learning rate the penalty would
+      be smaller by the factor :math:`1 - \beta`. After Adam and similar optimizers it converges to
+      another point, since each entry has its own learning rate there. To accumulate gradients put the
+      chain into `optax.MultiSteps`: after `optax.MultiSteps(...).gradient_transformation()` it would
+      shrink in each micro-step.
+      The gradient must not contain the penalty. Biases are usually left out, by `optax.masked`.
+
+      Params are at a bound up to the rounding of `params + updates`, and at 0.0 to the bit. A NaN in the
+      updates is passed on to the params.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, `lower` is above `upper`, `group` is given with a
+        bound, a leaf does not have the axes of a group, `params` is missing, or the trees passed to
+        `update` do not match.
+
+    References:
+      Parikh and Boyd, `Proximal Algorithms <https://doi.org/10.1561/2400000003>`_, 2014
+
+      Xiao and Zhang, `A Proximal Stochastic Gradient Method with Progressive Variance Reduction
+      <https://arxiv.org/abs/1403.4699>`_, 2014
+    """
+    checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
+    penalties = {"l1": l1, "l2": l2} | ({} if group is None else {"group": group})
+    for name, strength in penalties.items():
+        checks.check_in_range(name, strength, 0.0, float("inf"), may_be_schedule=False)
+    low, high = -float("inf"), float("inf")
+    if lower is not None:
+        checks.check_in_range("lower", lower, low, high, may_be_schedule=False)
+        low = float(lower) if checks.is_concrete_number(lower) else low
+    if upper is not None:
+        checks.check_in_range("upper", upper, low, high, may_be_schedule=False)
+    if group is not None and not lower is upper is None:
+        raise ValueError("group cannot be combined with lower or upper.")
+
+    def init(_: optax.Params) -> ProximalState:
+        return ProximalState(jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: optax.Updates, state: ProximalState, params: optax.Params, **_: Any
+    ) -> tuple[optax.Updates, ProximalState]:
+        eta = resolve_schedule("learning_rate", learning_rate, state.count, float)
+
+        def step(u: Any, p: Any) -> jax.Array:
+            wide = accumulation_dtype((u, p))
+            theta, rate = (jnp.asarray(x, wide) for x in (p, eta))
+            v = theta + jnp.asarray(u, wide)
+
+            # q = prox(v), v = theta + u: q <- sign(v) max(|v| - eta l1, 0)
+            q = jnp.sign(v) * jnp.maximum(jnp.abs(v) - rate * jnp.asarray(l1, wide), 0)
+            # q_g <- q_g max(1 - eta lambda_g sqrt|g| / |q_g|, 0)
+            if group is not None and q.ndim >= 2:
+                if not all(-q.ndim <= axis < q.ndim for axis in group_axes):
+                    raise ValueError(f"A leaf of shape {q.shape} lacks group_axes={group_axes}.")
+                q = _shrink_groups(q, rate * jnp.asarray(group, wide), group_axes)
+            # q <- q / (1 + eta l2), after the other penalties, which are homogeneous of degree 1
+            q = q / (1 + rate * jnp.asarray(l2, wide))
+            # The updates are q - theta, within the bounds.
+            bounds = (None if x is None else jnp.asarray(x, wide) for x in (lower, upper))
+            return jnp.clip(q, *bounds) - theta
+
+        return jax.tree.map(step, updates, params), ProximalState(optax.safe_increment(state.count))
+
+    return transformation(init, update, method="proximal")
+
+
+def _shrink_groups(q: jax.Array, strength: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Shorten each group by strength times the root of its size, or to zeros."""
+    # |q_g| = m |q_g / m|, so that no square is too large or too small
+    m = jnp.max(jnp.abs(q), axis=axes, keepdims=True, initial=0.0)
+    unit = q / jnp.where(m > 0, m, 1)
+    norm = m * jnp.sqrt(jnp.sum(jnp.square(unit), axis=axes, keepdims=True))
+    root = math.sqrt(q.size // max(norm.size, 1))
+    return q * jnp.maximum(1 - strength * root / jnp.where(norm > 0, norm, 1), 0)

@@ -1,0 +1,171 @@
+"""Recursive gradients: STORM, SARAH, SPIDER and PAGE."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import cast_like
+from optperm.core.mapped_axes import cond
+from optperm.core.schedules import resolve_schedule
+from optperm.core.transformation import transformation
+from optperm.variance._batch_gradients import (
+    GradFn,
+    compute_in_order,
+    evaluate_gradient,
+    keep_finite,
+)
+from optperm.variance._svrg import (
+    Snapshot,
+    SvrgState,
+    correct_gradient,
+    is_due,
+    list_extra_args,
+    make_state,
+)
+
+
+def recursive_gradient(
+    a: optax.ScalarOrSchedule,
+    refresh_probability: optax.ScalarOrSchedule | None = None,
+    refresh_every: int | jax.Array | None = None,
+    *,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Estimate the gradient by the last estimate and the change of the batch's gradient since then.
+
+    .. math::
+      d_t = \nabla f_{B_t}(\theta_t) + (1 - a_t) (d_{t-1} - \nabla f_{B_t}(\theta_{t-1})), \qquad
+      d_0 = \nabla f_{B_0}(\theta_0)
+
+    In some steps it may restart from the gradient over all examples, :math:`d_t = \nabla f(\theta_t)`.
+    The family includes
+
+    - SGD: `recursive_gradient(1.0)`;
+    - STORM: `recursive_gradient(a)` with a between 0 and 1, in the paper a multiple of the square of the
+      learning rate;
+    - SARAH and SPIDER: `recursive_gradient(0.0, refresh_every=m)`; the steps of SPIDER have a given
+      length, by `optax.normalize_by_update_norm()` after it;
+    - PAGE: `recursive_gradient(0.0, refresh_probability=p)`. All replicas draw the same.
+
+    Args:
+      a: :math:`a_t` in [0, 1], a number or a schedule of the step.
+      refresh_probability: p, in [0, 1], a number or a schedule of the step. The first step refreshes.
+      refresh_every: m, in steps: steps 0, m, 2m, ... refresh.
+      seed: Seed of the coins.
+
+    Returns:
+      A transformation whose state is a `SvrgState`, with the last params and the last estimate as its
+      snapshot. Its `update` needs `params` and the extra argument `grad_fn(params)`, the gradient on the
+      batch at other params, as `optperm.evaluate` makes it; to refresh also `full_grad_fn(params)`, the
+      gradient over all examples.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (512, 3))
+      >>> y = x @ jnp.array([1.0, 2.0, 3.0]) + jax.random.normal(jax.random.key(1), (512,))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2)
+      >>> tx = optax.chain(optperm.recursive_gradient(0.0, refresh_every=32), optax.sgd(0.05))  # SARAH
+      >>> @jax.jit
+      ... def step(w, opt_state, batch):
+      ...     e = optperm.evaluate(loss_fn, w, batch)
+      ...     full_grad_fn = optperm.evaluate(loss_fn, w, (x, y)).extra_args["grad_fn"]
+      ...     updates, opt_state = tx.update(
+      ...         e.grad, opt_state, w, full_grad_fn=full_grad_fn, **e.extra_args
+      ...     )
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> w = jnp.zeros(3)
+      >>> opt_state = tx.init(w)
+      >>> for epoch in range(8):
+      ...     for i in range(0, 512, 16):
+      ...         w, opt_state = step(w, opt_state, (x[i : i + 16], y[i : i + 16]))
+      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, despite the noise
+      True
+
+    Notes:
+      If the gradients of examples have errors of variance :math:`\sigma^2` that do not depend on the
+      params, the variance of STORM's estimate goes to :math:`\sigma^2 a / (2 - a)`. With a = 0 and
+      without refreshes the error of the first gradient stays forever.
+
+      An estimate is biased by earlier ones, unlike SVRG's, and after a large step it is worse than the
+      plain gradient. A step costs two gradients; a step that refreshes costs the full gradient in place
+      of the second one. The state holds the last params and a float32 estimate. The notes of `svrg` on
+      dropout, on other transformations of gradients, on `optax.MultiSteps`, `optax.masked` and
+      `optax.partition` apply here too. `optperm.variance.take_snapshot` sets the estimate between steps.
+
+      An entry of the estimate that is not finite is replaced by the entry of the batch's gradient; if
+      that is not finite either, the next step restarts there.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
+
+    References:
+      Cutkosky and Orabona, `Momentum-Based Variance Reduction in Non-Convex SGD
+      <https://arxiv.org/abs/1905.10018>`_, NeurIPS 2019
+
+      Nguyen et al., `SARAH: A Novel Method for Machine Learning Problems Using Stochastic Recursive
+      Gradient <https://arxiv.org/abs/1703.00102>`_, ICML 2017
+
+      Fang et al., `SPIDER: Near-Optimal Non-Convex Optimization via Stochastic Path Integrated
+      Differential Estimator <https://arxiv.org/abs/1807.01695>`_, NeurIPS 2018
+
+      Li et al., `PAGE: A Simple and Optimal Probabilistic Gradient Estimator for Nonconvex Optimization
+      <https://arxiv.org/abs/2008.10898>`_, ICML 2021
+    """
+    checks.check_in_range("a", a, 0.0, 1.0)
+    needs = list_extra_args(refresh_every, refresh_probability)
+    checks.check_seed("seed", seed)
+    is_refreshed = refresh_every is not None or refresh_probability is not None
+
+    def init(params: optax.Params) -> SvrgState:
+        return make_state(params, seed)
+
+    def update(
+        grads: optax.Updates,
+        state: SvrgState,
+        params: optax.Params,
+        *,
+        grad_fn: GradFn,
+        full_grad_fn: Any = None,  # needed where it refreshes
+        **_: Any,
+    ) -> tuple[optax.Updates, SvrgState]:
+        last = state.snapshot
+
+        # d_t = grad f_B(theta_t) + (1 - a) (d_{t-1} - grad f_B(theta_{t-1})): the correction of SVRG
+        # by 1 - a, with the last step as the snapshot
+        def follow() -> optax.Updates:
+            rest = 1.0 - resolve_schedule("a", a, state.count, float, high=1.0)
+            return correct_gradient(last, rest, grads, params, grad_fn=grad_fn)
+
+        # d_t = grad f(theta_t), and the batch's gradient where that is not finite
+        def restart() -> optax.Updates:
+            full_grad = evaluate_gradient(params, full_grad_fn, "full_grad_fn")
+            full_grad = cast_like(full_grad, last.full_grad)
+            return jax.tree.map(
+                lambda mu, g: jnp.where(jnp.isfinite(mu), mu, jnp.asarray(g, mu.dtype)),
+                full_grad,
+                grads,
+            )
+
+        if is_refreshed:
+            is_time = is_due(state, refresh_every, refresh_probability)
+            d = cond(is_time, restart, follow)
+        else:
+            d = follow()
+        # The last params are replaced only after d has read them, in the same buffers.
+        d, old = compute_in_order(cast_like(d, last.full_grad), last.params)
+        new, d = compute_in_order(keep_finite(params, old), d)
+        snapshot = Snapshot(jnp.ones_like(last.is_taken), new, d)
+        return d, SvrgState(optax.safe_increment(state.count), state.key, snapshot)
+
+    return transformation(
+        init,
+        update,
+        method="recursive_gradient",
+        like=lambda state: state.snapshot.params,
+        needs=needs,
+    )

@@ -1,0 +1,400 @@
+"""SVRG: gradients with less variance, by a snapshot of the params and its full gradient.
+
+R. Johnson and T. Zhang, "Accelerating Stochastic Gradient Descent using Predictive Variance Reduction",
+NeurIPS 2013.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optperm.core import checks
+from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
+from optperm.core.keys import as_key, key_data
+from optperm.core.mapped_axes import cond, mark_varying, varying_axes
+from optperm.core.schedules import resolve_schedule
+from optperm.core.shardings import can_be_seen
+from optperm.core.states import find_state, mask_like, replace_state, without_variables
+from optperm.core.transformation import transformation
+from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gradient
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+
+FULL_GRADIENT = {
+    "full_grad_fn": "the gradient over all examples at given params (in fit by optperm.with_loss, or "
+    "for svrg, without refresh_every and refresh_probability, by "
+    "epoch_start=optperm.variance.take_snapshot): "
+    'full_grad_fn=optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"], with'
+}
+_ADVICE = "call optperm.variance.take_snapshot, or pass refresh_every or refresh_probability"
+
+
+class Snapshot(NamedTuple):
+    r"""A point at which the full gradient is known.
+
+    Attributes:
+      is_taken: Whether a snapshot has been taken.
+      params: :math:`\tilde\theta`; the initial params before the first snapshot.
+      full_grad: :math:`\mu`, the full gradient there, in float32 or the parameter's dtype if wider; zero
+        before the first snapshot.
+    """
+
+    is_taken: Bool[Array, ""]
+    params: PyTree[Float[Array, "?*shape"], "Params"]
+    full_grad: PyTree[Float[Array, "?*shape"], "Params"]
+
+
+class SvrgState(NamedTuple):
+    """State of `svrg` and of `recursive_gradient`.
+
+    Attributes:
+      count: Number of steps taken.
+      key: Data of the threefry key from which the coins of `refresh_probability` are drawn.
+      snapshot: The snapshot that the next step uses; for `recursive_gradient` the last params and the
+        estimate of the full gradient there.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    key: UInt32[Array, "2"]
+    snapshot: Snapshot
+
+
+def svrg(
+    coefficient: optax.ScalarOrSchedule = 1.0,
+    *,
+    refresh_every: int | jax.Array | None = None,
+    refresh_probability: optax.ScalarOrSchedule | None = None,
+    seed: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Correct the gradient of a batch by the batch's error at a snapshot of the params.
+
+    .. math::
+      g_t = \nabla f_{B_t}(\theta_t) - c_t (\nabla f_{B_t}(\tilde\theta) - \mu), \qquad
+      \mu = \nabla f(\tilde\theta)
+
+    with :math:`\tilde\theta` the params at the snapshot and :math:`\mu` the full gradient there. The
+    correction has mean zero over batches, so that the gradient stays unbiased, and its variance goes to
+    zero as :math:`\theta_t` and :math:`\tilde\theta` approach an optimum. So SGD with a constant rate,
+    with or without momentum, converges to the rounding of the params, for example
+    `optax.chain(optperm.svrg(), optax.sgd(0.025))`. Before the first snapshot gradients pass through.
+
+    There are three ways to take snapshots:
+
+    - between steps, every few epochs, by `optperm.variance.full_gradient` and
+      `optperm.variance.take_snapshot`;
+    - `refresh_every` m: inside the compiled step, at the start of steps 0, m, 2m, ...;
+    - `refresh_probability` p: loopless SVRG, :math:`\tilde\theta_{t+1} = \theta_t` with probability p,
+      else :math:`\tilde\theta_t`, and :math:`\tilde\theta_0 = \theta_0`. All replicas draw the same.
+
+    Args:
+      coefficient: :math:`c_t \ge 0`, a number or a schedule of the step. It is 1 in SVRG, and falls
+        linearly over the training in :math:`\alpha`-SVRG, for instance from 0.75 to 0.
+      refresh_every: m, in steps.
+      refresh_probability: p, in [0, 1], a number or a schedule of the step.
+      seed: Seed of the coins.
+
+    Returns:
+      A transformation whose state is a `SvrgState`. Its `update` needs `params` and the extra argument
+      `grad_fn(params)`, the gradient on the batch at other params, as `optperm.evaluate` makes it; to
+      take snapshots inside the step also `full_grad_fn(params)`, the gradient over all examples:
+      `optperm.evaluate(loss_fn, params, all_examples).extra_args["grad_fn"]`,
+      which evaluates all examples in each step outside of `jax.jit`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optperm
+      >>> x = jax.random.normal(jax.random.key(0), (512, 3))
+      >>> y = x @ jnp.array([1.0, 2.0, 3.0]) + jax.random.normal(jax.random.key(1), (512,))
+      >>> loss_fn = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2)
+      >>> batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 512, 16)]
+      >>> tx = optax.chain(optperm.svrg(), optax.sgd(0.05))
+      >>> @jax.jit
+      ... def step(w, opt_state, batch):
+      ...     e = optperm.evaluate(loss_fn, w, batch)
+      ...     updates, opt_state = tx.update(e.grad, opt_state, w, **e.extra_args)
+      ...     return optax.apply_updates(w, updates), opt_state
+      >>> w = jnp.zeros(3)
+      >>> opt_state = tx.init(w)
+      >>> for epoch in range(8):
+      ...     full_grad = optperm.variance.full_gradient(loss_fn, w, batches)
+      ...     opt_state = optperm.variance.take_snapshot(opt_state, w, full_grad)
+      ...     for batch in batches:
+      ...         w, opt_state = step(w, opt_state, batch)
+      >>> bool(jnp.linalg.norm(jax.grad(loss_fn)(w, (x, y))) < 1e-5)  # the optimum, despite the noise
+      True
+
+    Notes:
+      SVRG pays on convex problems that are to be solved to many digits. On networks it *hurts*, on small
+      ones too: the gradient soon differs from its value at the snapshot, the correction adds variance,
+      and plain SGD takes more than twice as many steps for the same number of gradients.
+      :math:`\alpha`-SVRG weakens the correction; a step with a coefficient of 0 costs hardly more than a
+      step without SVRG. `benchmarks/svrg.py` compares all of them. Any optimizer may follow, but Adam
+      with a constant rate does not converge to the optimum, since it divides by a running average of
+      the size of the gradients.
+
+      Both gradients of a step are on the same batch, its random key included: draw random numbers, such
+      as dropout masks, from a key in the batch, so that both gradients use the same ones. :math:`\mu`
+      holds one draw of masks, so that the corrected gradient has the error of this draw until the next
+      snapshot; it is unbiased only over snapshots. `optperm.variance.full_gradient` says how to
+      average over several draws.
+
+      Put it before other transformations of gradients, such as clipping and weight decay, since it
+      subtracts gradients that are not transformed, and before accumulation. Inside `optax.MultiSteps`
+      only the last of the accumulated gradients would be corrected: chain it with
+      `optax.MultiSteps(optimizer, k).gradient_transformation()` instead. Inside `optax.partition` or
+      `optax.masked` it sees its own part of the params, and the functions of `optperm.evaluate` use the
+      current values of the other params: that is exact only while those do not change. A `full_grad_fn`
+      of another kind has to fill in the other params itself.
+
+      An entry whose correction is not finite passes through uncorrected. A snapshot is not taken if its
+      params or its full gradient are not finite.
+
+      A learning rate beyond stability need not end in NaN: where gradients are bounded, as in logistic
+      regression, the loss stays finite, above its first value. `svrg` does not know the rate and cannot
+      warn: compare the loss over all examples with its value before the first step, and take the rate
+      from `optperm.variance.svrg_learning_rate`, above all for features on their raw scales.
+
+    Raises:
+      TypeError: If a number has another type, or a parameter is not of a real floating dtype.
+      ValueError: If an argument is out of range, both ways to refresh are given, an extra argument
+        that is needed is missing, or the trees passed to `update` do not match.
+
+    References:
+      Johnson and Zhang, `Accelerating Stochastic Gradient Descent using Predictive Variance Reduction
+      <https://papers.nips.cc/paper/4937>`_, NeurIPS 2013
+
+      Kovalev, Horvath and Richtarik, `Don't Jump Through Hoops and Remove Those Loops: SVRG and Katyusha
+      are Better Without the Outer Loop <https://arxiv.org/abs/1901.08689>`_, ALT 2020
+
+      Yin et al., `A Coefficient Makes SVRG Effective <https://arxiv.org/abs/2311.05589>`_, ICLR 2025
+    """
+    checks.check_in_range("coefficient", coefficient, 0.0, float("inf"))
+    needs = list_extra_args(refresh_every, refresh_probability)
+    checks.check_seed("seed", seed)
+
+    def init(params: optax.Params) -> SvrgState:
+        return make_state(params, seed)
+
+    def update(
+        grads: optax.Updates,
+        state: SvrgState,
+        params: optax.Params,
+        *,
+        grad_fn: GradFn,
+        full_grad_fn: Any = None,  # needed where it refreshes
+        **_: Any,
+    ) -> tuple[optax.Updates, SvrgState]:
+        c = resolve_schedule("coefficient", coefficient, state.count, float)
+        count = optax.safe_increment(state.count)
+        if refresh_probability is not None:
+            new_grads, snapshot = correct_loopless(
+                state,
+                c,
+                refresh_probability,
+                grads,
+                params,
+                at=params,
+                grad_fn=grad_fn,
+                full_grad_fn=full_grad_fn,
+            )
+            return new_grads, SvrgState(count, state.key, snapshot)
+
+        # theta~ <- theta, mu <- grad f(theta), every m steps, before the correction
+        def renew() -> Snapshot:
+            return install_snapshot(state.snapshot, params, full_grad_fn(params))[0]
+
+        snapshot = state.snapshot
+        if refresh_every is not None:
+            is_time = is_due(state, refresh_every, None)
+            snapshot = cond(is_time, renew, lambda: state.snapshot)
+        else:
+            warn_without(snapshot)
+
+        # g_t = grad f_B(theta) - c_t (grad f_B(theta~) - mu)
+        new_grads = correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn)
+        return new_grads, SvrgState(count, state.key, snapshot)
+
+    return transformation(
+        init, update, method="svrg", like=lambda state: state.snapshot.params, needs=needs
+    )
+
+
+def correct_gradient(
+    snapshot: Snapshot,
+    c: jax.Array,
+    grads: optax.Updates,
+    params: optax.Params,
+    *,
+    grad_fn: GradFn,
+) -> optax.Updates:
+    r"""Return the gradient less its batch's error at a snapshot, in float32 or wider.
+
+    .. math::
+      g - c (\nabla f_B(\tilde\theta) - \mu)
+
+    An entry of the result that is not finite in the dtype of its parameter is replaced by the entry of
+    g; without a snapshot or with a coefficient of zero the result is g.
+    """
+    is_used = snapshot.is_taken & (c != 0.0)
+    # Only this gradient is conditional: the rest is one pass over the params, which XLA fuses with the
+    # following operations.
+    at_snapshot = cond(
+        is_used,
+        lambda: cast_like(evaluate_gradient(snapshot.params, grad_fn), snapshot.full_grad),
+        lambda: optax.tree.zeros_like(snapshot.full_grad),
+    )
+
+    def correct(g: Any, g_snapshot: jax.Array, mu: jax.Array, theta: Any) -> jax.Array:
+        wide = accumulation_dtype((mu, g))
+        g, g_snapshot, mu, c_t = (jnp.asarray(x, wide) for x in (g, g_snapshot, mu, c))
+        # g - c (g_snapshot - mu), in this order: large, nearly equal numbers cancel first, exactly.
+        new = (g - c_t * g_snapshot) + c_t * mu
+        return jnp.where(is_used & jnp.isfinite(new.astype(jnp.result_type(theta))), new, g)
+
+    return jax.tree.map(correct, grads, at_snapshot, snapshot.full_grad, params)
+
+
+def correct_loopless(
+    state: SvrgState,
+    c: jax.Array,
+    probability: optax.ScalarOrSchedule,
+    grads: optax.Updates,
+    params: optax.Params,
+    *,
+    at: optax.Params,
+    grad_fn: GradFn,
+    full_grad_fn: GradFn,
+) -> tuple[optax.Updates, Snapshot]:
+    r"""Return the corrected gradient of a step of loopless SVRG, and the snapshot for the next step.
+
+    .. math::
+      \tilde\theta_{t+1} = \text{at with probability p, else } \tilde\theta_t
+
+    The old snapshot, whose buffers the new one reuses, is read first. The first step uses its own.
+    """
+
+    def correct(snapshot: Snapshot, grad_fn: GradFn) -> optax.Updates:
+        return cast_like(
+            correct_gradient(snapshot, c, grads, params, grad_fn=grad_fn), state.snapshot.full_grad
+        )
+
+    def renew(new_grads: optax.Updates) -> tuple[optax.Updates, Snapshot]:
+        new, _ = install_snapshot(state.snapshot, at, full_grad_fn(at))
+        first = correct(new, lambda _: grads)
+        return optax.tree.where(state.snapshot.is_taken, new_grads, first), new
+
+    new_grads = correct(state.snapshot, grad_fn)
+    is_time = is_due(state, None, probability)
+    return cond(is_time, renew, lambda g: (g, state.snapshot), new_grads)
+
+
+def make_state(params: optax.Params, seed: int | jax.Array) -> SvrgState:
+    """Make a state without a snapshot."""
+    return SvrgState(
+        count=jnp.zeros([], jnp.int32),
+        key=key_data(seed),
+        snapshot=Snapshot(
+            is_taken=mark_varying(jnp.zeros([], bool), varying_axes(params)),
+            params=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
+            full_grad=jax.tree.map(
+                lambda leaf: jnp.zeros_like(leaf, accumulation_dtype(leaf)), params
+            ),
+        ),
+    )
+
+
+def install_snapshot(
+    old: Snapshot, params: optax.Params, full_grad: optax.Updates
+) -> tuple[Snapshot, jax.Array]:
+    """Return the new snapshot, or the old one if the new one is not finite, and whether it is finite."""
+    params, full_grad = mask_like(params, old.params), mask_like(full_grad, old.params)
+    source = "the optimizer state"
+    checks.check_same_tree("params", params, old.params, source=source)
+    checks.check_same_tree("full_grad", full_grad, old.params, source=source, dtypes=False)
+    params, full_grad = cast_like((params, full_grad), (old.params, old.full_grad))
+    is_finite = all_finite((params, full_grad))
+    new = Snapshot(is_taken=jnp.ones_like(old.is_taken), params=params, full_grad=full_grad)
+    return optax.tree.where(is_finite, new, old), is_finite
+
+
+def list_extra_args(
+    refresh_every: int | jax.Array | None, refresh_probability: optax.ScalarOrSchedule | None
+) -> dict[str, str]:
+    """Return the extra arguments of a method that may need the full gradient, after checking both."""
+    if refresh_every is not None:
+        checks.check_count("refresh_every", refresh_every)
+    if refresh_probability is not None:
+        checks.check_in_range("refresh_probability", refresh_probability, 0.0, 1.0)
+        if refresh_every is not None:
+            raise ValueError("Pass refresh_every or refresh_probability, not both.")
+    is_refreshed = refresh_every is not None or refresh_probability is not None
+    return BATCH_GRADIENT | (FULL_GRADIENT if is_refreshed else {})
+
+
+def is_due(
+    state: SvrgState,
+    refresh_every: int | jax.Array | None,
+    refresh_probability: optax.ScalarOrSchedule | None,
+) -> jax.Array:
+    """Return whether this step needs the full gradient; the same on all replicas."""
+    if refresh_probability is None:
+        return state.count % jnp.asarray(refresh_every, jnp.int32) == 0
+    key = as_key(state.key)
+    p = resolve_schedule("refresh_probability", refresh_probability, state.count, high=1.0)
+    # Before the first snapshot the coin always asks for one.
+    coin = jax.random.bernoulli(jax.random.fold_in(key, state.count), p)
+    return coin | ~state.snapshot.is_taken
+
+
+def warn_without(snapshot: Snapshot, advice: str = _ADVICE, *, stacklevel: int = 2) -> None:
+    """Warn, where Python can see it, that there is no snapshot to correct gradients by."""
+    if can_be_seen(snapshot.is_taken) and not np.asarray(snapshot.is_taken).all():
+        message = f"svrg has no snapshot yet, so gradients pass through: {advice}."
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+
+
+def take_snapshot(opt_state: Any, params: optax.Params, full_grad: optax.Updates) -> Any:
+    r"""Return the optimizer state with a new snapshot of `svrg`, or estimate of `recursive_gradient`.
+
+    .. math::
+      \tilde\theta \leftarrow \theta, \qquad \mu \leftarrow \nabla f(\theta)
+
+    Args:
+      opt_state: The state of an optimizer with `optperm.svrg` or `optperm.recursive_gradient` anywhere
+        in it: chained, masked, partitioned, injected into, or kept as variables by
+        `flax.nnx.Optimizer`. It is not changed.
+      params: All current params, also where svrg is masked. They are copied. States of many trainings
+        are mapped, with their params and gradients: `jax.vmap(optperm.variance.take_snapshot)`.
+      full_grad: The full gradient at these params, from `optperm.variance.full_gradient`.
+
+    Returns:
+      The optimizer state, of the same structure, shapes and dtypes. If the params or the full gradient
+      are not finite, the old snapshot stays, with a warning where Python can see it.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optperm
+      >>> params = {"w": jnp.array([1.0, 2.0])}
+      >>> tx = optax.chain(optperm.svrg(), optax.adam(0.1))
+      >>> opt_state = tx.init(params)
+      >>> opt_state = optperm.variance.take_snapshot(opt_state, params, {"w": jnp.array([0.5, 0.0])})
+      >>> opt_state[0].snapshot.full_grad["w"].tolist()
+      [0.5, 0.0]
+
+    Raises:
+      ValueError: If there is not exactly one such state, or the trees do not match it.
+    """
+    state = find_state(opt_state, SvrgState, method="svrg")
+    snapshot, is_finite = install_snapshot(
+        state.snapshot, without_variables(params), without_variables(full_grad)
+    )
+    if not isinstance(is_finite, jax.core.Tracer) and not is_finite:
+        message = "The snapshot was not taken: the params or their full gradient are not finite."
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+    new = state._replace(snapshot=snapshot)
+    return replace_state(opt_state, SvrgState, new, method="svrg")

@@ -1,0 +1,163 @@
+"""The door: a method that is nothing but its algorithm gets its checks and its types from there."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import replicas
+import support
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optperm
+from optperm.core.dtypes import accumulation_dtype
+from optperm.core.mapped_axes import varying_axes
+from optperm.core.transformation import transformation
+
+
+def doubled_sums(**options):
+    """Updates and sums in float32, whatever the params are."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(g, sums, params, **_):
+        sums = jax.tree.map(lambda s, g: s.astype(jnp.float32) + g, sums, g)
+        return jax.tree.map(lambda s: 2 * s, sums), sums
+
+    options = {"needs": {"value": "the loss"}, "like": lambda sums: sums} | options
+    return transformation(init, update, method="doubled_sums", **options)
+
+
+def careless():
+    """A method that minds no types: weak ones, float32, of no axis and nowhere."""
+
+    def init(params):
+        return {"sums": jax.tree.map(jnp.zeros_like, params), "count": jnp.full((), 0)}
+
+    def update(g, state, params, **_):
+        ones = jax.tree.map(lambda p: jnp.full(p.shape, 1.0), params)
+        return ones, {"sums": ones, "count": jnp.full((), 1.0)}
+
+    return transformation(init, update, method="careless", like=lambda state: state["sums"])
+
+
+PARAMS = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.zeros([])}
+GRADS = {"w": jnp.full(3, 0.5), "b": jnp.ones([])}
+
+
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit], ids=["eager", "jit"])
+def test_results_have_the_types_of_what_came_in_and_are_strong(transform):
+    tx = doubled_sums()
+    updates, sums = transform(tx.update)(GRADS, tx.init(PARAMS), PARAMS, value=0.0)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, sums, PARAMS)
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda s: 2 * s, sums))
+    state = careless().init(PARAMS)
+    after = transform(careless().update)(GRADS, state, PARAMS)
+    assert support.signature(after) == support.signature((PARAMS, state))
+    assert not any(weak for _, _, weak in support.signature(state)[1])
+
+
+@pytest.mark.usefixtures("x64")
+def test_sums_over_leaves_are_as_wide_as_the_widest_of_them():
+    cases = ((), jnp.float32), (("bfloat16",), jnp.float32), (("float64", "bfloat16"), jnp.float64)
+    for dtypes, wide in cases:
+        assert accumulation_dtype([jnp.zeros(1, dtype) for dtype in dtypes]) == wide
+
+
+def test_updates_may_have_the_types_of_the_gradients():
+    tx = doubled_sums(updates_like="updates")
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS, value=0.0)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, GRADS)
+
+
+def test_results_vary_over_the_mapped_axes_of_params():
+    def step(params):
+        updates, state = careless().update(params, careless().init(params), params)
+        assert varying_axes(updates["w"]) == varying_axes(state["sums"]["w"]) == {replicas.AXIS}
+        assert not varying_axes(state["count"])
+        return updates
+
+    stacked = replicas.stack([PARAMS, PARAMS])
+    replicas.MAPPINGS["shard_map"](step, 2)(stacked)
+
+
+def test_results_lie_on_an_explicit_mesh_where_params_do():
+    mesh, tx = jax.make_mesh((4,), ("x",)), careless()
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, P("x")))
+        given = jax.device_put(params, NamedSharding(mesh, P())), tx.init(params), params
+        for updates, state in (tx.update(*given), jax.eval_shape(tx.update, *given)):
+            assert all(leaf.sharding.spec[0] == "x" for leaf in (updates, state["sums"]))
+
+
+def test_an_extra_argument_that_is_missing_is_named():
+    tx = doubled_sums()
+    message = r"doubled_sums needs the extra argument value, the loss: e = optperm\.evaluate\("
+    for missing in ({}, {"value": None}):
+        with pytest.raises(ValueError, match=message):
+            tx.update(GRADS, tx.init(PARAMS), PARAMS, **missing)
+
+
+def needy(**needs):
+    """Gives back the gradient at twice the params."""
+
+    def update(g, state, params, *, grad_fn, **_):
+        return grad_fn(jax.tree.map(lambda p: 2 * p, params)), state
+
+    return transformation(lambda _: (), update, method="needy", needs=needs)
+
+
+def test_a_gradient_is_made_of_the_loss_where_that_alone_is_given():
+    """Loops written for Optax's L-BFGS pass `value_fn`; a gradient that is given is taken before it."""
+    tx, w = needy(grad_fn="the gradient"), jnp.array([1.0, 2.0])
+    value_fn = lambda w: jnp.sum(w**3)  # noqa: E731
+    updates, _ = jax.jit(lambda w: tx.update(w, (), w, value_fn=value_fn))(w)
+    assert updates.tolist() == [12.0, 48.0]
+    updates, _ = tx.update(w, (), w, value_fn=value_fn, grad_fn=lambda w: w)
+    assert updates.tolist() == [2.0, 4.0]
+
+    def of_a_part(g, state, params, *, grad_fn, **_):
+        return grad_fn(params, start=0, size=1), state
+
+    tx = transformation(lambda _: (), of_a_part, method="parts", needs={"grad_fn": "the gradient"})
+    with pytest.raises(
+        ValueError, match=r"parts needs .* grad_fn, which takes a part of the batch"
+    ):
+        tx.update(w, (), w, value_fn=value_fn)
+
+
+def test_all_extra_arguments_that_are_missing_are_named_at_once():
+    """Also where one of them can be made."""
+    tx, w = needy(value="the loss", grad_fn="its gradient", example_grad_fn="of one"), jnp.ones(2)
+    message = (
+        r"needs the extra arguments value, the loss, and grad_fn, its gradient, and example_grad_fn"
+    )
+    with pytest.raises(ValueError, match=message + r".*batch, example=one_example\).*with_loss"):
+        tx.update(w, (), w)
+    with pytest.raises(ValueError, match="arguments value, the loss, and example_grad_fn, of one:"):
+        tx.update(w, (), w, value_fn=jnp.sum)
+
+
+@pytest.mark.usefixtures("lenient")
+def test_complex_params_get_the_advice_that_works():
+    """The parts are trained as two real leaves."""
+    params = {"w": jnp.array([1 + 2j, 3j]), "b": jnp.ones(1)}
+    with pytest.raises(
+        TypeError, match=r"complex64.*two real arrays.*split_real_and_imaginary\(tx\)"
+    ):
+        optperm.mars().init(params)
+    tx = optax.chain(optax.contrib.split_real_and_imaginary(optperm.mars()), optax.scale(-0.1))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert optax.apply_updates(params, updates)["w"].tolist() != params["w"].tolist()
+
+    def loss_fn(pair, batch):  # a method that needs extra arguments
+        return jnp.mean(jnp.abs(pair["re"] + 1j * pair["im"] - batch) ** 2)
+
+    pair, tx = {"re": jnp.zeros(2), "im": jnp.zeros(2)}, optperm.recursive_gradient(0.5)
+    e = optperm.evaluate(loss_fn, pair, params["w"])
+    updates, _ = tx.update(e.grad, tx.init(pair), pair, **e.extra_args)
+    support.assert_close(updates["re"] + 1j * updates["im"], -params["w"], rtol=1e-6)
+    with pytest.raises(TypeError, match=r"int32.*optax\.partition"):
+        optperm.mars().init({"w": jnp.arange(2)})
