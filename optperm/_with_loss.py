@@ -97,7 +97,7 @@ def with_loss(
     size = checks.count_examples("data", data, has_scalars=True)
     if batch_size is not None:
         checks.check_static_count("batch_size", batch_size)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
 
     def draw(key: jax.Array, number: int) -> Any:
         indices = jax.random.randint(key, (number,), 0, size)

@@ -200,7 +200,7 @@ def constant_sgd(
     checks.check_in_range("learning_rate", learning_rate, 0.0, float("inf"))
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
     check_noise_arguments(num_data, batch_size, preconditioner, estimator, chunk_size, axis_name)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
     rate = 1.0 if callable(learning_rate) else learning_rate
     is_seen = checks.is_concrete_number(stability) and checks.is_concrete_number(rate)
     if is_seen and float(stability) * float(rate) >= 2:

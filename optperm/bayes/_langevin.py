@@ -353,4 +353,4 @@ def _check(step_size: object, num_data: object, temperature: object, seed: objec
     checks.check_in_range("step_size", step_size, 0.0, float("inf"))
     checks.check_count("num_data", num_data)
     checks.check_in_range("temperature", temperature, 0.0, float("inf"))
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)

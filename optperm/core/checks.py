@@ -163,11 +163,21 @@ def count_examples(name: str, tree: Any, *, has_scalars: bool = False) -> int:
 
 
 def check_key(name: str, value: Any) -> None:
-    """Raise a TypeError unless `value` is one random key, typed or the raw data of one."""
+    """Raise unless `value` is one random key: typed, the raw data of one, or an int that seeds one.
+
+    Raises:
+      TypeError: If `value` is none of these.
+      ValueError: If an int is negative or has more than 32 bits, which JAX would drop.
+    """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (is_typed and shape == ()) and not (dtype == jnp.uint32 and len(shape or ()) == 1):
-        raise TypeError(f"{name} must be a random key, such as jax.random.key(0), got {value!r}.")
+    if (is_typed and shape == ()) or (dtype == jnp.uint32 and len(shape or ()) == 1):
+        return
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (is_number or (shape == () and jnp.issubdtype(dtype, jnp.integer))):
+        message = "must be an int or a random key, such as jax.random.key(0)"
+        raise TypeError(f"{name} {message}, got {value!r}.")
+    check_count(name, value, minimum=0, maximum=2**32 - 1)
 
 
 def check_function(name: str, value: object, arguments: str) -> None:
@@ -223,16 +233,6 @@ def check_flag(name: str, value: object) -> None:
     """Raise a TypeError unless `value` is True or False."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
-
-
-def check_seed(name: str, value: object) -> None:
-    """Raise unless `value` is an unsigned integer of 32 bits, or a traced integer.
-
-    Raises:
-      TypeError: If `value` is not an integer.
-      ValueError: If `value` is negative, or has more bits, which JAX would drop.
-    """
-    check_count(name, value, minimum=0, maximum=2**32 - 1)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,4 +1,7 @@
-"""Keep random keys in a state as raw data of threefry keys, which every checkpoint can hold."""
+"""Make random keys of what users pass, and keep them in states as raw data of threefry keys.
+
+Every checkpoint can hold raw data.
+"""
 
 from typing import Any
 
@@ -6,9 +9,21 @@ import jax
 import jax.numpy as jnp
 
 
-def key_data(seed: int | jax.Array) -> jax.Array:
-    """Return the raw data of a seed's key, (2,)."""
-    return jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+def make_key(key: int | jax.Array) -> jax.Array:
+    """Return the typed key of an int, which seeds a threefry key, of raw data or of a typed key."""
+    if is_key(key):
+        return jnp.asarray(key)
+    if jnp.ndim(key) == 1:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    return jax.random.key(key, impl="threefry2x32")
+
+
+def key_data(key: int | jax.Array) -> jax.Array:
+    """Return the raw data, (2,), of a threefry key; a key of another kind is the seed of one."""
+    typed = make_key(key)
+    if jax.random.key_impl(typed) == "threefry2x32":
+        return jax.random.key_data(typed)
+    return jax.random.bits(typed, (2,), jnp.uint32)
 
 
 def as_key(data: jax.Array) -> jax.Array:

@@ -146,7 +146,7 @@ def apollo(
     if not isinstance(scale, str) or scale != "auto":
         checks.check_positive("scale", scale)
     check_limit(limit)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:

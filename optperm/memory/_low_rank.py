@@ -247,7 +247,7 @@ def low_rank(
         checks.check_count("update_every", update_every)
     checks.check_positive("scale", scale)
     check_limit(limit)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
     optimizer = optax.with_extra_args_support(inner)
 
     def plan(tree: optax.Updates) -> list[Matrix | None]:

@@ -147,7 +147,7 @@ def permute_by_cycles(
     checks.check_count("min_partition_size", min_partition_size)
     checks.check_flag("include_remainder", include_remainder)
     checks.check_flag("centralize", centralize)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
 
     def init(params: optax.Params) -> PermuteByCyclesState:
         warn_of_constant_vectors(params, output_axes)

@@ -12,7 +12,7 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.core.keys import as_key
+from optperm.core.keys import as_key, make_key
 from optperm.core.mapped_axes import AxisName, cond
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
@@ -144,7 +144,7 @@ def rigl(
     inside = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> SparseState:
-        raw = jax.random.bits(key, (2,), jnp.uint32)
+        raw = jax.random.bits(make_key(key), (2,), jnp.uint32)
         flags = flag_leaves(include, params, share=sparsity)
         check_excluded("sparsity", sparsity, flags)
         mask = make_masks(flags, params)

@@ -209,7 +209,7 @@ def _check(given: dict[str, Any]) -> None:
     counts = {name: given[name] for name in COUNTS if given[name] is not None}
     for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
         checks.check_count(name, value)
-    checks.check_seed("seed", given["seed"])
+    checks.check_key("seed", given["seed"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume, unless True or False,", given["resume"], minimum=0)
     checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))

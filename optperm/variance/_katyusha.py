@@ -142,7 +142,7 @@ def katyusha(
     checks.check_positive("learning_rate", learning_rate, checks.LARGEST_FLOAT32)
     checks.check_positive("strong_convexity", strong_convexity, checks.LARGEST_FLOAT32)
     checks.check_positive("refresh_probability", refresh_probability, 1.0)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
 
     def init(params: optax.Params) -> KatyushaState:
         def widen(leaf: Any) -> jax.Array:

@@ -103,7 +103,7 @@ def svrg_learning_rate(
     checks.check_static_count("batch_size", batch_size)
     checks.check_static_count("chunk_size", chunk_size)
     checks.check_count("num_passes", num_passes, minimum=0)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
     checks.check_real_floating("params", params)
     n = checks.count_examples("data", data)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, data))):

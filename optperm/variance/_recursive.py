@@ -118,7 +118,7 @@ def recursive_gradient(
     """
     checks.check_in_range("a", a, 0.0, 1.0)
     needs = list_extra_args(refresh_every, refresh_probability)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
     is_refreshed = refresh_every is not None or refresh_probability is not None
 
     def init(params: optax.Params) -> SvrgState:

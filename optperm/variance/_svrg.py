@@ -176,7 +176,7 @@ def svrg(
     """
     checks.check_in_range("coefficient", coefficient, 0.0, float("inf"))
     needs = list_extra_args(refresh_every, refresh_probability)
-    checks.check_seed("seed", seed)
+    checks.check_key("seed", seed)
 
     def init(params: optax.Params) -> SvrgState:
         return make_state(params, seed)

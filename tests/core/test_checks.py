@@ -22,12 +22,14 @@ ALLOWED = [
     ),
     (lambda value: checks.check_in_range("it", value, 0.0, INF), [3e38]),
     (lambda value: checks.check_count("it", value), [1, 7, np.int32(3), jnp.int32(2), 2**31 - 1]),
-    (lambda value: checks.check_seed("it", value), [0, 2**32 - 1]),
     (lambda value: checks.check_flag("it", value), [True, np.False_]),
     (lambda value: checks.check_choice("it", value, ("a", "b")), ["b"]),
     (lambda value: checks.check_axis_name("it", value), [None, "data", ("host", "device")]),
     (lambda value: checks.check_transformation("it", value), [optax.sgd(0.1)]),
-    (lambda value: checks.check_key("it", value), [KEY, jax.random.key_data(KEY)]),
+    (
+        lambda value: checks.check_key("it", value),
+        [KEY, jax.random.key_data(KEY), 0, 2**32 - 1, np.int64(3), jnp.int32(3)],
+    ),
     (lambda value: checks.check_real_floating("it", value), [FINE]),
     (lambda value: checks.check_arrays("it", value), [{"x": [KEY, 1.0]}]),
 ]
@@ -75,7 +77,7 @@ REFUSED = [
         [0, jnp.int32(-2), 2**31],
     ),
     (
-        lambda value: checks.check_seed("it", value),
+        lambda value: checks.check_key("it", value),
         *(ValueError, "it must be at (least 0|most 4294967295)"),
         [-1, 2**32],
     ),
@@ -100,7 +102,11 @@ REFUSED = [
         *(TypeError, r"which MultiSteps\(\.\.\.\)\.gradient_transformation\(\) returns"),
         [optax.MultiSteps(optax.sgd(0.1), 2)],
     ),
-    (lambda value: checks.check_key("it", value), TypeError, "random key", [jax.random.split(KEY)]),
+    (
+        lambda value: checks.check_key("it", value),
+        *(TypeError, "it must be an int or a random key, such as"),
+        [jax.random.split(KEY), True, 1.0, jnp.ones(2)],
+    ),
     (
         lambda value: checks.check_real_floating("it", value, advice="Mask it."),
         *(TypeError, r"it\['b'\]\[1\] has dtype int32; .* Mask it\."),
@@ -163,7 +169,7 @@ def test_what_is_no_array_is_named():
     for value in [*leaves, None, [1.0]]:
         with pytest.raises(TypeError, match=r"mean must be an array of numbers, got"):
             checks.dtype_of("mean", value)
-        with pytest.raises(TypeError, match="key must be a random key"):
+        with pytest.raises(TypeError, match="key must be an int or a random key"):
             checks.check_key("key", value)
         with pytest.raises(TypeError, match=r"step must be a function \(params\), got"):
             checks.check_function("step", value, "(params)")
