@@ -110,7 +110,7 @@ class Training:
                 {"x": self.data.x_train, "y": self.data.y_train},
                 epochs=epochs,
                 batch_size=self.batch_size,
-                seed=self.spec.seed,
+                key=self.spec.seed,
                 has_aux=True,
                 devices=self.replicas if self.replicas > 1 else None,
                 epoch_start=self._change,

@@ -13,11 +13,12 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.dtypes import as_arrays
+from optperm.core.keys import as_key, key_data
 from optperm.training import _processes as processes
 from optperm.training._layout import Layout
 from optperm.training._terminal import Interrupt, wait_for
 
-# Far from the step counts that a method may fold into the key of the same seed.
+# Far from the step counts that a method may fold into the same key.
 _SHUFFLE_STREAM = 0x5348_5546
 END = object()
 # Least number of rows of metrics that a call returns, so that one program serves most call lengths.
@@ -28,30 +29,32 @@ _SOON = 0.05  # seconds
 AHEAD = 8
 
 
-def shuffled(seed: int, epoch: int, num_examples: int, replace: bool = False) -> jax.Array:
+def shuffled(
+    key: int | jax.Array, epoch: int, num_examples: int, replace: bool = False
+) -> jax.Array:
     """Return the order in which `fit` goes through examples in memory, int32 (num_examples,).
 
     A step takes the next `batch_size` examples. Examples at the end that do not fill a batch are left
     out. The order depends on these arguments alone, and on no flag of JAX.
 
     Args:
-      seed: The seed of `fit`, in [0, 2**32).
+      key: The key of `fit`.
       epoch: The number of the epoch, from 1.
       num_examples: The number of examples.
       replace: If True, draw each example from all of them, as `fit` does for a method that samples.
 
     Example:
       >>> from optperm.training import shuffled
-      >>> sorted(shuffled(seed=0, epoch=1, num_examples=4).tolist())
+      >>> sorted(shuffled(key=0, epoch=1, num_examples=4).tolist())
       [0, 1, 2, 3]
     """
     # Flags of JAX choose other bits, and with 64 bits another dtype and other draws.
     with jax.threefry_partitionable(True):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), _SHUFFLE_STREAM)
-        key = jax.random.fold_in(key, epoch)
+        of_shuffles = jax.random.fold_in(as_key(key_data(key)), _SHUFFLE_STREAM)
+        of_epoch = jax.random.fold_in(of_shuffles, epoch)
         if replace:
-            return jax.random.randint(key, (num_examples,), 0, num_examples, jnp.int32)
-        return jax.random.permutation(key, jnp.arange(num_examples, dtype=jnp.int32))
+            return jax.random.randint(of_epoch, (num_examples,), 0, num_examples, jnp.int32)
+        return jax.random.permutation(of_epoch, jnp.arange(num_examples, dtype=jnp.int32))
 
 
 def is_arrays(name: str, data: Any) -> bool:
@@ -155,14 +158,15 @@ class ArrayFeed:
     """
 
     def __init__(
-        self, data: Any, batch_size: Any, seed: int, layout: Layout, most: int, replace: bool
+        self, data: Any, batch_size: Any, key: Any, layout: Layout, most: int, replace: bool
     ) -> None:
         size, parts = checks.count_examples("train_data", data), layout.parts
         checks.check_count("batch_size", batch_size, maximum=size)
         if batch_size % parts:
             says = "counts the examples of all devices together, and must be a multiple of"
             raise ValueError(f"batch_size {says} {parts}, got {batch_size}.")
-        self._data, self._size, self._seed, self._layout = data, size, seed, layout
+        self._data, self._size, self._layout = data, size, layout
+        self._key = key
         self._replace = replace
         self.steps_per_epoch, self._batch_size = size // batch_size, int(batch_size)
         self.rows = min(max(_ROWS, most), self.steps_per_epoch)
@@ -173,14 +177,15 @@ class ArrayFeed:
     def facts(self) -> dict[str, Any]:
         """Return the facts that identify the batches."""
         forms = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", self._data)
-        facts = {"seed": self._seed, "batch_size": self._batch_size, "train_data": str(forms)}
+        facts = {"key": jax.device_get(key_data(self._key)).tolist()}
+        facts |= {"batch_size": self._batch_size, "train_data": str(forms)}
         facts |= {"batches": "drawn with replacement"} if self._replace else {}
         return facts | {"the digest of train_data": processes.digest(self._data)}
 
     def run(self, steps: Any, carry: Any, at: Position, limit: int, interrupt: Interrupt) -> Fed:
         """Take at most `limit` steps, up to the end of the epoch. The carry is donated."""
         if at.epoch != self._epoch:
-            order = np.asarray(shuffled(self._seed, at.epoch, self._size, self._replace))
+            order = np.asarray(shuffled(self._key, at.epoch, self._size, self._replace))
             order = order[: self.steps_per_epoch * self._batch_size]
             order = order.reshape(self.steps_per_epoch, -1)
             self._order = self._layout.put(order, None, *self._layout.batch[:1])

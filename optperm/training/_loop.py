@@ -40,7 +40,7 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int | None = None,
-    seed: int = 0,
+    key: int | jax.Array = 0,
     has_aux: bool = False,
     eval_fn: Callable[..., Any] | None = None,
     eval_data: Any = None,
@@ -81,7 +81,7 @@ def fit(
       epochs: The epoch after which to end, counted from the start of the first run.
       steps: The step after which to end, counted likewise. With both, training ends at the first.
       batch_size: For arrays, the number of examples per step of all devices together.
-      seed: The seed of the shuffles, in [0, 2**32).
+      key: The key of the shuffles: an int in [0, 2**32), or a key of `jax.random`.
       has_aux: If True, `loss_fn` also returns a dict of scalar metrics, means over the batch, as the
         last entry of its tuple.
       eval_fn: The metrics to compute at the end of each epoch: `eval_fn(params, batch)`, which may take
@@ -158,7 +158,7 @@ def fit(
       params are the mean over replicas, and a warning says so. The optimizer state that is returned
       belongs to these params; to train as if nothing had happened, resume from a checkpoint.
 
-      Arrays are shuffled in each epoch by `seed` (`optperm.training.shuffled`), or drawn with
+      Arrays are shuffled in each epoch by `key` (`optperm.training.shuffled`), or drawn with
       replacement for a sampler (`optperm.constant_sgd`, `sgld`, `sghmc`); examples at the end that fill
       no batch are left out. A batch of an iterable is requested only for its step. To `resume` within an
       epoch, pass a new iterator: `fit` drops the batches that were taken, or restores the state of an
@@ -209,7 +209,7 @@ def _check(given: dict[str, Any]) -> None:
     counts = {name: given[name] for name in COUNTS if given[name] is not None}
     for name, value in (counts | {f"every[{n!r}]": n for n in given["every"] or ()}).items():
         checks.check_count(name, value)
-    checks.check_key("seed", given["seed"])
+    checks.check_key("key", given["key"])
     if not isinstance(given["resume"], bool):
         checks.check_count("resume, unless True or False,", given["resume"], minimum=0)
     checks.check_choice("on_signal", given["on_signal"], ("raise", "return"))

@@ -97,7 +97,7 @@ class Run:
         self.feed: ArrayFeed | StreamFeed
         if is_arrays("train_data", data):
             draws = bool(find_states(self.carry.opt_state, SAMPLERS))
-            self.feed = ArrayFeed(data, size, int(given.seed), layout, self.steps_per_call, draws)
+            self.feed = ArrayFeed(data, size, given.key, layout, self.steps_per_call, draws)
         else:
             self.feed = StreamFeed(data, size, layout)
         kind = "linen" if self.model.graphdef is None else "nnx"

@@ -83,7 +83,7 @@ import fitting
 def wait(event):
     print(event.step, flush=True)
 for seed in range(3):
-    options = {"checkpoints": f"{sys.argv[1]}/{seed}", "every": {5: wait}, "seed": seed}
+    options = {"checkpoints": f"{sys.argv[1]}/{seed}", "every": {5: wait}, "key": seed}
     fitting.fit("linen", "adam", epochs=10**6, **options)
     print("trained")
 """
@@ -113,7 +113,7 @@ def test_numbers_may_be_numpys(tmp_path):
     count = np.int64(4)
     keep = {"checkpoints": tmp_path, "checkpoint_every": count, "checkpoint_keep": count}
     options = {"steps_per_call": count, "batch_size": np.int64(BATCH), "every": {count: print}}
-    assert linear_fit(steps=count, seed=np.int64(1), **keep, **options).step == 4
+    assert linear_fit(steps=count, key=np.int64(1), **keep, **options).step == 4
 
 
 def test_no_batch_of_an_iterator_is_taken_that_is_not_trained_on():

@@ -136,7 +136,7 @@ def test_the_order_follows_from_the_seed_and_is_drawn_anew_for_samplers(name):
     def loss_fn(params, batch):
         return jnp.mean(batch) + 0.0 * jnp.sum(params["w"] ** 2)
 
-    result = training.fit(state, loss_fn, x, epochs=2, batch_size=BATCH, seed=7)
+    result = training.fit(state, loss_fn, x, epochs=2, batch_size=BATCH, key=7)
     orders = [training.shuffled(7, epoch, 40, replace=name != "adam") for epoch in (1, 2)]
     expected = x[np.concatenate(orders)].reshape(-1, BATCH).mean(axis=1)
     np.testing.assert_allclose(result.history.steps["loss"], expected, rtol=1e-6)
@@ -414,7 +414,7 @@ def test_bad_arguments_are_named():
         ({"epochs": 2, "train_data": fitting.all_batches(1)}, ValueError, "only once"),
         ({"epochs": 1, "train_data": lambda: []}, TypeError, r"lambda epoch: \.\.\., got function"),
         ({"epochs": 1, "train_data": [], "batch_size": 2}, ValueError, "batch_size is for arrays"),
-        ({"epochs": 1, "seed": -1}, ValueError, "seed must be at least 0"),
+        ({"epochs": 1, "key": -1}, ValueError, "key must be at least 0"),
         (
             {"epochs": 1, "has_aux": True},
             TypeError,

@@ -406,7 +406,11 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     keys = jax.random.split(jax.random.key(1), EXAMPLES)
     others = {name: leaf[::-1].copy() for name, leaf in data().items()}
     another_run = [
-        (("linen", "adam"), {"seed": 1}, r"of another run: seed is 0 there and 1 here\."),
+        (
+            ("linen", "adam"),
+            {"key": 1},
+            r"of another run: key is \[0, 0\] there and \[0, 1\] here\.",
+        ),
         (("linen", "adam"), {"batch_size": 4}, "batch_size is 8 there and 4 here"),
         (("linen", "adam"), {"train_data": others}, "the digest of train_data is"),
         (("linen", "adam"), {"train_data": data() | {"key": keys}}, "train_data is"),
