@@ -171,7 +171,9 @@ def test_steps_without_a_snapshot_warn():
         jax.tree.map(np.asarray, opt_state),
         opt_state,
     ):  # as a checkpoint may give it back
-        with pytest.warns(RuntimeWarning, match=r"no snapshot yet.*optperm\.variance\.take_snapshot"):
+        with pytest.warns(
+            RuntimeWarning, match=r"no snapshot yet.*optperm\.variance\.take_snapshot"
+        ):
             updates, opt_state = tx.update(params, state, params, grad_fn=lambda p: p)
     support.assert_same_bits(updates, params)
     assert not opt_state.snapshot.is_taken
