@@ -102,7 +102,7 @@ FUNCTIONS = {
         "other_covariance": jnp.eye(2),
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
-    "low_rank_report": {"tx_or_rank": optperm.apollo(rank=1), "params": PARAMS},
+    "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
     "interval_coverage": {"draws": jnp.ones((2, 5, 3)), "targets": jnp.ones(3)},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
@@ -122,7 +122,7 @@ FUNCTIONS = {
         "samples": optperm.bayes.Samples(DRAWS, PARAMS, (), jnp.int32(4), jnp.int32(1)),
         "inputs": BATCH,
     },
-    "prune": {"params": PARAMS, "opt_state": MASKED, "fraction": 0.5},
+    "prune": {"params": PARAMS, "opt_state": MASKED, "sparsity": 0.5},
     "remove_units": {
         "params": {"a": np.eye(2), "b": np.eye(2)},
         "groups": {"u": [("a", -1), ("b", 0)]},
@@ -141,7 +141,7 @@ FUNCTIONS = {
     "take_snapshot": {"opt_state": state(optperm.svrg()), "params": PARAMS, "full_grad": GRADS},
     "to_sparse": {"params": PARAMS},
     "trajectory": {"opt_state": state(optperm.record_trajectory(1, 2))},
-    "with_loss": {"tx": sgd(), "loss_fn": loss_fn, "data": BATCH},
+    "with_loss": {"inner": sgd(), "loss_fn": loss_fn, "data": BATCH},
 }
 CASES = FUNCTIONS | {ours.name: ours.required for ours in TRANSFORMATIONS if ours.name in PUBLIC}
 PARAMETERS = {name: tuple(inspect.signature(PUBLIC[name]).parameters) for name in CASES}
@@ -186,6 +186,16 @@ def count(*, minimum, is_optional=False):
     return Kind(refused)
 
 
+def random_key():
+    """An int of 32 bits that seeds a key, or a key: typed, or its raw data."""
+    refused = (
+        ([-1, 2**32], ValueError, "must be at (least 0|most 4294967295), got "),
+        ([2.5, True, "2", None, jnp.float32(2.0)], TypeError, "must be an int or a random key"),
+    )
+    typed = jax.random.key(1)
+    return Kind(refused, (0, 2**32 - 1, typed, jax.random.key_data(typed)))
+
+
 def choice(*names):
     """One of several strings."""
     message = f"must be one of {', '.join(map(repr, names))}, got"
@@ -202,13 +212,13 @@ LIMITS = {
     "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
     "draw_samples": {"warmup": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
+    "freeze": {"key": None},
     "interval_coverage": {"levels": None},
     "sample": {"sampler": None, "warmup": {"minimum": 0}},
-    "low_rank_report": {"tx_or_rank": None},
     "pca_basis": {"num_snapshots": None},
-    "svrg_learning_rate": {"num_passes": {"minimum": 0}, "seed": {"minimum": 0}},
+    "prune": {"key": None},
+    "svrg_learning_rate": {"num_passes": {"minimum": 0}},
     "stationary_covariance": {"preconditioner": None, "momentum": None},
-    "with_loss": {"seed": None},
 } | {ours.name: ours.limits for ours in TRANSFORMATIONS}
 
 
@@ -220,6 +230,8 @@ def kind_of(parameter, limits):
         return None
     if all(isinstance(option, str) for option in options):
         return choice(*options)
+    if int in options and parameter.name == "key":
+        return random_key()
     if int in options:
         minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
         return count(minimum=minimum, is_optional=is_optional)
@@ -281,10 +293,11 @@ def type_error(message, **change):
 
 
 NOT_BOUND = value_error("axis_name 'replica' is not bound here.*jax.pmap", axis_name="replica")
+NO_KEY = type_error("key must be an int or a random key", key="0")
 NO_PLAIN_INTEGER = type_error("static_args", n_components=jnp.array(2))
 FULL_GRADIENT_MISSING = [
     value_error(r"extra argument full_grad_fn.*optperm\.evaluate", grad_fn=mean, **options)
-    for options in ({"refresh_every": 2}, {"refresh_probability": 0.5})
+    for options in ({"every": 2}, {"probability": 0.5})
 ]
 # Functions that look for a state, and what they call it.
 STATES = {
@@ -376,28 +389,26 @@ REFUSED = {
         value_error("extra argument value_fn, .*optperm.evaluate", value=0.0),
     ],
     "dldr": [
-        value_error(
-            "sample_every must be at most 2147483647", sample_every=2**20, num_samples=2**11 + 2
-        ),
-        type_error("static_args", num_samples=jnp.array(2)),
+        value_error("every must be at most 2147483647", every=2**20, num_snapshots=2**11 + 2),
+        type_error("static_args", num_snapshots=jnp.array(2)),
     ],
     "dldr.init": [
         value_error(
-            "n_components=3 needs num_samples of at least 4, got 3",
-            num_samples=3,
+            "n_components=3 needs num_snapshots of at least 4, got 3",
+            num_snapshots=3,
             subspace_optimizer=optperm.dim_reduce(n_components=3),
         ),
         value_error(
-            "n_components=3 needs num_samples of at least 3, got 2",
-            num_samples=2,
-            subspace_optimizer=optperm.twa(3, sgd()),
+            "n_components=3 needs num_snapshots of at least 3, got 2",
+            num_snapshots=2,
+            subspace_optimizer=optperm.twa(sgd(), n_components=3),
         ),
-        value_error("places params", optimizer=optperm.sgperm()),
+        value_error("inner places params", inner=optperm.sgperm()),
         value_error("must hold one of dim_reduce, project or twa, got 0", subspace_optimizer=sgd()),
         value_error(
             "must hold one of dim_reduce, project or twa, got 2",
             subspace_optimizer=optax.chain(
-                optperm.project(1, sgd()), optperm.dim_reduce(n_components=1)
+                optperm.project(sgd(), n_components=1), optperm.dim_reduce(n_components=1)
             ),
         ),
     ],
@@ -433,6 +444,7 @@ REFUSED = {
     ],
     "freeze": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
+        NO_KEY,
         value_error(
             r"needs scores, from optperm.variance.full_gradient",
             criterion=Each(["gradient", "preconditioned_gradient"]),
@@ -521,14 +533,15 @@ REFUSED = {
     "mars.update": [value_error(r"extra argument grad_fn.*optperm\.evaluate", exact=True)],
     "prune": [
         value_error(r"needs a key: pass key=jax.random.key\(0\)", criterion="random"),
-        type_error("call the schedule first", fraction=optax.constant_schedule(0.5)),
+        NO_KEY,
+        type_error("call the schedule first", sparsity=optax.constant_schedule(0.5)),
     ],
     "record_trajectory": [
-        type_error("static_args", capacity=jnp.array(3)),
+        type_error("static_args", num_snapshots=jnp.array(3)),
         type_error("dtype must be", dtype=jnp.int32),
     ],
     "recursive_gradient": [
-        value_error("not both", refresh_every=2, refresh_probability=0.5),
+        value_error("not both", every=2, probability=0.5),
         value_error(r"must be in \[0, 1\], got 1.5", a=1.5),
     ],
     "recursive_gradient.update": [
@@ -596,7 +609,7 @@ REFUSED = {
         value_error("momentum must be in", momentum=-0.1),
         value_error("noise must be real", noise=TWO * 1j),
     ],
-    "svrg": [value_error("not both", refresh_every=2, refresh_probability=0.5)],
+    "svrg": [value_error("not both", every=2, probability=0.5)],
     "svrg.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate"),
         *FULL_GRADIENT_MISSING,
@@ -622,7 +635,7 @@ REFUSED = {
 }
 # What is at a limit, and works.
 ALLOWED = {
-    "dldr": {"sample_every": 2**20, "num_samples": 2**11},
+    "dldr": {"every": 2**20, "num_snapshots": 2**11},
 }
 
 

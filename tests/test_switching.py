@@ -163,7 +163,7 @@ def test_entries_are_held_in_their_phase_alone():
     """What a mask of the first optimizer holds moves freely after the switch, and no earlier."""
     masked = optax.chain(sgd(), optperm.mask_elements())
     tx = optperm.switch_after(2, masked, sgd(0.5))
-    first, opt_state = optperm.sparsity.prune(start(), tx.init(start()), fraction=0.5)
+    first, opt_state = optperm.sparsity.prune(start(), tx.init(start()), sparsity=0.5)
     pruned = first["kernel"] == 0.0
     ones = [jax.tree.map(jnp.ones_like, first)] * 3
     for index, (p, _) in enumerate(loops.train(tx, first, ones, opt_state=opt_state)):
@@ -292,12 +292,12 @@ READ = {
         lambda s, p: optperm.bayes.sample_params(s, p, jax.random.key(0)),
     ),
     "set_basis": (
-        optperm.project(1, sgd()),
+        optperm.project(sgd(), n_components=1),
         lambda s, p: optperm.subspace.set_basis(s, one_row_of(p)),
     ),
     "swag_mean": (collected(), lambda s, p: optperm.bayes.swag_mean(s)),
     "take_snapshot": (
-        optperm.svrg(refresh_every=3),
+        optperm.svrg(every=3),
         lambda s, p: optperm.variance.take_snapshot(s, p, p),
     ),
     "trajectory": (optperm.record_trajectory(1, 2), lambda s, p: optperm.subspace.trajectory(s)),

@@ -184,8 +184,8 @@ def agn(
 
       `optimizer` has two states: one for the local params, which is kept in a pull, and one for the
       center. Schedules of both count local steps: a commit after the local step of count t reads them
-      at t. Bias correction, and periods such as `update_every`, count the gradients that a state has
-      seen. Both get the extra arguments. In a step of the center `value_fn`, `grad_fn` and
+      at t. Bias correction, and periods such as `every` of `optperm.low_rank`, count the gradients that
+      a state has seen. Both get the extra arguments. In a step of the center `value_fn`, `grad_fn` and
       `per_example_grad_fn` are of the batches of all replicas, `value` is the value at the center and
       `grad` the committed gradient.
 
