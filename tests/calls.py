@@ -60,25 +60,20 @@ FUNCTIONS = {
         "params": PARAMS,
         "key": jax.random.key(0),
         "batch_size": 2,
+        "sampler": lambda num_data, batch_size: optperm.sgld(1e-4, num_data),
         "num_chains": 1,
         "num_draws": 4,
         "thinning": 1,
-        "warmup": 4,
-    },
-    "auroc": {"scores": jnp.ones(2), "other_scores": jnp.ones(2)},
-    "classification_scores": {
-        "probabilities": jnp.array([[0.25, 0.75]] * 2),
-        "labels": jnp.array([0, 1]),
+        "burn_in": 4,
     },
     "sample_params": {
         "opt_state": state(optperm.ivon(0.1, 10.0)),
         "params": PARAMS,
         "key": jax.random.key(0),
     },
-    "swag_mean": {
+    "posterior_mean": {
         "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1],
     },
-    "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
     "compress_quantized": {"bits": 4},
     "compress_top_k": {"fraction": 0.5},
@@ -103,7 +98,6 @@ FUNCTIONS = {
     },
     "keep_top": {"params": PARAMS, "sparsity": 0.5},
     "state_report": {"tx": optperm.apollo(rank=1), "params": PARAMS},
-    "interval_coverage": {"draws": jnp.ones((2, 5, 3)), "targets": jnp.ones(3)},
     "normal_prior": {"params": PARAMS, "precision": 1.0, "num_data": 10},
     "adapted_kernel": {"opt_state": state(optperm.mandt_sgd(10, 2))},
     "pca_basis": {"snapshots": SNAPSHOTS, "n_components": 1},
@@ -128,7 +122,6 @@ FUNCTIONS = {
         "groups": {"u": [("a", -1), ("b", 0)]},
     },
     "reset_masks": {"opt_state": MASKED},
-    "samples_as_dict": {"samples_params": DRAWS},
     "set_basis": {"opt_state": state(optperm.dim_reduce(n_components=2)), "basis": rows(2)},
     "stationary_covariance": {"preconditioner": 0.1, "hessian": jnp.eye(2), "noise": jnp.eye(2)},
     "svrg_learning_rate": {
@@ -210,11 +203,10 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 LIMITS = {
     "compress_quantized": {"decay": SHARE},
     "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
-    "draw_samples": {"warmup": {"minimum": 0}},
+    "draw_samples": {"burn_in": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
     "freeze": {"key": None},
-    "interval_coverage": {"levels": None},
-    "sample": {"sampler": None, "warmup": {"minimum": 0}},
+    "sample": {"sampler": None, "burn_in": {"minimum": 0}},
     "pca_basis": {"num_snapshots": None},
     "prune": {"key": None},
     "svrg_learning_rate": {"num_passes": {"minimum": 0}},
@@ -305,7 +297,7 @@ STATES = {
     "export_permutation": "PermuteByCyclesState .*optperm.sgperm",
     "freeze": r"a MaskElementsState \(the state of optperm.mask_elements\)",
     "sample_params": r"IvonState or SwagState \(the state of optperm.ivon or optperm.swag\)",
-    "swag_mean": r"SwagState \(the state of optperm.swag\)",
+    "posterior_mean": r"SwagState \(the state of optperm.swag\)",
     "adapted_kernel": "NoiseKernel .*optperm.constant_sgd or optperm.mandt_sgd",
     "permuted_params": "PermuteByCyclesState .*optperm.sgperm",
     "prune": r"a MaskElementsState or SparseState \(the state of optperm.mask_elements\)",
@@ -350,25 +342,6 @@ REFUSED = {
         ),
         type_error(r"updates\['b'\] must be an array", updates=one_leaf(b="x")),
     ],
-    "calibration": [
-        type_error("probabilities must be floating", probabilities=np.ones((2, 2), int)),
-        type_error("labels integers, got", labels=np.array([0.0, 1.0])),
-        value_error(r"must be \(n, classes\)", probabilities=np.full(2, 0.5)),
-        value_error(
-            r"got \(0, 2\)",
-            probabilities=np.zeros((0, 2)),
-            labels=np.zeros(0, int),
-        ),
-        value_error(r"labels \(n,\).* and \(1, 2\)", labels=np.array([[0, 1]])),
-        value_error(r"row 0 is \[2\. 0\.\].*softmax", probabilities=TWO * 2),
-        value_error("at least 0.*row 1", probabilities=np.array([[0.5, 0.5], [1.5, -0.5]])),
-        value_error(
-            "row 0 is .nan nan", probabilities=np.full((1, 2), np.nan), labels=np.array([0])
-        ),
-        value_error(r"labels must lie in \[0, 1\].*got 2", labels=np.array([0, 2])),
-        value_error(r"labels must lie in \[0, 1\].*got -1", labels=np.array([-1, 1])),
-    ],
-    "auroc": [value_error(r"must be numbers of shape \(n,\)", scores=Each([TWO, np.zeros(0)]))],
     "swag": [value_error("at least 2", rank=1)],
     "ivon.update": [value_error(r"extra argument draw.*sample_params")],
     "constant_sgd": [
@@ -547,16 +520,6 @@ REFUSED = {
     "recursive_gradient.update": [
         value_error(r"extra argument grad_fn.*optperm\.evaluate", full_grad_fn=mean),
         *FULL_GRADIENT_MISSING,
-    ],
-    "samples_as_dict": [
-        value_error(
-            r"Two leaves.*'a\.b'",
-            samples_params={"a": {"b": jnp.ones((2, 5))}, "a.b": jnp.ones((2, 5))},
-        ),
-        value_error(
-            "same axes of chains and draws",
-            samples_params=Each([{}, {"a": jnp.ones((2, 5)), "b": jnp.ones(2)}]),
-        ),
     ],
     "mandt_sgd.update": [
         value_error(r"argument per_example_grad_fn.*optperm.evaluate\(loss_fn, params, batch\)"),

@@ -295,7 +295,7 @@ READ = {
         optperm.project(sgd(), n_components=1),
         lambda s, p: optperm.subspace.set_basis(s, one_row_of(p)),
     ),
-    "swag_mean": (collected(), lambda s, p: optperm.bayes.swag_mean(s)),
+    "posterior_mean": (collected(), lambda s, p: optperm.bayes.posterior_mean(s)),
     "take_snapshot": (
         optperm.svrg(every=3),
         lambda s, p: optperm.variance.take_snapshot(s, p, p),
@@ -317,7 +317,7 @@ def test_every_function_of_a_state_is_tested_in_phases():
 
 
 @pytest.mark.usefixtures("lenient")
-@pytest.mark.filterwarnings("ignore:The (first|largest|least) ")
+@pytest.mark.filterwarnings("ignore:The (first|maximum|minimum) ")
 @pytest.mark.parametrize("name", READ)
 def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
     """And of two states that of the phase that runs is found."""

@@ -160,8 +160,8 @@ ABOVE_ZERO = {"is_open": True}
 FROM_ZERO = {"minimum": 0}
 SEARCH_LIMITS = {"rho": SHARE, "gamma": SHARE, "sigma": SHARE}
 NOISE_LIMITS = {
-    **dict.fromkeys(("max_step", "stability", "rho"), ABOVE_ZERO),
-    **dict.fromkeys(("burn_in", "seed"), FROM_ZERO),
+    **dict.fromkeys(("max_step", "stability", "noise_ratio"), ABOVE_ZERO),
+    "burn_in": FROM_ZERO,
 }
 # What entries of `low_rank` and `apollo` have in common; a rank is an integer, or a ratio.
 LOW_RANK: dict[str, Any] = {
@@ -525,10 +525,10 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         ivon,
-        {"learning_rate": 1e-3, "ess": 1.0, "beta2": 0.9},
+        {"learning_rate": 1e-3, "num_data": 1.0, "b2": 0.9},
         limits={
-            **dict.fromkeys(("ess", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
-            **dict.fromkeys(("beta1", "beta2"), SHARE | {"is_below": True}),
+            **dict.fromkeys(("num_data", "hess_init", "weight_decay", "clip_radius"), ABOVE_ZERO),
+            **dict.fromkeys(("b1", "b2"), SHARE | {"is_below": True}),
         },
         static=("mc_samples",),
         knows="shapes",
@@ -548,14 +548,13 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sgld,
         {"step_size": 4e-6, "num_data": 1000},
-        limits={"seed": FROM_ZERO},
         knows="shapes",
         no_minimum="samples",
     ),
     Transformation(
         optperm.sghmc,
         {"step_size": 1e-6, "num_data": 1000, "friction": 0.5},
-        limits={"friction": SHARE | ABOVE_ZERO, "noise_estimate": {"high": 0.5}, "seed": FROM_ZERO},
+        limits={"friction": SHARE | ABOVE_ZERO, "noise_estimate": {"high": 0.5}},
         knows="shapes",
         no_minimum="samples",
     ),
