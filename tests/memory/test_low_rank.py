@@ -304,6 +304,16 @@ INNERS = {
 }
 
 
+def test_an_int_seeds_the_key():
+    grads = {"w": support.normal((6, 9))}
+    bases = []
+    for key in (7, jax.random.key(7), 8):
+        tx = optperm.low_rank(optax.identity(), 2, key=key)
+        bases.append(tx.update(grads, tx.init(grads))[1].basis["w"])
+    np.testing.assert_array_equal(bases[0], bases[1])
+    assert not np.array_equal(bases[0], bases[2])
+
+
 def test_moments_are_carried_over():
     """First ones by C, squares by those of its entries; the same basis changes nothing."""
     rng = np.random.default_rng(0)

@@ -154,6 +154,7 @@ def test_random_choice_is_nested_and_depends_on_the_key_alone():
         assert all(np.all(more[name][fewer[name]]) for name in params)
     other = jax.tree.map(jnp.negative, params)
     support.assert_same_bits(choose(0.4, scores=other), held[2])
+    support.assert_same_bits(choose(0.4, key=3), held[2])  # an int seeds the key
     assert not np.array_equal(choose(0.4, jax.random.key(4))["x"], held[2]["x"])
     # Leaves of one size draw apart, and what else is included does not matter.
     assert not np.array_equal(held[2]["x"], held[2]["y"].ravel())

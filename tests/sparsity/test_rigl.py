@@ -257,6 +257,15 @@ def test_the_first_mask_is_uniform_and_random_growth_too():
         )
 
 
+def test_an_int_seeds_the_key():
+    w = {"a": jnp.ones((6, 4))}
+    options = {"sparsity": 0.5, "end": 200, "grow": "random"}
+    states = [
+        optperm.rigl(optax.sgd(0.1), key=key, **options).init(w) for key in (7, jax.random.key(7))
+    ]
+    support.assert_same_bits(*states)
+
+
 def test_bad_arguments():
     w = {"a": jnp.ones((6, 4))}
     for error, message, options in (
@@ -264,7 +273,7 @@ def test_bad_arguments():
         (ValueError, r"sparsity must be in \[0, 1\], got 1.5", {"sparsity": 1.5}),
         (ValueError, "grow must be one of", {"grow": "momentum"}),
         (ValueError, "sparsity does not fit", {"sparsity": [0.5, 0.5]}),
-        (TypeError, r"key must be a random key, such as jax.random.key\(0\), got 0", {"key": 0}),
+        (TypeError, r"key must be an int or a random key, .*, got '0'", {"key": "0"}),
         (TypeError, "must be an optax.GradientTransformation", {"inner": optax.sgd}),
         (ValueError, "no leaf of rank 2 or more: pass include=", {"params": jnp.ones(3)}),
     ):

@@ -187,7 +187,18 @@ def test_steps_without_a_snapshot_warn():
         assert opt_state.snapshot.is_taken
 
 
-def test_step_between_refreshes_copies_no_state():
+def test_an_int_seeds_the_key():
+    """Of all methods with the same state."""
+    for make in (
+        lambda key: optperm.svrg(probability=0.5, key=key),
+        lambda key: optperm.recursive_gradient(0.1, 0.5, key=key),
+        lambda key: optperm.katyusha(0.1, 0.1, 0.5, key=key),
+    ):
+        one, other = (make(key).init(start()) for key in (7, jax.random.key(7)))
+        support.assert_same_bits(one, other)
+
+
+def test_step_between_snapshots_copies_no_state():
     """In donated buffers: what is read and what is renewed lie in the same place."""
     params = {"w": jnp.zeros((64, 48))}
 
