@@ -93,6 +93,7 @@ FUNCTIONS = {
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
     "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
     "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
+    "falling": {"init_value": 0.1},
     "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
     "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
     "gaussian_kl": {
@@ -186,6 +187,16 @@ def count(*, minimum, is_optional=False):
     return Kind(refused)
 
 
+def random_key():
+    """An int of 32 bits that seeds a key, or a key: typed, or its raw data."""
+    refused = (
+        ([-1, 2**32], ValueError, "must be at (least 0|most 4294967295), got "),
+        ([2.5, True, "2", None, jnp.float32(2.0)], TypeError, "must be an int or a random key"),
+    )
+    typed = jax.random.key(1)
+    return Kind(refused, (0, 2**32 - 1, typed, jax.random.key_data(typed)))
+
+
 def choice(*names):
     """One of several strings."""
     message = f"must be one of {', '.join(map(repr, names))}, got"
@@ -220,6 +231,8 @@ def kind_of(parameter, limits):
         return None
     if all(isinstance(option, str) for option in options):
         return choice(*options)
+    if int in options and parameter.name == "key":
+        return random_key()
     if int in options:
         minimum = limits.get("minimum", 0 if parameter.default == 0 else 1)
         return count(minimum=minimum, is_optional=is_optional)
@@ -488,9 +501,9 @@ REFUSED = {
         value_error(r"other_covariance .*\(2, 2\), got float32\[3, 3\]", other_covariance=THREE),
     ],
     "laperm.init": [
-        value_error("optimizer places params", optimizer=optperm.sgperm()),
-        value_error("holds some", optimizer=optax.chain(sgd(), optperm.mask_elements())),
-        value_error("keeps zeros", optimizer=optperm.prune_gradually(sgd(), 0.5, 1.0)),
+        value_error("inner places params", inner=optperm.sgperm()),
+        value_error("holds some", inner=optax.chain(sgd(), optperm.mask_elements())),
+        value_error("keeps zeros", inner=optperm.prune_gradually(sgd(), 0.5, 1.0)),
         value_error(r"output_axes \(3,\) .*kernel", output_axes=3, params=KERNEL),
     ],
     "pca_basis": [
@@ -578,6 +591,7 @@ REFUSED = {
             r"basis\['w'\] has dtype int32", basis=ROWS_2 | {"w": np.zeros((2, 3, 2), np.int32)}
         ),
     ],
+    "sgperm": [value_error("not both", aggressiveness=0.1, num_steps=5)],
     "sgperm.init": [
         value_error(
             "output_axes .*kernel",

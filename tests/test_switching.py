@@ -148,7 +148,7 @@ def test_weights_are_placed_in_their_phase_alone():
     permutation = optperm.permutation.export_permutation(at_switch, opt_state)
     support.assert_same_bits(optperm.permutation.apply_permutation(at_switch, permutation), p)
 
-    twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
+    twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, key=1))
     trail = trained(twice, params(), steps=range(4))
     for p, _ in trail:
         support.assert_permutes(p, params())
@@ -173,7 +173,7 @@ def test_entries_are_held_in_their_phase_alone():
 def test_targets_of_another_state_of_its_phase():
     """Both phases' targets are taken over, as by the optimizers alone."""
     one, other = params(), jax.tree.map(lambda p: p[::-1], params())
-    tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(seed=1))
+    tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(key=1))
     states = tx.init(one), tx.init(other)
     merged = replace_targets(*states)
     support.assert_same_bits((merged.first[1].weights, merged.then[1].weights), (other, other))

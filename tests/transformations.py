@@ -192,7 +192,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sgperm,
         {"aggressiveness": 0.3},
-        limits={"partition_ratio": SHARE, "max_partition_ratio": SHARE, "momentum": SHARE},
+        limits={"partition_ratio": SHARE, "momentum": SHARE},
         permutes=True,
         no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
@@ -207,7 +207,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.laperm,
-        {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
+        {"inner": optax.sgd(1e-2, 0.9), "every": 3},
         permutes=True,
         lenient=True,
         no_minimum=REACHES_NO_OTHER_VALUES,

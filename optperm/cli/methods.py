@@ -23,11 +23,11 @@ from optperm.core import checks
 Hyperparameter = bool | int | float | str | None
 Transformation: TypeAlias = optax.GradientTransformation
 # Facts that a run knows by itself, and passes to the functions that take them.
-_FACTS = ("seed", "num_data", "batch_size", "axis_name")
+_FACTS = ("seed", "key", "num_data", "batch_size", "axis_name")
 # Bounds that Optax itself does not check.
-_FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision")
+_FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision", "aggressiveness")
 _BOUNDS = dict.fromkeys((*_FROM_ZERO, "outer_learning_rate", "burn_in_learning_rate"), float("inf"))
-_BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2"), 1.0)
+_BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2", "aggressiveness_decay"), 1.0)
 
 
 class Flag(NamedTuple):
@@ -123,8 +123,26 @@ def _strip_markup(text: str) -> str:
     return text
 
 
-def _laperm(sync_every: int, **adam: Any) -> Transformation:
-    return optperm.laperm(optax.adam(**adam), sync_every)
+def _sgperm(
+    aggressiveness: float,
+    aggressiveness_decay: float,
+    num_steps: int | None,
+    *,
+    seed: int,
+    **options: Any,
+) -> Transformation:
+    schedule = optperm.permutation.falling(aggressiveness, num_steps)
+    if aggressiveness_decay:
+        if num_steps is not None:
+            raise ValueError("pass aggressiveness_decay or num_steps, not both.")
+        # The first step of the original already decays.
+        first = aggressiveness * aggressiveness_decay
+        schedule = optax.exponential_decay(first, 1, aggressiveness_decay)
+    return optperm.sgperm(schedule, key=seed, **options)
+
+
+def _laperm(every: int, **adam: Any) -> Transformation:
+    return optperm.laperm(optax.adam(**adam), every)
 
 
 def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
@@ -235,23 +253,32 @@ _IN_SUBSPACES = {
 _ENTRIES = (
     Method(
         "sgperm",
-        optperm.sgperm,
+        _sgperm,
         "--aggressiveness 0.2 --epochs 20",
-        own={
-            "centralize": True,
-            "aggressiveness_decay": (None, ""),
+        (optperm.sgperm,),
+        {
+            "aggressiveness": (
+                0.1,
+                "At the start, a weight moves by at most about this fraction of its weight vector's "
+                "range; it falls to a hundredth over the run.",
+            ),
+            "aggressiveness_decay": (
+                0.0,
+                "The factor on the aggressiveness in each step; 0 to let it fall over the run.",
+            ),
             "num_steps": (
                 None,
                 "The number of steps over which the aggressiveness falls; by default the whole run.",
             ),
+            "centralize": True,
         },
     ),
     Method(
         "laperm",
         _laperm,
-        "--sync-every 25 --epochs 20",
+        "--every 25 --epochs 20",
         (optperm.laperm, optax.adam),
-        {"learning_rate": 1e-3, "sync_every": 58},
+        {"learning_rate": 1e-3, "every": 58},
     ),
     Method(
         "sgd",

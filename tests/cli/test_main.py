@@ -93,7 +93,7 @@ def test_summary_tells_all_flags_and_agrees_with_the_metrics(flags, files, tmp_p
     summary, metrics = found.summary, found.metrics
     expected = {
         **{"method": "adam", "model": "mlp", "hidden": 7, "seed": 5, "batch_size": 15},
-        **{"epochs": 3, "epochs_done": 3, "interrupted": False, "share_moved": None},
+        **{"epochs": 3, "epochs_done": 3, "interrupted": False, "fraction_moved": None},
         "steps": 12,  # 64 examples hold four batches of 15; the rest is left out
         "params": 6 * 7 + 7 + 7 * 3 + 3,
     }
@@ -311,7 +311,7 @@ def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
 def test_long_runs_print_few_lines(capsys):
     reporter = report.Reporter(Run(epochs=95))
     for epoch in range(96):
-        record = {"epoch": epoch, "phase": None, "share_moved": None, "train_loss": 1.0}
+        record = {"epoch": epoch, "phase": None, "fraction_moved": None, "train_loss": 1.0}
         accuracies = dict.fromkeys(("train_accuracy", "valid_accuracy", "test_accuracy"), 0.5)
         reporter.epoch(record | accuracies)
     epochs = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
