@@ -80,8 +80,7 @@ FUNCTIONS = {
     },
     "calibration": {"probabilities": jnp.array([[0.25, 0.75]] * 2), "labels": jnp.array([0, 1])},
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
-    "compress_quantized": {"bits": 4},
-    "compress_top_k": {"fraction": 0.5},
+    "Compression": {"fraction": 0.5},
     "draw_samples": {
         "step": lambda params, opt_state, key: (params, opt_state),
         "params": PARAMS,
@@ -209,8 +208,7 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 # is of no kind, and what it refuses, if anything, stands in `REFUSED`. Those of a transformation's
 # arguments stand in its entry in `transformations.py`.
 LIMITS = {
-    "compress_quantized": {"decay": SHARE},
-    "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
+    "Compression": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
     "draw_samples": {"warmup": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
     "interval_coverage": {"levels": None},
@@ -326,10 +324,11 @@ TREES = {
 # What else is refused. "f.init" and "f.update" mean those of what f gives, for other params, or with
 # these extra arguments.
 REFUSED = {
+    "Compression": [value_error("needs a fraction, bits or both", fraction=None)],
     "agn.init": [
         value_error(
             "switch_after around agn",
-            optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
+            inner=optperm.switch_after(2, sgd(), optperm.sgperm()),
         )
     ],
     "agn.update": [NOT_BOUND],

@@ -215,12 +215,12 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.agn,
-        {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
+        {"inner": optax.sgd(2e-3, 0.9), "every": 2},
         lenient=True,
     ),
     Transformation(
         optperm.diloco,
-        {"inner": optax.sgd(1e-3), "sync_every": 2},
+        {"inner": optax.sgd(1e-3), "every": 2},
         limits={"mixing": SHARE},
         lenient=True,
     ),
@@ -228,7 +228,7 @@ TRANSFORMATIONS = (
         optperm.diloco,
         {
             "inner": optax.sgd(1e-3),
-            "sync_every": optperm.distributed.Every(2, delay=1),
+            "every": optperm.distributed.Every(2, delay=1),
             "mixing": 0.5,
         },
         other_name="diloco-streaming",
@@ -485,7 +485,7 @@ TRANSFORMATIONS = (
         optperm.switch_after,
         {
             "num_steps": 2,
-            "first": optperm.agn(optax.sgd(2e-3, 0.9), communication_period=2),
+            "first": optperm.agn(optax.sgd(2e-3, 0.9), every=2),
             "then": optax.sgd(2e-3, 0.9),
         },
         limits={"num_steps": FROM_ZERO},

@@ -155,26 +155,24 @@ def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
     return optperm.variance.take_snapshot if (epoch - 1) % update_freq == 0 else None
 
 
-def _agn(
-    communication_period: int, *, commit: Any, axis_name: str | None = None, **sgd: Any
-) -> Transformation:
-    return optperm.agn(optax.sgd(**sgd), communication_period, commit=commit, axis_name=axis_name)
+def _agn(every: int, *, combine: Any, axis_name: str | None = None, **sgd: Any) -> Transformation:
+    return optperm.agn(optax.sgd(**sgd), every=every, combine=combine, axis_name=axis_name)
 
 
 def _diloco(
-    sync_every: int,
+    every: int,
     *,
     outer_learning_rate: float,
     outer_momentum: float,
     mixing: float,
-    commit: Any,
+    combine: Any,
     axis_name: str | None = None,
     **adamw: Any,
 ) -> Transformation:
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     inner = optax.adamw(**adamw)
-    how: dict[str, Any] = {"mixing": mixing, "commit": commit, "axis_name": axis_name}
-    return optperm.diloco(inner, outer, sync_every, **how)
+    how: dict[str, Any] = {"mixing": mixing, "combine": combine, "axis_name": axis_name}
+    return optperm.diloco(inner, outer, every=every, **how)
 
 
 def _low_rank(*, residual: bool, seed: int, **options: Any) -> Transformation:
@@ -310,17 +308,17 @@ _ENTRIES = (
     Method(
         "agn",
         _agn,
-        "--communication-period 20 --devices 4",
+        "--every 20 --devices 4",
         (optperm.agn, optax.sgd),
         {"learning_rate": 0.5, "momentum": 0.5},
     ),
     Method(
         "diloco",
         _diloco,
-        "--sync-every 50 --devices 4",
+        "--every 50 --devices 4",
         (optperm.diloco, optax.adamw),
         {
-            "sync_every": 20,
+            "every": 20,
             "learning_rate": 3e-3,
             "outer_learning_rate": (0.7, "The step size of the outer steps."),
             "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),

@@ -347,7 +347,7 @@ class Run:
         steps = total - self.at.step
         if 0 < steps < math.inf and commits.ends_before_commit(self.carry, steps, self.layout):
             says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
-            advice = "replicas train apart until its end. Lower communication_period or sync_every"
+            advice = "replicas train apart until its end. Lower every"
             warnings.warn(f"{says}: {advice}.", stacklevel=3)
 
     def warn_of_result(self, result: FitResult) -> None:

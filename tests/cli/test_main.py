@@ -249,7 +249,7 @@ def test_the_curve_has_steps_epochs_and_tests(tmp_path, monkeypatch):
 @pytest.mark.chains
 def test_laperm_tests_what_is_synchronized(flags, files, tmp_path):
     """No epoch ends with a synchronization: each is tested as a run that ended there."""
-    flags += ["--learning-rate", "0.05", "--sync-every", "5", "--quiet"]
+    flags += ["--learning-rate", "0.05", "--every", "5", "--quiet"]
     assert main(["train", "laperm", *flags, "--epochs", "2"]) == 0
     assert files(tmp_path / "run").summary["steps"] == 12
     flags[flags.index("--out") + 1] = str(tmp_path / "part")
@@ -385,7 +385,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("sgperm --partition-ratio 2", "sgperm: partition_ratio must be in [0, 1], got 2.0"),
         ("sgperm --min-partition-size 0", "min_partition_size must be at least 1, got 0"),
         ("svrg --update-freq 0", "update_freq must be at least 1"),
-        ("agn --communication-period 0", "communication_period must be at least 1"),
+        ("agn --every 0", "every must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
         ("dldr --num-samples 4 --n-components 4", "needs num_samples of at least 5"),
         ("dldr --second adam", "second must be one of 'dim_reduce', 'project', 'twa', got 'adam'"),
