@@ -26,9 +26,9 @@ import optperm
 
 AXIS, REPLICAS, SIDE = "replica", 4, 1024
 ADAMW = optax.with_extra_args_support(optax.adamw(1e-3))
-AGN = functools.partial(optperm.agn, ADAMW, 10, axis_name=AXIS)
-DILOCO = functools.partial(optperm.diloco, ADAMW, sync_every=10, axis_name=AXIS)
-TOP_K = optperm.distributed.compress_top_k(1 / 32, bits=2)
+AGN = functools.partial(optperm.agn, ADAMW, every=10, axis_name=AXIS)
+DILOCO = functools.partial(optperm.diloco, ADAMW, every=10, axis_name=AXIS)
+TOP_K = optperm.distributed.Compression(1 / 32, bits=2)
 
 
 class Case(NamedTuple):
@@ -44,16 +44,15 @@ CASES = {
     "`agn`, counted": Case(AGN()),
     "`diloco`, counted": Case(DILOCO()),
     "`diloco`, `commit=False`": Case(DILOCO(), commit=False),
-    '`agn(commit="pairs")`, counted': Case(AGN(commit="pairs")),
-    '`diloco(commit="pairs")`, counted': Case(DILOCO(commit="pairs")),
-    '`agn(commit="sequential")`, `commit=True`': Case(AGN(commit="sequential"), True, 1),
-    "`compress_quantized(4)`, `commit=True`": Case(
-        DILOCO(compress=optperm.distributed.compress_quantized(4)), True, 1
+    '`diloco(combine="pairs")`, counted': Case(DILOCO(combine="pairs")),
+    '`agn(combine="sequential")`, `commit=True`': Case(AGN(combine="sequential"), True, 1),
+    "`Compression(bits=4)`, `commit=True`": Case(
+        DILOCO(compress=optperm.distributed.Compression(bits=4)), True, 1
     ),
-    "`compress_quantized(1)`, `commit=True`": Case(
-        DILOCO(compress=optperm.distributed.compress_quantized(1)), True, 1
+    "`Compression(bits=1)`, `commit=True`": Case(
+        DILOCO(compress=optperm.distributed.Compression(bits=1)), True, 1
     ),
-    "`compress_top_k(1 / 32, bits=2)`, `commit=True`": Case(DILOCO(compress=TOP_K), True, 1),
+    "`Compression(1 / 32, bits=2)`, `commit=True`": Case(DILOCO(compress=TOP_K), True, 1),
 }
 
 

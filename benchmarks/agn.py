@@ -123,10 +123,10 @@ def measure_local_steps(name: str, leaves: int, size: int, repetitions: int) -> 
         "bare": (bare, {}),
         "by hand": (by_hand(bare), {}),
         "by hand with a center": (by_hand(bare, has_center=True), {}),
-        "agn": (optperm.agn(bare, NEVER), local),
-        "diloco": (optperm.diloco(bare, sync_every=NEVER), local),
-        "agn counted": (optperm.agn(bare, NEVER), {}),
-        "diloco counted": (optperm.diloco(bare, sync_every=NEVER), {}),
+        "agn": (optperm.agn(bare, every=NEVER), local),
+        "diloco": (optperm.diloco(bare, every=NEVER), local),
+        "agn counted": (optperm.agn(bare, every=NEVER), {}),
+        "diloco counted": (optperm.diloco(bare, every=NEVER), {}),
     }
     steps = {
         peer: jax.jit(make_step(tx, **extras), donate_argnums=(0, 1))
@@ -227,10 +227,9 @@ def replicated(tree: Any) -> Any:
 
 def methods(optimizer: optax.GradientTransformation, period: int) -> dict[str, Any]:
     """AGN by each rule, and DiLoCo."""
-    rules = {
-        f"agn {rule}": optperm.agn(optimizer, period, axis_name=AXIS, commit=rule) for rule in RULES
-    }
-    return rules | {"diloco": optperm.diloco(optimizer, sync_every=period, axis_name=AXIS)}
+    how = {"every": period, "axis_name": AXIS}
+    rules = {f"agn {rule}": optperm.agn(optimizer, combine=rule, **how) for rule in RULES}
+    return rules | {"diloco": optperm.diloco(optimizer, **how)}
 
 
 def print_traffic() -> None:
@@ -243,11 +242,11 @@ def print_traffic() -> None:
     print(f"Traffic of each device: {count} float32 params in 4 leaves, period {PERIOD}")
     peers = {"synchronous": SGD} | methods(SGD, PERIOD)
     exchanges: dict[str, dict[str, Any]] = {
-        "4 fragments": {"sync_every": optperm.distributed.Every(PERIOD, fragments=4)},
-        "4 bits": {"sync_every": PERIOD, "compress": optperm.distributed.compress_quantized(4)},
+        "4 fragments": {"every": optperm.distributed.Every(PERIOD, fragments=4)},
+        "4 bits": {"every": PERIOD, "compress": optperm.distributed.Compression(bits=4)},
         "top 3 %, 2 bits": {
-            "sync_every": PERIOD,
-            "compress": optperm.distributed.compress_top_k(1 / 32, bits=2),
+            "every": PERIOD,
+            "compress": optperm.distributed.Compression(1 / 32, bits=2),
         },
     }
     for peer, options in exchanges.items():
@@ -265,9 +264,9 @@ def print_traffic() -> None:
             + (" in a conditional" if each.is_conditional else " in every step")
             for each in find_collectives(hlo)
         )
-        share = f"{size / synchronous:.6f}"
-        RESULTS.row("Traffic", method=name, bytes_a_step=f"{size:,.1f}", of_synchronous=share)
-        print(f"  {name:15} {size:9.1f} bytes/step ({share}): {found}")
+        ratio = f"{size / synchronous:.6f}"
+        RESULTS.row("Traffic", method=name, bytes_a_step=f"{size:,.1f}", of_synchronous=ratio)
+        print(f"  {name:15} {size:9.1f} bytes/step ({ratio}): {found}")
 
 
 def measure_commits(name: str, leaves: int, size: int, repetitions: int) -> None:

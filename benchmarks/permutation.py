@@ -58,12 +58,12 @@ def last_layer(rate: Any) -> optax.GradientTransformation:
 
 def sgperm(alpha: Any, steps: int) -> optax.GradientTransformation:
     """SGPerm as the command trains by it."""
-    return optperm.sgperm(alpha, num_steps=steps, centralize=True)
+    return optperm.sgperm(optperm.permutation.falling(alpha, steps), centralize=True)
 
 
 def sgperm_of_few(momentum: Any, _: int) -> optax.GradientTransformation:
     """SGPerm where a value may always take the next one's place: a smaller aggressiveness moves none."""
-    return optperm.sgperm(1.0, aggressiveness_decay=1.0, momentum=momentum)
+    return optperm.sgperm(1.0, momentum=momentum)
 
 
 ALPHAS, RATES = (0.1, 0.3, 1.0), (1e-3, 3e-3, 1e-2)

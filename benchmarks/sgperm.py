@@ -118,7 +118,7 @@ def measure(rows: int, n: int, ratio: float, repetitions: int, original_rows: in
     vectors = rng.normal(size=(rows, n)).astype(np.float32)
     params = jnp.asarray(vectors.T)
     grads = jnp.asarray(rng.normal(size=(n, rows)).astype(np.float32))
-    tx = optperm.sgperm(AGGRESSIVENESS, aggressiveness_decay=1.0, partition_ratio=ratio)
+    tx = optperm.sgperm(AGGRESSIVENESS, ratio)
     update = jax.jit(tx.update, donate_argnums=(0, 1))
     state = tx.init(params)
     ranks = sort_ranks(params)

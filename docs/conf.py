@@ -48,9 +48,8 @@ smartquotes_action = "D"  # Dashes, not quotes: a string in those is one that is
 
 # Each link has to lead somewhere; names of other libraries by the inventories that were just written.
 nitpicky = True
-# What types name and no page describes: literals, and what `compress_top_k`, `compress_quantized` and
-# `metrics_writer` return.
-nitpick_ignore = [("py:class", name) for name in ("Compression", "MetricsWriter", "Scope")]
+# What types name and no page describes: literals, and what `metrics_writer` returns.
+nitpick_ignore = [("py:class", name) for name in ("MetricsWriter", "Scope")]
 intersphinx_mapping = {
     library: (site, str(_DOCS / "inventories" / f"{library}.inv"))
     for library, site in make_inventory.SITES.items()

@@ -26,8 +26,8 @@ import optperm
 AXIS, REPLICAS, PERIOD, STEPS, BATCH = "replica", 4, 10, 600, 16
 METHODS = {
     "synchronous": optax.adam(0.01),
-    "AGN": optperm.agn(optax.adam(0.01), PERIOD, axis_name=AXIS, commit="mean"),
-    "DiLoCo": optperm.diloco(optax.adam(1e-3), sync_every=PERIOD, axis_name=AXIS),
+    "AGN": optperm.agn(optax.adam(0.01), every=PERIOD, axis_name=AXIS, combine="mean"),
+    "DiLoCo": optperm.diloco(optax.adam(1e-3), every=PERIOD, axis_name=AXIS),
 }
 
 

@@ -14,9 +14,9 @@ RATES = 1.5e-3, 3e-3, 6e-3, 1.2e-2
 MUON_RATES = 5e-3, 1.5e-2, 4.5e-2
 OUTER = {
     "SGD 1": lambda: optax.sgd(1.0),
-    "Nesterov .8, .5": lambda: optax.sgd(0.8, momentum=0.5, nesterov=True),
-    "Nesterov .9, .8": lambda: optax.sgd(0.9, momentum=0.8, nesterov=True),
-    "Nesterov .7, .9": lambda: None,  # what diloco takes by default
+    "Nesterov 0.8, 0.5": lambda: optax.sgd(0.8, momentum=0.5, nesterov=True),
+    "Nesterov 0.9, 0.8": lambda: optax.sgd(0.9, momentum=0.8, nesterov=True),
+    "Nesterov 0.7, 0.9": lambda: None,  # what diloco takes by default
 }
 
 
@@ -58,7 +58,7 @@ def methods(steps: int) -> dict[str, Method]:
 
     def agn(rate: float, center_rate: float) -> Any:
         center = adamw(center_rate, steps)
-        tx = optperm.agn(adamw(rate, steps), PERIOD, axis_name=AXIS, center_optimizer=center)
+        tx = optperm.agn(adamw(rate, steps), every=PERIOD, axis_name=AXIS, outer=center)
         return tx, whole
 
     def diloco(
@@ -68,12 +68,14 @@ def methods(steps: int) -> dict[str, Method]:
         make: Callable[..., Any] = adamw,
         **options: Any,
     ) -> Any:
-        tx = optperm.diloco(make(rate, steps), OUTER[outer](), plan, axis_name=AXIS, **options)
+        tx = optperm.diloco(
+            make(rate, steps), OUTER[outer](), every=plan, axis_name=AXIS, **options
+        )
         return tx, plan
 
     few, four = (
-        optperm.distributed.compress_top_k(1 / 16, bits=2),
-        optperm.distributed.compress_quantized(4),
+        optperm.distributed.Compression(1 / 16, bits=2),
+        optperm.distributed.Compression(bits=4),
     )
     rates, muon_rates = ([(rate,) for rate in each] for each in (RATES, MUON_RATES))
     centers, outer = (
@@ -87,14 +89,14 @@ def methods(steps: int) -> dict[str, Method]:
         "in step": Method(plain, rates, (6e-3,)),
         "alone": Method(plain, rates, (3e-3,)),
         "agn": Method(agn, centers, (3e-3, 1e-2)),
-        "diloco": Method(diloco, outer, (6e-3, "Nesterov .8, .5")),
-        "streaming": Method(streamed, outer, (3e-3, "Nesterov .7, .9")),
+        "diloco": Method(diloco, outer, (6e-3, "Nesterov 0.8, 0.5")),
+        "streaming": Method(streamed, outer, (3e-3, "Nesterov 0.7, 0.9")),
         "4 bits": Method(
-            functools.partial(diloco, compress=four), outer, (6e-3, "Nesterov .8, .5")
+            functools.partial(diloco, compress=four), outer, (6e-3, "Nesterov 0.8, 0.5")
         ),
         "top 1/16, 2 bits": Method(
-            functools.partial(diloco, compress=few), outer, (6e-3, "Nesterov .8, .5")
+            functools.partial(diloco, compress=few), outer, (6e-3, "Nesterov 0.8, 0.5")
         ),
         "Muon in step": Method(functools.partial(plain, make=muon), muon_rates, (1.5e-2,)),
-        "MuLoCo": Method(with_muon, with_outer, (1.5e-2, "Nesterov .8, .5")),
+        "MuLoCo": Method(with_muon, with_outer, (1.5e-2, "Nesterov 0.8, 0.5")),
     }

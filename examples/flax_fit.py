@@ -65,7 +65,7 @@ def by_module(params: Any) -> Any:
 
 METHODS = {
     "svrg": optax.chain(optperm.svrg(0.5), optax.sgd(0.1)),
-    "sgperm": optax.partition({"sgperm": optperm.sgperm(0.1), "adam": optax.adam(1e-3)}, by_module),
+    "sgperm": optax.partition({"sgperm": optperm.sgperm(), "adam": optax.adam(1e-3)}, by_module),
 }
 
 

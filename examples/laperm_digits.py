@@ -61,12 +61,12 @@ def test(model: MLP, batch: Any) -> dict[str, jax.Array]:
     return {"accuracy": accuracy(model(x), y)}
 
 
-def train(sync_every: int, epochs: int) -> Trained:
+def train(every: int, epochs: int) -> Trained:
     """Trains with one period, and synchronizes at the end."""
     train_data, test_data = load()
     model = MLP()
     initial = nnx.as_pure(nnx.state(model, nnx.Param))
-    optimizer = Optimizer(model, optperm.laperm(optax.adam(3e-3), sync_every), wrt=nnx.Param)
+    optimizer = Optimizer(model, optperm.laperm(optax.adam(3e-3), every), wrt=nnx.Param)
     evaluation = {"eval_fn": test, "eval_data": test_data}
     result = fit(
         model, loss_fn, train_data, optimizer=optimizer, epochs=epochs, batch_size=32, **evaluation

@@ -2,8 +2,8 @@
 
 `optperm.training.fit` trains a linen model. The script exports the trained network as a permutation, and
 rebuilds the network from its seed and the permutation, bit for bit. Over the steps it draws the test
-accuracy and the share of weights that are at their initial places, among them the weights of pixels that
-are always blank.
+accuracy and the fraction of weights that are at their initial places, among them the weights of pixels
+that are always blank.
 
     python examples/sgperm_digits.py [--steps 512] [--out sgperm-digits.png]
 """
@@ -39,7 +39,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
 
 
 def share_at_home(params: Any, initial: Any) -> float:
-    """The share of all weights with the value that their place had first."""
+    """The fraction of all weights with the value that their place had first."""
     leaves = zip(jax.tree.leaves(params), jax.tree.leaves(initial), strict=True)
     return float(np.mean(np.concatenate([np.ravel(now == first) for now, first in leaves])))
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     above.semilogx(steps, reached, "o-", base=2)
     above.set(ylabel="test accuracy", ylim=(None, 1))
     below.semilogx(steps, at_home, "o-", base=2, color="C1")
-    below.set(xlabel="step", ylabel="share of weights\nwhere they began", ylim=(0, None))
+    below.set(xlabel="step", ylabel="fraction of weights\nwhere they began", ylim=(0, None))
     figure.savefig(options.out)
     trained = result.state.params
     return {"curves": np.array(curves), "trained": trained, "rebuilt": rebuilt}

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
     def note(name: str, size: float, params: Any) -> None:
         found[name, size].append(float(accuracy(model.apply({"params": params}, x), y)))
 
-    permute = optperm.sgperm(1.0, aggressiveness_decay=1.0, momentum=0.99)
+    permute = optperm.sgperm(1.0, momentum=0.99)
     for seed in range(options.seeds):
         for count in (*VALUES, None):
             start, size = draw(model, seed, count), round(bits(draw(model, 0, count)), 2)

@@ -75,8 +75,7 @@ FUNCTIONS = {
         "opt_state": optperm.swag(1).update(PARAMS, state(optperm.swag(1)), PARAMS)[1],
     },
     "center_params": {"opt_state": state(optperm.agn(sgd()))},
-    "compress_quantized": {"bits": 4},
-    "compress_top_k": {"fraction": 0.5},
+    "Compression": {"fraction": 0.5},
     "draw_samples": {
         "step": lambda params, opt_state, key: (params, opt_state),
         "params": PARAMS,
@@ -88,6 +87,7 @@ FUNCTIONS = {
     "erk_sparsity": {"params": PARAMS, "sparsity": 0.5},
     "evaluate": {"loss_fn": loss_fn, "params": PARAMS, "batch": BATCH},
     "export_permutation": {"initial_params": PARAMS, "opt_state": state(optperm.sgperm())},
+    "falling": {"init_value": 0.1},
     "freeze": {"opt_state": MASKED, "fraction": 0.5, "scores": GRADS},
     "full_gradient": {"loss_fn": loss_fn, "params": PARAMS, "batches": [BATCH, BATCH]},
     "gaussian_kl": {
@@ -201,8 +201,7 @@ _NO_NUMBERS = (complex, collections.abc.Sequence[int])
 # is of no kind, and what it refuses, if anything, stands in `REFUSED`. Those of a transformation's
 # arguments stand in its entry in `transformations.py`.
 LIMITS = {
-    "compress_quantized": {"decay": SHARE},
-    "compress_top_k": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
+    "Compression": {"fraction": SHARE | {"is_open": True}, "decay": SHARE},
     "draw_samples": {"burn_in": {"minimum": 0}},
     "erk_sparsity": {"sparsity": SHARE},
     "freeze": {"key": None},
@@ -318,10 +317,11 @@ TREES = {
 # What else is refused. "f.init" and "f.update" mean those of what f gives, for other params, or with
 # these extra arguments.
 REFUSED = {
+    "Compression": [value_error("needs a fraction, bits or both", fraction=None)],
     "agn.init": [
         value_error(
             "switch_after around agn",
-            optimizer=optperm.switch_after(2, sgd(), optperm.sgperm()),
+            inner=optperm.switch_after(2, sgd(), optperm.sgperm()),
         )
     ],
     "agn.update": [NOT_BOUND],
@@ -473,9 +473,9 @@ REFUSED = {
         value_error(r"other_covariance .*\(2, 2\), got float32\[3, 3\]", other_covariance=THREE),
     ],
     "laperm.init": [
-        value_error("optimizer places params", optimizer=optperm.sgperm()),
-        value_error("holds some", optimizer=optax.chain(sgd(), optperm.mask_elements())),
-        value_error("keeps zeros", optimizer=optperm.prune_gradually(sgd(), 0.5, 1.0)),
+        value_error("inner places params", inner=optperm.sgperm()),
+        value_error("holds some", inner=optax.chain(sgd(), optperm.mask_elements())),
+        value_error("keeps zeros", inner=optperm.prune_gradually(sgd(), 0.5, 1.0)),
         value_error(r"output_axes \(3,\) .*kernel", output_axes=3, params=KERNEL),
     ],
     "pca_basis": [
@@ -554,6 +554,7 @@ REFUSED = {
             r"basis\['w'\] has dtype int32", basis=ROWS_2 | {"w": np.zeros((2, 3, 2), np.int32)}
         ),
     ],
+    "sgperm": [value_error("not both", aggressiveness=0.1, num_steps=5)],
     "sgperm.init": [
         value_error(
             "output_axes .*kernel",

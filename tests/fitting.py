@@ -46,8 +46,8 @@ def _method(name, axis_name):
             preconditioner="diagonal",
             axis_name=axis_name,
         ),
-        "agn": lambda: optperm.agn(optax.sgd(0.1), 3, axis_name=axis_name),
-        "diloco": lambda: optperm.diloco(optax.adam(1e-2), sync_every=3, axis_name=axis_name),
+        "agn": lambda: optperm.agn(optax.sgd(0.1), every=3, axis_name=axis_name),
+        "diloco": lambda: optperm.diloco(optax.adam(1e-2), every=3, axis_name=axis_name),
     }[name]()
 
 

@@ -16,9 +16,9 @@ AXIS = "replica"
 # factor, is compared with the simulation and on each mapping.
 PERIOD = 3
 METHODS = {
-    f"agn {rule}": functools.partial(optperm.agn, communication_period=PERIOD, commit=rule)
+    f"agn {rule}": functools.partial(optperm.agn, every=PERIOD, combine=rule)
     for rule in ("mean", "sequential")
-} | {"diloco": functools.partial(optperm.diloco, sync_every=PERIOD)}
+} | {"diloco": functools.partial(optperm.diloco, every=PERIOD)}
 _EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
 
@@ -125,7 +125,7 @@ class Worker:
         self.params, self.state, self.total = params, None, 0.0
 
 
-def simulate_agn(update, start, grads_of, steps, *, size, period, commit):
+def simulate_agn(update, start, grads_of, steps, *, size, every, combine):
     """Workers and a center as the AGN paper has them: yields all params and the center."""
     workers, center, center_state = [Worker(start) for _ in range(size)], start, None
     for step in range(1, steps + 1):
@@ -134,12 +134,10 @@ def simulate_agn(update, start, grads_of, steps, *, size, period, commit):
             worker.total = worker.total + g
             move, worker.state = update(worker.state, g)
             worker.params = worker.params + move
-        if step % period == 0:
-            parts = [worker.total / period for worker in workers]
-            combined = {"mean": [sum(parts) / size], "sum": [sum(parts)], "sequential": parts}[
-                commit
-            ]
-            for n in combined:
+        if step % every == 0:
+            parts = [worker.total / every for worker in workers]
+            rules = {"mean": [sum(parts) / size], "sum": [sum(parts)], "sequential": parts}
+            for n in rules[combine]:
                 move, center_state = update(center_state, n)
                 center = center + move
             for worker in workers:
@@ -147,14 +145,14 @@ def simulate_agn(update, start, grads_of, steps, *, size, period, commit):
         yield np.stack([worker.params for worker in workers]), center
 
 
-def simulate_diloco(inner, outer, start, grads_of, steps, *, size, sync_every):
+def simulate_diloco(inner, outer, start, grads_of, steps, *, size, every):
     """Workers and a center as the DiLoCo paper has them: yields all params and the center."""
     workers, center, center_state = [Worker(start) for _ in range(size)], start, None
     for step in range(1, steps + 1):
         for index, worker in enumerate(workers):
             move, worker.state = inner(worker.state, grads_of(worker.params, step - 1, index))
             worker.params = worker.params + move
-        if step % sync_every == 0:
+        if step % every == 0:
             delta = sum(center - worker.params for worker in workers) / size
             move, center_state = outer(center_state, delta)
             center = center + move

@@ -248,7 +248,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
     """Its steps are those of `optax.apply_updates`, and the params it leaves are exact."""
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.3))
     methods = (
-        optperm.agn(optax.sgd(0.2, momentum=0.9), communication_period=2),
+        optperm.agn(optax.sgd(0.2, momentum=0.9), every=2),
         optperm.laperm(optax.sgd(0.5), 1),
         optperm.sgperm(1.0),
     )
@@ -274,7 +274,7 @@ def test_sam_takes_its_ascent_around_a_method_that_places():
 def test_wrappers_that_move_params_elsewhere_are_refused_by_name():
     """No exact weights come of averages and of scaled steps."""
     lookahead = {"w": jnp.float32([0.3, -0.1])}
-    for base in (optperm.sgperm(), optperm.agn(optax.sgd(0.1), 1)):
+    for base in (optperm.sgperm(), optperm.agn(optax.sgd(0.1), every=1)):
         for name, tx in {
             "schedule_free": optax.contrib.schedule_free(base, 0.1),
             "mechanize": optax.contrib.mechanize(base),

@@ -68,7 +68,7 @@ SCHEDULED = [
     for argument, parameter in inspect.signature(support.PUBLIC[name]).parameters.items()
     if "Schedule" in str(parameter.annotation)
     or parameter.annotation == optax.ScalarOrSchedule
-    or (argument == "sync_every" and name == "laperm")
+    or (argument == "every" and name == "laperm")
 ]
 
 
@@ -95,7 +95,7 @@ def test_a_schedule_out_of_range_is_named_or_moved_to_the_limit(name, argument):
         tx = build(number)
         return loops.make_step(tx, everything)(PARAMS, tx.init(PARAMS), BATCH)
 
-    got, wanted = (step(np.int32(number)) for number in (-1, argument == "sync_every"))
+    got, wanted = (step(np.int32(number)) for number in (-1, argument == "every"))
     support.assert_close(got, wanted, rtol=1e-6)
 
 

@@ -115,9 +115,9 @@ METHODS = {
         dead,
     ),
     "rigl": Method(rigl, optperm.sparsity.SparseState, dead),
-    "agn": Method(lambda: optperm.agn(sgd(), 2), optperm.distributed.AgnState, committed),
+    "agn": Method(lambda: optperm.agn(sgd(), every=2), optperm.distributed.AgnState, committed),
     "diloco": Method(
-        lambda: optperm.diloco(sgd(), sgd(0.7), 2), optperm.distributed.DilocoState, committed
+        lambda: optperm.diloco(sgd(), sgd(0.7), every=2), optperm.distributed.DilocoState, committed
     ),
 }
 
@@ -133,11 +133,11 @@ WRAPPERS = {
     "then": lambda tx: optperm.switch_after(4, sgd(), tx),
     "then-tracked": lambda tx: optperm.switch_after(4, sgd(), tx, track=True),
     "first-of-same": lambda tx: optperm.switch_after(4, tx, tx),
-    "agn": lambda tx: optperm.agn(tx, 2),
-    "agn-other-center": lambda tx: optperm.agn(tx, 2, center_optimizer=sgd()),
-    "diloco": lambda tx: optperm.diloco(tx, sgd(0.7), 2),
+    "agn": lambda tx: optperm.agn(tx, every=2),
+    "agn-other-center": lambda tx: optperm.agn(tx, every=2, outer=sgd()),
+    "diloco": lambda tx: optperm.diloco(tx, sgd(0.7), every=2),
     "diloco-plan": lambda tx: optperm.diloco(
-        tx, sgd(0.7), optperm.distributed.Every(4, fragments=2, delay=1)
+        tx, sgd(0.7), every=optperm.distributed.Every(4, fragments=2, delay=1)
     ),
     "laperm": lambda tx: optperm.laperm(tx, 2),
     "prune_gradually": lambda tx: optperm.prune_gradually(tx, 0.25, 1.0, every=1),

@@ -40,7 +40,7 @@ def sgd(rate=0.25):
 OPTIMIZERS = {
     "sgd": sgd(0.5),
     "sgperm": optperm.sgperm(0.4, learning_rate=0.25, momentum=0.5),
-    "agn": optperm.agn(sgd(0.5), communication_period=2),
+    "agn": optperm.agn(sgd(0.5), every=2),
 }
 
 
@@ -148,7 +148,7 @@ def test_weights_are_placed_in_their_phase_alone():
     permutation = optperm.permutation.export_permutation(at_switch, opt_state)
     support.assert_same_bits(optperm.permutation.apply_permutation(at_switch, permutation), p)
 
-    twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, seed=1))
+    twice = optperm.switch_after(1, permute, optperm.sgperm(0.2, key=1))
     trail = trained(twice, params(), steps=range(4))
     for p, _ in trail:
         support.assert_permutes(p, params())
@@ -173,7 +173,7 @@ def test_entries_are_held_in_their_phase_alone():
 def test_targets_of_another_state_of_its_phase():
     """Both phases' targets are taken over, as by the optimizers alone."""
     one, other = params(), jax.tree.map(lambda p: p[::-1], params())
-    tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(seed=1))
+    tx = optperm.switch_after(1, optperm.sgperm(), optperm.sgperm(key=1))
     states = tx.init(one), tx.init(other)
     merged = replace_targets(*states)
     support.assert_same_bits((merged.first[1].weights, merged.then[1].weights), (other, other))
@@ -183,7 +183,7 @@ def test_targets_of_another_state_of_its_phase():
 @pytest.mark.usefixtures("lenient")
 def test_local_steps_around_a_switch():
     """AGN takes one whose phases move params."""
-    around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), communication_period=2)
+    around = optperm.agn(optperm.switch_after(2, sgd(), sgd(0.5)), every=2)
     p, opt_state = trained(around, steps=range(2))[-1]
     support.assert_same_bits(p, optperm.distributed.center_params(opt_state))
 
@@ -338,7 +338,7 @@ def test_a_state_in_a_phase_that_does_not_run_is_refused(name):
 @pytest.mark.usefixtures("lenient")
 def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
     """At the very step of a switch, and as no step of the phases; SGD has nothing to commit."""
-    tx = optperm.switch_after(3, optperm.agn(sgd(0.1), 9), optperm.agn(sgd(0.1), 9))
+    tx = optperm.switch_after(3, optperm.agn(sgd(0.1), every=9), optperm.agn(sgd(0.1), every=9))
     p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
     for _ in range(3):
         u, opt_state = tx.update(jnp.float32(1.0), opt_state, p)
@@ -362,7 +362,7 @@ def test_a_commit_without_a_step_is_of_the_phase_that_took_the_last_step():
 @pytest.mark.parametrize("plan", [4, optperm.distributed.Every(4, delay=2)])
 def test_a_tracked_center_begins_at_the_switch(plan):
     """Nothing that it got in the first phase, sent or in flight, reaches the new center."""
-    then = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan)
+    then = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), every=plan)
     tx = optperm.switch_after(5, optax.sgd(0.5), then, track=True)
     p, opt_state = jnp.float32(1.0), tx.init(jnp.float32(1.0))
     for t in range(10):

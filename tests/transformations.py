@@ -197,7 +197,7 @@ TRANSFORMATIONS = (
     Transformation(
         optperm.sgperm,
         {"aggressiveness": 0.3},
-        limits={"partition_ratio": SHARE, "max_partition_ratio": SHARE, "momentum": SHARE},
+        limits={"partition_ratio": SHARE, "momentum": SHARE},
         permutes=True,
         no_minimum=REACHES_NO_OTHER_VALUES,
         may_gather=CUT_VECTORS,
@@ -212,7 +212,7 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.laperm,
-        {"optimizer": optax.sgd(1e-2, 0.9), "sync_every": 3},
+        {"inner": optax.sgd(1e-2, 0.9), "every": 3},
         permutes=True,
         lenient=True,
         no_minimum=REACHES_NO_OTHER_VALUES,
@@ -220,12 +220,12 @@ TRANSFORMATIONS = (
     ),
     Transformation(
         optperm.agn,
-        {"optimizer": optax.sgd(2e-3, 0.9), "communication_period": 2},
+        {"inner": optax.sgd(2e-3, 0.9), "every": 2},
         lenient=True,
     ),
     Transformation(
         optperm.diloco,
-        {"inner": optax.sgd(1e-3), "sync_every": 2},
+        {"inner": optax.sgd(1e-3), "every": 2},
         limits={"mixing": SHARE},
         lenient=True,
     ),
@@ -233,7 +233,7 @@ TRANSFORMATIONS = (
         optperm.diloco,
         {
             "inner": optax.sgd(1e-3),
-            "sync_every": optperm.distributed.Every(2, delay=1),
+            "every": optperm.distributed.Every(2, delay=1),
             "mixing": 0.5,
         },
         other_name="diloco-streaming",
@@ -489,7 +489,7 @@ TRANSFORMATIONS = (
         optperm.switch_after,
         {
             "num_steps": 2,
-            "first": optperm.agn(optax.sgd(2e-3, 0.9), communication_period=2),
+            "first": optperm.agn(optax.sgd(2e-3, 0.9), every=2),
             "then": optax.sgd(2e-3, 0.9),
         },
         limits={"num_steps": FROM_ZERO},

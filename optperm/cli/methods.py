@@ -25,9 +25,9 @@ Transformation: TypeAlias = optax.GradientTransformation
 # Facts that a run knows by itself, and passes to the functions that take them.
 _FACTS = ("seed", "key", "num_data", "batch_size", "axis_name")
 # Bounds that Optax itself does not check.
-_FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision")
+_FROM_ZERO = ("learning_rate", "weight_decay", "eps", "prior_precision", "aggressiveness")
 _BOUNDS = dict.fromkeys((*_FROM_ZERO, "outer_learning_rate", "burn_in_learning_rate"), float("inf"))
-_BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2"), 1.0)
+_BOUNDS |= dict.fromkeys(("momentum", "outer_momentum", "b1", "b2", "aggressiveness_decay"), 1.0)
 
 
 class Flag(NamedTuple):
@@ -123,8 +123,26 @@ def _strip_markup(text: str) -> str:
     return text
 
 
-def _laperm(sync_every: int, **adam: Any) -> Transformation:
-    return optperm.laperm(optax.adam(**adam), sync_every)
+def _sgperm(
+    aggressiveness: float,
+    aggressiveness_decay: float,
+    num_steps: int | None,
+    *,
+    seed: int,
+    **options: Any,
+) -> Transformation:
+    schedule = optperm.permutation.falling(aggressiveness, num_steps)
+    if aggressiveness_decay:
+        if num_steps is not None:
+            raise ValueError("pass aggressiveness_decay or num_steps, not both.")
+        # The first step of the original already decays.
+        first = aggressiveness * aggressiveness_decay
+        schedule = optax.exponential_decay(first, 1, aggressiveness_decay)
+    return optperm.sgperm(schedule, key=seed, **options)
+
+
+def _laperm(every: int, **adam: Any) -> Transformation:
+    return optperm.laperm(optax.adam(**adam), every)
 
 
 def _svrg(update_freq: int, coefficient: float, **sgd: Any) -> Transformation:
@@ -137,26 +155,24 @@ def _snapshot(epoch: int, *, update_freq: int, **_: Hyperparameter) -> Any:
     return optperm.variance.take_snapshot if (epoch - 1) % update_freq == 0 else None
 
 
-def _agn(
-    communication_period: int, *, commit: Any, axis_name: str | None = None, **sgd: Any
-) -> Transformation:
-    return optperm.agn(optax.sgd(**sgd), communication_period, commit=commit, axis_name=axis_name)
+def _agn(every: int, *, combine: Any, axis_name: str | None = None, **sgd: Any) -> Transformation:
+    return optperm.agn(optax.sgd(**sgd), every=every, combine=combine, axis_name=axis_name)
 
 
 def _diloco(
-    sync_every: int,
+    every: int,
     *,
     outer_learning_rate: float,
     outer_momentum: float,
     mixing: float,
-    commit: Any,
+    combine: Any,
     axis_name: str | None = None,
     **adamw: Any,
 ) -> Transformation:
     outer = optax.sgd(outer_learning_rate, outer_momentum, nesterov=True)
     inner = optax.adamw(**adamw)
-    how: dict[str, Any] = {"mixing": mixing, "commit": commit, "axis_name": axis_name}
-    return optperm.diloco(inner, outer, sync_every, **how)
+    how: dict[str, Any] = {"mixing": mixing, "combine": combine, "axis_name": axis_name}
+    return optperm.diloco(inner, outer, every=every, **how)
 
 
 def _low_rank(*, residual: bool, b1: float, b2: float, seed: int, **options: Any) -> Transformation:
@@ -237,23 +253,32 @@ _IN_SUBSPACES = {
 _ENTRIES = (
     Method(
         "sgperm",
-        optperm.sgperm,
+        _sgperm,
         "--aggressiveness 0.2 --epochs 20",
-        own={
-            "centralize": True,
-            "aggressiveness_decay": (None, ""),
+        (optperm.sgperm,),
+        {
+            "aggressiveness": (
+                0.1,
+                "At the start, a weight moves by at most about this fraction of its weight vector's "
+                "range; it falls to a hundredth over the run.",
+            ),
+            "aggressiveness_decay": (
+                0.0,
+                "The factor on the aggressiveness in each step; 0 to let it fall over the run.",
+            ),
             "num_steps": (
                 None,
                 "The number of steps over which the aggressiveness falls; by default the whole run.",
             ),
+            "centralize": True,
         },
     ),
     Method(
         "laperm",
         _laperm,
-        "--sync-every 25 --epochs 20",
+        "--every 25 --epochs 20",
         (optperm.laperm, optax.adam),
-        {"learning_rate": 1e-3, "sync_every": 58},
+        {"learning_rate": 1e-3, "every": 58},
     ),
     Method(
         "sgd",
@@ -285,17 +310,17 @@ _ENTRIES = (
     Method(
         "agn",
         _agn,
-        "--communication-period 20 --devices 4",
+        "--every 20 --devices 4",
         (optperm.agn, optax.sgd),
         {"learning_rate": 0.5, "momentum": 0.5},
     ),
     Method(
         "diloco",
         _diloco,
-        "--sync-every 50 --devices 4",
+        "--every 50 --devices 4",
         (optperm.diloco, optax.adamw),
         {
-            "sync_every": 20,
+            "every": 20,
             "learning_rate": 3e-3,
             "outer_learning_rate": (0.7, "The step size of the outer steps."),
             "outer_momentum": (0.9, "The decay of the Nesterov momentum of the outer steps."),

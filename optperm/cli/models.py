@@ -143,7 +143,7 @@ def _make_metrics(model: nn.Module) -> Callable[..., dict[str, jax.Array]]:
 
 
 def measure_accuracy(model: nn.Module, params: optax.Params, x: np.ndarray, y: np.ndarray) -> float:
-    """Return the share of examples (x, y) that a network classifies correctly, on one device."""
+    """Return the fraction of examples (x, y) that a network classifies correctly, on one device."""
     state = TrainState.create(apply_fn=None, params=params, tx=_NOTHING)
     found = Evaluator(_make_metrics(model), {"x": x, "y": y}, CHUNK)(state)
     return round(found["accuracy"] * len(x)) / len(x)  # undo the rounding of the mean

@@ -17,7 +17,7 @@ _LINES = 10
 # The entries of the summary that the table of a run shows.
 _SHOWN = (
     *("method", "model", "params", "data", "valid_accuracy", "test_accuracy", "epochs_done"),
-    *("seconds", "gradient_evaluations", "share_moved", "phase", "devices"),
+    *("seconds", "gradient_evaluations", "fraction_moved", "phase", "devices"),
 )
 
 
@@ -45,7 +45,7 @@ class Reporter:
         if epoch != self._epochs and epoch % every:
             return
         names = {"loss": "train_loss", "train": "train_accuracy", "valid": "valid_accuracy"}
-        names |= {"test": "test_accuracy", "moved": "share_moved"}
+        names |= {"test": "test_accuracy", "moved": "fraction_moved"}
         known = {name: record[key] for name, key in names.items() if record[key] is not None}
         parts = [record["phase"] or "", *(f"{name} {x:.4f}" for name, x in known.items())]
         self.say(f"epoch {epoch}/{self._epochs} {' '.join(parts).strip()}")
@@ -68,7 +68,7 @@ def draw_curve(
     """Draw each metric over the steps, with its means over epochs and its evaluation."""
     tested = "test" if records[0]["valid_accuracy"] is None else "valid"
     names = {"loss": ["train_loss"], "accuracy": ["train_accuracy", f"{tested}_accuracy"]}
-    names |= {"share_moved": ["share_moved"]} if "share_moved" in steps else {}
+    names |= {"fraction_moved": ["fraction_moved"]} if "fraction_moved" in steps else {}
     with picture(path, figsize=(6, 2.1 * len(names) + 0.6)) as figure:
         column = figure.subplots(len(names), sharex=True)
         for axes, (name, means) in zip(column, names.items(), strict=True):

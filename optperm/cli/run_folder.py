@@ -2,8 +2,8 @@
 
 - `metrics.jsonl`: one line per epoch (`training.Training`), written during training;
 - `summary.json`: the result, every flag and hyperparameter, versions;
-- `steps.npz`: loss and accuracy of each step, and the share of weights moved if the method counts it;
-- `curve.png`: loss, accuracy and share moved over the steps;
+- `steps.npz`: loss and accuracy of each step, and the fraction of weights moved if the method counts it;
+- `curve.png`: loss, accuracy and fraction moved over the steps;
 - `checkpoints/` on request: the checkpoints of `optperm.training.fit`, named by their steps, and in
   `run.json` what a run has to have in common with this one to resume from them;
 - `permutation.npz` if the method permutes weights, else `params.npz`: the trained network.

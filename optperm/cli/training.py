@@ -56,7 +56,8 @@ class Training:
             raise UsageError(f"--batch-size times --devices {says}.")
         self.method, self.hyperparameters, self.data = method, dict(hyperparameters), data
         # A method that needs a horizon gets the length of the run, unless a decay replaces it.
-        if all(hyperparameters.get(n, 0) is None for n in ("num_steps", "aggressiveness_decay")):
+        has_decay = bool(hyperparameters.get("aggressiveness_decay"))
+        if hyperparameters.get("num_steps", 0) is None and not has_decay:
             self.hyperparameters["num_steps"] = flags.epochs * self.steps_per_epoch
         begin: Any = method.epoch_start
         self._change: Any = begin and functools.partial(begin, **hyperparameters)
@@ -159,7 +160,7 @@ class Training:
             "train_accuracy": metrics.get("accuracy"),
             "valid_accuracy": accuracy,
             "test_accuracy": self.test(params) if accuracy is None else None,
-            "share_moved": metrics.get("share_moved"),
+            "fraction_moved": metrics.get("fraction_moved"),
             "seconds": metrics.get("seconds", 0.0),
             "phase": self.method.phase(step, **self.hyperparameters),
         }
@@ -251,7 +252,7 @@ def _identity(training: Training, run: Run) -> dict[str, Any]:
 
 
 def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
-    last, moved = training.records[-1], result.history.steps.get("share_moved")
+    last, moved = training.records[-1], result.history.steps.get("fraction_moved")
     names = ("train_accuracy", "train_loss", "valid_accuracy", "phase")
     flags = ("model", "hidden", "seed", "epochs", "batch_size", "devices")
     packages = ("optperm", "jax", "flax", "optax", "numpy")
@@ -260,7 +261,7 @@ def _summary(training: Training, result: Any, run: Run) -> dict[str, Any]:
         "test_accuracy": training.test(training.params),
         **{name: last[name] for name in names},
         # The mean over all steps.
-        "share_moved": None if moved is None else float(np.mean(moved)),
+        "fraction_moved": None if moved is None else float(np.mean(moved)),
         "seconds": sum(record["seconds"] for record in training.records),
         "interrupted": result.ended == "interrupted",
         "resumed_from": None if run.resume is None else str(run.resume),

@@ -7,8 +7,7 @@ from optperm.core.public import show_names as _show_names
 from optperm.distributed._agn import AgnState as AgnState
 from optperm.distributed._agn import agn as agn
 from optperm.distributed._center import center_params as center_params
-from optperm.distributed._compression import compress_quantized as compress_quantized
-from optperm.distributed._compression import compress_top_k as compress_top_k
+from optperm.distributed._compression import Compression as Compression
 from optperm.distributed._diloco import DilocoState as DilocoState
 from optperm.distributed._diloco import diloco as diloco
 from optperm.distributed._plans import Every as Every

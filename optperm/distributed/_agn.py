@@ -6,7 +6,6 @@ arXiv 1710.02368.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
@@ -17,7 +16,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import AxisName, cond
 from optperm.core.transformation import transformation
-from optperm.distributed._commits import RULES, Center, Commit, Replicas, check_weight
+from optperm.distributed._commits import RULES, Center, Combine, Replicas, check_weight
 from optperm.distributed._local_counts import (
     advance_schedules,
     check_schedules,
@@ -36,8 +35,7 @@ from optperm.distributed._local_steps import (
     make_local_step,
     replace_center,
 )
-from optperm.distributed._pairs import check_can_be_paired, step_in_pairs
-from optperm.exact import Exact, exact_entries, placing_states
+from optperm.exact import Exact, exact_entries
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
@@ -50,9 +48,9 @@ class AgnState(NamedTuple):
       count: Steps taken.
       since_commit: Steps since the last commit.
       commits: Commits made.
-      local_state: State of the optimizer of the local params.
+      local_state: State of the inner optimizer.
       center_state: State of the optimizer of the center.
-      center: The params at the last commit, the same on every replica unless `commit="pairs"`.
+      center: The params at the last commit, the same on every replica.
       accumulator: The sum of the raw local gradients since the last commit, in float32 or wider.
       pulled: Whether the last step ended in a commit, which put the params on the center.
       skipped: Commits without this replica's contribution, because it or the sum of all contributions
@@ -90,23 +88,23 @@ class AgnState(NamedTuple):
 
 
 def agn(
-    optimizer: optax.GradientTransformation,
-    communication_period: Period = 10,
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation | None = None,
+    every: Period = 10,
     *,
     axis_name: AxisName | None = None,
-    commit: Commit = "mean",
-    center_optimizer: optax.GradientTransformation | None = None,
+    combine: Combine = "mean",
     shard_axes: AxisName = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Make local steps on every replica, and one commit per period of the normalized gradient sum.
 
     Replica :math:`i` holds its params :math:`\theta^i`, and all replicas hold the same center :math:`c`.
-    Each step, with :math:`u(g; s)` the step of `optimizer` in its state :math:`s`:
+    Each step, with :math:`u(g; s)` the step of `inner` in its state :math:`s`:
 
     .. math::
       a^i \leftarrow a^i + g^i(\theta^i), \qquad \theta^i \leftarrow \theta^i + u(g^i; s^i)
 
-    After :math:`T` steps, a commit and a pull:
+    After :math:`T` steps, a commit and a pull, with the step of `outer`, if given, for the center:
 
     .. math::
       n^i = a^i / T, \qquad c \leftarrow c + u(n; s_c), \qquad
@@ -115,17 +113,17 @@ def agn(
     with :math:`n` the mean of the :math:`n^i` or their sum, or with one center step per :math:`n^i`.
 
     Args:
-      optimizer: The optimizer of the local steps, and of the center.
-      communication_period: :math:`T \ge 1`, the local steps from one commit to the next, or a schedule
-        of the number of commits made; where the schedule is NaN, each step commits.
+      inner: The optimizer of the local steps.
+      outer: The optimizer of the center, whose schedules count commits. None for another state of
+        `inner`, whose schedules count local steps.
+      every: :math:`T \ge 1`, the local steps from one commit to the next, or a schedule of the number of
+        commits made; where the schedule is NaN, each step commits.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
-      commit: `"mean"`, the mean of the contributions :math:`n^i`; `"sum"`, their sum, so that the step
-        grows with the number of replicas; `"sequential"`, a center step for each replica in the order of
-        the indices, as if they arrived at a parameter server in turn (with plain SGD the same as
-        `"sum"`); or `"pairs"`, gossip: a step by the mean contribution of two replicas from the mean of
-        their centers, with another partner in each commit and a center per replica.
-      center_optimizer: Another optimizer for the center, whose schedules count commits.
+      combine: `"mean"`, the mean of the contributions :math:`n^i`; `"sum"`, their sum, so that the step
+        grows with the number of replicas; or `"sequential"`, a center step for each replica in the order
+        of the indices, as if they arrived at a parameter server in turn (with plain SGD the same as
+        `"sum"`).
       shard_axes: The mapped axes over which the params of one replica are sharded, in `jax.shard_map`
         with `check_vma=False`. Elsewhere the types of arrays name them.
 
@@ -146,7 +144,7 @@ def agn(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optperm
-      >>> tx = optperm.agn(optax.sgd(0.1), communication_period=2, axis_name="replica")
+      >>> tx = optperm.agn(optax.sgd(0.1), every=2, axis_name="replica")
       >>> params = jnp.zeros((4, 3))  # four replicas
       >>> opt_state = jax.vmap(tx.init)(params)
       >>> @jax.jit
@@ -168,12 +166,11 @@ def agn(
       All replicas begin with the same params. If `init` is called where the axis is mapped, as by
       `optperm.switch_after` at the switch, and the params differ, the center is their mean.
 
-      The center takes the entries that `optimizer` holds or keeps at zero, where all replicas do so.
+      The center takes the entries that `inner` holds or keeps at zero, where all replicas do so.
 
       Local steps send nothing. `"mean"` and `"sum"` are one all-reduce of float32 (float64 if a param
-      is); `"sequential"` is an all-gather, or an all-reduce of rows if a replica is sharded; `"pairs"`
-      permutes centers and contributions. The collective is in a conditional of the compiled program,
-      also where `jax.vmap` maps the replicas.
+      is); `"sequential"` is an all-gather, or an all-reduce of rows if a replica is sharded. The
+      collective is in a conditional of the compiled program, also where `jax.vmap` maps the replicas.
 
       :math:`T` in the equations is the number of steps that were made, also with `commit=`. Within
       `optax.MultiSteps`, the results of micro-steps that only accumulate are thrown away, but not their
@@ -182,25 +179,25 @@ def agn(
       params must vary over the axis: `jax.lax.pcast(params, axis_name, to='varying')` if they do not.
       Axes of `jax.shard_map` and of a `jax.vmap` within it together need `check_vma=False`.
 
-      `optimizer` has two states: one for the local params, which is kept in a pull, and one for the
-      center. Schedules of both count local steps: a commit after the local step of count t reads them
-      at t. Bias correction, and periods such as `every` of `optperm.low_rank`, count the gradients that
-      a state has seen. Both get the extra arguments. In a step of the center `value_fn`, `grad_fn` and
-      `per_example_grad_fn` are of the batches of all replicas, `value` is the value at the center and
-      `grad` the committed gradient.
+      Without `outer`, `inner` has two states: one for the local params, which is kept in a pull, and
+      one for the center. Schedules of both count local steps: a commit after the local step of count t
+      reads them at t. Bias correction, and periods such as `every` of `optperm.low_rank`, count the
+      gradients that a state has seen. Both get the extra arguments. In a step of the center `value_fn`,
+      `grad_fn` and `per_example_grad_fn` are of the batches of all replicas, `value` is the value at the
+      center and `grad` the committed gradient.
 
       Entries of a gradient that are not finite count as zero in the local step. The replica is left out
       of the commit, pulled like the others, and counts it (`skipped` in its state). So is a replica with
       a traced weight that is negative or not finite. If no replica is left, or the sum of contributions
       overflows, the center stays. An optimizer that divides by the size of its gradient may keep NaN of
       zeros: `optax.apply_if_finite` around it skips such steps. All replicas must count the same steps,
-      so such a wrapper is around `optimizer`, not around `agn`.
+      so such a wrapper is around `inner`, not around `agn`.
 
     Raises:
       TypeError: If a number is of the wrong type, or a parameter is not of a real floating dtype.
       ValueError: If an argument is out of range, `axis_name` is not bound where `update` is called,
-        gradients arrive there summed over it, or the trees passed to `update` do not match. Without a
-        `center_optimizer`: if a state of `optimizer` has one count for its moments and perhaps for a
+        gradients arrive there summed over it, or the trees passed to `update` do not match. Without
+        `outer`: if a state of `inner` has one count for its moments and perhaps for a
         schedule (`optax.contrib.prodigy`, `dadapt_adamw`, `momo`, or a state that is not known), or
         chooses zeros (`optperm.rigl`). If a pull would not move the points to which the local optimizer
         leads params (`optax.contrib.schedule_free`, `mechanize`, `madgrad`, `cocob`, `katyusha`).
@@ -208,30 +205,23 @@ def agn(
     References:
       Hermans et al., `Accumulated Gradient Normalization <https://arxiv.org/abs/1710.02368>`_, 2017
     """
-    check_period("communication_period", communication_period)
-    checks.check_choice("commit", commit, get_args(Commit))
+    check_period("every", every)
+    checks.check_choice("combine", combine, get_args(Combine))
     replicas = Replicas(axis_name or None, shard_axes or ())
-    inner = optax.with_extra_args_support(optimizer)
-    outer = optax.with_extra_args_support(center_optimizer or optimizer)
-    is_paired = commit == "pairs"
-    if is_paired:
-        check_can_be_paired(axis_name)
-    rule = RULES.get(commit)
+    local_optimizer = optax.with_extra_args_support(inner)
+    center_optimizer = optax.with_extra_args_support(outer or inner)
     # Schedules of an optimizer of the center's own count commits.
-    is_same = center_optimizer is None
+    is_same = outer is None
     count_steps = count_local_steps if is_same else (lambda tx, *_: tx)
     advance = advance_schedules if is_same else (lambda state, *_: state)
 
     def init(params: optax.Params) -> AgnState:
         center = replicas.make_center(params)
-        local_state, center_state = inner.init(params), outer.init(center)
+        local_state, center_state = local_optimizer.init(params), center_optimizer.init(center)
         check_can_be_pulled(local_state, center_state, "agn")
         check_chooses_no_zeros(center_state)
         if is_same:
             check_schedules(center_state, params)
-        if is_paired and placing_states(center_state):
-            # The mean of two centers is no target of the optimizer.
-            raise ValueError('commit="pairs" of agn needs an optimizer that does not place params.')
         return AgnState(
             count=jnp.zeros([], jnp.int32),
             since_commit=jnp.zeros([], jnp.int32),
@@ -257,12 +247,12 @@ def agn(
         grads = grads if has_step else None
         replicas.check_are_local(grads, params, "agn")
         check_weight(weight)
-        is_commit = ends_period(commit, state, communication_period, axis_name, "agn")
+        is_commit = ends_period(commit, state, every, axis_name, "agn")
         # Without steps `finish` changes nothing.
         steps = jnp.maximum(optax.safe_increment(state.since_commit) - int(not has_step), 1)
 
         # theta <- theta + u(g; s)
-        local_step = make_local_step(inner, grads, state, params, extra_args, axis_name)
+        local_step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
         u, local_state = local_step(state.local_state)
 
         # a <- a + g, of the raw gradient: a commit sees an entry that is not finite
@@ -275,11 +265,10 @@ def agn(
 
         def make_commit() -> tuple[Center, jax.Array]:
             n = jax.tree.map(lambda a: a / steps.astype(a.dtype), add(state.accumulator))
-            counted = count_steps(outer, state, steps, has_step)
-            step = make_center_step(counted, extra_args, params, None if is_paired else axis_name)
-            combine = rule or functools.partial(step_in_pairs, count=state.count)
-            (c, s_c), took_part = combine(old[0], n, step, replicas, weight)
-            c = keep_exact(c, state.center, local_state, True, None if is_paired else axis_name)
+            counted = count_steps(center_optimizer, state, steps, has_step)
+            step = make_center_step(counted, extra_args, params, axis_name)
+            (c, s_c), took_part = RULES[combine](old[0], n, step, replicas, weight)
+            c = keep_exact(c, state.center, local_state, True, axis_name)
             # The local steps were made, even if no contribution was finite.
             return (c, advance(s_c, state.center_state, steps, c)), took_part
 

@@ -29,7 +29,7 @@ def center_params(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optax.chain(optax.clip(1.0), optperm.agn(optax.sgd(0.5), communication_period=2))
+      >>> tx = optax.chain(optax.clip(1.0), optperm.agn(optax.sgd(0.5), every=2))
       >>> params = jnp.array([1.0, 2.0])
       >>> opt_state = tx.init(params)
       >>> updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
@@ -43,7 +43,7 @@ def center_params(
       own. Make the last step with `commit=True`, or the center lacks the last local steps; a plan with
       several fragments or a delay has no other step that brings in all of them.
 
-      With `commit="pairs"` each replica has a center of its own: test any, or their mean.
+      With `combine="pairs"` each replica has a center of its own: test any, or their mean.
 
     Raises:
       ValueError: If `opt_state` holds no such state, or more than one; with `final=True`, if the last

@@ -23,7 +23,7 @@ from optperm.core.mapped_axes import (
     varying_axes,
 )
 
-Commit = Literal["mean", "sum", "sequential", "pairs"]
+Combine = Literal["mean", "sum", "sequential"]
 # (center, state of its optimizer)
 Center = tuple[optax.Params, Any]
 # (center, gradient, whether there is one) -> center
@@ -228,8 +228,7 @@ def _sum_rows(tree: Any, axis_name: AxisName) -> Any:
     return psum(jax.tree.map(make_row, tree), axis_name)
 
 
-# Of all replicas; `pairs.step_in_pairs` is the rule of two.
-RULES: dict[Commit, Rule] = {
+RULES: dict[Combine, Rule] = {
     "mean": functools.partial(_step_by_sum, is_mean=True),
     "sum": functools.partial(_step_by_sum, is_mean=False),
     "sequential": _step_in_turn,

@@ -27,92 +27,148 @@ _DENSE_CHUNK = 256
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """Encoder of leaves into bytes, from `compress_quantized` or `compress_top_k`.
+    r"""What `optperm.diloco` sends of a contribution: its largest entries, a few bits of each, or both.
+
+    .. math::
+      e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
+
+    with :math:`\Delta` the next contribution and :math:`s` what is sent: other entries and the errors of
+    rounding are sent later.
 
     Attributes:
-      fraction: The share of the entries that is sent; None for all.
-      bits: Bits of each entry that is sent; None for float32.
-      decay: The factor of the residual, before the next contribution is added to it.
+      fraction: The fraction of the entries that is sent, in (0, 1]: the largest. None for all of them.
+      bits: :math:`b`, 1, 2, 4 or 8, of each entry that is sent. None for float32.
+      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`. None for 0.95 with a
+        fraction, and 1.0 without.
+
+    Example:
+      >>> import optax, optperm
+      >>> compress = optperm.distributed.Compression(fraction=1 / 32, bits=2)
+      >>> tx = optperm.diloco(optax.adamw(1e-3), every=100, compress=compress)
+      >>> compress.decay, optperm.distributed.Compression(bits=4).decay
+      (0.95, 1.0)
+
+    Notes:
+      With a fraction, the largest entries are chosen in each run of 4,096 entries of a leaf, a multiple
+      of 8 per run. The index of an entry takes two bytes. An entry of zero stays zero, also with one
+      bit.
+
+      The entries that are sent of a run share a scale; without a fraction a run has 256 entries. The
+      scale is their largest magnitude, and :math:`Q` rounds to :math:`2^b - 1` evenly spaced levels from
+      minus to plus the scale, with zero among them. With one bit the scale is the mean magnitude and
+      :math:`Q` is the sign, which has no zero: without a fraction, entries that do not move are moved
+      back and forth.
+
+    Raises:
+      TypeError: If `fraction` or `decay` is not a number, or `bits` not an integer.
+      ValueError: If an argument is out of range, or neither `fraction` nor `bits` is given.
+
+    References:
+      Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025
+
+      Douillard et al., `Streaming DiLoCo with overlapping communication
+      <https://arxiv.org/abs/2501.18512>`_, 2025
     """
 
-    fraction: float | None
-    bits: int | None
-    decay: float | jax.Array
+    fraction: float | None = None
+    bits: int | None = None
+    decay: float | jax.Array | None = None
 
-    def encode(self, leaf: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the bytes of a leaf: codes, scales and indices, each an array of uint8."""
-        if not leaf.size:
-            return ()
-        chunks = self._split(leaf)
-        places: tuple[jax.Array, ...] = ()
+    def __post_init__(self) -> None:
+        """Check the arguments, and set the decay."""
+        if self.fraction is None and self.bits is None:
+            raise ValueError("Compression needs a fraction, bits or both.")
         if self.fraction is not None:
-            index = _find_largest(jnp.abs(chunks), self._count_sent(chunks.shape[1]))
-            chunks = jnp.take_along_axis(chunks, index, axis=1)
-            if self.bits == 1:
-                # One bit has no zero: a chosen zero is sent as the largest entry once more.
-                index = _repeat_first(index, chunks == 0)
-            places = (_as_bytes(index.astype(jnp.uint16)),)
-        if self.bits is None:
-            return (_as_bytes(chunks), *places)
-        if self.bits == 1:
-            # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
-            # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
-            if self.fraction is None:
-                starts = self._width(leaf.size) * np.arange(len(chunks), dtype=np.float32)
-                number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
-            else:
-                number = jnp.maximum(jnp.sum(chunks != 0, axis=1, keepdims=True), 1)
-                number = number.astype(jnp.float32)
-            scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
-            signed = chunks if self.fraction is None else _repeat_first(chunks, chunks == 0)
-            codes = (signed >= 0).astype(jnp.uint8)
+            checks.check_positive("fraction", self.fraction, 1.0)
+            object.__setattr__(self, "fraction", float(self.fraction))
+        if self.bits is not None:
+            checks.check_static_count("bits", self.bits)
+            if self.bits not in _BITS:
+                names = ", ".join(map(str, _BITS))
+                raise ValueError(f"bits must be one of {names}, got {self.bits!r}.")
+        if self.decay is None:
+            object.__setattr__(self, "decay", 1.0 if self.fraction is None else 0.95)
+        checks.check_in_range("decay", self.decay, 0.0, 1.0, may_be_schedule=False)
+
+
+def encode(compress: Compression, leaf: jax.Array) -> tuple[jax.Array, ...]:
+    """Return the bytes of a leaf: codes, scales and indices, each an array of uint8."""
+    if not leaf.size:
+        return ()
+    chunks = _split(compress, leaf)
+    places: tuple[jax.Array, ...] = ()
+    if compress.fraction is not None:
+        index = _find_largest(jnp.abs(chunks), _count_sent(compress, chunks.shape[1]))
+        chunks = jnp.take_along_axis(chunks, index, axis=1)
+        if compress.bits == 1:
+            # One bit has no zero: a chosen zero is sent as the largest entry once more.
+            index = _repeat_first(index, chunks == 0)
+        places = (_as_bytes(index.astype(jnp.uint16)),)
+    if compress.bits is None:
+        return (_as_bytes(chunks), *places)
+    if compress.bits == 1:
+        # The scale of one bit is the mean magnitude: with the largest, errors would grow. It is the
+        # mean over the entries of the leaf, as the last chunk is padded, or over those chosen.
+        if compress.fraction is None:
+            starts = _find_width(compress, leaf.size) * np.arange(len(chunks), dtype=np.float32)
+            number: Any = np.clip(leaf.size - starts, 0, chunks.shape[1])[:, None]
         else:
-            # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
-            scale, levels = (
-                jnp.max(jnp.abs(chunks), axis=1, keepdims=True),
-                _count_levels(self.bits),
-            )
-            # XLA divides by a reciprocal, which for the largest numbers is subnormal and becomes zero.
-            factor = jnp.where(scale > 1, 1 / 16, 1)
-            unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
-            codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
-        return (_pack(codes, self.bits), _as_bytes(scale), *places)
+            number = jnp.maximum(jnp.sum(chunks != 0, axis=1, keepdims=True), 1)
+            number = number.astype(jnp.float32)
+        scale = jnp.sum(jnp.abs(chunks) / number, axis=1, keepdims=True)
+        signed = chunks if compress.fraction is None else _repeat_first(chunks, chunks == 0)
+        codes = (signed >= 0).astype(jnp.uint8)
+    else:
+        # 2 levels + 1 evenly spaced values from -scale to scale: an odd number, so zero stays zero.
+        scale = jnp.max(jnp.abs(chunks), axis=1, keepdims=True)
+        levels = _count_levels(compress.bits)
+        # XLA divides by a reciprocal, which for the largest numbers is subnormal and becomes zero.
+        factor = jnp.where(scale > 1, 1 / 16, 1)
+        unit = chunks * factor / jnp.where(scale > 0, scale * factor, 1)
+        codes = (jnp.round(unit * levels) + levels).astype(jnp.uint8)
+    return (_pack(codes, compress.bits), _as_bytes(scale), *places)
 
-    def decode(self, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]) -> jax.Array:
-        """Return the float32 leaf of the bytes of `encode`."""
-        if not encoded:
-            return jnp.zeros(shape, jnp.float32)
-        size, width = math.prod(shape), self._width(math.prod(shape))
-        number = -(-size // width)
-        if self.bits is None:
-            values, rest = _from_bytes(encoded[0], jnp.float32).reshape(number, -1), encoded[1:]
-        else:
-            scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
-            codes = _unpack(encoded[0], self.bits).reshape(number, -1).astype(jnp.int32)
-            # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
-            levels = 1 if self.bits == 1 else _count_levels(self.bits)
-            signed = 2 * codes - 1 if self.bits == 1 else codes - levels
-            values = signed.astype(jnp.float32) / levels * scale
-        if rest:
-            index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
-            rows = jnp.arange(number)[:, None]
-            values = jnp.zeros((number, width), jnp.float32).at[rows, index].set(values)
-        return values.reshape(-1)[:size].reshape(shape)
 
-    def _width(self, size: int) -> int:
-        """Return the length of the chunks of a leaf, a multiple of 8."""
-        longest = _DENSE_CHUNK if self.fraction is None else _CHUNK
-        return min(longest, -(-size // 8) * 8)
+def decode(
+    compress: Compression, encoded: tuple[jax.Array, ...], shape: tuple[int, ...]
+) -> jax.Array:
+    """Return the float32 leaf of the bytes of `encode`."""
+    if not encoded:
+        return jnp.zeros(shape, jnp.float32)
+    size, width = math.prod(shape), _find_width(compress, math.prod(shape))
+    number = -(-size // width)
+    if compress.bits is None:
+        values, rest = _from_bytes(encoded[0], jnp.float32).reshape(number, -1), encoded[1:]
+    else:
+        scale, rest = _from_bytes(encoded[1], jnp.float32).reshape(number, 1), encoded[2:]
+        codes = _unpack(encoded[0], compress.bits).reshape(number, -1).astype(jnp.int32)
+        # In integers: XLA may contract codes / levels - 1 into one operation, which has no zero.
+        levels = 1 if compress.bits == 1 else _count_levels(compress.bits)
+        signed = 2 * codes - 1 if compress.bits == 1 else codes - levels
+        values = signed.astype(jnp.float32) / levels * scale
+    if rest:
+        index = _from_bytes(rest[0], jnp.uint16).reshape(values.shape).astype(jnp.int32)
+        rows = jnp.arange(number)[:, None]
+        values = jnp.zeros((number, width), jnp.float32).at[rows, index].set(values)
+    return values.reshape(-1)[:size].reshape(shape)
 
-    def _count_sent(self, width: int) -> int:
-        """Return the number of entries of a chunk that are sent: a multiple of 8, which fills bytes."""
-        return min(width, max(8, round(width * (self.fraction or 0) / 8) * 8))
 
-    def _split(self, leaf: jax.Array) -> jax.Array:
-        """Return the chunks of a leaf, the last one padded with zeros."""
-        width = self._width(leaf.size)
-        flat = leaf.reshape(-1).astype(jnp.float32)
-        return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+def _find_width(compress: Compression, size: int) -> int:
+    """Return the length of the chunks of a leaf, a multiple of 8."""
+    longest = _DENSE_CHUNK if compress.fraction is None else _CHUNK
+    return min(longest, -(-size // 8) * 8)
+
+
+def _count_sent(compress: Compression, width: int) -> int:
+    """Return the number of entries of a chunk that are sent: a multiple of 8, which fills bytes."""
+    return min(width, max(8, round(width * (compress.fraction or 0) / 8) * 8))
+
+
+def _split(compress: Compression, leaf: jax.Array) -> jax.Array:
+    """Return the chunks of a leaf, the last one padded with zeros."""
+    width = _find_width(compress, leaf.size)
+    flat = leaf.reshape(-1).astype(jnp.float32)
+    return jnp.pad(flat, (0, -flat.size % width)).reshape(-1, width)
 
 
 def _count_levels(bits: int) -> int:
@@ -205,17 +261,18 @@ def sum_compressed(
       again at zero. A replica of weight zero has sent nothing: its :math:`e` stays.
     """
     # e <- beta e + Delta
-    e = jax.tree.map(lambda e, n: compress.decay * e + n, residual, contribution)
+    decay: Any = compress.decay
+    e = jax.tree.map(lambda e, n: decay * e + n, residual, contribution)
     leaves, structure = jax.tree.flatten(e)
-    codes = [compress.encode(leaf) for leaf in leaves]
+    codes = [encode(compress, leaf) for leaf in leaves]
 
-    def decode(codes: list[tuple[jax.Array, ...]]) -> optax.Updates:
+    def decode_all(codes: list[tuple[jax.Array, ...]]) -> optax.Updates:
         pairs = zip(codes, leaves, strict=True)
-        s = [compress.decode(code, leaf.shape).astype(leaf.dtype) for code, leaf in pairs]
+        s = [decode(compress, code, leaf.shape).astype(leaf.dtype) for code, leaf in pairs]
         return jax.tree.unflatten(structure, s)
 
     # s = Q(top_k(e)), e <- e - s
-    own = decode(codes)
+    own = decode_all(codes)
     rest = optax.tree.sub(e, own)
     is_sent = replicas.are_finite((own, rest))
     w, takes_part = weigh(weight, is_finite & is_sent, jnp.float32)
@@ -229,13 +286,13 @@ def sum_compressed(
     rows, weights = gather_codes(codes, w, replicas.axis_name)
 
     def add(total: optax.Updates, row: Any) -> tuple[optax.Updates, None]:
-        return optax.tree.add(total, scale(decode(row[0]), row[1])), None
+        return optax.tree.add(total, scale(decode_all(row[0]), row[1])), None
 
     first, others = (
         jax.tree.map(lambda leaf, part=part: leaf[part], (rows, weights))
         for part in (0, slice(1, None))
     )
-    total = jax.lax.scan(add, scale(decode(first[0]), first[1]), others)[0]
+    total = jax.lax.scan(add, scale(decode_all(first[0]), first[1]), others)[0]
     return total, jnp.sum(weights), rest, takes_part
 
 
@@ -258,88 +315,3 @@ def gather_codes(codes: Any, weight: jax.Array, axis_name: AxisName) -> tuple[An
             rows[i] = row
     all_codes, weights = jax.tree.unflatten(structure, rows)
     return all_codes, jax.vmap(lambda row: _from_bytes(row, jnp.float32)[0])(weights)
-
-
-def compress_quantized(bits: int, decay: float = 1.0) -> Compression:
-    r"""Send every entry in a few bits, for `compress=` of `optperm.diloco`.
-
-    .. math::
-      e \leftarrow \beta e + \Delta, \qquad s = Q(e), \qquad e \leftarrow e - s
-
-    with :math:`\Delta` the next contribution and :math:`s` what is sent: rounding errors are sent later.
-
-    Args:
-      bits: :math:`b`, 1, 2, 4 or 8, of each entry.
-      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`.
-
-    Returns:
-      A `Compression`.
-
-    Example:
-      >>> import optax, optperm
-      >>> tx = optperm.diloco(
-      ...     optax.adamw(1e-3), sync_every=100, compress=optperm.distributed.compress_quantized(bits=4)
-      ... )
-
-    Notes:
-      Runs of 256 entries of a leaf share a scale, their largest magnitude. :math:`Q` rounds to
-      :math:`2^b - 1` evenly spaced levels from minus to plus the scale, with zero among them. With one
-      bit the scale is the mean magnitude and :math:`Q` is the sign, which has no zero: entries that do
-      not move are moved back and forth.
-
-    Raises:
-      TypeError: If `decay` is not a number.
-      ValueError: If an argument is out of range.
-
-    References:
-      Douillard et al., `Streaming DiLoCo with overlapping communication
-      <https://arxiv.org/abs/2501.18512>`_, 2025
-    """
-    _check_bits(bits)
-    checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)
-    return Compression(None, bits, decay)
-
-
-def compress_top_k(fraction: float, bits: int | None = None, decay: float = 0.95) -> Compression:
-    r"""Send only the largest entries, for `compress=` of `optperm.diloco`.
-
-    .. math::
-      e \leftarrow \beta e + \Delta, \qquad s = Q(\mathrm{top}_k(e)), \qquad e \leftarrow e - s
-
-    with :math:`\Delta` the next contribution and :math:`s` what is sent: other entries are sent later.
-
-    Args:
-      fraction: The share of entries that is sent, in (0, 1].
-      bits: 1, 2, 4 or 8, of each entry that is sent; None for float32.
-      decay: :math:`\beta` in [0, 1], the factor of the residual :math:`e`.
-
-    Returns:
-      A `Compression`.
-
-    Example:
-      >>> import optax, optperm
-      >>> compress = optperm.distributed.compress_top_k(1 / 32, bits=2)
-      >>> tx = optperm.diloco(optax.adamw(1e-3), sync_every=100, compress=compress)
-
-    Notes:
-      The largest entries are chosen in each run of 4,096 entries of a leaf, a multiple of 8 per run. The
-      index of an entry takes two bytes. An entry of zero stays zero, also with one bit.
-
-    Raises:
-      TypeError: If `fraction` or `decay` is not a number.
-      ValueError: If an argument is out of range.
-
-    References:
-      Sarfi et al., `SparseLoCo <https://arxiv.org/abs/2508.15706>`_, 2025
-    """
-    checks.check_positive("fraction", fraction, 1.0)
-    if bits is not None:
-        _check_bits(bits)
-    checks.check_in_range("decay", decay, 0.0, 1.0, may_be_schedule=False)
-    return Compression(float(fraction), bits, decay)
-
-
-def _check_bits(bits: object) -> None:
-    checks.check_static_count("bits", bits)
-    if bits not in _BITS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, _BITS))}, got {bits!r}.")

@@ -113,10 +113,10 @@ class DilocoState(NamedTuple):
 def diloco(
     inner: optax.GradientTransformation,
     outer: optax.GradientTransformation | None = None,
-    sync_every: Period | Every = 500,
     *,
+    every: Period | Every = 500,
     axis_name: AxisName | None = None,
-    commit: Literal["mean", "pairs"] = "mean",
+    combine: Literal["mean", "pairs"] = "mean",
     mixing: float | jax.Array = 0.0,
     compress: Compression | None = None,
     center_dtype: Any = None,
@@ -135,7 +135,7 @@ def diloco(
 
     An outer SGD with learning rate 1 and no momentum averages the replicas. Inner states are kept.
 
-    With a plan, `sync_every=optperm.distributed.Every(period, fragments, delay)`, the params are
+    With a plan, `every=optperm.distributed.Every(period, fragments, delay)`, the params are
     exchanged in fragments, one after another, each received `delay` steps after it is sent
     (Streaming DiLoCo):
 
@@ -143,9 +143,9 @@ def diloco(
       c_p \leftarrow c_p + u_{\text{outer}}(\Delta_p), \qquad
       \theta^i_p \leftarrow \alpha \theta^i_p + (1 - \alpha) c_p
 
-    With `commit="pairs"` no replica waits for all others (NoLoCo). Each has a center :math:`c^i` and, at
-    an exchange, a partner :math:`j` that is drawn from the number of the step. The displacement from the
-    params of both also brings their centers together:
+    With `combine="pairs"` no replica waits for all others (NoLoCo). Each has a center :math:`c^i` and,
+    at an exchange, a partner :math:`j` that is drawn from the number of the step. The displacement from
+    the params of both also brings their centers together:
 
     .. math::
       \Delta^i = \tfrac{1}{2} \sum_{l \in \{i, j\}} (c^i - \theta^l)
@@ -154,15 +154,14 @@ def diloco(
       inner: The optimizer of the local steps; AdamW in the paper.
       outer: The optimizer of the center. None for the paper's,
         `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-      sync_every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the
-        number of commits made; or an `optperm.distributed.Every`.
+      every: :math:`H \ge 1`, the local steps from one outer step to the next; a schedule of the number
+        of commits made; or an `optperm.distributed.Every`.
       axis_name: The axis of `jax.pmap`, `jax.shard_map` or `jax.vmap` over which the replicas are
         spread, or several. None for a single replica.
-      commit: `"mean"`, or `"pairs"` for gossip.
-      mixing: :math:`\alpha` in [0, 1], the share of its own params that a replica keeps in a pull.
-      compress: `optperm.distributed.compress_top_k(...)` or
-        `optperm.distributed.compress_quantized(...)`, which sends a part of the displacement, with
-        error feedback. None sends all of it in float32.
+      combine: `"mean"`, or `"pairs"` for gossip.
+      mixing: :math:`\alpha` in [0, 1], the fraction of its own params that a replica keeps in a pull.
+      compress: An `optperm.distributed.Compression`, which sends a part of the displacement, with error
+        feedback. None sends all of it in float32.
       center_dtype: The dtype of :math:`c` and of the outer state, such as `"float32"` for bfloat16
         params. None for the dtypes of the params.
       fragment_of: The fragment of each leaf in a plan: a function `(path, leaf)`, or a tree like params,
@@ -177,7 +176,7 @@ def diloco(
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0, momentum=0.9), sync_every=2)
+      >>> tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0, momentum=0.9), every=2)
       >>> params = jnp.array(1.0)
       >>> opt_state = tx.init(params)
       >>> for _ in range(4):  # on a slope of 1: -0.2 after two steps, then -0.2 and 0.9 of the last -0.2
@@ -201,7 +200,7 @@ def diloco(
       `"only"` exchange all fragments at once, without a delay, and replace what is in flight. With more
       than one fragment the outer optimizer gets no extra arguments: a loss is a function of all params.
 
-      With `commit="pairs"` `optperm.distributed.center_params` is the replica's own, and `value_fn`
+      With `combine="pairs"` `optperm.distributed.center_params` is the replica's own, and `value_fn`
       and the like belong to its own batch. An outer momentum without `nesterov` must be below the
       learning rate, or the centers may never come together. Centers stay apart by about the rounding of
       their dtype.
@@ -230,11 +229,11 @@ def diloco(
     """
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     replicas = Replicas(axis_name or None, shard_axes or ())
-    is_paired, axis_name = commit == "pairs", replicas.axis_name
-    _check_options(commit, axis_name, mixing, compress, center_dtype)
-    if not isinstance(sync_every, Every):
-        check_period("sync_every", sync_every)
-    plan = sync_every if isinstance(sync_every, Every) else Every(1)
+    is_paired, axis_name = combine == "pairs", replicas.axis_name
+    _check_options(combine, axis_name, mixing, compress, center_dtype)
+    if not isinstance(every, Every):
+        check_period("every", every)
+    plan = every if isinstance(every, Every) else Every(1)
     local_optimizer = optax.with_extra_args_support(inner)
     center_optimizer = optax.with_extra_args_support(outer)
     # Extra arguments of a step of the center are averaged over these replicas.
@@ -286,7 +285,7 @@ def diloco(
         replicas.check_are_local(grads, params, "diloco")
         check_weight(weight)
         _check_same_plan(state, plan)
-        due = _find_due(commit, state, sync_every, axis_name)
+        due = _find_due(commit, state, every, axis_name)
 
         # theta <- theta + u(g; s)
         step = make_local_step(local_optimizer, grads, state, params, extra_args, axis_name)
@@ -354,12 +353,12 @@ def diloco(
 
 
 def _find_due(
-    commit: object, state: DilocoState, sync_every: Period | Every, axis_name: AxisName | None
+    commit: object, state: DilocoState, every: Period | Every, axis_name: AxisName | None
 ) -> list[Due]:
     """Return for each fragment whether this step sends it, and whether the step receives it."""
-    if isinstance(sync_every, Every):
-        return resolve_due(commit, sync_every, state.count, axis_name)
-    is_commit = ends_period(commit, state, sync_every, axis_name, "diloco")
+    if isinstance(every, Every):
+        return resolve_due(commit, every, state.count, axis_name)
+    is_commit = ends_period(commit, state, every, axis_name, "diloco")
     return [(is_commit, is_commit)]
 
 
@@ -376,14 +375,14 @@ def _pull(
 
 
 def _check_options(
-    commit: str, axis_name: AxisName | None, mixing: Any, compress: object, center_dtype: Any
+    combine: str, axis_name: AxisName | None, mixing: Any, compress: object, center_dtype: Any
 ) -> None:
-    checks.check_choice("commit", commit, ("mean", "pairs"))
+    checks.check_choice("combine", combine, ("mean", "pairs"))
     checks.check_in_range("mixing", mixing, 0.0, 1.0, may_be_schedule=False)
-    if commit == "pairs":
+    if combine == "pairs":
         check_can_be_paired(axis_name)
-    if commit == "pairs" and compress is not None:
-        raise ValueError('compress needs commit="mean", a sum over all replicas.')
+    if combine == "pairs" and compress is not None:
+        raise ValueError('compress needs combine="mean", a sum over all replicas.')
     if center_dtype is not None and not jnp.issubdtype(center_dtype, jnp.floating):
         raise TypeError(f"center_dtype must be a real floating dtype, got {center_dtype!r}.")
 

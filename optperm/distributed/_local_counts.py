@@ -54,7 +54,7 @@ def check_schedules(center_state: Any, params: optax.Params) -> None:
     if unclear:
         raise ValueError(
             f"{unclear[0]} has one count for its moments and perhaps for a schedule, of which agn needs "
-            "two. Pass a center_optimizer, whose schedules count commits: it may be the same optimizer."
+            "two. Pass outer, whose schedules count commits: it may be the same optimizer."
         )
     for state in find_states(center_state, SwitchAfterState):
         if _has_count((state.first, state.then), params):

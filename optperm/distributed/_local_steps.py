@@ -176,9 +176,9 @@ def check_chooses_no_zeros(center_state: Any) -> None:
     entries = exact_entries(center_state)
     if any(each.values is not None and not each.is_target for each in entries):
         raise ValueError(
-            "optimizer of agn chooses zeros (rigl, prune_gradually), and the center would choose "
-            "others: pass another one for the center, such as center_optimizer=optax.sgd(1.0), which "
-            "gets the local zeros."
+            "inner of agn chooses zeros (rigl, prune_gradually), and the center would choose others: "
+            "pass another optimizer for the center, such as outer=optax.sgd(1.0), which gets the local "
+            "zeros."
         )
 
 
@@ -293,7 +293,7 @@ def follow_center(
 def check_can_be_pulled(local_state: Any, center_state: Any, method: str) -> None:
     """Raise unless both optimizers place the same params, and the center's steps at every commit."""
     if find_states(center_state, optax.MultiStepsState):
-        wanted = "optax.MultiSteps(agn(optimizer, ...), k)"
+        wanted = "optax.MultiSteps(agn(inner, ...), k)"
         if method == "diloco":
             wanted = "diloco(optax.MultiSteps(inner, k), ...), with k times the steps"
         raise ValueError(

@@ -12,17 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import AxisName, axis_names, largest, reflect
-from optperm.distributed._commits import Center, CenterStep, Replicas, divide, scale, weigh
 
 
 def check_can_be_paired(axis_name: AxisName | None) -> None:
     """Raise if replicas are spread over several axes."""
     if len(axis_names(axis_name)) > 1:
-        raise ValueError(f'commit="pairs" needs replicas along one axis, got {axis_name!r}.')
+        raise ValueError(f'combine="pairs" needs replicas along one axis, got {axis_name!r}.')
 
 
 def map_with_partner(
@@ -63,35 +60,3 @@ def map_with_partner(
 
     jax.tree.map(exchange, tree, *others)
     return jax.tree.unflatten(jax.tree.structure(tree), results)
-
-
-def step_in_pairs(
-    at: Center,
-    n: optax.Updates,
-    step: CenterStep,
-    replicas: Replicas,
-    weight: Any,
-    count: jax.Array,
-) -> tuple[Center, jax.Array]:
-    """Make one step by the weighted mean n of two replicas, from the mean of their centers."""
-    center, center_state = at
-    _, is_finite = replicas.cast_gradient(n, center)
-    w, takes_part = weigh(weight, is_finite, accumulation_dtype(n))
-    pair = functools.partial(map_with_partner, axis_name=replicas.axis_name, count=count)
-    w_theirs = pair(lambda _, theirs: theirs, w)
-    share, share_theirs = divide((w, w_theirs), w + w_theirs)
-    has_any = share + share_theirs > 0
-
-    def average(own: jax.Array, theirs: jax.Array) -> jax.Array:
-        dtype = accumulation_dtype(own)
-        return (own.astype(dtype) / 2 + theirs.astype(dtype) / 2).astype(own.dtype)
-
-    # n = (w n + w' n') / (w + w')
-    n = pair(lambda own, theirs: scale(own, share) + scale(theirs, share_theirs), n)
-    # c = (c + c') / 2, without weights, so that the mean of all centers stays the same. It is sent after
-    # n, to save the memory of another leaf.
-    center, n = jax.lax.optimization_barrier((center, n))
-    c = pair(average, center)
-    gradient, is_valid = replicas.cast_gradient(n, c)
-    at = step((c, center_state), gradient, is_valid & has_any)
-    return at, takes_part & ((is_valid & has_any) | (w + w_theirs == 0))

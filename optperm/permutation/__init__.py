@@ -8,6 +8,7 @@ from optperm.core.public import show_names as _show_names
 from optperm.permutation._export import apply_permutation as apply_permutation
 from optperm.permutation._export import export_permutation as export_permutation
 from optperm.permutation._export import permuted_params as permuted_params
+from optperm.permutation._falling import falling as falling
 from optperm.permutation._laperm import LapermState as LapermState
 from optperm.permutation._laperm import laperm as laperm
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState as PermuteByCyclesState

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 # An integer, or a schedule: from the number of a step to one.
-SyncEvery = int | jax.Array | Callable[[jax.Array], Any]
+Interval = int | jax.Array | Callable[[jax.Array], Any]
 
 
 @functools.partial(
@@ -77,15 +77,15 @@ class LapermState(NamedTuple):
 
 
 def laperm(
-    optimizer: optax.GradientTransformation,
-    sync_every: SyncEvery,
+    inner: optax.GradientTransformation,
+    every: Interval,
     *,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Train a network by permuting its initial weights into the order that an optimizer finds (LaPerm).
 
-    The optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a multiple
-    of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
+    The inner optimizer moves the weights freely. After step t, counted from 0, if :math:`t + 1` is a
+    multiple of k, each weight vector :math:`w` is synchronized: with :math:`w_0` its initial values,
 
     .. math::
       w \leftarrow \operatorname{sort}(w_0)[\operatorname{rank}(w)],
@@ -94,19 +94,19 @@ def laperm(
     network holds its initial weights, bit for bit, in another order.
 
     Args:
-      optimizer: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
+      inner: The optimizer that moves the weights. It may not place params, as `optperm.sgperm`
         does, hold some, as `optperm.mask_elements` does, or keep zeros, as `optperm.rigl` does.
-      sync_every: :math:`k \ge 1`, the steps from one synchronization to the next: an integer, or a
-        schedule of t.
+      every: :math:`k \ge 1`, the steps from one synchronization to the next, a number or a schedule of
+        t.
       output_axes: As in `optperm.permute_by_cycles`.
 
     Returns:
       A transformation whose state is a `LapermState`. Its `update` needs `params`, and the extra
-      arguments of the optimizer.
+      arguments of the inner optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax, optperm
-      >>> tx = optperm.laperm(optax.sgd(1.0), sync_every=2)
+      >>> tx = optperm.laperm(optax.sgd(1.0), every=2)
       >>> w = jnp.array([0.5, 1.0, 2.0])
       >>> opt_state = tx.init(w)
       >>> for _ in range(2):
@@ -125,7 +125,7 @@ def laperm(
       If k is too small, no weight passes its neighbors before it is put back, and nothing is learned.
       Try a range from a few synchronizations per epoch to one in a few epochs. Initialize biases at
       random, or train them with another optimizer (`optax.partition`). Scalars keep their value. The
-      optimizer's state is neither reset nor permuted: it stays with the location.
+      inner state is neither reset nor permuted: it stays with the location.
 
       A gradient entry that is not finite counts as zero. A weight vector that holds a NaN when it is
       synchronized returns to its last synchronized order. The sort runs only in steps that synchronize,
@@ -137,24 +137,24 @@ def laperm(
 
     Raises:
       TypeError: If an argument is of the wrong type, or a parameter is not of a real floating dtype.
-      ValueError: If `sync_every` is below 1, the optimizer places params, holds them or keeps
-        zeros, or the trees passed to `update` do not match.
+      ValueError: If `every` is below 1, the inner optimizer places params, holds them or keeps zeros, or
+        the trees passed to `update` do not match.
 
     References:
       Qiu and Suda, "Train-by-Reconnect: Decoupling Locations of Weights from Their Values",
       NeurIPS 2020
     """
-    checks.check_transformation("optimizer", optimizer)
-    if not callable(sync_every):
-        checks.check_count("sync_every", sync_every)
-    inner = optax.with_extra_args_support(optimizer)
+    checks.check_transformation("inner", inner)
+    if not callable(every):
+        checks.check_count("every", every)
+    optimizer = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> LapermState:
         warn_of_constant_vectors(params, output_axes)
-        inner_state = inner.init(params)
+        inner_state = optimizer.init(params)
         if exact_entries(inner_state):
             raise ValueError(
-                "optimizer places params itself, holds some or keeps zeros: use one that moves all."
+                "inner places params itself, holds some or keeps zeros: use one that moves all."
             )
         return LapermState(
             count=jnp.zeros([], jnp.int32),
@@ -170,7 +170,7 @@ def laperm(
         # The inner optimizer moves all weights but scalars. A gradient that is not finite counts as
         # zero, or it would stay in the inner state for ever.
         g = zero_if_not_finite(g)
-        moves, inner_state = inner.update(g, state.inner_state, params, **extra_args)
+        moves, inner_state = optimizer.update(g, state.inner_state, params, **extra_args)
         moves = cast_like(moves, params)
         moves = jax.tree.map(lambda move: move if move.ndim else jnp.zeros_like(move), moves)
 
@@ -180,7 +180,7 @@ def laperm(
             weights, ranks = synchronize_params(state, moved, output_axes)
             return optax.tree.sub(weights, params), weights, ranks
 
-        k = resolve_schedule("sync_every", sync_every, state.count, jnp.int32, low=1)
+        k = resolve_schedule("every", every, state.count, jnp.int32, low=1)
         t = optax.safe_increment(state.count)
         is_due = t % k == 0
         moves, weights, ranks = cond(

@@ -45,7 +45,7 @@ class PermuteByCyclesState(NamedTuple):
       key: Data of the threefry key from which every partition is drawn.
       weights: The exact weights, a permutation of the initial ones in each weight vector.
       ranks: The rank of each weight in its weight vector.
-      share_moved: The share of all weights that the last step moved.
+      fraction_moved: The fraction of all weights that the last step moved.
       mismatches: Steps whose params differed from the weights of the step before by more than
         rounding: something else moves the params, and they are no permutation.
     """
@@ -54,7 +54,7 @@ class PermuteByCyclesState(NamedTuple):
     key: UInt32[Array, "2"]
     weights: PyTree[Float[Array, "?*shape"], "Params"]
     ranks: PyTree[Int32[Array, "?*shape"], "Params"]
-    share_moved: Float32[Array, ""]
+    fraction_moved: Float32[Array, ""]
     mismatches: Int32[Array, ""]
 
     def exact(self) -> list[Exact]:
@@ -78,7 +78,7 @@ def permute_by_cycles(
     min_partition_size: int = 10,
     include_remainder: bool = True,
     centralize: bool = False,
-    seed: int | jax.Array = 0,
+    key: int | jax.Array = 0,
     output_axes: OutputAxes = (-1,),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Permute each weight vector along cycles in which every weight moves as recommended.
@@ -109,7 +109,8 @@ def permute_by_cycles(
         weights that should rise, the one with the larger :math:`|m|` can pass the other when the pivot
         is between them. Entries whose :math:`m` is zero then take part; platforms may round the pivot
         differently.
-      seed: Seed of the random partitions. The same seed gives the same training on every platform.
+      key: The random key of the partitions, or an int that seeds it. The same key gives the same
+        training on every platform.
       output_axes: The axes of a parameter that index output units: an integer or several, or a
         function from a path such as "Dense_0/kernel" and the parameter to them. Parameters of rank 1
         are one weight vector.
@@ -126,7 +127,7 @@ def permute_by_cycles(
       >>> updates, opt_state = tx.update(wishes, opt_state, params)
       >>> optperm.apply_updates(params, updates, opt_state)["bias"].tolist()
       [0.5, 0.0, -0.5, 0.25]
-      >>> float(opt_state.share_moved)
+      >>> float(opt_state.fraction_moved)
       0.5
 
     Notes:
@@ -147,17 +148,17 @@ def permute_by_cycles(
     checks.check_count("min_partition_size", min_partition_size)
     checks.check_flag("include_remainder", include_remainder)
     checks.check_flag("centralize", centralize)
-    checks.check_key("seed", seed)
+    checks.check_key("key", key)
 
     def init(params: optax.Params) -> PermuteByCyclesState:
         warn_of_constant_vectors(params, output_axes)
         return PermuteByCyclesState(
             count=jnp.zeros([], jnp.int32),
-            key=key_data(seed),
+            key=key_data(key),
             weights=jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params),
             ranks=init_ranks(params, output_axes),
             # Of the type that an update gives them, for a scan inside `jax.shard_map`.
-            share_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
+            fraction_moved=mark_varying(jnp.zeros([], jnp.float32), varying_axes(params)),
             mismatches=mark_varying(jnp.zeros([], jnp.int32), varying_axes(params)),
         )
 
@@ -166,8 +167,7 @@ def permute_by_cycles(
     ) -> tuple[optax.Updates, PermuteByCyclesState]:
         alpha = resolve_schedule("aggressiveness", aggressiveness, state.count)
         ratio = resolve_schedule("partition_ratio", partition_ratio, state.count, high=1.0)
-        key = as_key(state.key)
-        step_key = jax.random.fold_in(key, state.count)
+        step_key = jax.random.fold_in(as_key(state.key), state.count)
         moved: list[jax.Array] = []
 
         def permute(
@@ -196,7 +196,7 @@ def permute_by_cycles(
             count=optax.safe_increment(state.count),
             weights=weights,
             ranks=ranks,
-            share_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
+            fraction_moved=sum(moved, start=jnp.zeros([], jnp.float32)) / max(size, 1),
             mismatches=state.mismatches + is_counted.astype(jnp.int32),
         )
         # From the targets, not from the moves: rounding in the params is undone by the next step.

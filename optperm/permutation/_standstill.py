@@ -12,23 +12,24 @@ from optperm.permutation._sgperm import RecommendationState
 _WINDOW, _FIRST, _STILL = 50, 5, 0.1
 
 
-def warn_if_still(share_moved: np.ndarray, *, stacklevel: int) -> bool:
-    """Warn if weights hardly move any more, given the share moved in each step; return whether."""
-    if len(share_moved) >= _FIRST and not np.any(share_moved):
-        says = f"No weight has moved in {len(share_moved)} steps: take a larger aggressiveness."
-        advice = (
-            "Weights of a few values need sgperm(aggressiveness=1.0, aggressiveness_decay=1.0)."
-        )
+def warn_if_still(fraction_moved: np.ndarray, *, stacklevel: int) -> bool:
+    """Warn if weights hardly move any more, given the fraction moved in each step; return whether."""
+    if len(fraction_moved) >= _FIRST and not np.any(fraction_moved):
+        says = f"No weight has moved in {len(fraction_moved)} steps: take a larger aggressiveness."
+        advice = "Weights of a few values need sgperm(aggressiveness=1.0)."
         warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
         return True
-    if len(share_moved) < 2 * _WINDOW:
+    if len(fraction_moved) < 2 * _WINDOW:
         return False
-    first, last = np.mean(share_moved[:_FIRST]), np.mean(share_moved[-_WINDOW:])
+    first, last = np.mean(fraction_moved[:_FIRST]), np.mean(fraction_moved[-_WINDOW:])
     if not last <= _STILL * first:
         return False
-    says = f"After step {len(share_moved)} the weights hardly trade places: {last:.1%} of them per step,"
+    says = (
+        f"After step {len(fraction_moved)} the weights hardly trade places: {last:.1%} of them per "
+        f"step, {first:.1%} at first."
+    )
     advice = (
-        f"{first:.1%} at first. Pass sgperm num_steps, all steps of the run, or min_aggressiveness."
+        "Pass sgperm num_steps, all steps of the run, or an aggressiveness that falls more slowly."
     )
     warnings.warn(f"{says} {advice}", stacklevel=stacklevel)
     return True

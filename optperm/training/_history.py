@@ -48,8 +48,8 @@ class History:
         """The rows of the steps by name, float32 (steps,).
 
         `loss` is the loss of each batch before its step. Further columns are the metrics that the loss
-        function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and `share_moved`
-        of a method that permutes weights. A step without a metric has NaN there.
+        function returns with `has_aux`, `learning_rate` of `optax.inject_hyperparams`, and
+        `fraction_moved` of a method that permutes weights. A step without a metric has NaN there.
         """
         if len(self._parts) > 1:
             self._parts = [(self._between(0, self.num_steps), self.num_steps)]

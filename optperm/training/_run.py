@@ -199,8 +199,8 @@ class Run:
         return "finished" if not code else "stopped" if code == _STOPPED else "interrupted"
 
     def _start_epoch(self) -> None:
-        if not self.is_still and "share_moved" in self.history.means(1):
-            moved = self.history.steps["share_moved"]
+        if not self.is_still and "fraction_moved" in self.history.means(1):
+            moved = self.history.steps["fraction_moved"]
             self.is_still = warn_if_still(moved, stacklevel=5)  # where fit is called
         change, carry, layout = self.epoch_start, self.carry, self.layout
         if change is not None and takes_epoch(change):  # else `epoch_start` is the change itself
@@ -347,7 +347,7 @@ class Run:
         steps = total - self.at.step
         if 0 < steps < math.inf and commits.ends_before_commit(self.carry, steps, self.layout):
             says = f"The run ends after {steps:.0f} steps, before the first commit of agn or diloco"
-            advice = "replicas train apart until its end. Lower communication_period or sync_every"
+            advice = "replicas train apart until its end. Lower every"
             warnings.warn(f"{says}: {advice}.", stacklevel=3)
 
     def warn_of_result(self, result: FitResult) -> None:

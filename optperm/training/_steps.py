@@ -27,7 +27,7 @@ from optperm.training._train_state import Model, TrainState, convert_metrics, sp
 
 Metrics = dict[str, jax.Array]
 # Columns of the history that a loss function must not return.
-_RESERVED = ("loss", "epoch", "step", "seconds", "share_moved")
+_RESERVED = ("loss", "epoch", "step", "seconds", "fraction_moved")
 _INJECTED = optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
 
 
@@ -152,7 +152,7 @@ def _step(
         if "learning_rate" in each.hyperparams:
             metrics["learning_rate"] = jnp.asarray(each.hyperparams["learning_rate"], jnp.float32)
     for each in find_states(new.opt_state, PermuteByCyclesState):
-        metrics["share_moved"] = each.share_moved
+        metrics["fraction_moved"] = each.fraction_moved
     if e.aux.aux is not None:
         aux = convert_metrics("aux of loss_fn", e.aux.aux)
         if taken := [name for name in aux if name in _RESERVED or name.startswith("eval_")]:

@@ -93,7 +93,7 @@ def test_summary_tells_all_flags_and_agrees_with_the_metrics(flags, files, tmp_p
     summary, metrics = found.summary, found.metrics
     expected = {
         **{"method": "adam", "model": "mlp", "hidden": 7, "seed": 5, "batch_size": 15},
-        **{"epochs": 3, "epochs_done": 3, "interrupted": False, "share_moved": None},
+        **{"epochs": 3, "epochs_done": 3, "interrupted": False, "fraction_moved": None},
         "steps": 12,  # 64 examples hold four batches of 15; the rest is left out
         "params": 6 * 7 + 7 + 7 * 3 + 3,
     }
@@ -249,7 +249,7 @@ def test_the_curve_has_steps_epochs_and_tests(tmp_path, monkeypatch):
 @pytest.mark.chains
 def test_laperm_tests_what_is_synchronized(flags, files, tmp_path):
     """No epoch ends with a synchronization: each is tested as a run that ended there."""
-    flags += ["--learning-rate", "0.05", "--sync-every", "5", "--quiet"]
+    flags += ["--learning-rate", "0.05", "--every", "5", "--quiet"]
     assert main(["train", "laperm", *flags, "--epochs", "2"]) == 0
     assert files(tmp_path / "run").summary["steps"] == 12
     flags[flags.index("--out") + 1] = str(tmp_path / "part")
@@ -311,7 +311,7 @@ def test_the_phases_of_dldr_are_shown_and_kept(flags, files, tmp_path, capsys):
 def test_long_runs_print_few_lines(capsys):
     reporter = report.Reporter(Run(epochs=95))
     for epoch in range(96):
-        record = {"epoch": epoch, "phase": None, "share_moved": None, "train_loss": 1.0}
+        record = {"epoch": epoch, "phase": None, "fraction_moved": None, "train_loss": 1.0}
         accuracies = dict.fromkeys(("train_accuracy", "valid_accuracy", "test_accuracy"), 0.5)
         reporter.epoch(record | accuracies)
     epochs = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
@@ -385,7 +385,7 @@ def test_bad_flags_end_with_one_line(tmp_path, data, error_line):
         ("sgperm --partition-ratio 2", "sgperm: partition_ratio must be in [0, 1], got 2.0"),
         ("sgperm --min-partition-size 0", "min_partition_size must be at least 1, got 0"),
         ("svrg --update-freq 0", "update_freq must be at least 1"),
-        ("agn --communication-period 0", "communication_period must be at least 1"),
+        ("agn --every 0", "every must be at least 1"),
         ("diloco --weight-decay -1", "diloco: weight_decay must be at least 0"),
         ("dldr --num-snapshots 4 --n-components 4", "needs num_snapshots of at least 5"),
         ("dldr --second adam", "second must be one of 'dim_reduce', 'project', 'twa', got 'adam'"),

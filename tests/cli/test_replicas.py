@@ -42,10 +42,10 @@ def test_replicas_take_the_steps_of_one_with_a_larger_batch(train, files, flags,
 @pytest.mark.filterwarnings("default:The run ends after:UserWarning")
 def test_what_is_saved_and_tested_is_the_center_with_all_steps(train, files, capsys):
     """Three steps an epoch: each epoch is tested as a run that ended there."""
-    out = train("agn", "--communication-period", "7", devices=4)
+    out = train("agn", "--every", "7", devices=4)
     tested = [line["test_accuracy"] for line in files(out).metrics]
     assert files(out).summary["test_accuracy"] == tested[-1]
-    one = train("agn", "--communication-period", "7", "--epochs", "1", devices=4)
+    one = train("agn", "--every", "7", "--epochs", "1", devices=4)
     said = capsys.readouterr().err
     assert said.count("The run ends after 3 steps, before the first commit of agn or diloco") == 1
     assert files(one).summary["test_accuracy"] == tested[1]
@@ -54,8 +54,7 @@ def test_what_is_saved_and_tested_is_the_center_with_all_steps(train, files, cap
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), files(one).trained, untrained)
     assert min(jax.tree.leaves(moved)) > 1e-4
     never, alone = (
-        files(train("agn", "--communication-period", "10", devices=n, batch_size=20 // n)).losses
-        for n in (4, 1)
+        files(train("agn", "--every", "10", devices=n, batch_size=20 // n)).losses for n in (4, 1)
     )
     np.testing.assert_allclose(never[0], alone[0], rtol=1e-5)
     assert np.all(np.abs(never[2:] / alone[2:] - 1) > 1e-4)
@@ -64,8 +63,7 @@ def test_what_is_saved_and_tested_is_the_center_with_all_steps(train, files, cap
 def test_a_center_of_one_device_is_what_is_trained(train, files):
     """In periods of eight; the four steps at the end of an epoch are committed for its test."""
     once, further = (
-        files(train("agn", "--communication-period", "8", "--epochs", epochs))
-        for epochs in ("1", "3")
+        files(train("agn", "--every", "8", "--epochs", epochs)) for epochs in ("1", "3")
     )
     assert once.metrics[1]["test_accuracy"] == further.metrics[1]["test_accuracy"]
     assert once.summary["test_accuracy"] == once.metrics[1]["test_accuracy"]

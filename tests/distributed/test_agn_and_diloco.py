@@ -29,17 +29,15 @@ PERIOD, STEPS = 3, 7
 # What makes a method, and what simulates it.
 SIMULATED = {
     f"agn {rule} {name}": (
-        functools.partial(optperm.agn, optimizer, PERIOD, commit=rule),
-        functools.partial(replicas.simulate_agn, simulated, period=PERIOD, commit=rule),
+        functools.partial(optperm.agn, optimizer, every=PERIOD, combine=rule),
+        functools.partial(replicas.simulate_agn, simulated, every=PERIOD, combine=rule),
     )
     for rule in RULES
     for name, (optimizer, simulated) in OPTIMIZERS.items()
 } | {
     f"diloco {name}": (
-        functools.partial(optperm.diloco, optax.adam(0.05), outer, PERIOD),
-        functools.partial(
-            replicas.simulate_diloco, replicas.adam(0.05), simulated, sync_every=PERIOD
-        ),
+        functools.partial(optperm.diloco, optax.adam(0.05), outer, every=PERIOD),
+        functools.partial(replicas.simulate_diloco, replicas.adam(0.05), simulated, every=PERIOD),
     )
     for name, outer, simulated in (
         ("by default", None, replicas.sgd(0.7, 0.9, nesterov=True)),
@@ -87,7 +85,7 @@ def test_known_centers_of_one_replica(optimizer, centers):
     def evaluate(params, _):
         return jnp.stack([params[0] - 1, 2 * (params[1] + 1)]), {}
 
-    tx = optperm.agn(optimizer, 4)
+    tx = optperm.agn(optimizer, every=4)
     trail = loops.train(tx, jnp.float32([0.0, 0.5]), [()] * 8, evaluate=evaluate)
     for step, known in centers.items():
         params, opt_state = trail[step - 1]
@@ -97,7 +95,7 @@ def test_known_centers_of_one_replica(optimizer, centers):
 
 def test_known_params_of_adam_without_betas():
     """Local steps of .1 from the center, which itself moves .1 a commit."""
-    tx = optperm.agn(optax.adam(0.1, b1=0.0, b2=0.0), 4)
+    tx = optperm.agn(optax.adam(0.1, b1=0.0, b2=0.0), every=4)
     trail = loops.train(tx, jnp.float32(0.0), [jnp.float32(-1.0)] * 8)
     known = [0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.4, 0.2]
     np.testing.assert_allclose([params for params, _ in trail], known, rtol=0, atol=1e-6)
@@ -144,7 +142,10 @@ def squared_error(params, batch):
 def test_known_trace(mapping):
     """DiLoCo's, of the specification: losses of replica 0, and the params after a synchronization."""
     tx = optperm.diloco(
-        optax.sgd(0.1), optax.sgd(1.0, momentum=0.9, nesterov=True), 3, axis_name=replicas.AXIS
+        optax.sgd(0.1),
+        optax.sgd(1.0, momentum=0.9, nesterov=True),
+        every=3,
+        axis_name=replicas.AXIS,
     )
     evaluate = loops.gradient(squared_error)
     trail = loops.train(tx, LINEAR, [KNOWN_BATCH] * 3, evaluate=evaluate, how=mapping, size=2)
@@ -166,7 +167,7 @@ def test_known_trace(mapping):
 )
 def test_every_mapping_gives_the_same_numbers(mapping, rule):
     """pmap and both modes of shard_map agree with vmap, and pull all replicas onto the same bits."""
-    tx = optperm.agn(optax.adam(0.05), PERIOD, axis_name=replicas.AXIS, commit=rule)
+    tx = optperm.agn(optax.adam(0.05), every=PERIOD, axis_name=replicas.AXIS, combine=rule)
     both = zip(run(tx, 4, mapping), run(tx, 4), strict=True)
     for step, ((params, opt_state), (wanted, _)) in enumerate(both, start=1):
         np.testing.assert_allclose(flat(params), flat(wanted), rtol=0, atol=1e-6)
@@ -182,8 +183,8 @@ def test_every_mapping_gives_the_same_numbers(mapping, rule):
 def test_several_axes_are_one_set_of_replicas():
     """A mesh of two by two gives what one axis of four gives, replicas in the same order."""
     axes = ("host", "device")
-    nested = optperm.agn(optax.adam(0.05), 2, axis_name=axes, commit="sequential")
-    single = optperm.agn(optax.adam(0.05), 2, axis_name=replicas.AXIS, commit="sequential")
+    nested = optperm.agn(optax.adam(0.05), every=2, axis_name=axes, combine="sequential")
+    single = optperm.agn(optax.adam(0.05), every=2, axis_name=replicas.AXIS, combine="sequential")
 
     def two_steps(tx, target):
         step = loops.make_step(tx, loops.gradient(loss_fn))
@@ -209,14 +210,14 @@ def test_several_axes_are_one_set_of_replicas():
 def test_a_commit_every_step_of_one_replica_is_the_bare_optimizer():
     """With period 1 and one replica the center makes the optimizer's own steps."""
     optimizer = optax.adam(0.1)
-    both = zip(run(optperm.agn(optimizer, 1), 1), run(optimizer, 1), strict=True)
+    both = zip(run(optperm.agn(optimizer, every=1), 1), run(optimizer, 1), strict=True)
     for (got, _), (wanted, _) in both:
         np.testing.assert_allclose(flat(got), flat(wanted), rtol=3e-7, atol=1e-7)
 
 
 def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
     """The accumulator is float32: 512 gradients of 1 in bfloat16 would stop adding up at 256."""
-    tx = optperm.agn(optax.sgd(1.0), 512)
+    tx = optperm.agn(optax.sgd(1.0), every=512)
     params, grads = jnp.zeros(2, jnp.bfloat16), jnp.ones((512, 2), jnp.bfloat16)
     params, opt_state = loops.carry(loops.make_step(tx), params, tx.init(params), grads)
     assert opt_state.accumulator.dtype == jnp.float32
@@ -227,10 +228,10 @@ def test_small_gradients_of_a_long_period_are_not_lost_in_bfloat16():
 
 def test_period_may_be_traced():
     """`inject_hyperparams` keeps the period in its state, where it can be changed."""
-    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(0.1), communication_period=2)
+    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(0.1), every=2)
     params = jnp.zeros(())
     opt_state = tx.init(params)
-    opt_state.hyperparams["communication_period"] = jnp.int32(3)
+    opt_state.hyperparams["every"] = jnp.int32(3)
     trail = loops.train(tx, params, [jnp.ones(())] * 6, opt_state=opt_state)
     centers = [float(optperm.distributed.center_params(opt_state)) for _, opt_state in trail]
     assert centers == pytest.approx([0, 0, -0.1, -0.1, -0.1, -0.2], abs=1e-7)
@@ -238,7 +239,7 @@ def test_period_may_be_traced():
 
 def test_entries_that_are_not_finite_count_as_zero():
     """The replica goes on by its other entries, and takes part: its params are finite."""
-    tx = optperm.diloco(optax.adam(0.1), optax.sgd(1.0), 2, axis_name=replicas.AXIS)
+    tx = optperm.diloco(optax.adam(0.1), optax.sgd(1.0), every=2, axis_name=replicas.AXIS)
     grads = np.float32([[[1, 2], [3, np.inf]], [[5, np.nan], [7, 8]], [[1, 1], [1, 1]]])
     step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
     ends = []
@@ -253,7 +254,7 @@ def test_entries_that_are_not_finite_count_as_zero():
 
 def test_a_replica_whose_params_are_not_finite_sits_out_one_commit():
     """The center moves by the others, or stays; all are pulled to it."""
-    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), 1, axis_name=replicas.AXIS)
+    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), every=1, axis_name=replicas.AXIS)
     step = replicas.MAPPINGS["vmap"](loops.make_step(tx), 2)
     for lost, center in (([1], [0.9, 1.9]), ([0, 1], [1.0, 2.0])):
         params = np.float32([[1, 2], [1, 2]])

@@ -76,7 +76,7 @@ def test_explicit_and_counted_commits_agree(method, how):
 
 def test_an_explicit_commit_divides_by_the_steps_made():
     """A flag is followed whatever the period says: gradients of 1 give a mean of 1 after two steps."""
-    tx = optperm.agn(optax.sgd(0.1), communication_period=100)
+    tx = optperm.agn(optax.sgd(0.1), every=100)
     params, ones = jnp.zeros(2), jnp.ones(2)
     opt_state = tx.init(params)
     for commit in (False, True, True):
@@ -115,8 +115,8 @@ def test_a_counted_step_copies_nothing():
     params = {f"w{i}": jnp.ones(1000) for i in range(6)}
     of_agn = 0 if jax.__version_info__ >= (0, 12) else len(params)
     for tx, most in (
-        (optperm.agn(optax.sgd(0.1), 5), of_agn),
-        (optperm.diloco(optax.sgd(0.1), sync_every=5), 0),
+        (optperm.agn(optax.sgd(0.1), every=5), of_agn),
+        (optperm.diloco(optax.sgd(0.1), every=5), 0),
     ):
         step = jax.jit(loops.make_step(tx), donate_argnums=(0, 1))
         program = step.lower(params, tx.init(params), params).compile()
@@ -125,7 +125,7 @@ def test_a_counted_step_copies_nothing():
 
 def test_flags_travel_through_chain_and_multi_steps():
     """Under jit, and by `functools.partial` where an optimizer's update takes no flag."""
-    inner = optperm.agn(optax.sgd(0.1), communication_period=1000)
+    inner = optperm.agn(optax.sgd(0.1), every=1000)
     for wrap, every in ((lambda tx: optax.chain(optax.clip(1.0), tx), 1), (None, 2)):
         tx = wrap(inner) if wrap else optax.MultiSteps(inner, 2)
         params = jnp.zeros(2)
@@ -158,7 +158,7 @@ def test_a_flag_may_be_traced_and_others_are_refused():
 @pytest.mark.parametrize("factory", [optperm.agn, optperm.diloco])
 def test_a_schedule_of_periods(factory):
     """Of the number of commits made: periods of 1, 2, 3 end after steps 1, 3 and 6."""
-    tx = factory(optax.sgd(0.1), **{_period_of(factory): lambda commits: commits + 1})
+    tx = factory(optax.sgd(0.1), every=lambda commits: commits + 1)
     trail = loops.train(tx, START, [START] * 6)
     commits = [bool(np.all(s.pulled)) for _, s in trail]
     assert commits == [True, False, True, False, False, True]
@@ -171,18 +171,14 @@ def test_a_schedule_of_periods(factory):
         support.assert_close(params, replicas.take(wanted, 0), atol=1e-6)
 
 
-def _period_of(factory):
-    return "communication_period" if factory is optperm.agn else "sync_every"
-
-
 def test_a_period_that_is_made_longer_divides_by_its_own_steps():
     """Changed from 2 to 4 in the middle of a period, the commit is the mean of four gradients."""
-    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(1.0), communication_period=2)
+    tx = optax.inject_hyperparams(optperm.agn)(optax.sgd(1.0), every=2)
     params = jnp.zeros(())
     opt_state = tx.init(params)
     for step, grad in enumerate([1.0, 2.0, 3.0, 6.0]):
         if step == 1:
-            opt_state.hyperparams["communication_period"] = jnp.int32(4)
+            opt_state.hyperparams["every"] = jnp.int32(4)
         updates, opt_state = tx.update(jnp.float32(grad), opt_state, params)
         params = optperm.apply_updates(params, updates, opt_state)
     assert float(params) == -3.0
@@ -266,9 +262,8 @@ def _on_two_by_four(tx, types, *, manual, checked, flag):
 def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes, checked):
     """One collective over the replicas, numbers alone over the shards, which agree on who takes part."""
     manual, flag = axes == "manual", True if checked else None
-    period = "sync_every" if method == "diloco" else "communication_period"
     options = {"shard_axes": "model"} if manual and not checked else {}
-    tx = replicas.METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, **options, **{period: 1})
+    tx = replicas.METHODS[method](optax.sgd(0.1), axis_name=replicas.AXIS, every=1, **options)
     mesh, step, (params, opt_state, grads) = _on_two_by_four(
         tx, types, manual=manual, checked=checked, flag=flag
     )
@@ -296,7 +291,7 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes,
             after, opt_state = step(params, opt_state, grads | {"kernel": bad})
     assert opt_state.skipped.tolist() == [0, 1]
     rule = {"agn mean": "agn sequential"}.get(method, method)
-    alone = replicas.METHODS[rule](optax.sgd(0.1), **{period: 1})
+    alone = replicas.METHODS[rule](optax.sgd(0.1), every=1)
     one = functools.partial(jax.tree.map, lambda leaf: np.asarray(leaf)[0])
     updates, state = alone.update(one(grads), alone.init(one(params)), one(params))
     wanted = optperm.apply_updates(one(params), updates, state)
@@ -308,7 +303,7 @@ def test_a_commit_moves_the_shards_of_a_replica_as_they_lie(method, types, axes,
 def test_contributions_that_overflow_together_leave_the_center(dtype):
     """Each is finite, their sum is not: the center stays, and all replicas count it."""
     largest = float(jnp.finfo(dtype).max)
-    tx = optperm.agn(optax.sgd(1e-8), 1, axis_name=replicas.AXIS, commit="sum")
+    tx = optperm.agn(optax.sgd(1e-8), every=1, axis_name=replicas.AXIS, combine="sum")
     params = jnp.ones((4, 2), dtype)
     opt_state = jax.vmap(tx.init)(params)
     step = replicas.MAPPINGS["vmap"](lambda p, s, g: tx.update(g, s, p)[1], 4)
@@ -331,7 +326,7 @@ def test_a_bad_batch_does_not_lose_a_replica():
     batches = [jnp.full(3, value) for value in (np.nan, 1.0, 1.0)]
     wrapped = optax.apply_if_finite(momo, max_consecutive_errors=10)
     for optimizer, recovers in ((momo, False), (wrapped, True)):
-        tx = optperm.agn(optimizer, 10, center_optimizer=optax.sgd(0.1))
+        tx = optperm.agn(optimizer, every=10, outer=optax.sgd(0.1))
         params = jnp.zeros(3)
         opt_state = tx.init(params)
         for batch in batches:
@@ -352,31 +347,32 @@ def _counts(tx, *, steps, period):
 def test_schedules_of_the_center_count_local_steps():
     """A rate that falls to zero in six steps has fallen to zero for the center, too."""
     fall = optax.linear_schedule(1.0, 0.0, 6)
-    centers, opt_state = _counts(optperm.agn(optax.sgd(fall), 2), steps=8, period=2)
+    centers, opt_state = _counts(optperm.agn(optax.sgd(fall), every=2), steps=8, period=2)
     # Commits in the steps 1, 3, 5 and 7, counted from 0, have the rates of these steps.
     np.testing.assert_allclose(centers, -np.cumsum([5 / 6, 3 / 6, 1 / 6, 0.0]), atol=1e-6)
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=fall)
-    again, _ = _counts(optperm.agn(injected, 2), steps=8, period=2)
+    again, _ = _counts(optperm.agn(injected, every=2), steps=8, period=2)
     np.testing.assert_allclose(again, centers, atol=1e-6)
     # Bias correction counts what its moments have seen.
-    _, opt_state = _counts(optperm.agn(optax.adam(fall), 2), steps=8, period=2)
+    _, opt_state = _counts(optperm.agn(optax.adam(fall), every=2), steps=8, period=2)
     adam, schedule = opt_state.center_state[0], opt_state.center_state[-1]
     assert (int(adam.count), int(schedule.count)) == (4, 8)
     # An optimizer of the center's own counts its own steps.
-    own = optperm.agn(optax.sgd(0.1), 2, center_optimizer=optax.sgd(fall))
+    own = optperm.agn(optax.sgd(0.1), every=2, outer=optax.sgd(fall))
     centers, _ = _counts(own, steps=8, period=2)
     np.testing.assert_allclose(centers, np.cumsum([-1.0, -5 / 6, -4 / 6, -3 / 6]), atol=1e-6)
 
 
 def test_a_schedule_goes_on_where_nobody_took_part():
-    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), 3)
+    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), every=3)
     grads = [jnp.full(1, jnp.nan if step == 0 else 1.0) for step in range(6)]
     opt_state = loops.train(tx, jnp.zeros(1), grads)[-1][1]
     assert jax.tree.leaves(opt_state.center_state) == jax.tree.leaves(opt_state.local_state) == [6]
 
 
 def test_in_turn_all_replicas_together_advance_a_schedule_by_one_period():
-    tx = optperm.agn(optax.sgd(lambda count: 0.1), 2, axis_name=replicas.AXIS, commit="sequential")
+    options = {"axis_name": replicas.AXIS, "combine": "sequential"}
+    tx = optperm.agn(optax.sgd(lambda count: 0.1), every=2, **options)
     _, opt_state = run_flagged(tx, grads_of(4), [None] * 4)[-1]
     assert optax.tree.get_all_with_path(opt_state.center_state, "count")[0][1].tolist() == [4] * 4
 
@@ -394,16 +390,16 @@ def test_multi_steps_of_the_center_are_refused(factory):
     ):
         tx.init(START)
     optperm.diloco(accumulating).init(START)
-    optperm.agn(accumulating, center_optimizer=optax.sgd(0.1)).init(START)
+    optperm.agn(accumulating, outer=optax.sgd(0.1)).init(START)
 
 
 LAID_OUT = {
     "agn sequential": replicas.METHODS["agn sequential"],
     "streaming": functools.partial(
-        optperm.diloco, sync_every=optperm.distributed.Every(3, 2, 1), mixing=0.5
+        optperm.diloco, every=optperm.distributed.Every(3, 2, 1), mixing=0.5
     ),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=3, compress=optperm.distributed.compress_quantized(8)
+        optperm.diloco, every=3, compress=optperm.distributed.Compression(bits=8)
     ),
 }
 
@@ -443,16 +439,15 @@ def test_replicas_laid_out_by_shard_map_of_vmap(method, where):
 
 
 COMMITTED_ALONE = {
-    "agn mean": functools.partial(optperm.agn, communication_period=100),
-    "agn sequential": functools.partial(optperm.agn, communication_period=100, commit="sequential"),
-    "agn pairs": functools.partial(optperm.agn, communication_period=100, commit="pairs"),
-    "diloco": functools.partial(optperm.diloco, sync_every=100),
-    "diloco pairs": functools.partial(optperm.diloco, sync_every=100, commit="pairs"),
+    "agn mean": functools.partial(optperm.agn, every=100),
+    "agn sequential": functools.partial(optperm.agn, every=100, combine="sequential"),
+    "diloco": functools.partial(optperm.diloco, every=100),
+    "diloco pairs": functools.partial(optperm.diloco, every=100, combine="pairs"),
     "delayed": functools.partial(
-        optperm.diloco, sync_every=optperm.distributed.Every(4, 2, 2), mixing=0.25
+        optperm.diloco, every=optperm.distributed.Every(4, 2, 2), mixing=0.25
     ),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=100, compress=optperm.distributed.compress_top_k(0.5, bits=4)
+        optperm.diloco, every=100, compress=optperm.distributed.Compression(0.5, bits=4)
     ),
 }
 EVERYWHERE = ["vmap", "pmap", "shard_map", "shard_map unchecked"]
@@ -503,7 +498,7 @@ def test_a_commit_alone_in_an_unnamed_vmap_over_seeds(factory):
 
 def test_a_commit_alone_ends_a_loop_whose_schedules_have_advanced():
     """The center's schedules are at the last step made, as with `commit=True` in it."""
-    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), 100)
+    tx = optperm.agn(optax.sgd(lambda count: 1.0 / (1 + count)), every=100)
     grads = [jax.tree.map(lambda p: np.ones_like(p)[None], START)] * 4
     wanted = run_flagged(tx, grads[:3], [False, False, True])[-1][0]
     found = run_flagged(tx, grads, [False, False, False, "only"])[-1][0]
@@ -512,7 +507,7 @@ def test_a_commit_alone_ends_a_loop_whose_schedules_have_advanced():
 
 def test_a_commit_alone_of_a_method_that_places_params():
     start = {"w": support.random_params()["kernel"]}
-    for tx in (optperm.agn(optperm.sgperm(0.1), 100),):
+    for tx in (optperm.agn(optperm.sgperm(0.1), every=100),):
         params, opt_state = start, tx.init(start)
         for flag in (False, False, "only", False):
             grads = jax.tree.map(jnp.sin, params)

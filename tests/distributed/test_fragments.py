@@ -97,7 +97,7 @@ def test_equals_maxtexts_streaming_schedule(number, delay, alpha):
         tx = optperm.diloco(
             optax.sgd(RATE),
             optax.sgd(OUTER_RATE, momentum=MOMENTUM, nesterov=True),
-            plan,
+            every=plan,
             axis_name=replicas.AXIS,
             mixing=alpha,
             fragment_of=of_layers(number),
@@ -118,7 +118,7 @@ def test_slices_land_exactly_and_on_stacked_states():
     )
     fragment_of = {"layers": (0, 1, 1, 0)}
     tx = optperm.diloco(
-        optax.sgd(0.3), None, plan, axis_name=replicas.AXIS, fragment_of=fragment_of
+        optax.sgd(0.3), every=plan, axis_name=replicas.AXIS, fragment_of=fragment_of
     )
     targets = jnp.array([1.0, 2.0])
     p, s = jax.tree.map(lambda x: jnp.stack([x, x]), params), None
@@ -153,11 +153,11 @@ def test_fragments_say_what_is_wrong():
         (lambda path, leaf: 0.5, "must be an integer"),
     ):
         with pytest.raises(ValueError, match=message):
-            optperm.diloco(optax.sgd(0.1), None, plan, fragment_of=fragment_of).init(params)
+            optperm.diloco(optax.sgd(0.1), every=plan, fragment_of=fragment_of).init(params)
     with pytest.raises(ValueError, match=r"an integer in \[0, 1\)"):
         optperm.diloco(optax.sgd(0.1), fragment_of={"a": 0, "b": 1}).init(params)
-    state = optperm.diloco(optax.sgd(0.1), None, plan).init(params)
+    state = optperm.diloco(optax.sgd(0.1), every=plan).init(params)
     for other in (optperm.distributed.Every(4, 3), optperm.distributed.Every(4, 2, 1), 4):
-        tx = optperm.diloco(optax.sgd(0.1), None, other)
+        tx = optperm.diloco(optax.sgd(0.1), every=other)
         with pytest.raises(ValueError, match="is of another plan"):
             tx.update(params, state, params)

@@ -27,6 +27,6 @@ def test_an_exchange_is_one_collective():
     """Of the params and a weight, within a conditional where steps are counted; or of a few bits."""
     assert sent(None) == [("all-reduce", BYTES + 4, True)]
     assert sent(False) == []
-    ((operation, size, _),) = sent(True, compress=optperm.distributed.compress_quantized(4))
+    ((operation, size, _),) = sent(True, compress=optperm.distributed.Compression(bits=4))
     assert operation == "all-gather"
     assert size <= BYTES / 8 + BYTES / 256 + 1024

@@ -93,7 +93,7 @@ def gradients():
 def test_a_schedule_of_the_center_is_read_at_the_local_step(name):
     """The center makes the steps of an optimizer whose rate is, at each commit, that of the step."""
     make = RIGHT[name]
-    tx = optperm.agn(make(rate), PERIOD)
+    tx = optperm.agn(make(rate), every=PERIOD)
     trail = loops.train(tx, START, gradients())
     center, state = START, make(rate).init(START)
     for t in range(PERIOD - 1, STEPS, PERIOD):
@@ -139,9 +139,9 @@ REFUSED = {
 def test_a_count_that_may_be_for_both_is_refused(name):
     """With the way out, which counts commits in the center."""
     optimizer = REFUSED[name](rate)
-    with pytest.raises(ValueError, match="Pass a center_optimizer"):
+    with pytest.raises(ValueError, match="Pass outer, whose schedules"):
         optperm.agn(optimizer).init(START)
-    optperm.agn(optimizer, center_optimizer=optimizer).init(START)
+    optperm.agn(optimizer, outer=optimizer).init(START)
     optperm.diloco(optimizer).init(START)
 
 
@@ -149,7 +149,7 @@ def test_schedules_within_a_switch_are_refused():
     """The second phase counts from the switch; without schedules, the center switches in time."""
     with pytest.raises(ValueError, match=r"write optperm\.switch_after around agn"):
         optperm.agn(optperm.switch_after(4, optax.sgd(rate), optax.adam(0.1))).init(START)
-    tx = optperm.agn(optperm.switch_after(4, optax.sgd(0.1), optax.sgd(1.0)), PERIOD)
+    tx = optperm.agn(optperm.switch_after(4, optax.sgd(0.1), optax.sgd(1.0)), every=PERIOD)
     ones = jax.tree.map(np.ones_like, START)
     trail = loops.train(tx, START, [ones] * 6)
     centers = [START["b"], *(trail[step][1].center["b"] for step in (2, 5))]
@@ -172,7 +172,7 @@ def test_counts_of_a_pure_schedule_are_those_of_the_local_state():
         optax.noisy_sgd(rate, key=0),
         optax.inject_hyperparams(optax.sgd)(rate),
     ):
-        state = loops.train(optperm.agn(inner, PERIOD), START, gradients())[-1][1]
+        state = loops.train(optperm.agn(inner, every=PERIOD), START, gradients())[-1][1]
         counts = functools.partial(
             lambda tree: [int(c) for c in jax.tree.leaves(tree) if c.dtype == jnp.int32]
         )
@@ -182,6 +182,6 @@ def test_counts_of_a_pure_schedule_are_those_of_the_local_state():
 
 def test_a_warm_up_from_zero_keeps_the_first_period():
     """The first commit, after step 9 of a warm-up over twenty, has the rate of that step."""
-    tx = optperm.agn(optax.sgd(optax.linear_schedule(0.0, 0.1, 20)), 10)
+    tx = optperm.agn(optax.sgd(optax.linear_schedule(0.0, 0.1, 20)), every=10)
     trail = loops.train(tx, jnp.float32(1.0), [jnp.float32(1.0)] * 10)
     np.testing.assert_allclose(trail[-1][0], 1.0 - 0.045, rtol=1e-6)

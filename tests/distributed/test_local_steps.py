@@ -208,7 +208,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
 
     def first_steps(params, batch):
         for read, _ in READINGS.values():
-            tx = optperm.agn(spy(read), 1, axis_name=replicas.AXIS)
+            tx = optperm.agn(spy(read), every=1, axis_name=replicas.AXIS)
             yield loops.make_step(tx, loops.evaluation(loss_fn))(params, tx.init(params), batch)
 
     run_all = replicas.MAPPINGS[mapping](lambda *given: list(first_steps(*given)), SIZE)
@@ -223,7 +223,7 @@ def test_extra_arguments_of_a_center_step_speak_for_all_replicas(mapping):
 
 
 def test_a_value_without_its_function_is_averaged_over_the_replicas():
-    tx = optperm.agn(spy(READINGS["value"][0]), 1, axis_name=replicas.AXIS)
+    tx = optperm.agn(spy(READINGS["value"][0]), every=1, axis_name=replicas.AXIS)
 
     def step(value):
         return tx.update(START, tx.init(START), START, value=value)[0]
@@ -236,7 +236,7 @@ def test_a_value_without_its_function_is_averaged_over_the_replicas():
 def test_a_line_search_within():
     """L-BFGS, whose search calls and differentiates value_fn, lowers the loss of all replicas."""
     data = batches(1) * 6
-    tx = optperm.agn(optax.lbfgs(), 2, axis_name=replicas.AXIS)
+    tx = optperm.agn(optax.lbfgs(), every=2, axis_name=replicas.AXIS)
     params, opt_state = run(tx, data, "pmap", loops.evaluation(loss_fn))[-1]
     support.assert_same_bits(params, optperm.distributed.center_params(opt_state))
     x, y = data[0][0].reshape(-1, 2), data[0][1].reshape(-1)
@@ -248,7 +248,7 @@ def test_a_line_search_within():
 def test_a_method_that_places_params_follows_the_pull():
     """SGPerm within AGN: each replica permutes, exactly, and goes on from the center's permutation."""
     start = jax.tree.map(np.asarray, support.random_params())
-    tx = optperm.agn(optperm.sgperm(0.1), PERIOD, axis_name=replicas.AXIS)
+    tx = optperm.agn(optperm.sgperm(0.1), every=PERIOD, axis_name=replicas.AXIS)
 
     def evaluate(params, batch):
         pulls = jax.tree.map(lambda p: jnp.sin(batch * jnp.arange(p.size).reshape(p.shape)), params)
@@ -276,7 +276,7 @@ def test_leaves_of_all_dtypes_travel_in_one_vector():
         dtypes = support.DTYPES
         start = {name: np.zeros(3, jnp.dtype(name)) for name in dtypes}
         targets = {name: np.full((SIZE, 3), 1 / 3, jnp.dtype(name)) for name in dtypes}
-        tx = optperm.agn(optax.sgd(1.0), 1, axis_name=replicas.AXIS)
+        tx = optperm.agn(optax.sgd(1.0), every=1, axis_name=replicas.AXIS)
         away = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
         ((params, _),) = run(tx, [targets], evaluate=away, params=start)
         for name in dtypes:
@@ -300,4 +300,4 @@ def test_optimizers_whose_points_a_pull_does_not_move_are_refused(name):
         with pytest.raises(ValueError, match="needs another optimizer of the local steps"):
             factory(optax.chain(optax.clip(1.0), OWN_POINTS[name])).init(START)
     optperm.diloco(optax.sgd(0.1), OWN_POINTS[name]).init(START)
-    optperm.agn(optax.sgd(0.1), center_optimizer=OWN_POINTS[name]).init(START)
+    optperm.agn(optax.sgd(0.1), outer=OWN_POINTS[name]).init(START)

@@ -104,9 +104,9 @@ def test_diloco_equals_nolocos_loop(size, how, plan, alpha):
         tx = optperm.diloco(
             optax.sgd(RATE),
             optax.sgd(OUTER_RATE, momentum=MOMENTUM),
-            plan,
+            every=plan,
             axis_name=AXIS,
-            commit="pairs",
+            combine="pairs",
             mixing=alpha,
             fragment_of={"a": 0, "b": 1} if plan.fragments > 1 else None,
         )
@@ -124,53 +124,11 @@ def test_diloco_equals_nolocos_loop(size, how, plan, alpha):
             )
 
 
-def test_agn_equals_a_loop():
-    """A step of Adam by a pair's mean contribution, from the mean of their centers."""
-    size, rng = 4, np.random.default_rng(1)
-    start, targets = np.float64(rng.normal(size=3)), [rng.normal(size=(4, 3)) for _ in range(12)]
-    with jax.enable_x64(True):
-        tx = optperm.agn(optax.adam(RATE), PERIOD, axis_name=AXIS, commit="pairs")
-        trail = loops.train(tx, start, targets, evaluate=EVALUATE, how="vmap", size=size)
-    update = replicas.adam(RATE)
-    workers = [replicas.Worker(start) for _ in range(size)]
-    centers, states = [start] * size, [None] * size
-    for step, (target, (params, opt_state)) in enumerate(zip(targets, trail, strict=True), start=1):
-        for i, worker in enumerate(workers):
-            g = worker.params - target[i]
-            worker.total = worker.total + g
-            move, worker.state = update(worker.state, g)
-            worker.params = worker.params + move
-        if step % PERIOD == 0:
-            other, old = partners(size, step - 1), list(centers)
-            for i, j in enumerate(other):
-                n = (workers[i].total + workers[j].total) / 2 / PERIOD
-                move, states[i] = update(states[i], n)
-                centers[i] = (old[i] + old[j]) / 2 + move
-            for worker, center in zip(workers, centers, strict=True):
-                worker.params, worker.total = center, 0.0
-        np.testing.assert_allclose(params, [w.params for w in workers], atol=1e-12)
-        np.testing.assert_allclose(
-            optperm.distributed.center_params(opt_state), centers, atol=1e-12
-        )
-
-
-METHODS = {
-    "agn": functools.partial(optperm.agn, communication_period=PERIOD),
-    "diloco": functools.partial(optperm.diloco, sync_every=PERIOD),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "how"),
-    support.every_night(
-        [(a, b) for a in METHODS for b in ("vmap in shard_map", "pmap")],
-        [("diloco", "vmap in shard_map"), ("agn", "pmap")],
-    ),
-)
-def test_a_permutation_in_a_conditional_is_all_that_crosses(method, how):
-    """Of counted steps; each of its branches sends the params, and AGN's contribution, once."""
+@pytest.mark.parametrize("how", ["vmap in shard_map", "pmap"])
+def test_a_permutation_in_a_conditional_is_all_that_crosses(how):
+    """Of counted steps; each of its branches sends the params once."""
     size = 4
-    tx = METHODS[method](optax.adam(0.1), axis_name=AXIS, commit="pairs")
+    tx = optperm.diloco(optax.adam(0.1), every=PERIOD, axis_name=AXIS, combine="pairs")
     params = {"a": jnp.ones((32, 8)), "b": jnp.ones(64)}
     step = loops.make_step(tx, EVALUATE)
     stacked = [replicas.stack([tree] * size) for tree in (params, tx.init(params), params)]
@@ -183,32 +141,28 @@ def test_a_permutation_in_a_conditional_is_all_that_crosses(method, how):
     found = replicas.collectives(mapped.lower(*stacked).compile().as_text())
     assert {each.operation for each in found} == {"collective-permute"}
     assert all(each.is_conditional for each in found)
-    branches, sent = size // 2, 4 * (32 * 8 + 64) * (2 if method == "agn" else 1)
+    branches, sent = size // 2, 4 * (32 * 8 + 64)
     assert sum(each.bytes for each in found) == branches * (sent + 4)
 
 
 def test_replicas_without_a_say_follow_their_partner():
     """Weight zero, or params that are not finite; of two without a say each keeps its center."""
-    for factory in METHODS.values():
-        tx = factory(optax.sgd(1.0), axis_name=AXIS, commit="pairs")
-        for weights in ([1.0, 0.0], [1.0, np.nan], [0.0, 0.0]):
-            evaluate = lambda p, batch: (batch[:1], {"weight": batch[1]})  # noqa: E731
-            data = [np.float32([[1.0, weights[0]], [5.0, weights[1]]])] * PERIOD
-            trail = loops.train(
-                tx, np.zeros(1, np.float32), data, evaluate=evaluate, how="vmap", size=2
-            )
-            params, opt_state = trail[-1]
-            alone = loops.train(
-                factory(optax.sgd(1.0)), np.zeros(1, np.float32), [np.ones(1, np.float32)] * PERIOD
-            )[-1][0]
-            wanted = 0.0 if weights == [0.0, 0.0] else float(alone[0])
-            np.testing.assert_allclose(params, [[wanted]] * 2, atol=1e-6)
-            assert opt_state.skipped.tolist() == [0, int(np.isnan(weights[1]))]
+    make = functools.partial(optperm.diloco, optax.sgd(1.0), every=PERIOD)
+    tx, start = make(axis_name=AXIS, combine="pairs"), np.zeros(1, np.float32)
+    alone = loops.train(make(), start, [np.ones(1, np.float32)] * PERIOD)[-1][0]
+    for weights in ([1.0, 0.0], [1.0, np.nan], [0.0, 0.0]):
+        evaluate = lambda p, batch: (batch[:1], {"weight": batch[1]})  # noqa: E731
+        data = [np.float32([[1.0, weights[0]], [5.0, weights[1]]])] * PERIOD
+        trail = loops.train(tx, start, data, evaluate=evaluate, how="vmap", size=2)
+        params, opt_state = trail[-1]
+        wanted = 0.0 if weights == [0.0, 0.0] else float(alone[0])
+        np.testing.assert_allclose(params, [[wanted]] * 2, atol=1e-6)
+        assert opt_state.skipped.tolist() == [0, int(np.isnan(weights[1]))]
 
 
 def test_centers_come_together():
     """Of eight replicas with targets of their own; without pairs each would stay at its own."""
-    tx = optperm.diloco(optax.sgd(0.3), sync_every=PERIOD, axis_name=AXIS, commit="pairs")
+    tx = optperm.diloco(optax.sgd(0.3), every=PERIOD, axis_name=AXIS, combine="pairs")
     targets = np.float32(np.arange(8.0)[:, None])
     step = jax.vmap(loops.make_step(tx, EVALUATE), axis_name=AXIS)
 
@@ -229,7 +183,7 @@ def test_centers_meet_to_the_rounding_of_their_dtype():
     start = 1 + 0.1 * np.random.default_rng(0).normal(size=(4, 16))
     for dtype, scale in ((jnp.bfloat16, 1.0), (jnp.bfloat16, 16.0), (jnp.float32, 1.0)):
         tx = optperm.diloco(
-            optax.sgd(0.1), sync_every=1, axis_name=AXIS, commit="pairs", center_dtype=dtype
+            optax.sgd(0.1), every=1, axis_name=AXIS, combine="pairs", center_dtype=dtype
         )
         step = jax.vmap(loops.make_step(tx, lambda p, _: (jnp.zeros_like(p), {})), axis_name=AXIS)
         params = jnp.asarray(scale * start, jnp.float32)
@@ -245,19 +199,17 @@ def test_centers_meet_to_the_rounding_of_their_dtype():
 
 
 def test_what_pairs_cannot_do_is_refused():
-    """Several axes, compression, centers that are placed, and replicas under a vmap without a name."""
+    """Several axes, compression, and replicas under a vmap without a name; AGN has no pairs."""
     sgd = optax.sgd(0.1)
-    for factory in (optperm.agn, optperm.diloco):
-        with pytest.raises(ValueError, match="needs replicas along one axis"):
-            factory(sgd, axis_name=("a", "b"), commit="pairs")
-        tx = factory(sgd, axis_name=AXIS, commit="pairs")
-        opt_state = jax.vmap(jax.vmap(tx.init))(jnp.ones((2, 2, 1)))
-        update = jax.vmap(lambda p, s, tx=tx: tx.update(p, s, p)[0], axis_name=AXIS)
-        with pytest.raises(ValueError, match="would exchange at every step"):
-            jax.vmap(update)(jnp.ones((2, 2, 1)), opt_state)
-    with pytest.raises(ValueError, match="commit must be one of"):
-        optperm.diloco(sgd, commit="sum")
-    with pytest.raises(ValueError, match='compress needs commit="mean"'):
-        optperm.diloco(sgd, commit="pairs", compress=optperm.distributed.compress_quantized(4))
-    with pytest.raises(ValueError, match="that does not place params"):
-        optperm.agn(optperm.sgperm(), commit="pairs").init({"a": jnp.arange(3.0)})
+    with pytest.raises(ValueError, match="needs replicas along one axis"):
+        optperm.diloco(sgd, axis_name=("a", "b"), combine="pairs")
+    tx = optperm.diloco(sgd, axis_name=AXIS, combine="pairs")
+    opt_state = jax.vmap(jax.vmap(tx.init))(jnp.ones((2, 2, 1)))
+    update = jax.vmap(lambda p, s: tx.update(p, s, p)[0], axis_name=AXIS)
+    with pytest.raises(ValueError, match="would exchange at every step"):
+        jax.vmap(update)(jnp.ones((2, 2, 1)), opt_state)
+    for method, rule in ((optperm.diloco, "sum"), (optperm.agn, "pairs")):
+        with pytest.raises(ValueError, match="combine must be one of"):
+            method(sgd, combine=rule)
+    with pytest.raises(ValueError, match='compress needs combine="mean"'):
+        optperm.diloco(sgd, combine="pairs", compress=optperm.distributed.Compression(bits=4))

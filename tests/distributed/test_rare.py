@@ -20,17 +20,15 @@ pytestmark = pytest.mark.usefixtures("lenient")
 SIZE, AXIS = 4, replicas.AXIS
 START = {"w": np.float32(np.arange(12.0).reshape(3, 4)), "b": np.float32([1.0, -1.0])}
 METHODS = replicas.METHODS | {
-    "plan": functools.partial(
-        optperm.diloco, sync_every=optperm.distributed.Every(3, 2, 1), mixing=0.5
-    ),
+    "plan": functools.partial(optperm.diloco, every=optperm.distributed.Every(3, 2, 1), mixing=0.5),
     "slices": functools.partial(
         optperm.diloco,
-        sync_every=optperm.distributed.Every(3, 2),
+        every=optperm.distributed.Every(3, 2),
         fragment_of={"w": [0, 1, 0], "b": 1},
     ),
-    "pairs": functools.partial(optperm.diloco, sync_every=3, commit="pairs"),
+    "pairs": functools.partial(optperm.diloco, every=3, combine="pairs"),
     "compressed": functools.partial(
-        optperm.diloco, sync_every=3, compress=optperm.distributed.compress_quantized(4)
+        optperm.diloco, every=3, compress=optperm.distributed.Compression(bits=4)
     ),
 }
 
@@ -94,10 +92,10 @@ def test_counted_steps_exchange_within_a_conditional(name, method):
 def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
     """Where they are encoded, nothing but their bytes leaves a device."""
     for name, compress, per_entry in (
-        ("spmd explicit", optperm.distributed.compress_quantized(4), 0.52),
-        ("spmd auto", optperm.distributed.compress_top_k(1 / 32, bits=2), 0.08),
+        ("spmd explicit", optperm.distributed.Compression(bits=4), 0.52),
+        ("spmd auto", optperm.distributed.Compression(1 / 32, bits=2), 0.08),
     ):
-        tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=AXIS, compress=compress)
+        tx = optperm.diloco(optax.sgd(0.1), every=2, axis_name=AXIS, compress=compress)
         mapped, mesh = layout(name, lambda p, s, tx=tx: tx.update(p, s, p, commit=True)[0])
         params = {"w": np.ones((64, 128), np.float32)}
         given = (replicas.stack([tree] * SIZE) for tree in (params, tx.init(params)))
@@ -111,7 +109,7 @@ def test_compressed_contributions_stay_small_under_vmap_on_a_mesh():
 
 def test_other_layouts_of_counted_steps_are_refused():
     """The collective does not know the replicas of an unnamed vmap; an explicit flag works there."""
-    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name=AXIS)
+    tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name=AXIS)
     params = jax.tree.map(lambda leaf: np.stack([np.stack([leaf] * SIZE)] * 2), START)
     opt_state = jax.vmap(jax.vmap(tx.init))(params)
 
@@ -128,7 +126,7 @@ def test_other_layouts_of_counted_steps_are_refused():
     support.assert_close(explicit[0], explicit[1], atol=0)
     support.assert_close(run(jnp.array(True))["b"], explicit, atol=1e-6)
     # Without replicas there is nothing to exchange, and each member of a population counts for itself.
-    alone = optperm.diloco(optax.sgd(0.1), sync_every=1)
+    alone = optperm.diloco(optax.sgd(0.1), every=1)
     stacked = replicas.stack([START] * 2)
     moves = jax.jit(jax.vmap(lambda p: alone.update(p, alone.init(p), p)[0]))(stacked)
     support.assert_close(moves["b"], explicit[:, 0], atol=1e-6)
@@ -151,7 +149,7 @@ def test_a_flag_that_differs_between_replicas_is_refused():
 
 def test_replicas_that_skipped_a_step_commit_with_the_furthest():
     """Under vmap one clock counts for all, and each divides by the steps that it has made."""
-    tx = optperm.agn(optax.sgd(1.0), 3, axis_name=AXIS)
+    tx = optperm.agn(optax.sgd(1.0), every=3, axis_name=AXIS)
     params = jnp.zeros((2, 1))
     opt_state = jax.vmap(tx.init)(params)
     opt_state = opt_state._replace(since_commit=jnp.array([0, 1]))
@@ -166,7 +164,7 @@ def test_replicas_that_skipped_a_step_commit_with_the_furthest():
 def test_explicit_steps_in_one_program_delay_an_exchange():
     """The step that sends, the one between and the one that receives, under vmap within shard_map."""
     plan = optperm.distributed.Every(6, 2, 2)
-    tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=AXIS, mixing=0.5)
+    tx = optperm.diloco(optax.sgd(0.1), every=plan, axis_name=AXIS, mixing=0.5)
 
     def steps(*carry_and_target):
         *carry, target = carry_and_target

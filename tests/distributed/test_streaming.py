@@ -1,5 +1,6 @@
 """Streaming DiLoCo and compressed contributions, against simulations in NumPy."""
 
+import functools
 import itertools
 
 import jax
@@ -74,7 +75,7 @@ def simulate(plan, mixing, targets, start, *, rate=0.1, outer_rate=0.7, momentum
 
 def run(plan, *, flagged=False, targets, start, how="vmap", **options):
     """The same by the library."""
-    tx = optperm.diloco(optax.sgd(0.1), None, plan, axis_name=replicas.AXIS, **options)
+    tx = optperm.diloco(optax.sgd(0.1), every=plan, axis_name=replicas.AXIS, **options)
     step_of = {}
 
     def make(commit):
@@ -150,8 +151,8 @@ class _Levels:
 
 
 COMPRESSED = {
-    "top": (optperm.distributed.compress_top_k(0.25), _TopK()),
-    "quantized": (optperm.distributed.compress_quantized(4), _Levels()),
+    "top": (optperm.distributed.Compression(0.25), _TopK()),
+    "quantized": (optperm.distributed.Compression(bits=4), _Levels()),
 }
 
 
@@ -177,15 +178,21 @@ def test_compressed_contributions_equal_a_simulation(method, how):
             )
 
 
+def sent_of(compress, leaf):
+    """What is decoded of a leaf's bytes."""
+    return compression.decode(compress, compression.encode(compress, leaf), leaf.shape)
+
+
 def test_bytes_say_what_was_sent():
     """What is decoded is within half a level, zero is zero, and the bytes are as few as the bits say."""
     for bits, shape in zip([2, 4, 8, 1], [(), (9, 100), (300,), (600,)], strict=True):
         leaf = np.array(np.random.default_rng(0).normal(size=shape), np.float32)
         leaf = np.where(np.arange(leaf.size).reshape(shape) % 3 == 1, np.float32(0), leaf)
-        compress = optperm.distributed.compress_quantized(bits)
-        encoded = jax.jit(compress.encode)(leaf)
+        compress = optperm.distributed.Compression(bits=bits)
+        encoded = jax.jit(functools.partial(compression.encode, compress))(leaf)
         assert all(part.dtype == jnp.uint8 for part in encoded)
-        decoded = np.asarray(jax.jit(compress.decode, static_argnums=1)(encoded, shape))
+        decode = functools.partial(compression.decode, compress, shape=shape)
+        decoded = np.asarray(jax.jit(decode)(encoded))
         flat = np.abs(np.pad(leaf.reshape(-1), (0, -leaf.size % 256))).reshape(-1, 256)
         if bits == 1:  # the sign, times the mean magnitude of a run of 256
             there = np.clip(leaf.size - 256 * np.arange(len(flat)), 0, 256)
@@ -202,12 +209,12 @@ def test_bytes_say_what_was_sent():
 def test_one_bit_is_the_mean_magnitude_of_the_entries_there_are():
     """What is the same everywhere is sent whole, in leaves of any size: padding has no part in it."""
     dense, sparse = (
-        optperm.distributed.compress_quantized(1),
-        optperm.distributed.compress_top_k(1.0, bits=1),
+        optperm.distributed.Compression(bits=1),
+        optperm.distributed.Compression(1.0, bits=1),
     )
     for compress, size in ((dense, 4), (dense, 257), (sparse, 4), (sparse, 4097)):
         leaf = np.full(size, -2.0, np.float32)
-        sent = jax.jit(lambda e, c=compress: c.decode(c.encode(e), e.shape))(leaf)
+        sent = jax.jit(functools.partial(sent_of, compress))(leaf)
         np.testing.assert_allclose(sent, leaf, rtol=1e-5)
 
 
@@ -215,11 +222,11 @@ def test_the_largest_and_the_smallest_numbers_are_sent():
     """In every number of bits, within a jitted program, where a division may become a product."""
     leaf = np.float32([3e38, -3e38, 1.5e38, 0.0])
     for bits in (2, 4, 8):
-        compress = optperm.distributed.compress_quantized(bits)
-        sent = jax.jit(lambda e, c=compress: c.decode(c.encode(e), e.shape))(jnp.asarray(leaf))
+        compress = optperm.distributed.Compression(bits=bits)
+        sent = jax.jit(functools.partial(sent_of, compress))(jnp.asarray(leaf))
         level = 3e38 / (2 ** (bits - 1) - 1)
         assert (np.abs(np.asarray(sent, float) - leaf) <= level / 2 * (1 + 1e-5)).all()
-        assert jnp.isfinite(compress.decode(compress.encode(leaf * 1e-38 * 1e-4), (4,))).all()
+        assert jnp.isfinite(sent_of(compress, leaf * 1e-38 * 1e-4)).all()
 
 
 def test_held_back_parts_stay_bounded():
@@ -228,13 +235,13 @@ def test_held_back_parts_stay_bounded():
     def sizes(compress):
         def commit(e, key):
             e = e + jax.random.normal(key, e.shape)
-            sent = compress.decode(compress.encode(e), e.shape)
+            sent = sent_of(compress, e)
             return e - sent, jnp.sqrt(jnp.mean(sent**2))
 
         keys = jax.random.split(jax.random.key(0), 1000)
         return jax.lax.scan(commit, jnp.zeros(256), keys)[1]
 
-    compressions = [optperm.distributed.compress_quantized(bits) for bits in (1, 2, 4, 8)]
+    compressions = [optperm.distributed.Compression(bits=bits) for bits in (1, 2, 4, 8)]
     sent = np.array(jax.jit(lambda: [sizes(each) for each in compressions])())
     early, late = sent[:, 100:200].mean(axis=1), sent[:, -100:].mean(axis=1)
     assert (late < [1.1, 2.0, 1.1, 1.1]).all()
@@ -243,7 +250,7 @@ def test_held_back_parts_stay_bounded():
 
 def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
     leaf = jnp.asarray(np.random.default_rng(0).normal(size=(8192,)), jnp.float32)
-    compress = optperm.distributed.compress_top_k(1 / 32)
+    compress = optperm.distributed.Compression(1 / 32)
     own, number, rest, takes_part = compression.sum_compressed(
         compress, leaf, jnp.zeros_like(leaf), jnp.array(True), commits.Replicas(None, ())
     )
@@ -267,13 +274,13 @@ def test_the_largest_entries_are_sent_exactly_and_the_rest_is_held_back():
 @pytest.mark.parametrize(
     ("compress", "per_entry"),
     [
-        (optperm.distributed.compress_top_k(1 / 32, bits=2), 0.0712),
-        (optperm.distributed.compress_quantized(4), 0.516),
+        (optperm.distributed.Compression(1 / 32, bits=2), 0.0712),
+        (optperm.distributed.Compression(bits=4), 0.516),
     ],
 )
 def test_what_crosses_the_axis_is_bytes(compress, per_entry):
     """The compiled step holds one collective, an all-gather of uint8."""
-    tx = optperm.diloco(optax.sgd(0.1), sync_every=2, axis_name=replicas.AXIS, compress=compress)
+    tx = optperm.diloco(optax.sgd(0.1), every=2, axis_name=replicas.AXIS, compress=compress)
     params = {"a": jnp.ones((512, 512)), "b": jnp.ones(256)}
     stacked = [replicas.stack([tree] * SIZE) for tree in (params, tx.init(params), params)]
     step = replicas.MAPPINGS["pmap"](lambda p, s, g: tx.update(g, s, p, commit=True), SIZE)
@@ -288,11 +295,11 @@ def test_what_crosses_the_axis_is_bytes(compress, per_entry):
 
 def test_resumed_inside_a_delay_bit_for_bit():
     """With compression, from a copy of the state between sending and arrival."""
-    compress = optperm.distributed.compress_quantized(4)
+    compress = optperm.distributed.Compression(bits=4)
     start, targets = start_and_targets()
     start, targets = (jax.tree.map(np.float32, tree) for tree in (start, targets))
     plan = optperm.distributed.Every(4, fragments=2, delay=2)
-    tx = optperm.diloco(optax.adam(0.1), None, plan, axis_name=replicas.AXIS, compress=compress)
+    tx = optperm.diloco(optax.adam(0.1), every=plan, axis_name=replicas.AXIS, compress=compress)
     evaluate = lambda p, target: (jax.tree.map(jnp.subtract, p, target), {})  # noqa: E731
     options = {"evaluate": evaluate, "how": "vmap", "size": SIZE}
     whole = loops.train(tx, start, targets, **options)
@@ -304,7 +311,7 @@ def test_resumed_inside_a_delay_bit_for_bit():
 def test_a_center_in_float32_under_bfloat16_params():
     """Outer steps too small for bfloat16 add up in the center; params are the center, rounded."""
     tx = optperm.diloco(
-        optax.sgd(1.0), optax.sgd(2**-6), 1, center_dtype=jnp.float32, axis_name=replicas.AXIS
+        optax.sgd(1.0), optax.sgd(2**-6), every=1, center_dtype=jnp.float32, axis_name=replicas.AXIS
     )
     params = jnp.ones((2, 3), jnp.bfloat16)
     opt_state = jax.vmap(tx.init)(params)
@@ -333,7 +340,7 @@ def test_plans_say_what_is_wrong():
         optperm.distributed.Every(3, fragments=4)
     with pytest.raises(ValueError, match="fragments must be at most period and delay below it"):
         optperm.distributed.Every(3, delay=3)
-    tx = optperm.diloco(optax.sgd(0.1), None, optperm.distributed.Every(4, fragments=2))
+    tx = optperm.diloco(optax.sgd(0.1), every=optperm.distributed.Every(4, fragments=2))
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
     opt_state = tx.init(params)
     for wrong in (plans.Exchange((3,), (3,)), plans.Exchange((1,), ())):
@@ -346,12 +353,12 @@ def test_plans_say_what_is_wrong():
         (optperm.distributed.Every(4, 2), "only allows with one"),
     ):
         with pytest.raises(ValueError, match=message):
-            optperm.diloco(optperm.sgperm(), None, plan).init({"a": jnp.arange(3.0)})
+            optperm.diloco(optperm.sgperm(), every=plan).init({"a": jnp.arange(3.0)})
 
 
 def run_alone(plan, flags, **options):
     """One replica that is pushed down by 1 a step, averaged with itself."""
-    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), plan, **options)
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), every=plan, **options)
     params = jnp.zeros(1)
     opt_state = tx.init(params)
     update = jax.jit(tx.update, static_argnames="commit")
@@ -379,7 +386,9 @@ def test_where_nothing_was_sent_nothing_is_pulled():
 @pytest.mark.parametrize("plan", support.every_night([2, optperm.distributed.Every(2, 1, 1)], [2]))
 def test_mixing_brings_a_replica_back(plan):
     """One whose params are not finite is put on the center, and takes part the next time."""
-    tx = optperm.diloco(optax.sgd(0.1), optax.sgd(1.0), plan, axis_name=replicas.AXIS, mixing=0.5)
+    tx = optperm.diloco(
+        optax.sgd(0.1), optax.sgd(1.0), every=plan, axis_name=replicas.AXIS, mixing=0.5
+    )
     params = jnp.zeros((2, 2))
     opt_state = jax.vmap(tx.init)(params)
     params = params.at[1, 0].set(jnp.nan)
@@ -391,7 +400,7 @@ def test_mixing_brings_a_replica_back(plan):
 
 
 def test_gradients_of_fewer_digits_do_not_round_the_displacement():
-    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), 2)
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), every=2)
     grads = [jnp.full(1, grad, "bfloat16") for grad in (1.0, 2.0**-12)]
     with jax.numpy_dtype_promotion("standard"):
         params, opt_state = loops.train(tx, jnp.zeros(1), grads, how="eager")[-1]
@@ -404,9 +413,9 @@ def test_a_residual_that_overflows_begins_again():
     tx = optperm.diloco(
         optax.sgd(0.1),
         optax.sgd(1.0),
-        2,
+        every=2,
         axis_name=replicas.AXIS,
-        compress=optperm.distributed.compress_quantized(8),
+        compress=optperm.distributed.Compression(bits=8),
     )
     params = jnp.zeros((2, 1))
     opt_state = jax.vmap(tx.init)(params)
@@ -423,9 +432,8 @@ def test_a_residual_that_overflows_begins_again():
 def test_everything_at_once_with_donated_buffers_and_an_empty_leaf():
     tx = optperm.diloco(
         optax.sgd(0.1),
-        None,
-        optperm.distributed.Every(4, 2, 1),
-        compress=optperm.distributed.compress_top_k(0.5, bits=4),
+        every=optperm.distributed.Every(4, 2, 1),
+        compress=optperm.distributed.Compression(0.5, bits=4),
         center_dtype="float32",
     )
     params = {"a": jnp.zeros((0, 3)), "b": jnp.arange(3.0)}
@@ -452,8 +460,8 @@ def test_options_of_one_fragment_go_together():
     tx = optperm.diloco(
         optax.sgd(0.1),
         reads_value,
-        lambda commits: commits + 1,
-        compress=optperm.distributed.compress_quantized(8),
+        every=lambda commits: commits + 1,
+        compress=optperm.distributed.Compression(bits=8),
         center_dtype="float32",
     )
     step = loops.make_step(tx, lambda p, value: (jnp.ones_like(p), {"value": value}))
@@ -469,7 +477,7 @@ def test_options_of_one_fragment_go_together():
 def test_a_method_that_places_params_within_and_without():
     """SGPerm as the inner and the outer optimizer: each replica permutes, and so does the center."""
     start = jax.tree.map(np.asarray, support.random_params())
-    tx = optperm.diloco(optperm.sgperm(0.1), optperm.sgperm(0.1), 2, axis_name=replicas.AXIS)
+    tx = optperm.diloco(optperm.sgperm(0.1), optperm.sgperm(0.1), every=2, axis_name=replicas.AXIS)
 
     def evaluate(params, batch):
         pulls = jax.tree.map(lambda p: jnp.sin(batch * jnp.arange(p.size).reshape(p.shape)), params)
@@ -488,13 +496,13 @@ def test_a_method_that_places_params_within_and_without():
 @pytest.mark.parametrize(
     "compress",
     [
-        *(optperm.distributed.compress_quantized(bits) for bits in (2, 4, 8)),
-        *(optperm.distributed.compress_top_k(1 / 4, bits=bits) for bits in (1, 2, 4, 8)),
+        *(optperm.distributed.Compression(bits=bits) for bits in (2, 4, 8)),
+        *(optperm.distributed.Compression(1 / 4, bits=bits) for bits in (1, 2, 4, 8)),
     ],
 )
 def test_rows_that_no_batch_touches_do_not_move_when_compressed(compress):
     """A zero is decoded as zero, and chosen zeros of one bit too, within a jitted exchange."""
-    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), sync_every=1, compress=compress)
+    tx = optperm.diloco(optax.sgd(1.0), optax.sgd(1.0), every=1, compress=compress)
     start = jnp.ones((64, 1))
     rng = np.random.default_rng(0)
     touched = np.isin(np.arange(64), [3, 17, 40])[:, None]
@@ -508,6 +516,6 @@ def test_rows_that_no_batch_touches_do_not_move_when_compressed(compress):
 def test_one_bit_of_the_largest_is_the_mean_magnitude_of_those_that_are_not_zero():
     leaf = np.zeros(64, np.float32)
     leaf[[3, 10, 50]] = [2.0, -1.0, 3.0]
-    compress = optperm.distributed.compress_top_k(1 / 4, bits=1)
-    sent = jax.jit(lambda e: compress.decode(compress.encode(e), e.shape))(leaf)
+    compress = optperm.distributed.Compression(1 / 4, bits=1)
+    sent = jax.jit(functools.partial(sent_of, compress))(leaf)
     np.testing.assert_allclose(sent, 2.0 * np.sign(leaf), rtol=1e-6)

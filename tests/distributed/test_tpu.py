@@ -13,7 +13,10 @@ pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("lenient")]
 pytest.importorskip("libtpu")
 
 PARAMS, BYTES = accelerators.square_leaves(4), 4 * 4 * accelerators.SIDE**2
-AGN, DILOCO = optperm.agn(accelerators.ADAMW, 10), optperm.diloco(accelerators.ADAMW, sync_every=10)
+AGN, DILOCO = (
+    optperm.agn(accelerators.ADAMW, every=10),
+    optperm.diloco(accelerators.ADAMW, every=10),
+)
 PLAN = optperm.distributed.Every(10, fragments=2, delay=2)
 
 
@@ -40,9 +43,9 @@ def test_counted_steps_sum_all_leaves_at_once_in_a_conditional():
 @pytest.mark.parametrize(
     ("compress", "bytes_a_param"),
     [
-        (optperm.distributed.compress_quantized(4), 4 / 8 + 1 / 64),
-        (optperm.distributed.compress_quantized(1), 1 / 8 + 1 / 64),
-        (optperm.distributed.compress_top_k(1 / 32, bits=2), (2 / 8 + 2) / 32 + 1 / 1024),
+        (optperm.distributed.Compression(bits=4), 4 / 8 + 1 / 64),
+        (optperm.distributed.Compression(bits=1), 1 / 8 + 1 / 64),
+        (optperm.distributed.Compression(1 / 32, bits=2), (2 / 8 + 2) / 32 + 1 / 1024),
     ],
 )
 def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param):
@@ -59,7 +62,7 @@ def test_compressed_contributions_are_gathered_as_bytes(compress, bytes_a_param)
 def test_contributions_in_turn_are_gathered():
     """By one all-gather of each replica's own."""
     program = accelerators.compiled(
-        accelerators.Case(accelerators.AGN(commit="sequential"), True, leaves=1)
+        accelerators.Case(accelerators.AGN(combine="sequential"), True, leaves=1)
     )
     (found,) = program.collectives()
     assert found.operation == "all-gather"
@@ -67,16 +70,15 @@ def test_contributions_in_turn_are_gathered():
 
 
 def test_pairs_permute_in_a_conditional():
-    """A device sends its params, and AGN its contribution too, one leaf after another."""
-    for factory, trees in ((accelerators.AGN, 2), (accelerators.DILOCO, 1)):
-        program = accelerators.compiled(accelerators.Case(factory(commit="pairs")))
-        assert program.temp_bytes < 0.5 * BYTES
-        found = program.collectives()
-        kinds = {each.operation.removesuffix("-start") for each in found}
-        assert kinds == {"collective-permute"}
-        assert all(each.is_conditional for each in found)
-        # In a branch for each of the two ways to pair four replicas.
-        assert sum(each.bytes for each in found) <= 2 * (trees * BYTES + 1024)
+    """A device sends its params, one leaf after another."""
+    program = accelerators.compiled(accelerators.Case(accelerators.DILOCO(combine="pairs")))
+    assert program.temp_bytes < 0.5 * BYTES
+    found = program.collectives()
+    kinds = {each.operation.removesuffix("-start") for each in found}
+    assert kinds == {"collective-permute"}
+    assert all(each.is_conditional for each in found)
+    # In a branch for each of the two ways to pair four replicas.
+    assert sum(each.bytes for each in found) <= 2 * (BYTES + 1024)
 
 
 def on_two_slices(step, tx, **options):
@@ -119,7 +121,7 @@ def loss_fn(params, x):
 
 def test_a_delay_overlaps_steps_of_one_program():
     """Of three steps in one program two lie between sending and arrival."""
-    tx = optperm.diloco(accelerators.ADAMW, None, PLAN, axis_name=accelerators.AXIS)
+    tx = optperm.diloco(accelerators.ADAMW, every=PLAN, axis_name=accelerators.AXIS)
 
     def three(params, opt_state, _):
         for number in (10, 11, 12):

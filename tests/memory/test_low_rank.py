@@ -555,9 +555,9 @@ def test_inside_of_agn_and_diloco_and_multi_steps():
     low = optax.chain(optperm.low_rank(optax.scale_by_adam(), 2), optax.scale(-0.01))
     ways = {
         "alone": low,
-        "diloco": optperm.diloco(low, optax.sgd(1.0), 2),
+        "diloco": optperm.diloco(low, optax.sgd(1.0), every=2),
         "accumulated": optax.MultiSteps(low, 1).gradient_transformation(),
-        "agn": optperm.agn(low, 2),
+        "agn": optperm.agn(low, every=2),
     }
 
     def train(name, params):

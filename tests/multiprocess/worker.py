@@ -113,10 +113,12 @@ PERIOD, STEPS = 2, 6
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 METHODS = {
     **{
-        f"agn {commit}": optperm.agn(OPTIMIZER, PERIOD, axis_name=replicas.AXIS, commit=commit)
+        f"agn {commit}": optperm.agn(
+            OPTIMIZER, every=PERIOD, axis_name=replicas.AXIS, combine=commit
+        )
         for commit in ("mean", "sum", "sequential")
     },
-    "diloco": optperm.diloco(OPTIMIZER, sync_every=PERIOD, axis_name=replicas.AXIS),
+    "diloco": optperm.diloco(OPTIMIZER, every=PERIOD, axis_name=replicas.AXIS),
 }
 
 

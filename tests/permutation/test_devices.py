@@ -27,7 +27,7 @@ STEPS = 3
 
 def make(**arguments):
     """SGPerm whose recommendations are exact sums, so that no program rounds them otherwise."""
-    exact = {"aggressiveness_decay": 1.0, "learning_rate": 1.0, "momentum": 0.5}
+    exact = {"learning_rate": 1.0, "momentum": 0.5}
     return optperm.sgperm(0.4, partition_ratio=0.7, **{**exact, **arguments})
 
 
@@ -89,14 +89,14 @@ def test_replicas_that_average_their_gradients_agree_with_one_device(mapping):
 @pytest.mark.parametrize(
     "mapping", support.every_night(["vmap", "shard_map", "shard_map unchecked"], ["shard_map"])
 )
-def test_networks_and_seeds_of_their_own_train_as_in_a_loop(mapping):
-    """A mapped axis of networks gives what each gives by itself, bit for bit; the seed makes a
+def test_networks_and_keys_of_their_own_train_as_in_a_loop(mapping):
+    """A mapped axis of networks gives what each gives by itself, bit for bit; the key makes a
     difference."""
 
     drawn = replicas.stack([grads(step) for step in range(STEPS)])
 
-    def run(p, seed):
-        tx = make(seed=seed)
+    def run(p, key):
+        tx = make(key=key)
         return loops.carry(loops.make_step(tx), p, tx.init(p), drawn)[0]
 
     starts = [support.random_params(seed) for seed in (0, 1, 0)]

@@ -84,7 +84,7 @@ def test_masked_leaves_stay_with_their_optimizer():
 METHODS = {
     "sgperm": "optperm.sgperm(0.5, partition_ratio=0.7)",
     "laperm": """optperm.laperm(
-        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)), sync_every=1
+        optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, s)), every=1
     )""",
 }
 

@@ -1,8 +1,10 @@
 """How SGPerm's aggressiveness falls with the length of a run, and what is said at its end."""
 
 import functools
+import itertools
 import warnings
 
+import jax
 import jax.numpy as jnp
 import loops
 import numpy as np
@@ -16,6 +18,7 @@ from optperm.cli import datasets
 from optperm.cli.flags import Run
 from optperm.cli.methods import METHODS
 from optperm.cli.training import Training
+from optperm.permutation import falling
 
 
 def test_the_aggressiveness_falls_by_the_length_or_without_one_as_one_over_the_step():
@@ -24,36 +27,59 @@ def test_the_aggressiveness_falls_by_the_length_or_without_one_as_one_over_the_s
     params, grads = support.normal((50, 3), 0), list(support.normal((5, 50, 3), 1))
     train = functools.partial(loops.train, how="scan")
 
-    def by(rule, **numbers):
-        schedule = lambda count: jnp.maximum(0.4 * rule((count + 1).astype(jnp.float32)), 0.02)  # noqa: E731
-        return [w for w, _ in train(optperm.sgperm(schedule, momentum=0.0), params, grads)]
+    def by(aggressiveness):
+        tx = optperm.sgperm(aggressiveness, momentum=0.0)
+        return [w for w, _ in train(tx, params, grads)]
 
-    numbers = {"aggressiveness": 0.4, "min_aggressiveness": 0.02, "momentum": 0.0}
-    known = by(lambda t: 100.0 ** -jnp.minimum(t / 3, 1.0))
+    def rule(start, fall):
+        return lambda count: start * fall((count + 1).astype(jnp.float32))
+
+    known, unknown = lambda t: 100.0 ** -jnp.minimum(t / 3, 1.0), lambda t: 1 / (1 + t / 100)
     for build in (optperm.sgperm, optax.inject_hyperparams(optperm.sgperm)):
-        trail = train(build(num_steps=3, **numbers), params, grads)
-        support.assert_same_bits([w for w, _ in trail], known)
+        trail = train(build(num_steps=3, momentum=0.0), params, grads)
+        support.assert_same_bits([w for w, _ in trail], by(rule(0.1, known)))
         states = [getattr(state, "inner_state", state) for _, state in trail]
         assert [int(state[0].steps_past_end) for state in states] == [0, 0, 0, 1, 2]
-    unknown = train(optperm.sgperm(**numbers), params, grads)
-    support.assert_same_bits([w for w, _ in unknown], by(lambda t: 1 / (1 + t / 100)))
-    assert int(unknown[-1][1][0].steps_past_end) == 0
-    for one, other in zip(known, (w for w, _ in unknown), strict=True):
+    trail = train(optperm.sgperm(momentum=0.0), params, grads)
+    support.assert_same_bits([w for w, _ in trail], by(rule(0.1, unknown)))
+    assert int(trail[-1][1][0].steps_past_end) == 0
+    for num_steps, fall in ((3, known), (None, unknown)):
+        support.assert_same_bits(by(falling(0.4, num_steps)), by(rule(0.4, fall)))
+    moved = [by(falling(*each)) for each in ((0.4, 3), (0.4, None), (0.1, 3), (0.1, None))]
+    for one, other in itertools.combinations(moved, 2):
         assert not np.array_equal(one, other)
 
 
+def test_the_start_and_the_length_may_be_traced_and_the_count_of_any_kind():
+    """As where `optax.inject_hyperparams` makes the schedule; the values are of the equation."""
+    for num_steps in (4, None):
+        counts = np.array([0, 1, 3, 4, 2**31 - 1])
+        t = counts + 1.0
+        fall = 100.0 ** -np.minimum(t / 4, 1.0) if num_steps else 1 / (1 + t / 100)
+        values = [falling(0.4, num_steps)(count) for count in counts.tolist()]
+        np.testing.assert_allclose(values, 0.4 * fall, rtol=1e-6)
+        traced = jax.jit(lambda start, count, n=num_steps: falling(start, n)(count))
+        in_jit = [traced(0.4, jnp.int32(count)) for count in counts]
+        np.testing.assert_allclose(in_jit, values, rtol=1e-6)
+
+    def build(start, num_steps):
+        return optperm.sgperm(falling(start, num_steps), momentum=0.0)
+
+    params, grads = support.normal((50, 3), 0), list(support.normal((5, 50, 3), 1))
+    trails = (
+        loops.train(make(0.4, 3), params, grads, how="scan")
+        for make in (build, optax.inject_hyperparams(build))
+    )
+    support.assert_same_bits(*([w for w, _ in trail] for trail in trails))
+
+
 def test_only_one_rule_may_say_how_the_aggressiveness_falls():
-    schedule = optax.constant_schedule(0.1)
+    both = "not both: .*falling"
     for arguments, error, says in (
         ({"num_steps": 0}, ValueError, "num_steps must be at least 1, got 0"),
         ({"num_steps": 2.5}, TypeError, "num_steps must be an integer, got 2.5"),
-        ({"num_steps": 9, "aggressiveness": schedule}, ValueError, "Pass one of num_steps"),
-        ({"num_steps": 9, "aggressiveness_decay": 0.99}, ValueError, "Pass one of num_steps"),
-        (
-            {"aggressiveness": schedule, "aggressiveness_decay": 0.99},
-            ValueError,
-            "Pass one of num_steps",
-        ),
+        ({"num_steps": 9, "aggressiveness": optax.constant_schedule(0.1)}, ValueError, both),
+        ({"num_steps": 9, "aggressiveness": 0.1}, ValueError, both),
     ):
         with pytest.raises(error, match=says):
             optperm.sgperm(**arguments)
@@ -87,16 +113,18 @@ def warned_of(tx, epochs, start=None, **options):
 
 def test_fit_says_once_that_weights_stand_still_or_that_the_length_is_over():
     """Weights that stopped with epochs to go, and steps past the end; nothing where neither is so."""
-    (says,), ends = warned_of(optperm.sgperm(0.5, 0.8, momentum=0.99), 5)
+    (says,), ends = warned_of(
+        optperm.sgperm(optax.exponential_decay(0.4, 1, 0.8), momentum=0.99), 5
+    )
     assert says.startswith("After step 100 the weights hardly trade places: ")
     assert "Pass sgperm num_steps" in says
     assert ends == [0, 0, 0, 0, 1]
-    (says,), ends = warned_of(optperm.sgperm(0.5, num_steps=60), 4)
+    (says,), ends = warned_of(optperm.sgperm(num_steps=60), 4)
     assert says == "sgperm is past its num_steps: it continues with the last aggressiveness."
     assert ends == [0, 0, 1, 1]
-    assert warned_of(optperm.sgperm(0.5, num_steps=125), 5) == ([], [0] * 5)
+    assert warned_of(optperm.sgperm(num_steps=125), 5) == ([], [0] * 5)
     signs = np.sign(support.normal((300,), 2))
-    (says,), ends = warned_of(optperm.sgperm(0.5, num_steps=125), 3, start=signs)
+    (says,), ends = warned_of(optperm.sgperm(falling(0.5, 125)), 3, start=signs)
     assert says.startswith("No weight has moved in 25 steps: take a larger aggressiveness.")
     assert ends == [0, 1, 1]
 
@@ -105,7 +133,7 @@ def test_every_fit_says_that_the_length_is_over(tmp_path):
     """Also one that goes on where another, which said it, had ended."""
     for epochs in (3, 4, 5):
         (says,), ends = warned_of(
-            optperm.sgperm(0.5, num_steps=60),
+            optperm.sgperm(num_steps=60),
             epochs,
             checkpoints=tmp_path,
             checkpoint_every=25,

@@ -42,12 +42,12 @@ def slower(count):
     return jnp.where(count < 4, 2, 3)
 
 
-@pytest.mark.parametrize(("sync_every", "synced_after"), [(3, {3, 6, 9}), (slower, {2, 4, 6, 9})])
-def test_laperm_of_adam_is_adam_with_the_weights_put_back(sync_every, synced_after):
+@pytest.mark.parametrize(("every", "synced_after"), [(3, {3, 6, 9}), (slower, {2, 4, 6, 9})])
+def test_laperm_of_adam_is_adam_with_the_weights_put_back(every, synced_after):
     """Between synchronizations Adam in NumPy, whose moments live on; at them the sorted values, every
     bit. The state tells which, and the weights as of the last one."""
     update = replicas.adam(0.3)
-    trail = train(optperm.laperm(optax.adam(0.3), sync_every), params(), range(10), how="scan")
+    trail = train(optperm.laperm(optax.adam(0.3), every), params(), range(10), how="scan")
     for name, initial in params().items():
         p, adam_state, last = np.float64(initial), None, np.asarray(initial)
         for index, (after, opt_state) in enumerate(trail):
@@ -155,8 +155,8 @@ def test_synchronizing_where_steps_are_small_learns_only_if_it_is_rare():
         return jnp.mean((batch @ (w - target)) ** 2)
 
     @jax.jit
-    def end(sync_every):
-        tx = optperm.laperm(optax.adam(0.02), sync_every)
+    def end(every):
+        tx = optperm.laperm(optax.adam(0.02), every)
         step = loops.make_step(tx, loops.gradient(loss_fn))
         return loops.carry(step, start, tx.init(start), jnp.broadcast_to(x, (200, *x.shape)))[0]
 

@@ -53,7 +53,7 @@ def test_move_of_any_parameter_permutes_along_the_recommendation():
     """Each weight vector keeps its bits; each moved weight moved the way asked."""
     for seed, (alpha, ratio, least, levels, broken) in enumerate(CASES):
         params, grads = numbers(seed, levels, broken)
-        arguments = {"aggressiveness": alpha, "partition_ratio": ratio, "seed": seed}
+        arguments = {"aggressiveness": alpha, "partition_ratio": ratio, "key": seed}
         with jax.enable_x64(True):
             outputs = step(params, grads, arguments | {"min_partition_size": least})
             updates, placed, before, after = jax.device_get(outputs)
@@ -77,7 +77,7 @@ def test_move_of_any_parameter_permutes_along_the_recommendation():
             size = max(least, int(np.floor(np.float32(ratio) * np.float32(len(w)))))
             assert size != 1 or not np.any(moved)
         np.testing.assert_allclose(
-            after.share_moved, count / sum(p.size for p in params.values()), rtol=1e-6
+            after.fraction_moved, count / sum(p.size for p in params.values()), rtol=1e-6
         )
         assert least == 1 or count > 20
 
@@ -113,4 +113,4 @@ def test_rows_in_the_thousands_of_bfloat16_are_permuted():
     params, grads = support.normal((2, 1500, 2), 0, jnp.bfloat16)
     after, opt_state = loops.train(optperm.sgperm(0.1, partition_ratio=0.2), params, [grads])[0]
     support.assert_permutes(after, params)
-    assert opt_state[1].share_moved > 0.5
+    assert opt_state[1].fraction_moved > 0.5

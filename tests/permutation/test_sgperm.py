@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import loops
 import numpy as np
+import optax
 import pytest
 import support
 
@@ -16,23 +17,22 @@ from optperm.permutation._permute_by_cycles import _compute_partition_size
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "data" / "sgperm_reference.npz"
 SEQUENCES = ("dense", "conv", "zero_gradients", "ties", "tiny_alpha")
-ARGUMENTS = {
-    "aggressiveness": "alpha0",
-    "aggressiveness_decay": "beta1",
-    "min_aggressiveness": "alpha_min",
-    "partition_ratio": "lamda0",
-    "partition_growth": "beta2",
-    "max_partition_ratio": "lamda_max",
-    "learning_rate": "momentum_lr",
-    "momentum": "momentum",
-}
+
+
+def schedules(*, alpha0, beta1, lamda0, beta2, alpha_min=0.0, lamda_max=1.0):
+    """The schedules of the original, which decay and grow before the first step."""
+    falls = optax.exponential_decay(alpha0 * beta1, 1, beta1, end_value=alpha_min)
+    grows = optax.exponential_decay(lamda0 * beta2, 1, beta2, end_value=lamda_max)
+    return {"aggressiveness": falls, "partition_ratio": grows}
 
 
 def load_sequence(name):
     """Load a run of the original: its arguments, initial params, and the steps' gradients and params."""
     with np.load(REFERENCE) as data:
         parts = {key[len(name) + 1 :]: data[key] for key in data.files if key.startswith(name)}
-    arguments = {ours: float(parts[f"hyper/{theirs}"]) for ours, theirs in ARGUMENTS.items()}
+    hyper = {key[6:]: float(parts[key]) for key in parts if key.startswith("hyper/")}
+    arguments = {"learning_rate": hyper.pop("momentum_lr"), "momentum": hyper.pop("momentum")}
+    arguments |= schedules(**hyper)
     count = sum(key.startswith("init/") for key in parts)
     init, grads, params = (
         [jnp.asarray(parts[f"{kind}/{i}"]) for i in range(count)]
@@ -70,14 +70,14 @@ def test_plain_updates_over_many_steps_never_drift():
     """After 3,000 steps of `optax.apply_updates` the state still holds the initial multiset, and
     the params are within one rounding of it: errors do not add up."""
     params = {"kernel": support.normal((8, 2), 0)}
-    tx = optperm.sgperm(aggressiveness=0.5, aggressiveness_decay=1.0, momentum=0.5)
+    tx = optperm.sgperm(aggressiveness=0.5, momentum=0.5)
     step = loops.make_step(tx, apply=loops.by_addition)
 
     @jax.jit
     def run(carry, grads):
         def body(carry, g):
             carry = step(*carry, {"kernel": g})
-            return carry, carry[1][1].share_moved
+            return carry, carry[1][1].fraction_moved
 
         return jax.lax.scan(body, carry, grads)
 
@@ -109,7 +109,7 @@ def one_step(params, grads, output_axes=-1, include_remainder=True, **numbers):
 
     It is compiled once for all numbers: each of them is traced.
     """
-    usual = {"aggressiveness": 0.1, "partition_ratio": 1.0, "min_partition_size": 10, "seed": 0}
+    usual = {"aggressiveness": 0.1, "partition_ratio": 1.0, "min_partition_size": 10, "key": 0}
     return _one_step(
         params,
         grads,
@@ -162,7 +162,7 @@ def test_output_axes_of_any_kind_choose_the_weight_vectors():
     support.assert_permutes(after["layer"]["f"], params["layer"]["f"])
 
 
-def test_share_moved_counts_the_entries_that_changed_place():
+def test_fraction_moved_counts_the_entries_that_changed_place():
     """It is that of the ranks that changed, scalars and empty leaves, which are left alone, not among
     them; where all recommendations agree none do."""
     params = {"kernel": support.normal((12, 5)), "bias": support.bias(6), "scale": jnp.float32(2.0)}
@@ -171,52 +171,62 @@ def test_share_moved_counts_the_entries_that_changed_place():
     for pulls, least in ((grads, 0.3), (jax.tree.map(lambda g: -jnp.abs(g), grads), 0.0)):
         after, state, before = one_step(params, pulls, aggressiveness=0.3)
         changed = sum(np.sum(state.ranks[name] != before[name]) for name in ("kernel", "bias"))
-        np.testing.assert_allclose(state.share_moved, changed / 66, rtol=1e-6)
-        assert state.share_moved > least if least else state.share_moved == 0.0
+        np.testing.assert_allclose(state.fraction_moved, changed / 66, rtol=1e-6)
+        assert state.fraction_moved > least if least else state.fraction_moved == 0.0
         assert after["scale"] == 2.0
         assert after["none"].shape == (0, 3)
 
 
-def decayed(step):
-    return 0.4 * 0.9 ** (jnp.float32(step) + 1.0)
+def tx_of(aggressiveness, partition_ratio=1.0):
+    return optperm.sgperm(aggressiveness, partition_ratio, momentum=0.0)
 
 
-def moves_of(params, grads, *arguments, **numbers):
-    """The weights after each step of a scan."""
-    tx = optperm.sgperm(*arguments, momentum=0.0, **numbers)
-    return [p for p, _ in loops.train(tx, params, list(grads), how="scan")]
+def test_a_number_is_constant_and_a_schedule_is_read_at_the_steps_done():
+    """Of both schedules, also where `optax.inject_hyperparams` gives them as numbers."""
+    params, grads = support.normal((50, 3), 0), support.normal((5, 50, 3), 1)
+    alphas, ratios = jnp.array([0.3, 0.1, 0.4, 0.2, 0.5]), jnp.array([0.5, 0.9, 0.3, 0.9, 0.4])
+    both = (lambda t: alphas[t]), (lambda t: ratios[t])
+    scheduled = [w for w, _ in loops.train(tx_of(*both), params, grads)]
+    by_step, w, opt_state = [], params, tx_of(0.1, 0.1).init(params)
+    for alpha, ratio, g in zip(alphas, ratios, grads, strict=True):
+        # The state knows nothing of the numbers.
+        updates, opt_state = tx_of(float(alpha), float(ratio)).update(g, opt_state, w)
+        by_step.append(w := optperm.apply_updates(w, updates, opt_state))
+    support.assert_same_bits(scheduled, by_step)
+    injected = optax.inject_hyperparams(tx_of)(*both)
+    support.assert_same_bits([w for w, _ in loops.train(injected, params, grads)], by_step)
 
 
-def test_schedules_are_those_of_the_paper():
+def test_schedules_of_optax_are_those_of_the_paper():
     """alpha_t = max(alpha_0 beta^(t+1), alpha_min) and lambda_t = min(lambda_0 beta^(t+1), lambda_max):
     the first step already uses what has been decayed."""
-    params, grads = support.normal((50, 3), 0), support.normal((5, 50, 3), 1)
-    built_in = moves_of(params, grads, 0.4, 0.9)
-    support.assert_same_bits(built_in, moves_of(params, grads, decayed))
-    assert not np.array_equal(built_in, moves_of(params, grads, lambda step: decayed(step - 1)))
-    grown = moves_of(params, grads, 0.2, 1.0, 0.0, 0.25, 2.0, 0.9)
-    ratios = jnp.array([0.5, 0.9, 0.9, 0.9, 0.9])
-    by_hand = moves_of(params, grads, 0.2, 1.0, partition_ratio=lambda step: ratios[step])
-    support.assert_same_bits(grown, by_hand)
+    numbers = {"alpha0": 0.4, "beta1": 0.9, "lamda0": 0.25, "beta2": 2.0}
+    rules = schedules(**numbers, alpha_min=0.3, lamda_max=0.9)
+    steps, power = range(4), np.arange(1, 5)
+    falls, grows = ([float(rule(t)) for t in steps] for rule in rules.values())
+    np.testing.assert_allclose(falls, np.maximum(0.4 * 0.9**power, 0.3), rtol=1e-6)
+    np.testing.assert_allclose(grows, np.minimum(0.25 * 2.0**power, 0.9), rtol=1e-6)
 
 
 def test_aggressiveness_bounds_each_move():
-    """No weight moves further than alpha_t + 1/s of the range, and the floor on alpha holds."""
+    """No weight moves further than alpha_t + 1/s of the range, and some nearly as far."""
     params = np.random.default_rng(9).permutation(np.linspace(-1.0, 1.0, 200, dtype=np.float32))
-    trail = moves_of(jnp.asarray(params), support.normal((5, 200)), 0.4, 0.5, 0.1)
+    falls = optax.exponential_decay(0.4 * 0.5, 1, 0.5, end_value=0.1)
+    grads = list(support.normal((5, 200)))
+    trail = [w for w, _ in loops.train(tx_of(falls), jnp.asarray(params), grads, how="scan")]
     moves = np.abs(np.diff(np.stack([params, *trail]), axis=0)).max(axis=1) / np.ptp(params)
     bounds = np.maximum(0.4 * 0.5 ** np.arange(1, 6), 0.1) + 1 / 200
     assert np.all(moves <= bounds * (1 + 1e-5))
     assert np.all(moves >= 0.6 * bounds)
 
 
-def test_partition_size_is_the_larger_of_share_and_least():
+def test_partition_size_is_the_larger_of_fraction_and_minimum():
     """P = max(P_min, floor(lambda n)), at most n: subsets of one entry move nothing."""
     params, grads = support.bias(40), support.bias(40, 1)
 
     def after(ratio, least):
         weights, state, _ = one_step(params, grads, partition_ratio=ratio, min_partition_size=least)
-        assert (state.share_moved > 0.05) == (ratio > 0 or least > 1)
+        assert (state.fraction_moved > 0.05) == (ratio > 0 or least > 1)
         return weights
 
     support.assert_same_bits(after(0.0, 1), params)
@@ -232,18 +242,20 @@ def test_remainder_that_is_left_out_sits_out():
     numbers = {"aggressiveness": 2.0, "partition_ratio": 0.6, "min_partition_size": 1}
     for include in (True, False):
         shares = [
-            one_step(params, grads, include_remainder=include, seed=seed, **numbers)[1].share_moved
+            one_step(params, grads, include_remainder=include, key=seed, **numbers)[
+                1
+            ].fraction_moved
             for seed in range(8)
         ]
         assert (max(shares) > 0.6 + 1e-6) == include
 
 
-def test_rows_steps_leaves_and_seeds_draw_partitions_of_their_own():
-    """The same weights and gradients move otherwise in each row, step, leaf and for each seed."""
+def test_rows_steps_leaves_and_keys_draw_partitions_of_their_own():
+    """The same weights and gradients move otherwise in each row, step, leaf and for each key."""
     params, grads = ([jnp.stack([support.bias(40, seed)] * 2, axis=1)] * 2 for seed in range(2))
     after, *_ = one_step(params, grads, partition_ratio=0.25)
-    other_seed, *_ = one_step(params, grads, partition_ratio=0.25, seed=1)
-    tx = optperm.permute_by_cycles(0.1 * 0.99, 0.25)
+    other_key, *_ = one_step(params, grads, partition_ratio=0.25, key=1)
+    tx = optperm.permute_by_cycles(0.1, 0.25)
     update, start = jax.jit(tx.update), jax.jit(tx.init)(params)
     (_, first), (_, later) = (
         update(grads, start._replace(count=jnp.int32(count)), params) for count in (0, 1)
@@ -252,7 +264,7 @@ def test_rows_steps_leaves_and_seeds_draw_partitions_of_their_own():
     for one, other in [
         (after[0][:, 0], after[0][:, 1]),
         (after[0], after[1]),
-        (after[0], other_seed[0]),
+        (after[0], other_key[0]),
         (after[0], later.weights[0]),
     ]:
         assert not np.array_equal(one, other)
@@ -272,7 +284,7 @@ def test_recommendation_of_gradients_that_are_not_finite_stays_with_its_location
         new = np.float32(0.5) * np.asarray(g) + np.float32(0.8) * expected
         expected = np.where(np.isfinite(new), new, expected)
         np.testing.assert_allclose(recommended.recommendation, expected, rtol=1e-6)
-        assert permuted.share_moved > 0.3
+        assert permuted.fraction_moved > 0.3
     ranks = [np.asarray(state[1].ranks) for _, state in trail]
     np.testing.assert_array_equal(ranks[0][out], ranks[1][out])
     support.assert_permutes(trail[-1][0], params)
@@ -299,7 +311,7 @@ def test_centralized_recommendation_sorts_the_weights_by_it():
     w, state = trained(m, True)
     support.assert_same_bits(w[0], params[0])
     assert not np.array_equal(w[1:], params[1:])
-    assert np.isfinite(state.share_moved)
+    assert np.isfinite(state.fraction_moved)
 
 
 @pytest.mark.parametrize("centralize", [False, True])
@@ -308,7 +320,7 @@ def test_recommendations_of_any_scale_permute_alike(centralize):
     tx, w = optperm.permute_by_cycles(0.4, 0.7, centralize=centralize), support.normal((40, 4), 0)
     m, update = support.normal((40, 4), 1), jax.jit(tx.update)
     _, expected = update(m, tx.init(w), w)
-    assert float(expected.share_moved) > 0.5
+    assert float(expected.fraction_moved) > 0.5
     for exponent in (-110, -70, -1, 70, 120):
         _, scaled = update(jnp.ldexp(m, exponent), tx.init(w), w)
         support.assert_same_bits(scaled.weights, expected.weights)
@@ -329,7 +341,7 @@ def test_training_on_real_numbers_finds_the_teacher():
     def loss_fn(w, batch):
         return jnp.mean((batch @ w - batch @ teacher) ** 2)
 
-    tx = optperm.sgperm(0.3, 0.99, momentum=0.0)
+    tx = optperm.sgperm(optax.exponential_decay(0.3, 1, 0.99), momentum=0.0)
     w, _ = loops.train(tx, student, [x] * 200, evaluate=loops.gradient(loss_fn))[-1]
     assert loss_fn(w, x) < 0.1 * loss_fn(student, x)
     support.assert_permutes(w, teacher)

@@ -240,7 +240,7 @@ NESTINGS = {
     "decay after": lambda wrap: optax.chain(
         wrap(adamw()), optax.add_decayed_weights(0.1), optax.trace(0.9)
     ),
-    "agn inside": lambda wrap: wrap(optperm.agn(adamw(), 2)),
+    "agn inside": lambda wrap: wrap(optperm.agn(adamw(), every=2)),
 }
 
 

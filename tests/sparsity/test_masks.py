@@ -364,8 +364,8 @@ NESTINGS = {
     "around MultiSteps": lambda: followed(
         optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()
     ),
-    "agn of sgperm": lambda: followed(optperm.agn(optperm.sgperm(0.5), 2)),
-    "diloco": lambda: followed(optperm.diloco(optax.sgd(0.1), sync_every=2)),
+    "agn of sgperm": lambda: followed(optperm.agn(optperm.sgperm(0.5), every=2)),
+    "diloco": lambda: followed(optperm.diloco(optax.sgd(0.1), every=2)),
     "dim_reduce": lambda: followed(optperm.dim_reduce(n_components=2)),
 }
 KERNEL_ALONE = {"masked", "partition"}

@@ -25,12 +25,14 @@ def methods(name):
     diloco = functools.partial(optperm.diloco, SGD, axis_name="replica")
     agn = functools.partial(optperm.agn, SGD, axis_name="replica")
     return {
-        "diloco, no commit": lambda: diloco(sync_every=500),
-        "diloco, between commits": lambda: diloco(optax.sgd(1.0), 5),
-        "fragments and a delay": lambda: diloco(optax.sgd(1.0), optperm.distributed.Every(6, 2, 3)),
-        "agn, between commits": lambda: optax.chain(optax.clip(1.0), agn(5)),
-        "wider center": lambda: diloco(sync_every=5, center_dtype="float32"),
-        "a second phase": lambda: optperm.switch_after(3, diloco(sync_every=2), agn(5)),
+        "diloco, no commit": lambda: diloco(every=500),
+        "diloco, between commits": lambda: diloco(optax.sgd(1.0), every=5),
+        "fragments and a delay": lambda: diloco(
+            optax.sgd(1.0), every=optperm.distributed.Every(6, 2, 3)
+        ),
+        "agn, between commits": lambda: optax.chain(optax.clip(1.0), agn(every=5)),
+        "wider center": lambda: diloco(every=5, center_dtype="float32"),
+        "a second phase": lambda: optperm.switch_after(3, diloco(every=2), agn(every=5)),
     }[name]()
 
 
@@ -130,15 +132,18 @@ def test_evaluations_are_of_the_params_that_fit_would_return():
 
 SHORT = {
     "default of diloco": (lambda axis: optperm.diloco(SGD, axis_name=axis), True),
-    "agn": (lambda axis: optax.chain(SGD, optperm.agn(SGD, 9, axis_name=axis)), True),
-    "schedule": (lambda axis: optperm.agn(SGD, lambda commits: 9 + commits, axis_name=axis), True),
-    "period of the run": (lambda axis: optperm.agn(SGD, 8, axis_name=axis), False),
+    "agn": (lambda axis: optax.chain(SGD, optperm.agn(SGD, every=9, axis_name=axis)), True),
+    "schedule": (
+        lambda axis: optperm.agn(SGD, every=lambda commits: 9 + commits, axis_name=axis),
+        True,
+    ),
+    "period of the run": (lambda axis: optperm.agn(SGD, every=8, axis_name=axis), False),
     "plan": (
-        lambda axis: optperm.diloco(SGD, sync_every=optperm.distributed.Every(9), axis_name=axis),
+        lambda axis: optperm.diloco(SGD, every=optperm.distributed.Every(9), axis_name=axis),
         False,
     ),
     "plan of the run": (
-        lambda axis: optperm.diloco(SGD, sync_every=optperm.distributed.Every(5), axis_name=axis),
+        lambda axis: optperm.diloco(SGD, every=optperm.distributed.Every(5), axis_name=axis),
         False,
     ),
 }
@@ -163,7 +168,7 @@ def test_a_period_longer_than_the_run_is_warned_of_before_the_first_step(name):
 @pytest.mark.parametrize("order", ["commits later", "commits earlier"])
 def test_the_phase_that_is_running_decides_about_the_center(order):
     """The params are the mean of replicas that train apart, with a warning, never a center of no use."""
-    diloco = optperm.diloco(SGD, sync_every=2, axis_name="replica")
+    diloco = optperm.diloco(SGD, every=2, axis_name="replica")
     tx = optperm.switch_after(1000, SGD, diloco)
     if order == "commits earlier":
         tx = optperm.switch_after(3, diloco, SGD)
@@ -186,7 +191,7 @@ def test_the_phase_that_is_running_decides_about_the_center(order):
 def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
     """Of a partition only one part commits; the other one has the steps of the run alone."""
     params = {"a": jnp.ones(3), "b": jnp.ones(3)}
-    parts = {"a": optperm.diloco(SGD, sync_every=5), "b": optax.adam(0.1)}
+    parts = {"a": optperm.diloco(SGD, every=5), "b": optax.adam(0.1)}
     tx = optax.partition(parts, {"a": "a", "b": "b"})
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx)
     x = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
@@ -209,7 +214,9 @@ def test_params_of_another_optimizer_are_not_stepped_by_the_last_commit():
 
 def test_multi_steps_around_diloco_loses_no_whole_steps():
     """A commit comes through once `MultiSteps` passes it on."""
-    tx = optax.MultiSteps(optperm.diloco(SGD, optax.sgd(1.0), 100), 2).gradient_transformation()
+    tx = optax.MultiSteps(
+        optperm.diloco(SGD, optax.sgd(1.0), every=100), 2
+    ).gradient_transformation()
     result = run(tx, devices=None, steps=8)
     alone = optax.MultiSteps(SGD, 2).gradient_transformation()
     same = run(alone, devices=None, steps=8)

@@ -75,7 +75,7 @@ def test_fit_is_a_loop_written_by_hand_for_nnx():
     by_hand = dataclasses.replace(result, model=model, optimizer=optimizer)
     support.assert_same_bits(fitting.arrays(result), fitting.arrays(by_hand))
     assert int(model.dropout.rngs.count.get_value()) == 10  # of the main evaluations alone
-    assert np.all(result.history.steps["share_moved"] > 0)
+    assert np.all(result.history.steps["fraction_moved"] > 0)
     # Plain nnx.Optimizer does as well: extra arguments reach the method, and weights are placed.
     model = fitting.NnxNet()
     plain = nnx.Optimizer(model, fitting.method(name), wrt=nnx.Param)
@@ -486,7 +486,7 @@ def test_what_a_loss_function_returns_is_checked():
     ]
     for aux in (3.0, {"logits": jnp.ones(3)}):
         cases.append((with_aux(aux), {}, TypeError, "must be a dict of scalar metrics"))
-    for name in ("loss", "epoch", "step", "seconds", "share_moved", "eval_loss"):
+    for name in ("loss", "epoch", "step", "seconds", "fraction_moved", "eval_loss"):
         says = f"a metric named '{name}'; .* are reserved"
         cases.append((with_aux({name: jnp.float32(9.0)}), {}, ValueError, says))
     state = training.TrainState.create(

@@ -167,11 +167,11 @@ def test_tensor_parallel_params_beside_a_sharded_batch():
     # By the sharding of a batch, and replicas each of which is spread over two devices.
     named = dense_fit(fitting.method("adam"), mesh=NamedSharding(mesh, P("model")))
     close(named, spread)
-    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="data")
+    tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="data")
     state = training.TrainState.create(apply_fn=None, params=params, tx=tx, opt_state=None)
     options = {"epochs": 2, "batch_size": BATCH}
     both = training.fit(state, dense_loss, dense_data(), mesh=mesh, **options)
-    tx = optperm.diloco(optax.sgd(0.1), sync_every=3, axis_name="replica")
+    tx = optperm.diloco(optax.sgd(0.1), every=3, axis_name="replica")
     close(both, dense_fit(tx, devices=2))
     other = jax.make_mesh((2,), ("data",), devices=jax.devices()[4:6])
     with pytest.raises(ValueError, match=r"params.*lies on .*pass the mesh of the state"):
@@ -304,7 +304,7 @@ def test_a_batch_that_devices_do_not_divide_is_computed_on_each_of_them():
         training.fit(state, dense_loss, parts, epochs=2, devices=devices) for devices in (None, 4)
     ]
     close(*results)
-    tx = optperm.agn(optax.sgd(0.1), 2, axis_name="replica")
+    tx = optperm.agn(optax.sgd(0.1), every=2, axis_name="replica")
     state = training.TrainState.create(apply_fn=None, params=dense_params(), tx=tx)
     with pytest.raises(ValueError, match="has 7 examples, of which 4 replicas need equally many"):
         training.fit(state, dense_loss, parts, epochs=2, devices=4)
