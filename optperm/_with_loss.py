@@ -11,8 +11,8 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.keys import as_key, is_key, key_data
-from optperm.core.states import fill_masked, mask_like
 from optperm.core.transformation import known_extra_args, transformation
+from optperm.core.trees import fill_masked, mask_like
 from optperm.evaluation import LossFn, evaluate
 
 if TYPE_CHECKING:

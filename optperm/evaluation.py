@@ -11,7 +11,7 @@ import optax
 from optperm.core import checks
 from optperm.core.keys import is_key
 from optperm.core.mapped_axes import AxisName, shared, varying_like
-from optperm.core.states import fill_masked, is_masked, trained_part
+from optperm.core.trees import fill_masked, is_masked, trained_part
 
 LossFn = Callable[[optax.Params, Any], Any]
 

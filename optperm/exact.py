@@ -14,15 +14,8 @@ import optax
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.states import (
-    PhasedState,
-    fill_masked,
-    find_states,
-    is_masked,
-    mask_like,
-    trained_part,
-    without_variables,
-)
+from optperm.core.states import PhasedState, find_states, without_variables
+from optperm.core.trees import fill_masked, is_masked, mask_like, trained_part
 
 # Wrappers that average, interpolate or scale the params of the method inside of them.
 _MOVING_WRAPPERS = {

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
-from optperm.core.mapped_axes import cond
 from optperm.core.states import find_states
 from optperm.core.transformation import transformation
 from optperm.exact import (

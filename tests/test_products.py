@@ -19,7 +19,8 @@ import pytest
 import support
 
 import optperm
-from optperm.core.states import fill_masked, find_running_states, find_states, mask_like
+from optperm.core.states import find_running_states, find_states
+from optperm.core.trees import fill_masked, mask_like
 
 STEPS = 8
 START = {

@@ -13,7 +13,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like, zero_if_not_finite
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import unshard
-from optperm.core.states import mask_like
+from optperm.core.trees import mask_like
 
 Estimator = Literal["per_example", "single_example", "two_batches"]
 Preconditioner = Literal["scalar", "diagonal", "full"]

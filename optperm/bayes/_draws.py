@@ -13,13 +13,8 @@ from optperm.bayes._swag import SwagState
 from optperm.core import checks
 from optperm.core.keys import as_key, make_key
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import (
-    fill_masked,
-    find_state,
-    find_states,
-    mask_like,
-    without_variables,
-)
+from optperm.core.states import find_state, find_states, without_variables
+from optperm.core.trees import fill_masked, mask_like
 
 
 def sample_params(

@@ -20,8 +20,8 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, wide_zeros
 from optperm.core.mapped_axes import AxisName, axis_names, varying_axes
 from optperm.core.schedules import resolve_schedule
-from optperm.core.states import mask_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree

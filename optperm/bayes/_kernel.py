@@ -11,7 +11,8 @@ from jax.flatten_util import ravel_pytree
 
 from optperm.core.dtypes import accumulation_dtype, cast_like
 from optperm.core.shardings import unshard
-from optperm.core.states import find_state, mask_like
+from optperm.core.states import find_state
+from optperm.core.trees import mask_like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree

@@ -27,8 +27,9 @@ from optperm.bayes._masters import with_masters
 from optperm.bayes._power_iteration import power_iteration
 from optperm.bayes._warmup import after_burn_in
 from optperm.core import checks
+from optperm.core.control import when
 from optperm.core.dtypes import all_finite, cast_like
-from optperm.core.mapped_axes import AxisName, when
+from optperm.core.mapped_axes import AxisName
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 

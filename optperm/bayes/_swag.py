@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, wide_zeros
-from optperm.core.mapped_axes import cond
 from optperm.core.shardings import rows_like
 from optperm.core.transformation import transformation
 

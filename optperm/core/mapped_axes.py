@@ -1,4 +1,4 @@
-"""Conditionals, collectives and types over mapped axes, the same in every mapping.
+"""Collectives and types over mapped axes, the same in every mapping.
 
 In the checked mode of `jax.shard_map` an array's type holds the mapped axes over which it varies.
 Elsewhere (`jax.pmap`, `jax.vmap`, the unchecked mode) no array is marked as varying, and none has to be.
@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, auto_axes
+from jax.sharding import auto_axes
 
-from optperm.core.shardings import explicit_sharding, shard_like, type_of, unshard
+from optperm.core.shardings import explicit_sharding, type_of, unshard
 
 Tree = TypeVar("Tree")
 AxisName = str | tuple[str, ...]
@@ -46,65 +46,6 @@ def varying_like(tree: Tree, other: Any, axis_name: AxisName | None) -> Tree:
     respect to params that are marked as varying like the batch, the gradient stays local.
     """
     return mark_varying(tree, varying_axes(other).intersection(axis_names(axis_name)))
-
-
-def cond(
-    predicate: jax.Array | bool,
-    true_fn: Callable[..., Any],
-    false_fn: Callable[..., Any],
-    *operands: Any,
-) -> Any:
-    """Call `jax.lax.cond` with branches whose types are made equal, leaf by leaf.
-
-    A leaf varies over the axes over which it varies in either branch. On an explicit mesh it is sharded
-    as in the branch that shards it, since zeros made of an array outside of `jax.jit` are not sharded.
-    A Python bool chooses the branch while tracing.
-    """
-    if isinstance(predicate, bool):
-        return (true_fn if predicate else false_fn)(*operands)
-    # Only in shard_map and on explicit meshes do types have more than shape and dtype.
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes and AxisType.Explicit not in mesh.axis_types:
-        return jax.lax.cond(predicate, true_fn, false_fn, *operands)
-    types = jax.eval_shape(true_fn, *operands), jax.eval_shape(false_fn, *operands)
-
-    def match_types(branch: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *operands: jax.tree.map(_add_types, branch(*operands), *types)
-
-    return jax.lax.cond(predicate, match_types(true_fn), match_types(false_fn), *operands)
-
-
-def when(predicate: jax.Array | bool, change: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """Return `change(tree)` where a predicate holds, else the tree as it is.
-
-    This is a loop of at most one turn. XLA updates the carry of a loop in place; a conditional copies
-    each leaf that it returns, in every step. Types are made equal as in `cond`.
-
-    Args:
-      predicate: Whether to change the tree. A Python bool decides while tracing.
-      change: A function of the tree, which returns a tree of the same form.
-      tree: The tree.
-    """
-    if isinstance(predicate, bool):
-        return change(tree) if predicate else tree
-    mesh, types, is_due = jax.sharding.get_abstract_mesh(), tree, jnp.asarray(predicate)
-    if mesh.manual_axes or AxisType.Explicit in mesh.axis_types:
-        types = jax.eval_shape(change, tree)
-
-    def turn(carry: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
-        # Within a conditional, XLA does not hoist the change out of the loop into every step.
-        changed = cond(carry[0], change, lambda tree: tree, carry[1])
-        done = mark_varying(jnp.zeros([], jnp.bool_), varying_axes(is_due))
-        return done, jax.tree.map(_add_types, changed, carry[1])
-
-    start = is_due, jax.tree.map(_add_types, tree, types)
-    result: Tree = jax.lax.while_loop(lambda carry: carry[0], turn, start)[1]
-    return result
-
-
-def _add_types(leaf: Any, *others: Any) -> Any:
-    """Return a leaf with the varying axes and the sharding of others."""
-    return shard_like(mark_varying(leaf, varying_axes(*others)), *others)
 
 
 def largest(tree: Tree, axis_name: AxisName | None) -> Tree:

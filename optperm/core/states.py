@@ -1,16 +1,13 @@
 """Find and replace the state of a method inside any composition of Optax states."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optperm.core import checks
-from optperm.core.shardings import row_sharding
 
 State = TypeVar("State")
 _PHASED = "of optperm.switch_after, for example"
@@ -176,62 +173,6 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(
         lambda leaf: leaf.get_value() if _is_variable(leaf) else leaf, tree, is_leaf=_is_variable
     )
-
-
-def one_row(tree: Any) -> Any:
-    """Return the shapes, dtypes and shardings of a tree without the leading axis of its leaves."""
-
-    def row(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=row_sharding(leaf))
-
-    return jax.tree.map(row, tree)
-
-
-def is_masked(node: Any) -> bool:
-    """Return whether a node stands for params that a transformation does not see."""
-    return isinstance(node, optax.MaskedNode)
-
-
-def mask_like(tree: Any, masked: Any) -> Any:
-    """Return the tree without the parts that are masked in another one.
-
-    A tree that does not fit under the mask is returned as it is: `checks.check_same_tree` names it.
-    """
-    try:
-        return jax.tree.map(
-            lambda mask, node: mask if is_masked(mask) else node, masked, tree, is_leaf=is_masked
-        )
-    except ValueError:
-        return tree
-
-
-def fill_masked(tree: Any, whole: Any) -> Any:
-    """Return the tree with the nodes of another one where it is masked or None."""
-
-    def is_absent(node: Any) -> bool:
-        return node is None or is_masked(node)
-
-    if not any(is_absent(node) for node in jax.tree.leaves(tree, is_leaf=is_absent)):
-        return tree
-    return jax.tree.map(
-        lambda node, filler: filler if is_absent(node) else node, tree, whole, is_leaf=is_absent
-    )
-
-
-def trained_part(params: Any) -> Any:
-    """Return a model made of dataclasses, as in Equinox, with None for each leaf that is not trained.
-
-    Real and complex floating arrays are trained. Any other tree is returned as it is.
-    """
-
-    def keep(leaf: Any) -> Any:
-        dtype = getattr(leaf, "dtype", None)
-        return leaf if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) else None
-
-    nodes = jax.tree.leaves(params, is_leaf=dataclasses.is_dataclass)
-    if not any(map(dataclasses.is_dataclass, nodes)):
-        return params
-    return jax.tree.map(keep, params)
 
 
 class Match(NamedTuple):

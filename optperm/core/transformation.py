@@ -15,7 +15,7 @@ from optperm.core import checks
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import AxisName
 from optperm.core.shardings import shard_like
-from optperm.core.states import mask_like
+from optperm.core.trees import mask_like
 
 _EVALUATE = (
     "e = optperm.evaluate(loss_fn, params, batch{}), "
@@ -51,7 +51,7 @@ def transformation(
         the extra arguments that it uses.
       method: The public name, for messages.
       like: `like(state)`, a tree whose structure and shapes params and updates must have: a part of the
-        state, or `optperm.core.states.one_row` of a part. None if the state has no such part: then,
+        state, or `optperm.core.trees.one_row` of a part. None if the state has no such part: then,
         and where the tree is masked, updates must match params.
       dtypes: Whether the dtypes of params must be the dtypes of that tree too.
       needs: The extra arguments that `update` needs, each with its description. `grad_fn` is made from

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import AxisName, cond
+from optperm.core.mapped_axes import AxisName
 from optperm.core.transformation import transformation
 from optperm.distributed._commits import RULES, Center, Combine, Replicas, check_weight
 from optperm.distributed._local_counts import (

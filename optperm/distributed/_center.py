@@ -4,7 +4,8 @@ from typing import Any
 
 import optax
 
-from optperm.core.states import fill_masked, find_state, local_values
+from optperm.core.states import find_state, local_values
+from optperm.core.trees import fill_masked
 from optperm.distributed._agn import AgnState
 from optperm.distributed._diloco import DilocoState
 

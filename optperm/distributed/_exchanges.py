@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import cond, psum
+from optperm.core.mapped_axes import psum
 from optperm.distributed._commits import CenterStep, Replicas, divide, scale, weigh
 from optperm.distributed._compression import Compression, sum_compressed
 from optperm.distributed._fragments import Fragments

@@ -16,12 +16,12 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import cast_like, zero_if_not_finite
 from optperm.core.mapped_axes import (
     AxisName,
     all_gather,
     axis_names,
-    cond,
     largest,
     mark_varying,
     mean_of_function,

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import cond
 
 # Added to norms in denominators; the authors' number.
 _EPS = 1e-8

@@ -19,8 +19,9 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond, when
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import cond, mark_varying, varying_axes, when
+from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like, unshard
 from optperm.core.transformation import transformation
 from optperm.memory._directions import (

@@ -21,7 +21,7 @@ from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, shard_like, sharding_of, unshard
-from optperm.core.states import mask_like
+from optperm.core.trees import mask_like
 
 Side = Literal["smaller", "larger"]
 # `optax.contrib.GaLoreDimensionNumbers`, a tree of these and of None, or a function to such a tree.

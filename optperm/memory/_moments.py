@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import optax.contrib
 
-from optperm.core.states import is_masked, mask_like, match_params
+from optperm.core.states import match_params
+from optperm.core.trees import is_masked, mask_like
 from optperm.memory._matrices import Matrix
 from optperm.memory._projections import rotate
 

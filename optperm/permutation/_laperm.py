@@ -16,11 +16,11 @@ import optax
 from jax.export import register_namedtuple_serialization
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import cast_like, zero_if_not_finite
-from optperm.core.mapped_axes import cond
 from optperm.core.schedules import resolve_schedule
-from optperm.core.states import mask_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like
 from optperm.exact import Exact, exact_entries
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (

@@ -19,8 +19,8 @@ from optperm.core.dtypes import accumulation_dtype
 from optperm.core.keys import as_key, key_data
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.schedules import resolve_schedule
-from optperm.core.states import mask_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like
 from optperm.exact import Exact
 from optperm.permutation import _cycles as cycles
 from optperm.permutation._weight_vectors import (

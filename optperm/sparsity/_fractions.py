@@ -11,7 +11,8 @@ import numpy as np
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.states import is_masked, mask_like, without_variables
+from optperm.core.states import without_variables
+from optperm.core.trees import is_masked, mask_like
 
 # "erk": fractions by `erk_sparsity`; "leaf": the same one of each leaf; "global": one of all leaves.
 Scope = Literal["erk", "leaf", "global"]

@@ -11,18 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite
-from optperm.core.mapped_axes import (
-    AxisName,
-    cond,
-    mark_varying,
-    varying_axes,
-    varying_like,
-)
+from optperm.core.mapped_axes import AxisName, mark_varying, varying_axes, varying_like
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
-from optperm.core.states import mask_like
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like
 from optperm.exact import check_no_averages
 from optperm.sparsity._fractions import (
     Groups,

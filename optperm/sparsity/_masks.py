@@ -12,8 +12,9 @@ import optax
 from optperm.core import checks
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
-from optperm.core.states import fill_masked, find_state, replace_state, without_variables
+from optperm.core.states import find_state, replace_state, without_variables
 from optperm.core.transformation import transformation
+from optperm.core.trees import fill_masked
 from optperm.exact import Exact
 from optperm.sparsity._choice import UnitScope, draw_codes, encode_scores, keep, widen_scores
 from optperm.sparsity._fractions import Include, flag_leaves, select_masked

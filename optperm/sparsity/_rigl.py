@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, make_key
-from optperm.core.mapped_axes import AxisName, cond
+from optperm.core.mapped_axes import AxisName
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import shard_like
-from optperm.core.states import is_masked, mask_like, match_params
+from optperm.core.states import match_params
 from optperm.core.transformation import transformation
+from optperm.core.trees import is_masked, mask_like
 from optperm.sparsity._fractions import (
     Include,
     check_excluded,

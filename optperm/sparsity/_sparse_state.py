@@ -10,7 +10,7 @@ import optax
 
 from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import shard_like
-from optperm.core.states import is_masked
+from optperm.core.trees import is_masked
 from optperm.exact import Exact, exact_entries, placing_states
 
 if TYPE_CHECKING:

@@ -10,14 +10,8 @@ import optax
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype, cast_like
 from optperm.core.shardings import shard_like
-from optperm.core.states import (
-    find_state,
-    find_states,
-    mask_like,
-    one_row,
-    replace_state,
-    without_variables,
-)
+from optperm.core.states import find_state, find_states, replace_state, without_variables
+from optperm.core.trees import mask_like, one_row
 from optperm.subspace._dim_reduce import DimReduceState
 from optperm.subspace._quasi_newton import make_quasi_newton
 from optperm.subspace._subspace import Subspace, inner_products, own_rows

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite
-from optperm.core.mapped_axes import AxisName, cond, varying_axes
+from optperm.core.mapped_axes import AxisName, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.exact import apply_updates

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
-from optperm.core.mapped_axes import cond
 from optperm.core.shardings import rows_like
-from optperm.core.states import one_row
 from optperm.core.transformation import transformation
+from optperm.core.trees import one_row
 from optperm.exact import Exact, exact_entries, placing_states
 from optperm.subspace._pca import principal_rows
 from optperm.subspace._phases import mean_over_replicas, step_where

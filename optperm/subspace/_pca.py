@@ -21,8 +21,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import cond, mark_varying, varying_axes
+from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, rows_like
 from optperm.subspace._subspace import own_rows
 

@@ -13,13 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optperm.core import checks
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import (
-    AxisName,
-    all_gather,
-    axis_names,
-    mark_varying,
-    varying_axes,
-)
+from optperm.core.mapped_axes import AxisName, all_gather, axis_names, mark_varying, varying_axes
 from optperm.core.shardings import explicit_sharding, rows_like
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype
-from optperm.core.mapped_axes import cond
 from optperm.core.shardings import rows_like
-from optperm.core.states import find_state, mask_like, one_row
+from optperm.core.states import find_state
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like, one_row
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int32, PyTree

@@ -12,8 +12,9 @@ from jax.tree_util import Partial
 
 from optperm.core.dtypes import cast_like
 from optperm.core.mapped_axes import mark_varying
-from optperm.core.states import fill_masked, find_running_states, find_states, local_values
+from optperm.core.states import find_running_states, find_states, local_values
 from optperm.core.transformation import known_extra_args
+from optperm.core.trees import fill_masked
 from optperm.distributed._center import LOCAL_STATES
 from optperm.evaluation import evaluate
 from optperm.exact import only_commits

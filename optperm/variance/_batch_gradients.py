@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
-from optperm.core.states import mask_like
+from optperm.core.trees import mask_like
 
 GradFn = Callable[[optax.Params], optax.Updates]
 BATCH_GRADIENT = {"grad_fn": "the gradient on this batch at given params"}

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import cast_like
-from optperm.core.mapped_axes import cond
 from optperm.core.schedules import resolve_schedule
 from optperm.core.transformation import transformation
 from optperm.variance._batch_gradients import (

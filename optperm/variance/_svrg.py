@@ -15,13 +15,15 @@ import numpy as np
 import optax
 
 from optperm.core import checks
+from optperm.core.control import cond
 from optperm.core.dtypes import accumulation_dtype, all_finite, cast_like
 from optperm.core.keys import as_key, key_data
-from optperm.core.mapped_axes import cond, mark_varying, varying_axes
+from optperm.core.mapped_axes import mark_varying, varying_axes
 from optperm.core.schedules import resolve_schedule
 from optperm.core.shardings import can_be_seen
-from optperm.core.states import find_state, mask_like, replace_state, without_variables
+from optperm.core.states import find_state, replace_state, without_variables
 from optperm.core.transformation import transformation
+from optperm.core.trees import mask_like
 from optperm.variance._batch_gradients import BATCH_GRADIENT, GradFn, evaluate_gradient
 
 if TYPE_CHECKING:

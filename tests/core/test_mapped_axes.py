@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import replicas
 
-from optperm.core.mapped_axes import when
+from optperm.core.control import when
 
 
 def double(tree):

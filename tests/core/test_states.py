@@ -11,14 +11,8 @@ import support
 from flax import nnx
 
 import optperm
-from optperm.core.states import (
-    fill_masked,
-    find_state,
-    find_states,
-    mask_like,
-    replace_state,
-    without_variables,
-)
+from optperm.core.states import find_state, find_states, replace_state, without_variables
+from optperm.core.trees import fill_masked, mask_like
 from optperm.permutation._permute_by_cycles import PermuteByCyclesState
 
 
