@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optperm.core import checks
+from optperm.core.trees import mask_like
 
 State = TypeVar("State")
 _PHASED = "of optperm.switch_after, for example"
